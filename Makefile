@@ -1,0 +1,40 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+FOLDERS := kernels common kvtransfer prefill decode router
+TYPES := /tmp/baton-types-$(shell id -u)
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+.PHONY: demo test lint
+
+# Router, prefill and decode server on this host; asks one question, prints the answer, stops.
+demo: $(VENV)/engine
+	$(BIN)/launch_cluster --ask "What is the capital of France?"
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest
+
+# The type checker sees the checkout under the package's name through a link that stands outside of it.
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	@rm -rf $(TYPES) && mkdir -p $(TYPES) && ln -s "$(CURDIR)" $(TYPES)/baton
+	cd $(TYPES) && $(abspath $(BIN))/mypy --config-file baton/pyproject.toml --cache-dir $(abspath $(VENV))/mypy \
+	  $(foreach folder,$(FOLDERS),-p baton.$(folder)) -m baton.launch
+	@rm -rf $(TYPES)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Without a GPU the pinned CPU build of torch is taken: an open range would bring gigabytes of CUDA.
+$(VENV)/engine: pyproject.toml | $(VENV)/bin/python
+ifeq ($(HAS_GPU),yes)
+	$(BIN)/python -m pip install -q -e '.[engine,cuda]'
+else
+	$(BIN)/python -m pip install -q -r tests/requirements.txt -e '.[engine]'
+endif
+	@touch $@
+
+$(VENV)/dev: pyproject.toml tests/requirements.txt $(VENV)/engine
+	$(BIN)/python -m pip install -q -r tests/requirements.txt -e '.[engine,dev]'
+	@touch $@

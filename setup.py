@@ -1,0 +1,29 @@
+"""Maps the checkout's root onto the import package ``baton`` (see pyproject.toml for the rest)."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+FOLDERS = ("common", "kernels", "kvtransfer", "prefill", "decode", "router")
+
+PACKAGES = [f"baton.{name}" for folder in FOLDERS for name in find_packages(include=[folder, f"{folder}.*"])]
+
+
+
+class BuildPackages(build_py):
+    """The root is a package, and this file stands in it: it builds the wheel and does not belong into it."""
+
+    def find_package_modules(self, package, package_dir):
+        modules = super().find_package_modules(package, package_dir)
+        return [found for found in modules if found[:2] != ("baton", "setup")]
+
+
+setup(
+    version=re.search(r'__version__ = "(.+?)"', Path("__init__.py").read_text()).group(1),
+    package_dir={"baton": "."},
+    packages=["baton", *PACKAGES],
+    package_data={"baton.common.tinychat": ["checkpoint/*"], "baton.router": ["dashboard.html"]},
+    cmdclass={"build_py": BuildPackages},
+)
