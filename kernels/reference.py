@@ -1,0 +1,72 @@
+"""Plain-torch twins of the kernels: what each computes, and what a CPU runs.
+
+Arithmetic is in float32 and rounded to the input's type once, at the end, as in the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
+            residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kernels.rmsnorm.rmsnorm``."""
+    if residual is not None:
+        x = x + residual
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight, x
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """See ``kernels.silu_and_mul.silu_and_mul``."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` [T, heads, D] turned by ``cos``, ``sin`` [T, D / 2]; element i pairs with element i + D / 2."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+                   page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
+                   cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> None:
+    """See ``kernels.rope_and_store.rope_and_store``."""
+    if cos_sin is not None:
+        assert positions is not None
+        cos, sin = cos_sin[positions].chunk(2, dim=-1)
+        q.copy_(rotate(q, cos, sin))
+        k = rotate(k, cos, sin)
+    k_pages[page_of_token, :, offset_in_page] = k
+    v_pages[page_of_token, :, offset_in_page] = v
+
+
+def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, qo_indptr: torch.Tensor,
+                    kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
+                    scale: float) -> torch.Tensor:
+    """Causal attention over paged KV, request by request; see ``kernels.paged_prefill.paged_prefill``.
+
+    Written for clarity, in float32 and with the whole score matrix.
+    """
+    out = torch.empty_like(q)
+    page_size = k_pages.shape[2]
+    group = q.shape[1] // k_pages.shape[1]
+    for b in range(len(kv_last_page_len)):
+        rows = slice(int(qo_indptr[b]), int(qo_indptr[b + 1]))
+        pages = kv_indices[int(kv_indptr[b]):int(kv_indptr[b + 1])].long()
+        length = (len(pages) - 1) * page_size + int(kv_last_page_len[b])
+        keys, values = (_tokens(x, pages, length).float().repeat_interleave(group, 0) for x in (k_pages, v_pages))
+        scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), keys) * scale
+        count = scores.shape[1]
+        visible = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[rows] = torch.einsum("hqk,hkd->qhd", weights, values).to(q.dtype)
+    return out
+
+
+def _tokens(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """Pages of one request as ``[heads, length, D]``."""
+    return pool[pages].transpose(0, 1).flatten(1, 2)[:, :length]
