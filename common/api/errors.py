@@ -1,0 +1,114 @@
+"""Errors that reach a client, each with its HTTP status and OpenAI's error object.
+
+Input is checked where it enters (``raise InvalidRequest(...)``); behind that boundary a broken
+assumption is a bug and asserts. A message is one sentence that says what to change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ServingError(Exception):
+    """Base of all errors that end a request.
+
+    ``status`` is the HTTP status, ``type`` and ``code`` fill OpenAI's error object, and ``param``
+    names the offending request field where there is one. ``retry_after`` (seconds), when given,
+    becomes the ``Retry-After`` header.
+    """
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None,
+                 retry_after: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+        if code is not None:
+            self.code = code
+
+    def to_openai(self) -> dict[str, Any]:
+        """The response body: ``{"error": {"message", "type", "param", "code"}}``."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequest(ServingError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class Unauthorized(ServingError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(ServingError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class Conflict(ServingError):
+    """The request names something that is already in use (a bootstrap room, a worker URL)."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+
+class TooLarge(ServingError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class Overloaded(ServingError):
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class Aborted(ServingError):
+    """The request was cancelled, by the client or through ``/abort_request``."""
+
+    status = 499
+    type = "aborted"
+    code = "request_aborted"
+
+
+class TransferFailed(ServingError):
+    """The KV cache did not arrive: the peer died, refused, or stalled."""
+
+    status = 502
+    code = "kv_transfer_failed"
+
+
+class WorkerUnavailable(ServingError):
+    status = 503
+    code = "worker_unavailable"
+
+
+class DeadlineExceeded(ServingError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+_BY_CODE: dict[str, type[ServingError]] = {
+    leaf.code: leaf
+    for leaf in (ServingError, InvalidRequest, Unauthorized, NotFound, Conflict, TooLarge, Overloaded, Aborted,
+                 TransferFailed, WorkerUnavailable, DeadlineExceeded)
+}
+
+
+def from_code(code: str, message: str) -> ServingError:
+    """Rebuild an error that crossed a process boundary as ``(code, message)``."""
+    return _BY_CODE.get(code, ServingError)(message)
+
+
+class ConfigError(ValueError):
+    """A command-line or configuration mistake: one sentence that says what to change."""

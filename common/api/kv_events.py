@@ -1,0 +1,187 @@
+"""KV events: what a server tells about its prefix cache, in the form that vLLM and SGLang publish.
+
+A message has three frames: topic, sequence number (8 bytes, big-endian) and a msgpack batch
+``[ts, [event, ...]]``. Events are arrays that begin with their name: ``BlockStored`` (hashes, the hash
+before them, tokens, page size, ...), ``BlockRemoved`` (hashes) and ``AllBlocksCleared``. vLLM's newest
+releases write maps with the same names instead; ``decode`` reads both.
+
+Our servers' hashes are ``page_hashes``: chained, so that one hash stands for a whole prefix, and the
+same for equal tokens on every server, so that routers can compute them from a prompt's tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import msgspec
+
+TOPIC = b"kv-events"
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+PROMPT_PAGES_HEADER = "x-baton-prompt-pages"
+"""On a request: asks for the prompt's page hashes. On its answer: them (see ``encode_pages``)."""
+_TOLD_PAGES = 64
+
+Hash = int | bytes
+
+
+class Stored(NamedTuple):
+    """Pages entered the cache: ``hashes[i]`` stands for all tokens up to the end of page i of ``token_ids``.
+
+    ``parent`` is the hash of the page before the first one, None at the beginning of a prompt.
+    """
+
+    hashes: Sequence[Hash]
+    parent: Hash | None
+    token_ids: Sequence[int]
+    page_size: int
+
+
+class Removed(NamedTuple):
+    """Pages left the cache."""
+
+    hashes: Sequence[Hash]
+
+
+class Cleared(NamedTuple):
+    """The cache is empty."""
+
+
+Event = Stored | Removed | Cleared
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def page_hashes(token_ids: Sequence[int], page_size: int, parent: int | None = None) -> list[int]:
+    """The hashes of the full pages of ``token_ids``, each over all tokens from the prompt's beginning.
+
+    63 bits each (peers keep them in signed 64-bit integers): among 10 million pages two would be equal
+    once in 200,000 such caches, and the price of it is one badly placed request.
+    """
+    return chained(token_bytes(token_ids), 4 * page_size, parent)
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Little-endian int32; raises OverflowError or TypeError where they are none."""
+    tokens = array("i", token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def chained(tokens: bytes, page_bytes: int, parent: int | None) -> list[int]:
+    """``page_hashes`` of tokens that are little-endian int32 already; 0.5 us a page."""
+    return list(chain(tokens, page_bytes, parent))
+
+
+def chain(tokens: bytes, page_bytes: int, parent: int | None = None) -> Iterator[int]:
+    """``chained``, one by one, for those who stop early."""
+    previous = (parent or 0).to_bytes(8, "little")
+    for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
+        value = int.from_bytes(blake2b(previous + tokens[start:start + page_bytes], digest_size=8).digest(),
+                               "little") >> 1
+        yield value
+        previous = value.to_bytes(8, "little")
+
+
+def encode(ts: float, events: Sequence[Event]) -> bytes:
+    """A batch's payload; ``ts`` in seconds since the epoch."""
+    return _encode((ts, [_as_array(event) for event in events]))
+
+
+def _as_array(event: Event) -> tuple[Any, ...]:
+    # lora_id, medium and lora_name have no default in the readers' array forms: without them they refuse the event.
+    match event:
+        case Stored(hashes, parent, token_ids, page_size):
+            return "BlockStored", hashes, parent, token_ids, page_size, None, "GPU", None
+        case Removed(hashes):
+            return "BlockRemoved", hashes, "GPU"
+        case Cleared():
+            return ("AllBlocksCleared",)
+
+
+def decode(payload: bytes) -> list[Event]:
+    """The events of a batch; unknown ones, and those of other memory than the GPU's, are left out.
+
+    Raises ValueError where the payload is no batch.
+    """
+    try:
+        batch = _decode(payload)
+        events = batch["events"] if isinstance(batch, dict) else batch[1]
+        read = [_read(event) for event in events]
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a batch of KV events: {error}") from None
+    return [event for event in read if event is not None]
+
+
+_FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+                    "extra_keys", "group_idx"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+
+
+def _read(event: Any) -> Event | None:
+    if isinstance(event, dict):
+        name, fields = event["type"], event
+    else:
+        name = event[0]
+        fields = dict(zip(_FIELDS.get(name, ()), event[1:]))
+    if name == "AllBlocksCleared":
+        return Cleared()
+    # A LoRA's pages hold other keys and values for the same tokens; layer groups beside the first are no prefixes.
+    if name not in _FIELDS or fields.get("medium") not in (None, "GPU") or fields.get("group_idx"):
+        return None
+    if name == "BlockRemoved":
+        return Removed(_hashes(fields["block_hashes"]))
+    if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
+        return None
+    return Stored(_hashes(fields["block_hashes"]), fields["parent_block_hash"], fields["token_ids"],
+                  _count(fields["block_size"]))
+
+
+def _hashes(value: Any) -> Sequence[Hash]:
+    if not isinstance(value, list) or not all(isinstance(item, (int, bytes)) for item in value):
+        raise ValueError("block_hashes must be a list of integers or bytes")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError("block_size must be a positive integer")
+    return value
+
+
+def encode_pages(token_ids: Sequence[int], page_size: int) -> str:
+    """A prompt's page hashes as a header's value: ``PAGES;PAGE_SIZE;PAGE:HASH,PAGE:HASH,...``, hashes in hexadecimal.
+
+    Of long prompts every 2nd, 4th, 8th ... page is told, 64 or fewer, and the last one: the value stays below 2 KB,
+    and prompts that share a beginning tell the same pages of it.
+    """
+    hashes = page_hashes(token_ids, page_size)
+    count = len(hashes)
+    stride = 1
+    while count > stride * _TOLD_PAGES:
+        stride *= 2
+    told = [*range(stride, count + 1, stride), *([count] if count % stride else [])]
+    return f"{count};{page_size};" + ",".join(f"{page}:{hashes[page - 1]:x}" for page in told)
+
+
+class PromptPages(NamedTuple):
+    """What ``encode_pages`` told: how many pages, and of some, in order, ``(number of pages up to its end, hash)``."""
+
+    pages: int
+    page_size: int
+    told: list[tuple[int, int]]
+
+
+def decode_pages(value: str) -> PromptPages:
+    """Raises ValueError where the value is not ``encode_pages``'s."""
+    count, page_size, told = value.split(";")
+    pairs = [pair.split(":") for pair in told.split(",")] if told else []
+    return PromptPages(int(count), int(page_size), [(int(page), int(hashed, 16)) for page, hashed in pairs])

@@ -1,0 +1,166 @@
+"""Messages between a server's front process and its engine ranks (msgpack over ZMQ, tagged unions).
+
+Front -> rank 0: ``ToEngine``. Rank 0 -> front: ``FromEngine``. The engine promises exactly one
+terminal message (``Output.finish`` set, or ``Failed``) for every ``Generate`` it was sent.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .sampling import SamplingParams
+
+
+class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
+    """Where the two halves of one attempt meet: the prefill server's bootstrap address, and their room."""
+
+    host: str
+    port: int
+    room: int
+
+
+class Generate(msgspec.Struct, tag=True):
+    """Run one prompt. ``deadline`` is in seconds from arrival, None for the server's default.
+
+    ``logprob_start_len`` is the first prompt position whose logprob is wanted; -1 means none of the prompt.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    logprob_start_len: int = -1
+    bootstrap: Bootstrap | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Cancel one request (``rid``), or all (``rid == ""``). ``silent``: the front has already answered it
+    (a stop string matched, the client left) and wants no terminal message."""
+
+    rid: str
+    silent: bool = False
+
+
+class FlushCache(msgspec.Struct, tag=True):
+    """Drop the prefix cache; answered by ``Flushed``. Refused while requests run."""
+
+    seq: int
+
+
+class GetState(msgspec.Struct, tag=True):
+    """Answered by ``State``."""
+
+    seq: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Finish the step in flight, then leave the loop."""
+
+
+ToEngine = Generate | Abort | FlushCache | GetState | Shutdown
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Finish(msgspec.Struct, array_like=True):
+    """Why generation ended. ``matched`` is the stop token id, where one did."""
+
+    reason: FinishReason
+    matched: int | None = None
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of consecutive tokens; ``top`` holds, per token, ``(token id, logprob)`` pairs."""
+
+    token_ids: list[int]
+    values: list[float | None]
+    top: list[list[tuple[int, float]]] = []
+
+
+class Output(msgspec.Struct):
+    """Tokens that a request gained in one step. Counts are totals so far."""
+
+    rid: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish: Finish | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """All that one engine step produced."""
+
+    items: list[Output]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A request ended with an error; ``code`` is a ServingError's (see errors.from_code)."""
+
+    rid: str
+    code: str
+    message: str
+
+
+class Loading(msgspec.Struct, tag=True):
+    """Start-up progress: ``stage`` is a short phrase, ``fraction`` goes from 0 to 1 within it."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(msgspec.Struct, tag=True):
+    """All ranks are up. ``max_total_tokens`` is the KV pool's size in tokens."""
+
+    max_total_tokens: int
+    max_request_tokens: int
+
+
+class StartFailed(msgspec.Struct, tag=True):
+    """A rank could not start; ``message`` is one sentence for the operator."""
+
+    message: str
+
+
+class Flushed(msgspec.Struct, tag=True):
+    seq: int
+    ok: bool
+    message: str = ""
+
+
+class State(msgspec.Struct, tag=True):
+    """A snapshot of the engine, for ``/get_server_info``, load reports, metrics and tests.
+
+    ``free_pages + held_pages + cached_pages == total_pages`` always; ``held_pages`` is 0 when idle.
+    ``counters`` only grow (names without the metric prefix), ``gauges`` are current values.
+    """
+
+    seq: int
+    total_pages: int
+    free_pages: int
+    held_pages: int
+    cached_pages: int
+    page_size: int
+    num_running: int
+    num_waiting: int
+    num_transferring: int
+    counters: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+
+
+FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Flushed | State
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+encode = _encoder.encode
+decode_to_engine = _to_engine.decode
+decode_from_engine = _from_engine.decode

@@ -1,0 +1,39 @@
+"""What a model asks of an attention backend."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ...kernels.rope_and_store import rope_and_store
+from ..engine.forward_batch import ForwardBatch
+from ..kvcache.pool import KVPool
+
+
+class AttentionBackend(Protocol):
+    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer."""
+
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+        """Prepare for ``batch``, a decode step or a ragged extend over existing prefixes.
+
+        With ``max_length`` what is planned is captured into a graph, whose replays find other page tables in the
+        batch's tensors, of sequences up to so many tokens. Only backends that can decode under capture take it.
+        """
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+        """Store this step's keys and values in the pool, then attend; returns ``[T, Hq, D]``.
+
+        ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, D] float32, when given, is the rotary
+        table by which ``q`` (in place) and ``k`` are turned on the way. Mutates the pool and ``q``.
+        """
+
+
+def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+          cos_sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first half of ``run``, equal for every backend; returns the layer's key and value pages."""
+    k_pages, v_pages = pool.layer(layer)
+    rope_and_store(q, k, v, k_pages, v_pages, batch.page_of_token, batch.offset_in_page, cos_sin,
+                   batch.positions)
+    return k_pages, v_pages

@@ -1,0 +1,86 @@
+"""Choice of the attention backend."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from ..api.errors import ConfigError
+from ..config.server import KernelArgs
+from ..kvcache.pool import KVPool
+from .base import AttentionBackend
+from .split import SplitBackend
+from .torch_backend import TorchBackend
+
+_FLASHINFER_DTYPES = ("float16", "bfloat16")
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -> str:
+    """Resolve ``auto``: flashinfer on a GPU where it is installed and fits the model, else triton; torch on a CPU.
+
+    Raises ConfigError where the named backend cannot run.
+    """
+    on_gpu = device.type == "cuda"
+    if name == "auto":
+        if not on_gpu:
+            return "torch"
+        if find_spec("flashinfer") and dtype in _FLASHINFER_DTYPES and head_dim in _FLASHINFER_HEAD_DIMS:
+            return "flashinfer"
+        return "triton" if find_spec("triton") else "torch"
+    if name == "torch":
+        return name
+    if find_spec(name) is None:
+        raise ConfigError(f"--attention-backend {name} needs the package {name}, which is not installed.")
+    if name == "flashinfer" and dtype not in _FLASHINFER_DTYPES:
+        raise ConfigError(f"--attention-backend flashinfer takes --dtype float16 or bfloat16, not {dtype}.")
+    if name == "flashinfer" and head_dim not in _FLASHINFER_HEAD_DIMS:
+        raise ConfigError(f"--attention-backend flashinfer takes heads of {_FLASHINFER_HEAD_DIMS} values, not "
+                          f"{head_dim}: use triton.")
+    if not on_gpu and not (name == "triton" and _interpreted()):
+        raise ConfigError(f"--attention-backend {name} needs a GPU: use torch on a CPU.")
+    return name
+
+
+def _interpreted() -> bool:
+    from ...kernels._triton import INTERPRETED
+    return INTERPRETED
+
+
+def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, head_dim: int) -> str:
+    """The backend of decode steps: triton on a GPU where it is installed, for it runs under CUDA graphs.
+
+    Raises ConfigError where the named one cannot run, or not under the CUDA graphs that were not disabled.
+    """
+    name = args.decode_attention_backend
+    prefill = choose_backend(args.attention_backend, device, dtype, head_dim)
+    if name == "auto":
+        return "triton" if device.type == "cuda" and prefill != "torch" and find_spec("triton") else prefill
+    chosen = choose_backend(name, device, dtype, head_dim)
+    if chosen != "triton" and device.type == "cuda" and not args.disable_cuda_graph:
+        raise ConfigError(f"--decode-attention-backend {name} does not run under CUDA graphs: use triton, or "
+                          "--disable-cuda-graph.")
+    return chosen
+
+
+def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_heads: int) -> AttentionBackend:
+    """What the flags ask for: one backend, or one for prompts and one for decode steps."""
+    prefill = choose_backend(args.attention_backend, device, pool.layout.dtype, pool.layout.head_dim)
+    decode = choose_decode_backend(args, device, pool.layout.dtype, pool.layout.head_dim)
+    if prefill == decode:
+        return select_backend(prefill, device, pool, num_heads)
+    return SplitBackend(select_backend(prefill, device, pool, num_heads),
+                        select_backend(decode, device, pool, num_heads))
+
+
+def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int) -> AttentionBackend:
+    """Build the backend that ``name`` (the flag's value) means here; ``num_heads`` counts this rank's query heads."""
+    chosen = choose_backend(name, device, pool.layout.dtype, pool.layout.head_dim)
+    if chosen == "flashinfer":
+        from .flashinfer_backend import FlashInferBackend
+        return FlashInferBackend(pool, num_heads)
+    if chosen == "triton":
+        from .triton_backend import TritonBackend
+        return TritonBackend(pool, num_heads)
+    return TorchBackend(pool)

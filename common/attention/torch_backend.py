@@ -1,0 +1,127 @@
+"""Attention in plain torch: what a CPU runs, and what the other backends are compared with.
+
+Keys and values are gathered out of the pool straight into the ``[.., heads, tokens, head_dim]`` form that
+scaled_dot_product_attention takes. The pool's memory is seen as rows of one page and head,
+``[pages * layers * 2 * heads, page_size * head_dim]``, so that a gather copies ``page_size * head_dim`` values at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..engine.forward_batch import ForwardBatch
+from ..kvcache.pool import KVPool
+from .base import store
+
+_QUERY_BLOCK = 1024  # rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request
+
+
+@dataclass
+class _Bucket:
+    """Requests gathered together, padded to the longest: ``first_rows`` [2, b, heads, n] index layer 0's pool rows."""
+
+    requests: torch.Tensor
+    first_rows: dict[int, torch.Tensor]
+    mask: torch.Tensor | None
+    lengths: list[int]
+
+
+class TorchBackend:
+    def __init__(self, pool: KVPool):
+        self._pool = pool
+        self._layout = pool.layout
+        self._batch: ForwardBatch | None = None
+        self._buckets: list[_Bucket] = []
+        self._scratch = torch.empty(0, dtype=pool.groups[0].dtype, device=pool.groups[0].device)
+
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+        self._batch = batch
+        pages = np.diff(batch.kv_indptr_cpu)
+        lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
+        members = _similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
+        self._buckets = [self._bucket(batch, requests, pages, lengths) for requests in members]
+
+    def _bucket(self, batch: ForwardBatch, requests: np.ndarray, pages: np.ndarray, lengths: np.ndarray) -> _Bucket:
+        heads, device = self._layout.num_kv_heads, batch.input_ids.device
+        padded = np.zeros((len(requests), pages[requests].max()), np.int64)
+        for row, b in enumerate(requests):
+            begin = batch.kv_indptr_cpu[b]
+            padded[row, :pages[b]] = batch.kv_indices_cpu[begin:begin + pages[b]]
+        rows = {}
+        for size in set(self._layout.groups):
+            keys = padded[:, None] * (size * 2 * heads) + np.arange(heads)[:, None]
+            rows[size] = torch.from_numpy(np.stack((keys, keys + heads))).to(device)
+        mask = None
+        if batch.is_decode:
+            tokens = np.arange(padded.shape[1] * self._layout.page_size)
+            mask = torch.from_numpy(tokens < lengths[requests][:, None])[:, None, None].to(device)
+        return _Bucket(torch.from_numpy(requests).to(device), rows, mask, lengths[requests].tolist())
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+        batch = self._batch
+        assert batch is not None
+        store(self._pool, batch, layer, q, k, v, cos_sin)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        attend = self._decode if batch.is_decode else self._extend
+        for bucket in self._buckets:
+            attend(bucket, *self._gather(bucket, layer), q, out)
+        return out
+
+    def _gather(self, bucket: _Bucket, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[b, heads, tokens, D]`` of a bucket; tokens beyond a request's length are arbitrary."""
+        layout = self._layout
+        group, index = layout.locate(layer)
+        memory = self._pool.groups[group].view(-1, layout.page_size * layout.head_dim)
+        rows = bucket.first_rows[layout.groups[group]] + index * 2 * layout.num_kv_heads
+        gathered = torch.index_select(memory, 0, rows.flatten(), out=self._scratch_of(rows.numel(), memory.shape[1]))
+        keys, values = gathered.view(*rows.shape[:3], -1, layout.head_dim).unbind(0)
+        return keys, values
+
+    def _scratch_of(self, rows: int, width: int) -> torch.Tensor:
+        """Memory kept from call to call: fresh memory's page faults would make a 40 MB gather 20 times slower."""
+        if self._scratch.numel() < rows * width:
+            self._scratch = torch.empty(rows * width * 5 // 4, dtype=self._scratch.dtype, device=self._scratch.device)
+        return self._scratch[:rows * width].view(rows, width)
+
+    def _decode(self, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
+                out: torch.Tensor) -> None:
+        # The query heads that share a KV head take the place of query rows: no key is repeated.
+        grouped = q[bucket.requests].unflatten(1, (self._layout.num_kv_heads, -1))
+        result = scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
+        out[bucket.requests] = result.flatten(1, 2)
+
+    def _extend(self, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
+                out: torch.Tensor) -> None:
+        assert self._batch is not None
+        (b,), (length,) = bucket.requests.tolist(), bucket.lengths
+        begin, end = self._batch.qo_indptr_cpu[b:b + 2].tolist()
+        prefix = length - (end - begin)
+        group = q.shape[1] // self._layout.num_kv_heads
+        for row in range(begin, end, _QUERY_BLOCK):
+            stop = min(row + _QUERY_BLOCK, end)
+            seen = prefix + stop - begin
+            block_keys, block_values = (x[0, :, None, :seen].expand(-1, group, -1, -1) for x in (keys, values))
+            queries = q[row:stop].unflatten(1, (self._layout.num_kv_heads, group)).permute(1, 2, 0, 3)
+            first = seen - (stop - row)
+            mask = None
+            if first > 0:
+                mask = torch.ones(stop - row, seen, dtype=torch.bool, device=q.device).tril_(first)
+            result = scaled_dot_product_attention(queries, block_keys, block_values, attn_mask=mask,
+                                                  is_causal=mask is None)
+            out[row:stop] = result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _similar(pages: np.ndarray) -> list[np.ndarray]:
+    """Requests in buckets whose longest has at most about twice the pages of the shortest: bounds the padding."""
+    order = np.argsort(pages, kind="stable")
+    buckets = []
+    while len(order):
+        count = int(np.searchsorted(pages[order], 2 * pages[order[0]] + 4, side="right"))
+        buckets.append(order[:count])
+        order = order[count:]
+    return buckets

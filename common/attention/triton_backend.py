@@ -1,0 +1,47 @@
+"""Attention by Baton's own Triton kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...kernels.paged_decode import decode_splits, paged_decode
+from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
+from ..engine.forward_batch import ForwardBatch
+from ..kvcache.pool import KVPool
+from .base import store
+
+_INTERPRETER_PROCESSORS = 8
+
+
+class TritonBackend:
+    def __init__(self, pool: KVPool, num_heads: int):
+        self._pool = pool
+        self._group = num_heads // pool.layout.num_kv_heads
+        self._scale = pool.layout.head_dim ** -0.5
+        device = pool.groups[0].device
+        self._processors = _INTERPRETER_PROCESSORS
+        if device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._batch: ForwardBatch | None = None
+        self._splits = 1
+        self._blocks: PrefillBlocks | None = None
+
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+        self._batch = batch
+        if batch.is_decode:
+            longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self._pool.layout.page_size
+            self._splits = decode_splits(batch.num_reqs, self._pool.layout.num_kv_heads, longest, self._processors)
+        else:
+            self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+        batch = self._batch
+        assert batch is not None
+        k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin)
+        table = (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        if batch.is_decode:
+            return paged_decode(q, k_pages, v_pages, *table, self._scale, self._splits)
+        assert self._blocks is not None
+        return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale)

@@ -1,0 +1,166 @@
+"""Starting and watching the processes of a cluster on one host: the demo, and a laptop's way to try Baton.
+
+A part is one server process with an HTTP port. All are started together, each shows one status line until it is
+ready, and all stop together: on Ctrl-C, on SIGTERM, or when one of them dies.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POLL_SECONDS = 0.2
+STOP_GRACE_SECONDS = 15.0
+BAR_WIDTH = 24
+
+
+@dataclass
+class Part:
+    """One process: ``argv`` starts it, ``url + probe`` tells whether it is ready, its output goes to ``log``."""
+
+    name: str
+    argv: Sequence[str]
+    url: str
+    log: Path
+    probe: str = "/health"
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    ready: bool = field(default=False, init=False)
+    status: str = field(default="starting", init=False)
+
+    def start(self) -> None:
+        with self.log.open("wb") as output:
+            # A session of its own: Ctrl-C reaches the supervisor alone, which stops the parts in order.
+            self.process = subprocess.Popen(self.argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+    @property
+    def dead(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def check(self) -> None:
+        """Ask the part how it is; sets ``ready`` and ``status``."""
+        try:
+            with urllib.request.urlopen(self.url + self.probe, timeout=2) as answer:
+                self.ready, self.status = answer.status == 200, "ready"
+        except urllib.error.HTTPError as error:
+            self.ready, self.status = False, _describe(error.read())
+        except OSError:
+            self.ready, self.status = False, "starting"
+
+    def last_words(self, lines: int = 15) -> str:
+        text = self.log.read_text(errors="replace").splitlines()
+        return "\n".join("    " + line for line in text[-lines:])
+
+
+def _describe(body: bytes) -> str:
+    """A status phrase, with a bar where the server reports progress, out of ``/health``'s 503 body."""
+    try:
+        health = json.loads(body)
+        stage, progress = health["stage"], float(health["progress"])
+    except (ValueError, KeyError, TypeError):
+        return "starting"
+    done = round(progress * BAR_WIDTH)
+    return f"{stage} [{'#' * done}{'.' * (BAR_WIDTH - done)}] {progress:4.0%}"
+
+
+class _Board:
+    """One line a part: redrawn in place on a terminal, printed on change elsewhere."""
+
+    def __init__(self, parts: Sequence[Part]):
+        self._parts = parts
+        self._width = max(len(part.name) for part in parts)
+        self._shown: dict[str, str] = {}
+        self._live = sys.stdout.isatty()
+
+    def draw(self) -> None:
+        if self._live and self._shown:
+            sys.stdout.write(f"\x1b[{len(self._parts)}A")
+        for part in self._parts:
+            line = f"  {part.name:<{self._width}}  {part.url}  {part.status}"
+            if self._live:
+                sys.stdout.write(f"\x1b[2K{line}\n")
+            elif self._shown.get(part.name) != line:
+                sys.stdout.write(line + "\n")
+            self._shown[part.name] = line
+        sys.stdout.flush()
+
+
+def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool]) -> int:
+    """Start all parts, call ``when_ready`` once all are, and wait while it returned True; returns the exit code.
+
+    0 after Ctrl-C or SIGTERM or where ``when_ready`` returned False, 1 where a part died.
+    """
+    stop = _StopFlag()
+    try:
+        for part in parts:
+            part.start()
+        board = _Board(parts)
+        greeted = False
+        while not stop.raised:
+            if dead := next((part for part in parts if part.dead), None):
+                return _report_death(dead)
+            if not greeted:
+                greeted = _all_ready(parts)
+                board.draw()
+                if greeted and not when_ready():
+                    return 0
+            time.sleep(POLL_SECONDS)
+        return 0
+    finally:
+        _stop(parts)
+
+
+class _StopFlag:
+    """Raised by SIGINT or SIGTERM; a second signal changes nothing, the stop is on its way."""
+
+    def __init__(self) -> None:
+        self.raised = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def _raise(self, *_: object) -> None:
+        self.raised = True
+
+
+def _all_ready(parts: Sequence[Part]) -> bool:
+    for part in parts:
+        if not part.ready:
+            part.check()
+    return all(part.ready for part in parts)
+
+
+def _report_death(part: Part) -> int:
+    assert part.process is not None
+    print(f"{part.name} ended with exit code {part.process.returncode}; its last lines ({part.log}):\n"
+          f"{part.last_words()}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _stop(parts: Sequence[Part]) -> None:
+    """SIGTERM to all, in reverse order of start so that the router leaves first; SIGKILL after a grace."""
+    running = [part.process for part in reversed(parts) if part.process is not None and part.process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + STOP_GRACE_SECONDS
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def ask(url: str, model: str, question: str, timeout: float = 120.0) -> str:
+    """One chat request to an OpenAI-compatible server; returns the answer's text. Raises OSError."""
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+    request = urllib.request.Request(
+        url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]

@@ -1,0 +1,210 @@
+"""Command lines derived from frozen dataclasses.
+
+A default lives once, in the dataclass. ``flag()`` declares a field with its help text;
+``parse(Config, argv)`` derives ``--flags``, reads ``--config file.yaml`` (the same names; flags
+win over the file) and builds the instance. Nested dataclass fields are flattened into the same
+command line, so that a configuration is composed and its user sees one list of flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from ..api.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def flag(default: Any = dataclasses.MISSING, *, help: str, names: Sequence[str] = (), repeat: bool = False,
+         required: bool = False, metavar: str | tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    ``names`` are further spellings beside the one derived from the field's name. ``repeat`` lets the
+    flag be given several times, each with one or more values (``--prefill URL [PORT]``): the field
+    then holds a tuple of tuples of strings. ``required`` fields have no default.
+    """
+    metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar}
+    if required:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag:
+    """One field of a (possibly nested) configuration class, resolved for argparse."""
+
+    field: dataclasses.Field[Any]
+    annotation: Any
+
+    @property
+    def key(self) -> str:
+        return self.field.name
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        meta = self.field.metadata
+        spellings = ["--" + self.key.replace("_", "-"), *meta["names"]]
+        options: dict[str, Any] = {"dest": self.key, "default": argparse.SUPPRESS, "help": self._help()}
+        if meta["metavar"] is not None:
+            options["metavar"] = meta["metavar"]
+        kind, choices, many = _shape(self.annotation)
+        if kind is bool and self.field.default is False:
+            options["action"] = "store_true"
+            options.pop("metavar", None)
+        elif kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+            options.pop("metavar", None)
+        elif meta["repeat"]:
+            options.update(action="append", nargs="+")
+        else:
+            options.update(type=kind, choices=choices, nargs="*" if many else None)
+        parser.add_argument(*spellings, **options)
+
+    def _help(self) -> str:
+        default = self.field.default
+        shown = default is not dataclasses.MISSING and default not in (None, False, (), "")
+        text = self.field.metadata["help"].replace("%", "%%")
+        return f"{text} (default: {str(default).replace('%', '%%')})" if shown else text
+
+    def convert(self, value: Any) -> Any:
+        """Bring a parsed or YAML value to the field's type; raises ConfigError where it does not fit."""
+        kind, choices, many = _shape(self.annotation)
+        if self.field.metadata["repeat"]:
+            return tuple(tuple(str(part) for part in ([item] if isinstance(item, str) else item)) for item in value)
+        if value is None:
+            return None
+        if many:
+            return tuple(_as(kind, item, self.key) for item in ([value] if isinstance(value, str) else value))
+        value = _as(kind, value, self.key)
+        if choices and value not in choices:
+            raise ConfigError(f"{self.key} must be one of {', '.join(map(str, choices))}, not {value!r}.")
+        return value
+
+
+def _as(kind: type, value: Any, key: str) -> Any:
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    if kind is bool or isinstance(value, bool):
+        raise ConfigError(f"{key} takes {'true or false' if kind is bool else 'a ' + kind.__name__}, not {value!r}.")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key} takes a value of type {kind.__name__}, not {value!r}.") from None
+
+
+def _shape(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
+    """``(element type, allowed values, is a tuple)`` of a field's annotation."""
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return _shape(next(a for a in args if a is not type(None)))
+    if origin is Literal:
+        return type(args[0]), args, False
+    if origin is tuple:
+        kind, choices, _ = _shape(args[0])
+        return kind, choices, True
+    return annotation, None, False
+
+
+def _flags(cls: type) -> list[_Flag]:
+    hints = typing.get_type_hints(cls)
+    found: list[_Flag] = []
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            found.extend(_flags(hints[field.name]))
+        elif "help" in field.metadata:
+            found.append(_Flag(field, hints[field.name]))
+    return found
+
+
+def build(cls: type[C], values: dict[str, Any]) -> C:
+    """``cls`` from flat values by field name, as ``parse`` would build it; raises ConfigError for unknown names."""
+    if unknown := values.keys() - {item.key for item in _flags(cls)}:
+        raise ConfigError(f"{cls.__name__} has no {', '.join(sorted(unknown))}.")
+    return _build(cls, values)
+
+
+def _build(cls: type[C], values: dict[str, Any]) -> C:
+    hints = typing.get_type_hints(cls)
+    own: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(hints[field.name]):
+            own[field.name] = _build(hints[field.name], values)
+        elif field.name in values:
+            own[field.name] = values[field.name]
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"--{field.name.replace('_', '-')} is required.")
+    return cls(**own)
+
+
+def _read_yaml(path: str, flags: dict[str, _Flag]) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file) or {}
+    except OSError as error:
+        raise ConfigError(f"Cannot read --config {path}: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} must hold a mapping of flag names to values.")
+    values = {}
+    for name, value in content.items():
+        key = str(name).replace("-", "_")
+        if key not in flags:
+            raise ConfigError(f"--config {path} sets {name!r}, which is no flag of this command.")
+        values[key] = flags[key].convert(value)
+    return values
+
+
+def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str, description: str,
+          defaults: dict[str, Any] | None = None, adjust: Callable[[C], C] | None = None) -> C:
+    """Build ``cls`` from a command line, or print one sentence and exit with status 2.
+
+    ``defaults`` override the dataclass's own (a shorthand command uses it); ``adjust`` may derive a
+    final configuration and may raise ConfigError, as may the class's ``__post_init__``.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the flags' names; flags win over it")
+    flags = {item.key: item for item in _flags(cls)}
+    for item in flags.values():
+        item.add_to(parser)
+    given = vars(parser.parse_args(argv))
+    try:
+        values = dict(defaults or {})
+        if path := given.pop("config", None):
+            values.update(_read_yaml(path, flags))
+        values.update({key: flags[key].convert(value) for key, value in given.items()})
+        config = _build(cls, values)
+        return adjust(config) if adjust else config
+    except ConfigError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def to_argv(config: Any) -> list[str]:
+    """The flags that make ``parse`` build ``config`` again; fields at their default are left out."""
+    argv: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            argv.extend(to_argv(value))
+        elif "help" in field.metadata and value != field.default:
+            argv.extend(_spell("--" + field.name.replace("_", "-"), value, field.metadata["repeat"]))
+    return argv
+
+
+def _spell(name: str, value: Any, repeat: bool) -> list[str]:
+    if isinstance(value, bool):
+        return [name if value else "--no-" + name[2:]]
+    if repeat:
+        return [word for item in value for word in (name, *item)]
+    if isinstance(value, tuple):
+        return [name, *map(str, value)]
+    return [name, str(value)]

@@ -1,0 +1,244 @@
+"""What a checkpoint's configuration says about the model: read with plain JSON, so that the front needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..api.errors import ConfigError
+from ..kvcache.layout import DTYPE_BYTES
+from .server import ModelArgs
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where a dense decoder departs from the common form; a bias that depends on the config is read there."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    biases_in_config: bool = False
+    window_flag: bool = False  # the sliding window counts only with ``use_sliding_window``
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(biases_in_config=True),
+    "MistralForCausalLM": Architecture(),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window_flag=True),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, biases_in_config=True, window_flag=True),
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A dense decoder-only model, whatever its family.
+
+    ``rope_scaling`` is None for plain rotary embeddings, else a dict with ``rope_type`` and that type's
+    parameters under transformers' names. ``dtype`` is the checkpoint's. ``context_length`` is the longest prompt
+    plus output in tokens.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    tie_word_embeddings: bool
+    attention_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    context_length: int
+
+    def check_tp(self, size: int) -> None:
+        """Raises ConfigError where ``size`` ranks cannot share the model evenly."""
+        if self.num_heads % size or self.intermediate_size % size:
+            raise ConfigError(f"--tp-size {size} must divide the model's {self.num_heads} attention heads and its "
+                              f"intermediate size {self.intermediate_size}.")
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise ConfigError(f"--tp-size {size} must divide the model's {self.num_kv_heads} KV heads or be a "
+                              f"multiple of them.")
+
+    def local_kv_heads(self, tp_size: int) -> int:
+        """KV heads that one rank holds; with more ranks than KV heads each head is replicated."""
+        return max(1, self.num_kv_heads // tp_size)
+
+
+def resolve_checkpoint(args: ModelArgs) -> Path:
+    """The checkpoint's local folder, downloaded from the hub where needed; raises ConfigError."""
+    name = args.model_path
+    if name == "tinychat":
+        from ..tinychat import CHECKPOINT
+        folder = Path(CHECKPOINT)
+    else:
+        folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name == "tinychat" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name[0] in "./~":
+        raise ConfigError(f"--model-path {name}: there is no checkpoint folder {folder}.")
+    return _download(args)
+
+
+def _download(args: ModelArgs) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError:
+        raise ConfigError(f"--model-path {args.model_path} is no local folder, and huggingface-hub is not "
+                          f"installed to download it.") from None
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
+    if args.load_format != "dummy":
+        patterns.append("*.safetensors")
+    try:
+        return Path(snapshot_download(args.model_path, revision=args.revision, allow_patterns=patterns))
+    except GatedRepoError:
+        reason = "the hub repository is gated: log in with an account that may read it"
+    except RevisionNotFoundError:
+        reason = f"the hub repository has no revision {args.revision}"
+    except RepositoryNotFoundError:
+        reason = "neither a local folder nor a readable hub repository of this name exists"
+    except (OSError, ValueError) as error:
+        reason = f"the download from the hub failed ({' '.join(str(error).split())[:200]})"
+    raise ConfigError(f"--model-path {args.model_path}: {reason}.")
+
+
+def load_model_spec(args: ModelArgs) -> ModelSpec:
+    """Read ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
+    folder = resolve_checkpoint(args)
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
+    generation = _read_json(folder / "generation_config.json") or {}
+    try:
+        return _spec_from(config, generation, args)
+    except KeyError as error:
+        raise ConfigError(f"{folder}/config.json lacks {error.args[0]!r}.") from None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Cannot read {path}: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object.")
+    return content
+
+
+def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelArgs) -> ModelSpec:
+    architecture = _check_supported(config)
+    family = ARCHITECTURES[architecture]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    theta, scaling = _rope(config)
+    longest = _longest_context(config["max_position_embeddings"], scaling)
+    context_length = args.context_length or longest
+    if not 0 < context_length <= longest:
+        raise ConfigError(f"--context-length {context_length} must be between 1 and the model's {longest}.")
+    window = _sliding_window(config, family)
+    if window is not None and window < context_length:
+        raise ConfigError(f"Sliding-window attention is not supported: set --context-length to the model's window "
+                          f"{window} or less, within which it has no effect.")
+    attention_bias = family.biases_in_config and bool(config.get("attention_bias", False))
+    return ModelSpec(
+        architecture=architecture, hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"],
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        intermediate_size=config["intermediate_size"], vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"], rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=family.qkv_bias or attention_bias, o_bias=attention_bias,
+        mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
+        sliding_window=window, dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
+        context_length=context_length,
+    )
+
+
+def _check_supported(config: dict[str, Any]) -> str:
+    named = config.get("architectures") or ["none"]
+    found = next((name for name in named if name in ARCHITECTURES), None)
+    if found is None:
+        raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
+                          f"{', '.join(ARCHITECTURES)}.")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"Activation {act!r} is not supported: use a checkpoint with hidden_act 'silu'.")
+    if "quantization_config" in config:
+        raise ConfigError("Quantized checkpoints are not supported: use one in bfloat16, float16 or float32.")
+    return found
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"Checkpoint dtype {dtype!r} is not supported: use one of {', '.join(DTYPE_BYTES)}.")
+    return dtype
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """``(theta, scaling)``; older checkpoints write ``rope_theta`` beside ``rope_scaling``, newer ones one dict."""
+    merged = dict(config.get("rope_scaling") or {}) or dict(config.get("rope_parameters") or {})
+    theta = float(merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    kind = merged.pop("rope_type", None) or merged.get("type") or "default"
+    merged.pop("type", None)
+    if merged.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("Partial rotary embeddings are not supported.")
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"Rope scaling {kind!r} is not supported: use a checkpoint with {', '.join(ROPE_TYPES)}.")
+    if kind == "default":
+        return theta, None
+    if kind in ("llama3", "yarn"):
+        original = config.get("original_max_position_embeddings")
+        if original is not None:
+            merged["original_max_position_embeddings"] = original
+        merged.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if merged.get("factor") is None:
+        if kind != "yarn":
+            raise KeyError(f"rope_scaling.factor of {kind}")
+        merged["factor"] = config["max_position_embeddings"] / merged["original_max_position_embeddings"]
+    return theta, {"rope_type": kind, **merged}
+
+
+def _longest_context(max_positions: int, scaling: Mapping[str, Any] | None) -> int:
+    """Llama 3's ``max_position_embeddings`` counts the scaling already, and a yarn checkpoint's may."""
+    kind = scaling["rope_type"] if scaling else "default"
+    if scaling and kind in ("linear", "dynamic"):
+        return int(max_positions * scaling["factor"])
+    if scaling and kind == "yarn":
+        return max(max_positions, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
+    return max_positions
+
+
+def _sliding_window(config: dict[str, Any], family: Architecture) -> int | None:
+    window = config.get("sliding_window")
+    if not family.window_flag:
+        return window
+    if not config.get("use_sliding_window", False):
+        return None
+    kinds = config.get("layer_types")
+    layers = config["num_hidden_layers"]
+    slides = "sliding_attention" in kinds if kinds else config.get("max_window_layers", layers) < layers
+    return window if slides else None
+
+
+def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    found: list[int] = []
+    for source in (generation, config):
+        ids = source.get("eos_token_id")
+        found.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,149 @@
+"""Configuration of one server (unified, prefill or decode), composed from one dataclass a concern.
+
+Flag names are SGLang's where the thing is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..api.errors import ConfigError
+from .cli import flag
+
+Mode = Literal["null", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    model_path: str = flag(required=True, names=("--model",), help=(
+        "local checkpoint folder, Hugging Face hub id, or 'tinychat' for the chat model that ships with Baton"))
+    tokenizer_path: str | None = flag(None, help="tokenizer folder or hub id, when it is not the model's")
+    revision: str | None = flag(None, help="hub revision of the model")
+    served_model_name: str | None = flag(None, help="model name in the API; the default is --model-path")
+    load_format: Literal["auto", "safetensors", "dummy"] = flag(
+        "auto", help="'dummy' fills the weights with random values, for benchmarks without a checkpoint")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
+        "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
+    context_length: int | None = flag(None, help="longest prompt plus output in tokens; the default is the model's")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
+    base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
+    random_seed: int = flag(0, help="seed of dummy weights and of unseeded sampling")
+    chat_template: str | None = flag(None, help="jinja file that replaces the checkpoint's chat template")
+
+
+@dataclass(frozen=True)
+class CacheArgs:
+    page_size: int = flag(16, help="tokens in a KV page")
+    mem_fraction_static: float = flag(0.88, help="share of GPU memory for weights and KV pool together")
+    max_total_tokens: int | None = flag(None, help="KV pool size in tokens; the default is what memory allows")
+    disable_radix_cache: bool = flag(False, help="do not keep finished requests' pages for later prompts")
+    num_layer_groups: int | None = flag(None, help=(
+        "layer groups of the KV pool; the default makes a page of one group about 1 MiB"))
+
+
+@dataclass(frozen=True)
+class ScheduleArgs:
+    max_running_requests: int = flag(256, help="requests that decode together at most")
+    max_queued_requests: int = flag(4096, help="waiting requests at most; further ones are answered 429")
+    chunked_prefill_size: int = flag(8192, help="prompt tokens that one step computes at most")
+    disable_overlap_schedule: bool = flag(False, help=(
+        "take in each step's results before the next is launched (always so on a CPU)"))
+    schedule_policy: Literal["fcfs", "lpm"] = flag("fcfs", help=(
+        "order of waiting requests: first come first served, or longest cached prefix first"))
+    request_timeout: float = flag(3600.0, help="seconds after which a request that has not ended is failed with 504")
+
+
+@dataclass(frozen=True)
+class ParallelArgs:
+    tp_size: int = flag(1, names=("--tensor-parallel-size", "--tp"), help="tensor-parallel ranks, one process each")
+
+
+@dataclass(frozen=True)
+class KernelArgs:
+    attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = flag("auto", help=(
+        "auto is flashinfer on a GPU where installed, else triton; torch on a CPU"))
+    decode_attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = flag("auto", help=(
+        "backend of decode steps; auto is triton on a GPU, which CUDA graphs need, else --attention-backend"))
+    disable_cuda_graph: bool = flag(False, help="launch a decode step's kernels one by one")
+    cuda_graph_max_bs: int = flag(256, help="largest decode batch that runs as a CUDA graph")
+    cuda_graph_bs: tuple[int, ...] = flag((), help="decode batch sizes to capture, instead of a list up to the largest")
+
+
+@dataclass(frozen=True)
+class DisaggregationArgs:
+    disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
+    disaggregation_transfer_backend: Literal["nixl", "mooncake", "fake"] = flag("nixl", help=(
+        "how KV pages travel; 'fake' moves them over the control channel, for tests"))
+    disaggregation_ib_device: str | None = flag(None, help=(
+        "RDMA devices of the mooncake backend, with commas between them; without it mooncake uses TCP"))
+    disaggregation_bootstrap_port: int = flag(8998, help="port of a prefill server's bootstrap server")
+    disaggregation_bootstrap_timeout: float = flag(30.0, help=(
+        "seconds that one half of a request waits for the other before it fails"))
+    kv_transfer_timeout: float = flag(120.0, help="seconds a reserved request may wait for its KV cache")
+    peer_timeout: float = flag(3.0, help="seconds of silence after which a prefill or decode peer counts as dead")
+    kv_checksum: Literal["auto", "sampled", "full", "off"] = flag("auto", help=(
+        "how much of each page that arrives a decode server compares with what prefill sent; auto is sampled for "
+        "pages in host memory and off on GPUs"))
+    cluster_secret: str | None = flag(None, help=(
+        "words that prefill and decode servers share: they refuse each other's messages without its seal; better "
+        "given in a --config file than on the command line, where other users see it"))
+
+    def __post_init__(self) -> None:
+        if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":
+            raise ConfigError("--disaggregation-ib-device is for --disaggregation-transfer-backend mooncake; NIXL "
+                              "takes its devices from the UCX_NET_DEVICES variable of the environment.")
+        if self.cluster_secret == "":
+            raise ConfigError("--cluster-secret must not be empty; leave the flag out to go without.")
+
+
+@dataclass(frozen=True)
+class HttpArgs:
+    host: str = flag("127.0.0.1", help="address to listen on; also the one that peers reach this server's ranks at")
+    port: int = flag(30000, help="HTTP port")
+    api_key: str | None = flag(None, help="key that clients must send as a bearer token")
+    max_payload_size: int = flag(32 * 1024 * 1024, help="largest request body in bytes")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="least severe log level that is shown")
+    shutdown_grace_secs: float = flag(20.0, help=(
+        "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
+    stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")
+
+
+@dataclass(frozen=True)
+class EventsArgs:
+    kv_events_port: int = flag(0, help=(
+        "port on which prefix-cache changes are published for routers (0: none); replays take the port above it"))
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    model: ModelArgs
+    cache: CacheArgs
+    schedule: ScheduleArgs
+    parallel: ParallelArgs
+    kernels: KernelArgs
+    disaggregation: DisaggregationArgs
+    http: HttpArgs
+    events: EventsArgs = EventsArgs()
+
+    def __post_init__(self) -> None:
+        positive = {
+            "--page-size": self.cache.page_size, "--max-running-requests": self.schedule.max_running_requests,
+            "--chunked-prefill-size": self.schedule.chunked_prefill_size, "--tp-size": self.parallel.tp_size,
+            "--stream-interval": self.http.stream_interval, "--max-payload-size": self.http.max_payload_size,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ConfigError(f"{name} must be 1 or more, not {value}.")
+        if not 0 <= self.events.kv_events_port < 65535:
+            raise ConfigError(f"--kv-events-port must be between 0 and 65534, not {self.events.kv_events_port}.")
+        if not 0 < self.cache.mem_fraction_static < 1:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
+
+    @property
+    def mode(self) -> Mode:
+        return self.disaggregation.disaggregation_mode
+
+    @property
+    def model_name(self) -> str:
+        return self.model.served_model_name or self.model.model_path

@@ -1,0 +1,115 @@
+"""The tensor-parallel group of one engine: device collectives for the model, host ones for decisions."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_INLINE_BYTES = 4096
+_HEADER_BYTES = 8
+
+
+class TPGroup:
+    """Ranks that share one model, in lockstep: every rank makes the same calls in the same order.
+
+    A group of one rank never touches torch.distributed. Tensors on a GPU travel over NCCL; tensors on a CPU,
+    bytes and integers over gloo.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu"):
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self._device_group: dist.ProcessGroup | None = None
+        self._host_group: dist.ProcessGroup | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place; returns ``tensor``."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group_of(tensor))
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[..., n]`` on each rank to ``[..., size * n]``, in rank order."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self._group_of(tensor))
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite ``tensor`` with rank ``src``'s, in place; returns it."""
+        if self.size > 1:
+            dist.broadcast(tensor, src, group=self._group_of(tensor))
+        return tensor
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's ``data`` on every rank (the others pass None). Up to 4 KiB take one collective, more take two."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        first = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        if self.rank == 0:
+            assert data is not None
+            header = len(data).to_bytes(_HEADER_BYTES, "little")
+            inline = header + data[:_INLINE_BYTES]
+            first[:len(inline)] = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
+        dist.broadcast(first, 0, group=self._host_group)
+        received = first.numpy().tobytes()
+        length = int.from_bytes(received[:_HEADER_BYTES], "little")
+        head = received[_HEADER_BYTES:_HEADER_BYTES + min(length, _INLINE_BYTES)]
+        if length <= _INLINE_BYTES:
+            return head
+        rest = torch.empty(length - _INLINE_BYTES, dtype=torch.uint8)
+        if self.rank == 0:
+            assert data is not None
+            rest = torch.frombuffer(bytearray(data[_INLINE_BYTES:]), dtype=torch.uint8)
+        dist.broadcast(rest, 0, group=self._host_group)
+        return head + rest.numpy().tobytes()
+
+    def min_reduce(self, values: np.ndarray) -> np.ndarray:
+        """Element-wise minimum over the ranks of an int64 array of equal shape on each."""
+        if self.size == 1:
+            return values
+        reduced = torch.from_numpy(values.astype(np.int64))
+        dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._host_group)
+        return reduced.numpy()
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self._host_group)
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+        return self._device_group if tensor.is_cuda else self._host_group
+
+    def __repr__(self) -> str:
+        return f"TPGroup(rank {self.rank} of {self.size} on {self.device})"
+
+
+def init_tp(rank: int, size: int, init_method: str, device: torch.device | str, timeout: float = 600.0) -> TPGroup:
+    """Join the group as ``rank``; waits for the others up to ``timeout`` seconds.
+
+    ``init_method`` is torch.distributed's (``tcp://host:port`` or ``file:///path``). One process joins one group.
+    """
+    group = TPGroup(rank, size, device)
+    if group.device.type == "cuda":
+        torch.cuda.set_device(group.device)  # Triton launches on the current device, whatever its arguments' is
+    if size == 1:
+        return group
+    limit = timedelta(seconds=timeout)
+    if group.device.type == "cuda":
+        dist.init_process_group("nccl", init_method=init_method, rank=rank, world_size=size, timeout=limit,
+                                device_id=group.device)
+        group._device_group = dist.group.WORLD
+        group._host_group = dist.new_group(backend="gloo", timeout=limit)
+    else:
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=limit)
+        group._host_group = dist.group.WORLD
+    return group

@@ -1,0 +1,133 @@
+"""What one forward pass computes: token rows, and where their keys and values live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+AfterGroup = Callable[[int, "torch.cuda.Event | None"], None]
+"""Told of a layer group whose keys and values are on their way into the pool, and of the event that ends that way."""
+
+
+@dataclass
+class ForwardBatch:
+    """One step's input for a model, on the device, with host copies for planning.
+
+    Rows are grouped by request: request b owns the query rows ``qo_indptr[b]:qo_indptr[b+1]`` and, *after* this
+    step's keys and values are stored, the pages ``kv_indices[kv_indptr[b]:kv_indptr[b+1]]`` of which the last holds
+    ``kv_last_page_len[b]`` tokens (FlashInfer's form). A decode batch has one row a request.
+
+    T rows, B requests, N pages in use, R rows that need logits.
+    """
+
+    is_decode: bool
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    page_of_token: torch.Tensor  # [T] int64: page that receives this row's key and value
+    offset_in_page: torch.Tensor  # [T] int64
+    qo_indptr: torch.Tensor  # [B + 1] int32
+    kv_indptr: torch.Tensor  # [B + 1] int32
+    kv_indices: torch.Tensor  # [N] int32
+    kv_last_page_len: torch.Tensor  # [B] int32
+    logits_rows: torch.Tensor | None  # [R] int64; None: every row
+    # host copies (int32, same contents)
+    qo_indptr_cpu: np.ndarray
+    kv_indptr_cpu: np.ndarray
+    kv_indices_cpu: np.ndarray
+    kv_last_page_len_cpu: np.ndarray
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.kv_last_page_len_cpu)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's part of a forward pass.
+
+    ``token_ids`` are computed now; ``start`` tokens before them are in the KV cache already; ``page_ids`` covers
+    all of these tokens and may be longer. With ``source`` one more token is computed after ``token_ids``: the one at
+    this index of the tokens that the previous step sampled, whose value only the device knows.
+    """
+
+    token_ids: Sequence[int] | np.ndarray
+    start: int
+    page_ids: np.ndarray
+    source: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + (self.source is not None)
+
+
+def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, is_decode: bool,
+                        logits_rows: list[int] | None = None, previous: torch.Tensor | None = None) -> ForwardBatch:
+    """Lay out ``rows`` (at least one, each with at least one token) as a batch on ``device``.
+
+    ``previous`` holds the tokens that the step before sampled (int64, on ``device``), for rows with a ``source``.
+    ``logits_rows`` index the batch's T token rows; None picks the last row of each request, an empty list none.
+    On a GPU all arrays travel in one copy from pinned memory, which does not wait for the device.
+    """
+    lengths = np.array([row.num_tokens for row in rows])
+    starts = np.array([row.start for row in rows])
+    assert lengths.min() > 0 and (not is_decode or lengths.max() == 1)
+    pages = -((starts + lengths) // -page_size)
+    qo_indptr, kv_indptr = _indptr(lengths), _indptr(pages)
+    kv_indices = np.concatenate([np.asarray(row.page_ids[:count], np.int32) for row, count in zip(rows, pages)])
+    assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
+    positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], lengths)
+    in_request, offsets = np.divmod(positions, page_size)
+    host = {
+        "input_ids": np.concatenate([_known_ids(row) for row in rows]),
+        "positions": positions.astype(np.int64),
+        "page_of_token": kv_indices[np.repeat(kv_indptr[:-1], lengths) + in_request].astype(np.int64),
+        "offset_in_page": offsets.astype(np.int64),
+        "logits_rows": np.asarray(qo_indptr[1:] - 1 if logits_rows is None else logits_rows, np.int64),
+        "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
+        "kv_last_page_len": (starts + lengths - (pages - 1) * page_size).astype(np.int32),
+    }
+    sourced = [i for i, row in enumerate(rows) if row.source is not None]
+    host["pending_rows"] = np.asarray(qo_indptr[1:][sourced] - 1, np.int64)
+    host["sources"] = np.asarray([rows[i].source for i in sourced], np.int64)
+    sent = _to_device(host, device)
+    pending_rows, sources = sent.pop("pending_rows"), sent.pop("sources")
+    if sourced:
+        assert previous is not None, "a row's token comes from a step that was not given"
+        sent["input_ids"][pending_rows] = previous[sources]
+    return ForwardBatch(is_decode=is_decode, **sent, qo_indptr_cpu=qo_indptr, kv_indptr_cpu=kv_indptr,
+                        kv_indices_cpu=kv_indices, kv_last_page_len_cpu=host["kv_last_page_len"])
+
+
+def _known_ids(row: Row) -> np.ndarray:
+    """The row's token ids, 0 in the place of the one that the device fills in."""
+    ids = np.zeros(row.num_tokens, np.int64)
+    ids[:len(row.token_ids)] = row.token_ids
+    return ids
+
+
+def _indptr(counts: np.ndarray) -> np.ndarray:
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
+
+
+def _to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    if device.type != "cuda":
+        return {name: torch.from_numpy(array) for name, array in host.items()}
+    # Triton compiles a kernel anew for pointers that are not 16-byte aligned, so every array starts aligned.
+    ends = np.cumsum([-(array.nbytes // -16) * 16 for array in host.values()])
+    packed = torch.empty(int(ends[-1]), dtype=torch.uint8, pin_memory=True)
+    view = packed.numpy()
+    begins = [0, *ends[:-1]]
+    for begin, array in zip(begins, host.values()):
+        view[begin:begin + array.nbytes] = array.view(np.uint8)
+    sent = packed.to(device, non_blocking=True)
+    return {name: sent[begin:begin + array.nbytes].view(torch.int64 if array.itemsize == 8 else torch.int32)
+            for begin, (name, array) in zip(begins, host.items())}

@@ -1,0 +1,94 @@
+"""Decode steps as CUDA graphs: a step's hundreds of kernels launch as one.
+
+A graph replays fixed addresses and a fixed batch size. So one graph is captured for each size of a list, all over the
+same static input; a batch runs padded to the next size. Padding rows compute one token each whose key and value go to
+a scratch page that no request owns.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attention.base import AttentionBackend
+from ..models.decoder import DenseDecoder
+from .forward_batch import ForwardBatch, Row, build_forward_batch
+
+
+def default_sizes(largest: int) -> list[int]:
+    """1, 2, 4, then multiples of 8 (of 16 beyond 128): padding costs at most a few rows, a size about 0.2 s."""
+    steps = [1, 2, 4, *range(8, 129, 8), *range(144, largest + 1, 16)]
+    return sorted({size for size in steps if size < largest} | {largest})
+
+
+class DecodeGraphs:
+    """Captures at construction; ``run`` replays. ``max_pages`` bounds the pages of one request."""
+
+    def __init__(self, model: DenseDecoder, attention: AttentionBackend, sizes: Sequence[int], page_size: int,
+                 max_pages: int, scratch_page: int, device: torch.device, progress: Callable[[float], None]):
+        self._sizes = sorted(sizes)
+        self.padding_row = Row([0], 0, np.array([scratch_page]))
+        self._static = self._static_batch(page_size, max_pages, device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[int, torch.Tensor] = {}
+        memory = torch.cuda.graph_pool_handle()
+        # The largest first: the smaller ones then fit into its memory.
+        for done, size in enumerate(reversed(self._sizes)):
+            self._capture(size, model, attention, max_pages * page_size, memory)
+            progress((done + 1) / len(self._sizes))
+
+    def size_for(self, num_reqs: int) -> int | None:
+        """The captured size that a batch runs at; None where it is larger than all."""
+        index = bisect_left(self._sizes, num_reqs)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Float32 logits ``[size, vocab]`` of a decode batch of a captured size; the next run overwrites them."""
+        size = batch.num_reqs
+        static = self._inputs(size)
+        for name, target in static.items():
+            source = getattr(batch, name)
+            target[:source.shape[0]].copy_(source)
+        self._graphs[size].replay()
+        return self._logits[size]
+
+    def _static_batch(self, page_size: int, max_pages: int, device: torch.device) -> ForwardBatch:
+        batch = build_forward_batch([self.padding_row] * self._sizes[-1], page_size, device, True)
+        batch.kv_indices = torch.full((self._sizes[-1] * max_pages,), int(self.padding_row.page_ids[0]),
+                                      dtype=torch.int32, device=device)
+        return batch
+
+    def _inputs(self, size: int) -> dict[str, torch.Tensor]:
+        static = self._static
+        return {
+            "input_ids": static.input_ids[:size], "positions": static.positions[:size],
+            "page_of_token": static.page_of_token[:size], "offset_in_page": static.offset_in_page[:size],
+            "kv_indptr": static.kv_indptr[:size + 1], "kv_indices": static.kv_indices,
+            "kv_last_page_len": static.kv_last_page_len[:size],
+        }
+
+    def _capture(self, size: int, model: DenseDecoder, attention: AttentionBackend, max_length: int,
+                 memory: Any) -> None:
+        static = self._static
+        batch = ForwardBatch(
+            is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._inputs(size),
+            qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
+            kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
+        attention.plan(batch, max_length=max_length)
+
+        def forward() -> torch.Tensor:
+            return model.forward(batch, attention, lambda layer: None)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            forward()  # libraries allocate and compile outside of the capture
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            self._logits[size] = forward()
+        self._graphs[size] = graph

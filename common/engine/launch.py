@@ -1,0 +1,19 @@
+"""A unified server: both phases in one engine."""
+
+from __future__ import annotations
+
+from ..config.server import ServerConfig
+from ..http.server import run_server
+from .ranks import RankSpec
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until stopped; returns the process's exit code."""
+    return run_server(config, run_rank)
+
+
+def run_rank(spec: RankSpec) -> None:
+    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    from . import rank
+
+    rank.main(spec)

@@ -1,0 +1,83 @@
+"""The ledger of accepted requests: each gets exactly one terminal message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError
+from ..api.messages import Failed, FromEngine, Generate, Logprobs, Output, Outputs
+from .req import Req
+
+
+class Ledger:
+    """Opens an entry for every request the engine takes on and closes it once, with an output or an error.
+
+    ``send`` takes messages for the front; ``flush`` sends what one step gathered as one message.
+    """
+
+    def __init__(self, send: Callable[[FromEngine], None], *, eos_ids: frozenset[int], max_request_tokens: int,
+                 max_requests: int, timeout: float, reserves_output: bool = True):
+        """``reserves_output``: whether this engine also decodes, so that prompt and output must both fit."""
+        self._send = send
+        self._eos_ids = eos_ids
+        self._max_request_tokens = max_request_tokens
+        self._max_requests = max_requests
+        self._timeout = timeout
+        self._reserves_output = reserves_output
+        self._outputs: list[Output] = []
+        self.live: dict[str, Req] = {}
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("prompt_tokens", "cached_tokens", "generation_tokens", "finished_requests", "failed_requests"), 0)
+
+    def accept(self, message: Generate, now: float) -> Req | None:
+        """A new entry, or None: then the request was refused and its terminal message is on its way."""
+        try:
+            self._check(message)
+        except ServingError as error:
+            self._send(Failed(message.rid, error.code, error.message))
+            return None
+        req = Req.from_message(message, eos_ids=self._eos_ids, now=now, timeout=self._timeout)
+        self.live[req.rid] = req
+        return req
+
+    def _check(self, message: Generate) -> None:
+        if message.rid in self.live:
+            raise Conflict(f"Request id {message.rid!r} is in use; choose another.")
+        if len(self.live) >= self._max_requests:
+            raise Overloaded(f"The server holds {len(self.live)} requests, its limit; try again later.")
+        if not message.input_ids:
+            raise InvalidRequest("The prompt is empty; send at least one token.")
+        needed = len(message.input_ids) + (message.sampling.max_new_tokens if self._reserves_output else 1)
+        if needed > self._max_request_tokens:
+            raise InvalidRequest(
+                f"The request needs {needed} tokens of KV cache (prompt and output), this server has room for "
+                f"{self._max_request_tokens}; shorten the prompt or lower the output limit.")
+
+    def gain(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
+        """Report tokens; closes the entry where ``req.finish`` is set."""
+        output = req.output(token_ids, logprobs)
+        self._outputs.append(output)
+        self.counters["generation_tokens"] += len(token_ids)
+        if req.finish is not None:
+            self._close(req)
+            self.counters["finished_requests"] += 1
+            self.counters["prompt_tokens"] += req.num_prompt_tokens
+            self.counters["cached_tokens"] += req.num_cached_tokens
+
+    def fail(self, req: Req, error: ServingError) -> None:
+        self._close(req)
+        self.counters["failed_requests"] += 1
+        self.flush()  # tokens gained before the error are reported before it
+        self._send(Failed(req.rid, error.code, error.message))
+
+    def drop(self, req: Req) -> None:
+        """Close without a message: the front has answered the request itself."""
+        self._close(req)
+
+    def _close(self, req: Req) -> None:
+        assert self.live.pop(req.rid, None) is req, f"{req} was ended twice"
+
+    def flush(self) -> None:
+        if self._outputs:
+            self._send(Outputs(self._outputs))
+            self._outputs = []

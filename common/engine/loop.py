@@ -1,0 +1,159 @@
+"""The loop of an engine rank: drain the inbox, let the scheduler step, flush the outbox."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from ..api.errors import Aborted, DeadlineExceeded, ServingError
+from ..api.messages import Abort, FlushCache, Flushed, FromEngine, Generate, GetState, Shutdown, State, ToEngine
+from ..kvcache.manager import KVCacheManager
+from .channel import Ticker
+from .kv_events import KVEventPublisher
+from .ledger import Ledger
+from .req import Req
+
+log = logging.getLogger("baton.engine")
+
+IDLE_WAIT_MS = 1000
+TRANSFER_WAIT_MS = 1
+DEADLINE_CHECK_SECONDS = 0.1
+
+
+class Scheduler(Protocol):
+    """What a role's scheduler offers to the loop."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits, or is being transferred, and no page is held."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_transferring(self) -> int: ...
+
+    @property
+    def counters(self) -> dict[str, float]: ...
+
+    def add(self, req: Req) -> None:
+        """Take on a request; a ServingError refuses it."""
+
+    def settle(self) -> None:
+        """Take in the results of the step in flight; requests may end by it."""
+
+    def abort(self, req: Req, error: ServingError) -> None:
+        """Let go of a request whose entry in the ledger is being closed; ``error`` is what a peer is told.
+
+        ``settle`` was called since the last step.
+        """
+
+    def step(self, now: float) -> bool:
+        """Poll transfers and run one batch; False where no batch could be run."""
+
+    def close(self) -> None: ...
+
+
+class EngineLoop:
+    """One rank's main loop over a scheduler. All ranks of a group run it in lockstep."""
+
+    def __init__(self, ticker: Ticker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
+                 send: Callable[[FromEngine], None], events: KVEventPublisher | None = None):
+        self._ticker = ticker
+        self._ledger = ledger
+        self._scheduler = scheduler
+        self._cache = cache
+        self._send = send
+        self._events = events
+        self._next_deadline_check = 0.0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Runs until the front says Shutdown."""
+        busy = False
+        while not self._stopping:
+            tick = self._ticker.next(self._wait_ms(busy))
+            for message in tick.messages:
+                self._handle(message, tick.now)
+            self._end_overdue(tick.now)
+            was_idle = self._scheduler.idle
+            busy = self._scheduler.step(tick.now)
+            self._ledger.flush()
+            if self._events is not None:
+                self._events.flush(tick.now)
+            if not was_idle and self._scheduler.idle:
+                self._cache.check_integrity()
+                self._cache.tidy()
+        self._scheduler.close()
+
+    def _wait_ms(self, busy: bool) -> int:
+        if busy:
+            return 0
+        return IDLE_WAIT_MS if self._scheduler.idle else TRANSFER_WAIT_MS
+
+    def _handle(self, message: ToEngine, now: float) -> None:
+        match message:
+            case Generate():
+                self._start(message, now)
+            case Abort():
+                self._abort(message)
+            case FlushCache():
+                self._flush(message)
+            case GetState():
+                self._send(self._state(message.seq))
+            case Shutdown():
+                self._stopping = True
+
+    def _start(self, message: Generate, now: float) -> None:
+        req = self._ledger.accept(message, now)
+        if req is None:
+            return
+        try:
+            self._scheduler.add(req)
+        except ServingError as error:
+            self._ledger.fail(req, error)
+
+    def _abort(self, message: Abort) -> None:
+        self._scheduler.settle()
+        live = self._ledger.live
+        reqs = list(live.values()) if message.rid == "" else [live[message.rid]] if message.rid in live else []
+        for req in reqs:
+            error = Aborted("The request was aborted.")
+            self._scheduler.abort(req, error)
+            if message.silent:
+                self._ledger.drop(req)
+            else:
+                self._ledger.fail(req, error)
+
+    def _end_overdue(self, now: float) -> None:
+        if now < self._next_deadline_check:
+            return
+        self._next_deadline_check = now + DEADLINE_CHECK_SECONDS
+        if not any(req.deadline <= now for req in self._ledger.live.values()):
+            return
+        self._scheduler.settle()
+        for req in [req for req in self._ledger.live.values() if req.deadline <= now]:
+            error = DeadlineExceeded(f"The request did not end within {req.deadline - req.arrived:g} s.")
+            self._scheduler.abort(req, error)
+            self._ledger.fail(req, error)
+
+    def _flush(self, message: FlushCache) -> None:
+        if not self._scheduler.idle:
+            self._send(Flushed(message.seq, False, "The cache cannot be flushed while requests run."))
+            return
+        self._cache.flush()
+        self._send(Flushed(message.seq, True))
+
+    def _state(self, seq: int) -> State:
+        cache, scheduler = self._cache, self._scheduler
+        return State(
+            seq=seq, total_pages=cache.num_pages, free_pages=cache.num_free, held_pages=cache.num_held,
+            cached_pages=cache.num_cached, page_size=cache.page_size, num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
+            counters={**self._ledger.counters, **scheduler.counters},
+            gauges={"token_usage": 1 - cache.num_available / cache.num_pages},
+        )

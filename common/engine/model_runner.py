@@ -1,0 +1,176 @@
+"""One rank's model, its KV pool and its attention: a batch in, logits out."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from ..api.errors import ConfigError
+from ..attention.base import AttentionBackend
+from ..attention.select import choose_decode_backend, select_attention
+from ..config.model import ModelSpec, resolve_checkpoint
+from ..config.server import CacheArgs, ServerConfig
+from ..distributed.tp import TPGroup
+from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
+from ..kvcache.pool import KVPool
+from ..models.decoder import DenseDecoder
+from ..models.registry import build_model
+from ..weights.loader import Progress, load_dummy, load_safetensors
+from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
+from .graphs import DecodeGraphs, default_sizes
+
+_CPU_POOL_TOKENS = 65_536
+_CPU_POOL_BYTES = 2 << 30
+
+
+class ModelRunner:
+    """Owns what lives on the device. ``load`` builds it; ``forward`` is its one operation.
+
+    ``pool`` has ``num_pages`` pages of ``layout`` for requests, with tensor parallelism equally many on every rank,
+    and a last one that takes what the padding of decode batches writes.
+    """
+
+    def __init__(self, spec: ModelSpec, model: DenseDecoder, pool: KVPool, attention: AttentionBackend,
+                 device: torch.device):
+        self.spec = spec
+        self.device = device
+        self.pool = pool
+        self.layout: KVLayout = pool.layout
+        self.num_pages = pool.num_pages - 1
+        self._graphs: DecodeGraphs | None = None
+        self._model = model
+        self._attention = attention
+        self._group_ending = {last - 1: group for group, last in enumerate(accumulate(pool.layout.groups))}
+
+    @classmethod
+    @torch.no_grad()  # not inference_mode: transfers write to the pool's tensors outside of it
+    def load(cls, config: ServerConfig, spec: ModelSpec, tp: TPGroup, device: torch.device | str,
+             progress: Progress) -> ModelRunner:
+        """Load weights and allocate the pool; ``progress(what, fraction)`` is told on the way.
+
+        Raises ConfigError where the configuration does not fit the model, the checkpoint or the memory.
+        """
+        device = torch.device(device)
+        spec.check_tp(tp.size)
+        dtype = resolve_dtype(config, spec, device)
+        choose_decode_backend(config.kernels, device, dtype, spec.head_dim)  # refuse before loading
+        try:
+            model = _load_model(config, spec, tp, getattr(torch, dtype), device, progress)
+        except torch.OutOfMemoryError:
+            raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
+                              f"smaller --dtype than {dtype}.") from None
+        layout = kv_layout(config.cache, spec, tp.size, dtype)
+        num_pages = int(tp.min_reduce(np.array([_count_pages(config, spec, layout, tp, device)]))[0])
+        if num_pages < 1:
+            raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
+                              "--chunked-prefill-size, or use more GPUs with --tp-size.")
+        pool = KVPool(layout, num_pages + 1, device)
+        attention = select_attention(config.kernels, device, pool, spec.num_heads // tp.size)
+        runner = cls(spec, model, pool, attention, device)
+        if device.type == "cuda":
+            runner._warm_up(progress)
+            # NCCL's collectives are captured only where they have been seen to work: with several ranks, not yet.
+            if config.mode != "prefill" and not config.kernels.disable_cuda_graph and tp.size == 1:
+                runner._capture(config, progress)
+        progress("ready", 1.0)
+        return runner
+
+    def _warm_up(self, progress: Progress) -> None:
+        """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
+        page = np.zeros(1, np.int32)
+        for done, is_decode in enumerate((False, True), 1):
+            self.forward(build_forward_batch([Row([0], 0, page)], self.layout.page_size, self.device, is_decode))
+            torch.cuda.synchronize(self.device)
+            progress("kernels", done / 2)
+
+    @torch.inference_mode()
+    def _capture(self, config: ServerConfig, progress: Progress) -> None:
+        kernels = config.kernels
+        largest = min(kernels.cuda_graph_max_bs, config.schedule.max_running_requests)
+        sizes = [size for size in kernels.cuda_graph_bs if size <= largest] or default_sizes(largest)
+        self._graphs = DecodeGraphs(
+            self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
+            self.num_pages, self.device, lambda share: progress("CUDA graphs", share))
+
+    def padding(self, num_reqs: int) -> list[Row]:
+        """Rows that bring a decode batch of ``num_reqs`` to the size it runs at; none without CUDA graphs."""
+        size = self._graphs.size_for(num_reqs) if self._graphs else None
+        return [] if size is None or self._graphs is None else [self._graphs.padding_row] * (size - num_reqs)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, after_group: AfterGroup | None = None) -> torch.Tensor:
+        """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``; the batch's keys and values enter the pool.
+
+        ``after_group(g, event)`` is called once the last layer of layer group g has been enqueued: its pages may
+        be read when ``event`` has happened (on a CPU they may be read at once, and ``event`` is None).
+        """
+        if batch.is_decode and self._graphs is not None and self._graphs.size_for(batch.num_reqs) == batch.num_reqs:
+            assert after_group is None and batch.logits_rows is not None
+            return self._graphs.run(batch)[:len(batch.logits_rows)]
+        self._attention.plan(batch)
+
+        def after_layer(layer: int) -> None:
+            group = self._group_ending.get(layer)
+            if group is None or after_group is None:
+                return
+            event = None
+            if self.device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self.device))
+            after_group(group, event)
+
+        return self._model.forward(batch, self._attention, after_layer)
+
+
+def _load_model(config: ServerConfig, spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device,
+                progress: Progress) -> DenseDecoder:
+    model = build_model(spec, tp, dtype, device)
+    if config.model.load_format == "dummy":
+        load_dummy(model.slots(), config.model.random_seed, progress)
+    else:
+        load_safetensors(resolve_checkpoint(config.model), model.slots(), progress, tied=spec.tie_word_embeddings)
+    return model
+
+
+def resolve_dtype(config: ServerConfig, spec: ModelSpec, device: torch.device) -> str:
+    """Type of weights and KV cache: the flag's, else the checkpoint's on a GPU and float32 on a CPU."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return spec.dtype if device.type == "cuda" else "float32"
+
+
+def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str) -> KVLayout:
+    """The layout of one rank's pool."""
+    heads = spec.local_kv_heads(tp_size)
+    layer_page_bytes = 2 * heads * cache.page_size * spec.head_dim * DTYPE_BYTES[dtype]
+    groups = split_layers(spec.num_layers, layer_page_bytes, cache.num_layer_groups)
+    return KVLayout(groups=groups, num_kv_heads=heads, head_dim=spec.head_dim, page_size=cache.page_size, dtype=dtype)
+
+
+def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, tp: TPGroup, device: torch.device) -> int:
+    wanted = config.cache.max_total_tokens
+    if wanted is not None:
+        if wanted < layout.page_size:
+            raise ConfigError(f"--max-total-tokens {wanted} holds no page of {layout.page_size} tokens.")
+        return wanted // layout.page_size
+    if device.type != "cuda":
+        return min(_CPU_POOL_TOKENS // layout.page_size, _CPU_POOL_BYTES // layout.page_bytes)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # The share is this process's own, so that servers which share a GPU need not start one after the other.
+    share = total * config.cache.mem_fraction_static - torch.cuda.memory_allocated(device)
+    return int(min(share, free - _activation_bytes(config, spec, layout, tp)) // layout.page_bytes)
+
+
+def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, tp: TPGroup) -> int:
+    """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
+    schedule = config.schedule
+    local = (2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size) // tp.size
+    row = (6 * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim) * DTYPE_BYTES[layout.dtype]
+    rows = max(schedule.chunked_prefill_size, schedule.max_running_requests)
+    logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
+    workspaces = 1 << 30
+    return rows * row + logits + workspaces

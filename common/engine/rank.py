@@ -1,0 +1,134 @@
+"""An engine rank's process: builds the engine's parts, then runs the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..api.errors import ConfigError
+from ..api.messages import FromEngine, Loading, Ready, StartFailed
+from ..config.model import ModelSpec, load_model_spec
+from ..config.server import ServerConfig
+from ..distributed.tp import TPGroup, init_tp
+from ..kvcache.manager import KVCacheManager
+from ..obs.logging import setup_logging
+from .batcher import Batcher
+from .channel import FrontChannel, Ticker
+from .executor import Executor
+from .kv_events import start_publisher
+from .ledger import Ledger
+from .loop import EngineLoop, Scheduler
+from .model_runner import ModelRunner
+from .ranks import RankSpec
+from .sampler import Sampler
+from .unified import UnifiedScheduler
+
+log = logging.getLogger("baton.engine")
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What a role's scheduler is composed of."""
+
+    config: ServerConfig
+    tp: TPGroup
+    runner: ModelRunner
+    batcher: Batcher
+    executor: Executor
+    ledger: Ledger
+
+    @property
+    def overlap(self) -> bool:
+        """On a CPU launching is computing: a step's results would only be told one step late."""
+        return self.executor.asynchronous and not self.config.schedule.disable_overlap_schedule
+
+
+SchedulerFactory = Callable[[EngineParts], Scheduler]
+
+
+def main(spec: RankSpec) -> None:
+    """Entry of a unified server's rank."""
+    run_rank(spec, lambda parts: UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap))
+
+
+def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
+    """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
+    setup_logging(spec.config.http.log_level, f"{_role(spec)}.rank{spec.rank}")
+    channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
+    send: Callable[[FromEngine], None] = channel.send if spec.rank == 0 else _nowhere
+    tp = None
+    try:
+        tp = _join_group(spec)
+        parts = _build(spec, tp, send, lambda stage, share: channel.send(Loading(stage, share)))
+        scheduler = make_scheduler(parts)
+        events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
+        tp.barrier()  # Ready means that every rank is up
+    except ConfigError as error:
+        channel.send(StartFailed(str(error)))
+        channel.close()
+        raise SystemExit(1) from None
+    except torch.OutOfMemoryError as error:
+        channel.send(StartFailed(f"The GPU has too little free memory; lower --mem-fraction-static ({error})."))
+        channel.close()
+        raise SystemExit(1) from None
+    cache = parts.batcher.cache
+    capacity = cache.num_pages * cache.page_size
+    send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
+    log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
+    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, send, events).run()
+    if events is not None:
+        events.close()
+    channel.close()
+    tp.close()
+
+
+def _build(spec: RankSpec, tp: TPGroup, send: Callable[[FromEngine], None],
+           progress: Callable[[str, float], None]) -> EngineParts:
+    config = spec.config
+    model: ModelSpec = load_model_spec(config.model)
+    runner = ModelRunner.load(config, model, tp, tp.device, progress)
+    cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache)
+    ledger = Ledger(
+        send,
+        eos_ids=frozenset(model.eos_token_ids),
+        max_request_tokens=min(runner.num_pages * runner.layout.page_size, model.context_length),
+        max_requests=config.schedule.max_queued_requests + config.schedule.max_running_requests,
+        timeout=config.schedule.request_timeout,
+        reserves_output=config.mode != "prefill",
+    )
+    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed, tp)
+    return EngineParts(config, tp, runner, Batcher(cache, config.schedule), Executor(runner, sampler), ledger)
+
+
+def _join_group(spec: RankSpec) -> TPGroup:
+    device = _device(spec)
+    if device.type == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
+    return init_tp(spec.rank, spec.world_size, spec.dist_init, device)
+
+
+def _device(spec: RankSpec) -> torch.device:
+    wanted = spec.config.model.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = spec.config.model.base_gpu_id + spec.rank
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"Rank {spec.rank} needs GPU {index}, this host has {torch.cuda.device_count()}; "
+            "lower --tp-size or --base-gpu-id, or use --device cpu.")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _role(spec: RankSpec) -> str:
+    return "server" if spec.config.mode == "null" else spec.config.mode
+
+
+def _nowhere(message: FromEngine) -> None:
+    """Ranks beside rank 0 keep the same books and tell nobody."""

@@ -1,0 +1,153 @@
+"""A request inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output
+from ..api.sampling import SamplingParams
+from ..kvcache.manager import PageHold
+
+
+class TokenBuffer:
+    """Prompt and output token ids (int32) in one growing array."""
+
+    __slots__ = ("_ids", "_count")
+
+    def __init__(self, ids: list[int]):
+        self._count = len(ids)
+        self._ids = np.empty(self._count + 64, np.int32)
+        self._ids[: self._count] = ids
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, token_id: int) -> None:
+        if self._count == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty(self._count, np.int32)))
+        self._ids[self._count] = token_id
+        self._count += 1
+
+    def view(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        return self._ids[start : self._count if stop is None else min(stop, self._count)]
+
+
+@dataclass(eq=False)
+class Req:
+    """Engine state of one request.
+
+    ``num_computed_tokens`` of the tokens have their keys and values in the pages of ``hold``, or will have once the
+    step in flight has run; a step computes some of the rest, and where it reaches the end it samples a new token.
+    ``num_pending`` of these exist on the device, but their values have not reached the host yet.
+    """
+
+    rid: str
+    tokens: TokenBuffer
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    arrived: float
+    deadline: float
+    bootstrap: Bootstrap | None = None
+    num_top_logprobs: int | None = None  # None: no logprobs wanted
+    logprob_start: int | None = None  # first prompt position whose logprob is wanted
+    # filled by the scheduler
+    hold: PageHold | None = None
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_pending: int = 0
+    finish: Finish | None = None
+    prompt_logprobs: Logprobs | None = None
+    reported: bool = False
+
+    @classmethod
+    def from_message(cls, message: Generate, *, eos_ids: frozenset[int], now: float, timeout: float) -> Req:
+        sampling = message.sampling
+        wants_prompt = message.return_logprob and message.logprob_start_len >= 0
+        return cls(
+            rid=message.rid,
+            tokens=TokenBuffer(message.input_ids),
+            num_prompt_tokens=len(message.input_ids),
+            sampling=sampling,
+            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids),
+            arrived=now,
+            deadline=now + (timeout if message.deadline is None else min(timeout, message.deadline)),
+            bootstrap=message.bootstrap,
+            num_top_logprobs=message.top_logprobs_num if message.return_logprob else None,
+            logprob_start=message.logprob_start_len if wants_prompt else None,
+        )
+
+    def __repr__(self) -> str:
+        return (f"Req({self.rid}, prompt {self.num_prompt_tokens}, output {self.num_output_tokens}, "
+                f"computed {self.num_computed_tokens})")
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request, pending ones included."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def complete(self) -> bool:
+        """Whether the pending token is the last that was asked for, whatever it is."""
+        return self.length - self.num_prompt_tokens >= self.sampling.max_new_tokens
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self.tokens.view(0, self.num_prompt_tokens)
+
+    @property
+    def computed(self) -> np.ndarray:
+        return self.tokens.view(0, self.num_computed_tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """Length that prompt and output may reach together."""
+        return self.num_prompt_tokens + self.sampling.max_new_tokens
+
+    @property
+    def prefix_limit(self) -> int:
+        """Tokens that may be taken from the prefix cache when this engine samples the next token itself.
+
+        The last token must be computed for its logits, as must every position whose prompt logprob is wanted.
+        """
+        limit = len(self.tokens) - 1
+        if self.logprob_start is not None and self.prompt_logprobs is None:
+            limit = min(limit, max(0, self.logprob_start - 1))
+        return limit
+
+    def suppressed_at(self, position: int) -> tuple[int, ...]:
+        """Tokens that must not be sampled at ``position``, because ``min_new_tokens`` is not reached there."""
+        return tuple(self.stop_ids) if position - self.num_prompt_tokens < self.sampling.min_new_tokens else ()
+
+    def take_pending(self, token_id: int) -> list[int]:
+        """``take`` the pending token."""
+        self.num_pending -= 1
+        return self.take(token_id)
+
+    def take(self, token_id: int) -> list[int]:
+        """Append a token; sets ``finish`` where it is the last. Returns the tokens to report: none where
+        only the prompt was wanted."""
+        if self.sampling.max_new_tokens == 0:
+            self.finish = Finish("length")
+            return []
+        self.tokens.append(token_id)
+        if token_id in self.stop_ids:
+            self.finish = Finish("stop", token_id)
+        elif self.num_output_tokens >= self.sampling.max_new_tokens:
+            self.finish = Finish("length")
+        return [token_id]
+
+    def output(self, token_ids: list[int], logprobs: Logprobs | None) -> Output:
+        """The message that tells the front of tokens gained; prompt logprobs travel with the first."""
+        first, self.reported = not self.reported, True
+        return Output(
+            rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
+            logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None,
+        )

@@ -1,0 +1,94 @@
+"""The unified scheduler: both phases in one engine.
+
+It is a whole server's scheduler (``--disaggregation-mode null``) and the part of a decode server that runs
+what has arrived.
+
+With ``overlap`` a step is launched before the results of the step before it are taken in: the device computes
+while the host reports tokens, checks for ends and schedules. A token whose value the host does not know yet is
+*pending*; the next step reads it on the device. A request whose last token turns out to be pending has then run one
+step too many: that step's token is dropped, and the request's pages are freed only when that step has ended, for
+until then it may write into them.
+"""
+
+from __future__ import annotations
+
+from ..api.errors import ServingError
+from ..api.messages import Logprobs
+from .batcher import Batch, Batcher
+from .executor import Executor, Step
+from .ledger import Ledger
+from .pipeline import Pipeline
+from .req import Req
+
+
+class UnifiedScheduler:
+    """Prompts first, then decode: a step runs prefill chunks while there are any, else one decode step."""
+
+    def __init__(self, batcher: Batcher, executor: Executor, ledger: Ledger, *, overlap: bool):
+        self.batcher = batcher
+        self.ledger = ledger
+        self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap)
+
+    @property
+    def idle(self) -> bool:
+        return self.batcher.idle and self._pipeline.in_flight is None
+
+    @property
+    def num_running(self) -> int:
+        return len(self.batcher.running) + len(self.batcher.prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.batcher.waiting)
+
+    num_transferring = 0
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {"retracted_requests": self.batcher.num_retracted}
+
+    def add(self, req: Req) -> None:
+        self.batcher.waiting.append(req)
+
+    def abort(self, req: Req, error: ServingError) -> None:
+        """Take the request out, and free its pages. ``settle`` was called before: no step is in flight."""
+        assert self._pipeline.in_flight is None
+        self.batcher.finish(req)
+
+    def step(self, now: float) -> bool:
+        """Launch a batch and take in the results of the one before; False where there was neither."""
+        return self._pipeline.advance(self._next_batch())
+
+    def settle(self) -> None:
+        """Wait for the step in flight and take in its results: afterwards no token is pending."""
+        self._pipeline.settle()
+
+    def report(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
+        """Tell the front of tokens that ``req`` has gained, and free it where they were the last."""
+        self.ledger.gain(req, token_ids, logprobs)
+        if req.finish is None:
+            return
+        self.batcher.detach(req)
+        in_flight = self._pipeline.in_flight
+        if in_flight is None or req not in in_flight.sampling:
+            self.batcher.finish(req)
+
+    def close(self) -> None:
+        """Nothing to let go of beside the process's memory."""
+
+    def _next_batch(self) -> Batch | None:
+        batch = self.batcher.next_prefill()
+        if batch is not None:
+            return batch
+        if not self.batcher.grow_running():
+            self.settle()  # a request to retract must know its last token
+            self.batcher.retract_for_room()
+        return self.batcher.next_decode()
+
+    def _take_in(self, step: Step) -> None:
+        for gain in step.gains():
+            req = gain.req
+            if req.finish is not None:  # it ended with the step before, and this one's token is beyond its end
+                self.batcher.finish(req)
+            else:
+                self.report(req, req.take_pending(gain.token_id), gain.logprobs)

@@ -1,0 +1,136 @@
+"""Routes that tell about the server or manage it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ... import __version__
+from ..api.errors import InvalidRequest, WorkerUnavailable
+from ..api.messages import Generate, State
+from ..api.sampling import SamplingParams
+from ..obs.metrics import CONTENT_TYPE
+from ..openai.decoding import BodyDecoder
+from .front import Front
+from .generation import Generation
+from .web import json_response
+
+_STARTED = int(time.time())
+
+
+async def health(front: Front, request: web.Request) -> web.Response:
+    """200 when requests are served; 503 with the reason while starting or stopping, and when a rank is dead."""
+    if front.dead is not None:
+        return json_response({"status": "dead", "message": front.dead}, 503)
+    if front.stopping:
+        return json_response({"status": "stopping"}, 503)
+    if not front.is_ready:
+        loading = front.loading
+        progress = round(loading.fraction, 4)
+        return json_response({"status": "starting", "stage": loading.stage, "progress": progress}, 503)
+    return json_response({"status": "ready"})
+
+
+async def health_generate(front: Front, request: web.Request) -> web.Response:
+    """Health, shown by generating a token.
+
+    One half of a disaggregated pair generates nothing alone, so on a prefill or decode server this is ``/health``.
+    """
+    if front.config.mode != "null":
+        return await health(front, request)
+    tokenizer = front.serving_tokenizer()
+    probe = Generate(rid=f"health-{time.monotonic_ns()}", input_ids=[0],
+                     sampling=SamplingParams(max_new_tokens=1, temperature=0.0), deadline=20.0)
+    with Generation(front.client, tokenizer, front.metrics, [probe], time.monotonic()) as generation:
+        await generation.complete()
+    return json_response({"status": "ready"})
+
+
+async def models(front: Front, request: web.Request) -> web.Response:
+    name = front.config.model_name
+    return json_response({"object": "list", "data": [{
+        "id": name, "object": "model", "created": _STARTED, "owned_by": "baton", "root": front.config.model.model_path,
+        "max_model_len": front.model.context_length}]})
+
+
+async def model_info(front: Front, request: web.Request) -> web.Response:
+    args = front.config.model
+    return json_response({
+        "model_path": args.model_path, "tokenizer_path": args.tokenizer_path or args.model_path, "is_generation": True,
+        "served_model_name": front.config.model_name, "architecture": front.model.architecture,
+        "context_length": front.model.context_length, "vocab_size": front.model.vocab_size})
+
+
+async def server_info(front: Front, request: web.Request) -> web.Response:
+    """The configuration, flat, with the engine's state once there is one."""
+    info: dict[str, Any] = {}
+    for section in dataclasses.fields(front.config):
+        info.update(dataclasses.asdict(getattr(front.config, section.name)))
+    info["api_key"] = info["cluster_secret"] = None  # secrets
+    info.update(version=__version__, status="ready" if front.is_ready else "not ready",
+                served_model_name=front.config.model_name, stream_continuation=True)
+    if front.ready is not None:
+        info.update(max_total_num_tokens=front.ready.max_total_tokens, max_req_input_len=front.ready.max_request_tokens)
+    state = await _state(front)
+    if state is not None:
+        info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
+                                    if name not in ("seq", "type")}]
+    return json_response(info)
+
+
+async def load(front: Front, request: web.Request) -> web.Response:
+    """SGLang's load report: requests, and tokens of the KV pool that a new request could not have."""
+    state = await front.client.state()
+    total = state.total_pages * state.page_size
+    return json_response([{
+        "dp_rank": 0, "num_reqs": state.num_running + state.num_waiting + state.num_transferring,
+        "num_waiting_reqs": state.num_waiting, "num_tokens": round(state.gauges["token_usage"] * total),
+        "max_total_num_tokens": total}])
+
+
+async def _state(front: Front) -> State | None:
+    """A snapshot of the engine, None while it cannot give one."""
+    if front.ready is None or front.dead is not None:
+        return None
+    try:
+        return await front.client.state()
+    except WorkerUnavailable:
+        return None
+
+
+async def flush_cache(front: Front, request: web.Request) -> web.Response:
+    """Drop the prefix cache; 400 with the reason where requests run."""
+    front.serving_tokenizer()
+    flushed = await front.client.flush()
+    if not flushed.ok:
+        raise InvalidRequest(flushed.message, code="cache_in_use")
+    return json_response({"success": True, "message": "The prefix cache is empty."})
+
+
+class AbortRequest(msgspec.Struct):
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+_abort = BodyDecoder(AbortRequest)
+
+
+async def abort_request(front: Front, request: web.Request) -> web.Response:
+    """Cancel one request (all choices of it) or all; those that wait for it get a 499. An unknown id is fine."""
+    body = _abort.decode(await request.read())
+    if body.abort_all:
+        front.client.abort("")
+    elif body.rid:
+        front.client.abort_group(body.rid)
+    else:
+        raise InvalidRequest("Give a rid, or abort_all.", param="rid")
+    return json_response({"success": True})
+
+
+async def metrics(front: Front, request: web.Request) -> web.Response:
+    body = front.metrics.render(await _state(front))
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

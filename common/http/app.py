@@ -1,0 +1,115 @@
+"""The application: routes, and what surrounds every one of them."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from ..api.errors import NotFound, ServingError, TooLarge, Unauthorized
+from . import admin_routes, chat_routes, completion_routes, native_routes
+from .front import Front
+from .prompt_pages import tell_pages
+from .web import error_response
+
+log = logging.getLogger("baton.front")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Route = Callable[[Front, web.Request], Awaitable[web.StreamResponse]]
+
+_ROUTES: tuple[tuple[str, str, Route], ...] = (
+    ("POST", "/v1/chat/completions", chat_routes.chat_completions),
+    ("POST", "/v1/completions", completion_routes.completions),
+    ("POST", "/generate", native_routes.generate),
+    ("GET", "/v1/models", admin_routes.models),
+    ("GET", "/health", admin_routes.health),
+    ("GET", "/health_generate", admin_routes.health_generate),
+    ("GET", "/get_model_info", admin_routes.model_info),
+    ("GET", "/model_info", admin_routes.model_info),
+    ("GET", "/get_load", admin_routes.load),
+    ("GET", "/get_server_info", admin_routes.server_info),
+    ("GET", "/server_info", admin_routes.server_info),
+    ("GET", "/flush_cache", admin_routes.flush_cache),
+    ("POST", "/flush_cache", admin_routes.flush_cache),
+    ("POST", "/abort_request", admin_routes.abort_request),
+    ("GET", "/metrics", admin_routes.metrics),
+)
+_OPEN_TO_ALL = frozenset(("/health", "/health_generate", "/metrics"))
+
+
+class MethodNotAllowed(ServingError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+def make_app(front: Front) -> web.Application:
+    app = web.Application(client_max_size=front.config.http.max_payload_size, middlewares=[_guard(front)])
+    for method, path, route in _ROUTES:
+        handler = functools.partial(route, front)
+        if method == "GET":
+            app.router.add_get(path, handler)  # and HEAD
+        else:
+            app.router.add_route(method, path, handler)
+
+    async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["X-Request-Id"] = _request_id(request)
+
+    app.on_response_prepare.append(echo_request_id)
+    app.on_response_prepare.append(tell_pages)
+    return app
+
+
+def _guard(front: Front) -> Any:
+    """Checks the key, and turns every error into OpenAI's error object."""
+    expected = f"Bearer {front.config.http.api_key}".encode() if front.config.http.api_key else None
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if expected is not None and request.path not in _OPEN_TO_ALL:
+                _check_key(request, expected)
+            return await handler(request)
+        except ServingError as error:
+            return error_response(error)
+        except web.HTTPException as error:
+            return _http_error(request, error, front.config.http.max_payload_size)
+        except ConnectionError:
+            raise  # the client left
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            return error_response(ServingError("The server failed to handle the request; its log says why."))
+
+    return guard
+
+
+def _check_key(request: web.Request, expected: bytes) -> None:
+    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    if not hmac.compare_digest(given, expected):
+        raise Unauthorized("The API key is missing or wrong; send it as 'Authorization: Bearer <key>'.")
+
+
+def _http_error(request: web.Request, error: web.HTTPException, max_payload: int) -> web.Response:
+    if isinstance(error, web.HTTPNotFound):
+        return error_response(NotFound(f"There is no route {request.method} {request.path}."))
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = error_response(MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
+        response.headers["Allow"] = allowed
+        return response
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return error_response(TooLarge(f"The request body is larger than --max-payload-size ({max_payload} bytes)."))
+    failure = ServingError(f"{error.reason}.")
+    failure.status = error.status
+    return error_response(failure)
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's id where it can be echoed safely, else one of ours."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if given and len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex

@@ -1,0 +1,149 @@
+"""What the routes of one server share: configuration, engine, tokenizer, and where the server's life stands."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from ..api.errors import InvalidRequest, NotFound, ServingError, WorkerUnavailable
+from ..api.messages import Bootstrap, Generate, Loading, Ready
+from ..api.sampling import SamplingParams
+from ..config.model import ModelSpec
+from ..config.server import ServerConfig
+from ..engine.client import EngineClient
+from ..obs.metrics import ServerMetrics
+from ..openai.bootstrap import BootstrapFields, bootstraps
+from ..openai.native import LogprobOptions
+from ..openai.prompts import Prompts, check_ids, output_limit
+from ..tokenizer.tokenizer import Tokenizer
+
+
+class Front:
+    """``ready`` and ``tokenizer`` are filled in while the server starts; ``stopping`` and ``dead`` end its service."""
+
+    def __init__(self, config: ServerConfig, model: ModelSpec, client: EngineClient):
+        self.config = config
+        self.model = model
+        self.client = client
+        self.metrics = ServerMetrics(config.model_name, config.mode)
+        self.tokenizer: Tokenizer | None = None
+        self.ready: Ready | None = None
+        self.loading = Loading("starting", 0.0)
+        self.stopping = False
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine is gone, None while it is there."""
+        return self.client.dead
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is not None and self.tokenizer is not None and self.dead is None and not self.stopping
+
+    def serving_tokenizer(self) -> Tokenizer:
+        """The tokenizer of a server that takes requests; raises WorkerUnavailable while it does not."""
+        if self.dead is not None:
+            raise WorkerUnavailable(self.dead)
+        if self.stopping:
+            raise WorkerUnavailable("The server is shutting down.")
+        if self.ready is None or self.tokenizer is None:
+            raise WorkerUnavailable(f"The server is starting: {self.loading.stage}, {self.loading.fraction:.0%}.",
+                                    retry_after=1.0)
+        return self.tokenizer
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts a request that is refused before it reaches the engine, under its error's code."""
+        try:
+            yield
+        except ServingError as error:
+            self.metrics.ended(error.code)
+            raise
+
+    @property
+    def token_limit(self) -> int:
+        """Prompt and output together, in tokens. A prefill server's pool holds prompts only, so it limits no output."""
+        assert self.ready is not None
+        if self.config.mode == "prefill":
+            return self.model.context_length
+        return min(self.model.context_length, self.ready.max_request_tokens)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFound for a model that this server does not serve."""
+        served = self.config.model_name
+        if name and name not in (served, served.rstrip("/").rsplit("/", 1)[-1], "default"):
+            raise NotFound(f"The model {name!r} does not exist; this server serves {served!r}.", param="model",
+                           code="model_not_found")
+
+    async def prompt_ids(self, prompts: Prompts, param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each prompt, none of them empty; raises InvalidRequest."""
+        if prompts.texts is not None:
+            found = await self.serving_tokenizer().encode_many(prompts.texts, limit=self.model.context_length,
+                                                               add_special_tokens=add_special_tokens)
+        else:
+            found = prompts.ids or []
+            for ids in found:
+                check_ids(ids, self.model.vocab_size, param)
+        if not all(found):
+            raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
+        return found
+
+    def room_for_output(self, ids: Sequence[int], requested: int | None, tokens_name: str) -> int:
+        """Tokens that may follow a prompt; raises InvalidRequest where the request exceeds that."""
+        return output_limit(len(ids), requested, self.token_limit, tokens_name=tokens_name)
+
+    def meeting_points(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Bootstrap | None]:
+        """One entry per choice. A unified server ignores bootstrap fields, a prefill server needs them, and a decode
+        server computes the prompt itself where there are none. Raises InvalidRequest."""
+        mode = self.config.mode
+        if mode == "null":
+            return [None] * (num_prompts * n)
+        found = bootstraps(fields, num_prompts, n, self.config.disaggregation.disaggregation_bootstrap_port)
+        if mode == "prefill" and found[0] is None:
+            raise InvalidRequest("A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send "
+                                 "requests to the router.", param="bootstrap_room")
+        return found
+
+
+def plan(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,
+         points: list[Bootstrap | None], logprobs: list[LogprobOptions], priority: int | None) -> list[Generate]:
+    """One request to the engine per choice: ``n`` of each prompt, in order. Raises InvalidRequest for ``rid``.
+
+    The choices of one prompt differ in their seed (consecutive from the given one) and their id.
+    """
+    rids = _rids(rid, len(ids), n)
+    requests = []
+    for (i, prompt), j in itertools.product(enumerate(ids), range(n)):
+        choice = i * n + j
+        requests.append(Generate(
+            rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=points[choice],
+            return_logprob=logprobs[i].wanted, top_logprobs_num=logprobs[i].num_top,
+            logprob_start_len=logprobs[i].start if logprobs[i].wanted else -1, priority=priority or 0))
+    return requests
+
+
+def _reseeded(params: SamplingParams, choice: int) -> SamplingParams:
+    if choice == 0 or params.seed is None:
+        return params
+    seed = params.seed + choice
+    return msgspec.structs.replace(params, seed=seed if seed < 2**63 else seed - 2**64)
+
+
+def _rids(rid: str | list[str] | None, num_prompts: int, n: int) -> list[str]:
+    """Ids of all choices: one for a lone choice is used as it is, others get a suffix."""
+    if rid is None:
+        rid = uuid.uuid4().hex
+    if isinstance(rid, str):
+        total = num_prompts * n
+        found = [rid] if total == 1 else [f"{rid}-{i}" for i in range(total)]
+    elif len(rid) == num_prompts:
+        found = [name if n == 1 else f"{name}-{j}" for name in rid for j in range(n)]
+    else:
+        raise InvalidRequest(f"rid holds {len(rid)} entries for {num_prompts} prompts.", param="rid")
+    if not all(0 < len(name) <= 256 for name in found):
+        raise InvalidRequest("rid must have 1 to 250 characters.", param="rid")
+    return found

@@ -1,0 +1,24 @@
+"""Small things that all routes use: JSON answers and JSON bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from ..api.errors import ServingError
+from ..openai.responses import encode
+
+
+def json_bytes(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json", charset="utf-8", headers=headers)
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    return json_bytes(encode(value), status)
+
+
+def error_response(error: ServingError) -> web.Response:
+    """OpenAI's error object, with Retry-After where the error knows it."""
+    headers = None if error.retry_after is None else {"Retry-After": str(max(1, round(error.retry_after)))}
+    return json_bytes(encode(error.to_openai()), error.status, headers)

@@ -1,0 +1,65 @@
+"""The shape of the KV pool: pages first, a group of layers together within a page.
+
+``pool[group]: [num_pages, layers_in_group, 2, num_kv_heads, page_size, head_dim]``; the 2 is (key, value).
+A page of one group is contiguous, so that a transfer needs one descriptor for it: a descriptor costs
+about 6 us over NIXL whatever its size, and reaches 155 GB/s at 1 MiB but 11 GB/s at 64 KiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+TARGET_DESCRIPTOR_BYTES = 1 << 20
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """Layout of one rank's pool; also the fingerprint that two servers compare in their handshake.
+
+    ``num_kv_heads`` counts this rank's heads. ``groups`` holds the number of layers of each layer group.
+    """
+
+    groups: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.groups)
+
+    def group_page_bytes(self, group: int) -> int:
+        """Bytes of one page of one layer group: the size of a transfer descriptor."""
+        return self.groups[group] * 2 * self.num_kv_heads * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self.group_page_bytes(g) for g in range(len(self.groups)))
+
+    def locate(self, layer: int) -> tuple[int, int]:
+        """``(group, index within the group)`` of a layer."""
+        for group, size in enumerate(self.groups):
+            if layer < size:
+                return group, layer
+            layer -= size
+        raise IndexError("layer beyond the model's last")
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+
+def split_layers(num_layers: int, layer_page_bytes: int, num_groups: int | None = None) -> tuple[int, ...]:
+    """Layers of each group, as even as possible; by default so many groups that a page of one is about 1 MiB."""
+    if num_groups is None:
+        num_groups = round(num_layers * layer_page_bytes / TARGET_DESCRIPTOR_BYTES)
+    num_groups = max(1, min(num_groups, num_layers))
+    small, larger = divmod(num_layers, num_groups)
+    return tuple(small + (g < larger) for g in range(num_groups))
+
+
+def shape_of_group(layout: KVLayout, group: int, num_pages: int) -> Sequence[int]:
+    return (num_pages, layout.groups[group], 2, layout.num_kv_heads, layout.page_size, layout.head_dim)

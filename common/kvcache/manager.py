@@ -1,0 +1,164 @@
+"""The KV cache as schedulers see it: requests borrow cached pages, get fresh ones, and hand them on.
+
+Every page is free, held by exactly one request, or owned by the prefix cache:
+``free + held + cached == total``. A request may *read* cached pages that it has locked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .allocator import PageAllocator
+from .prefix_cache import Node, PrefixCache
+
+
+class PageHold:
+    """One request's pages, in token order.
+
+    ``own[i]`` tells whether page i is held by the request (and freed with it) or owned by the prefix cache,
+    where ``node``'s lock keeps it.
+    """
+
+    __slots__ = ("_ids", "_own", "count", "node", "num_cached_pages", "num_published")
+
+    def __init__(self, cached: np.ndarray, node: Node | None):
+        self.count = len(cached)
+        self._ids = np.empty(max(8, 2 * self.count), np.int64)
+        self._ids[: self.count] = cached
+        self._own = np.zeros(len(self._ids), bool)
+        self.node = node
+        self.num_cached_pages = self.count
+        self.num_published = self.count  # leading pages that the prefix cache has, these or equal ones
+
+    def __repr__(self) -> str:
+        return f"PageHold({self.count} pages, {self.num_own} own, {self.num_cached_pages} cached at start)"
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self._ids[: self.count]
+
+    @property
+    def own(self) -> np.ndarray:
+        return self._own[: self.count]
+
+    @property
+    def num_own(self) -> int:
+        return int(np.count_nonzero(self.own))
+
+    def extend(self, ids: np.ndarray) -> None:
+        end = self.count + len(ids)
+        if end > len(self._ids):
+            capacity = 2 * end
+            self._ids = np.concatenate((self._ids, np.empty(capacity - len(self._ids), np.int64)))
+            self._own = np.concatenate((self._own, np.zeros(capacity - len(self._own), bool)))
+        self._ids[self.count : end] = ids
+        self._own[self.count : end] = True
+        self.count = end
+
+
+class KVCacheManager:
+    """Page allocator and prefix cache of one rank. Torch-free and deterministic, so that the ranks of a
+    tensor-parallel group, fed the same calls, hold equal page tables."""
+
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True):
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.prefix_cache = PrefixCache(page_size) if prefix_cache else None
+        self._num_held = 0
+
+    def __repr__(self) -> str:
+        return f"KVCacheManager(free {self.num_free}, held {self.num_held}, cached {self.num_cached})"
+
+    @property
+    def num_pages(self) -> int:
+        return self.allocator.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self.allocator.num_free
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def num_cached(self) -> int:
+        return self.prefix_cache.num_pages if self.prefix_cache else 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that could be allocated now, evicting what no request reads."""
+        return self.num_free + (self.prefix_cache.num_evictable if self.prefix_cache else 0)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def begin(self, tokens: np.ndarray, limit: int) -> PageHold:
+        """Borrow the cached prefix of ``tokens`` (int32), of at most ``limit`` tokens, and lock it."""
+        if self.prefix_cache is None:
+            return PageHold(np.empty(0, np.int64), None)
+        node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size])
+        self.prefix_cache.lock(node)
+        return PageHold(pages, node)
+
+    def grow(self, hold: PageHold, num_tokens: int) -> bool:
+        """Give ``hold`` pages for ``num_tokens`` tokens in all; False, and no change, where memory lacks."""
+        missing = self.pages_for(num_tokens) - hold.count
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        if missing > self.num_free:
+            assert self.prefix_cache is not None
+            # An eviction walks the whole tree: take a little more than asked, so that not every step has to walk.
+            self.allocator.free(self.prefix_cache.evict(max(missing - self.num_free, self.num_pages // 128)))
+        hold.extend(self.allocator.allocate(missing))
+        self._num_held += missing
+        return True
+
+    def commit(self, hold: PageHold, tokens: np.ndarray) -> None:
+        """Publish the full pages of ``tokens`` (int32, all computed) in the prefix cache.
+
+        Page ids of ``hold`` never change: a transfer may be reading them. Where the tree has equal pages already,
+        the request keeps its own until it ends.
+        """
+        cache = self.prefix_cache
+        count = len(tokens) // self.page_size
+        if cache is None or count <= hold.num_published:
+            return
+        node, present = cache.insert(tokens[: count * self.page_size], hold.ids[:count])
+        cache.lock(node)
+        assert hold.node is not None
+        cache.unlock(hold.node)
+        hold.node = node
+        assert present <= count and hold.own[present:count].all(), "pages entered the tree that the request did not own"
+        hold.own[present:count] = False
+        self._num_held -= count - present
+        hold.num_published = count
+
+    def release(self, hold: PageHold, tokens: np.ndarray | None = None) -> None:
+        """End a hold. ``tokens``, where given, are the computed ones: their full pages stay in the cache."""
+        if tokens is not None:
+            self.commit(hold, tokens)
+        own = hold.ids[hold.own]
+        self.allocator.free(own)
+        self._num_held -= len(own)
+        if self.prefix_cache is not None and hold.node is not None:
+            self.prefix_cache.unlock(hold.node)
+        hold.node, hold.count = None, 0
+
+    def flush(self) -> None:
+        """Empty the prefix cache; the caller has made sure that no request holds a lock."""
+        if self.prefix_cache is not None:
+            self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_pages))
+            assert self.prefix_cache.num_pages == 0, "the cache was flushed while requests read it"
+
+    def tidy(self) -> None:
+        """Have later requests get neighbouring pages where possible; for idle moments."""
+        self.allocator.tidy()
+
+    def check_integrity(self) -> None:
+        """Asserts ``free + held + cached == total`` and the tree's own counts. Cheap enough for idle moments."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+        assert self.num_free + self.num_held + self.num_cached == self.num_pages, repr(self)

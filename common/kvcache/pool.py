@@ -1,0 +1,45 @@
+"""The KV pool's memory: one tensor a layer group, in the form that layout.py describes."""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import KVLayout, shape_of_group
+
+
+class KVPool:
+    """Owns the memory of ``num_pages`` pages on one device.
+
+    ``groups[g]`` is ``[num_pages, layers_in_group, 2, num_kv_heads, page_size, head_dim]``, contiguous and zeroed:
+    attention kernels read whole pages and mask by weight, and 0 * NaN of uninitialised memory would be NaN.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str):
+        self.layout = layout
+        self.num_pages = num_pages
+        dtype = getattr(torch, layout.dtype)
+        self.groups: list[torch.Tensor] = [
+            torch.zeros(tuple(shape_of_group(layout, group, num_pages)), dtype=dtype, device=device)
+            for group in range(len(layout.groups))
+        ]
+        self._layers = [self._views(layer) for layer in range(layout.num_layers)]
+
+    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group, index = self.layout.locate(layer)
+        pages = self.groups[group][:, index]
+        return pages[:, 0], pages[:, 1]
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value pages of one layer, each a strided view ``[num_pages, num_kv_heads, page_size, head_dim]``."""
+        return self._layers[layer]
+
+    def regions(self) -> list[tuple[int, int, int]]:
+        """``(address, nbytes, device)`` of each group's memory, for registration with a transfer engine.
+
+        The device is a GPU's index, -1 for host memory.
+        """
+        return [(group.data_ptr(), group.nbytes, group.get_device()) for group in self.groups]
+
+    def __repr__(self) -> str:
+        nbytes = sum(group.nbytes for group in self.groups)
+        return f"KVPool({self.num_pages} pages, {len(self.groups)} groups, {nbytes / 2**30:.2f} GiB)"

@@ -1,0 +1,196 @@
+"""Prefix cache: a radix tree over token ids whose edges own KV pages.
+
+The idea is RadixAttention's (Zheng et al., SGLang, 2024): finished requests leave their pages in a tree
+keyed by the tokens they were computed from, and a new prompt takes over the pages of its longest prefix.
+Here an edge is a whole number of pages; a page that is only partly filled never enters the tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+
+class Node:
+    """An edge of the tree and the point it leads to.
+
+    ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64). ``locks`` counts the requests that
+    stand on this node or below it: a locked node is not evicted.
+    """
+
+    __slots__ = ("tokens", "pages", "parent", "children", "locks", "last_used")
+
+    def __init__(self, tokens: np.ndarray, pages: np.ndarray, parent: Node | None):
+        self.tokens = tokens
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        self.last_used = 0
+
+    def __repr__(self) -> str:
+        return f"Node({len(self.pages)} pages, {self.locks} locks, {len(self.children)} children)"
+
+    def __lt__(self, other: Node) -> bool:
+        return self.last_used < other.last_used
+
+
+class Recorder(Protocol):
+    """Who is told of every page that enters or leaves the tree."""
+
+    def stored(self, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
+        """``pages`` follow page ``parent`` (None: they begin a prompt); both arrays are the tree's own."""
+
+    def removed(self, pages: np.ndarray) -> None: ...
+
+
+class PrefixCache:
+    """The tree. It owns the pages of its nodes; callers lock what they read.
+
+    ``num_pages`` counts all pages owned, ``num_locked`` those of locked nodes.
+    ``recorder``, where set, is told of changes; it must be set while the tree is empty.
+    """
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self._root = Node(np.empty(0, np.int32), np.empty(0, np.int64), None)
+        self.num_pages = 0
+        self.num_locked = 0
+        self._clock = 0
+        self.recorder: Recorder | None = None
+
+    def __repr__(self) -> str:
+        return f"PrefixCache({self.num_pages} pages, {self.num_locked} locked)"
+
+    @property
+    def num_evictable(self) -> int:
+        return self.num_pages - self.num_locked
+
+    def match(self, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
+        """The node and page ids of the longest cached prefix of ``tokens`` (int32), in whole pages.
+
+        Splits an edge where the prefix ends inside it, so that the node stands for exactly the prefix.
+        """
+        node, pages = self._root, []
+        done = 0
+        while (child := node.children.get(self._key(tokens[done:]))) is not None:
+            common = self._common_pages(child, tokens[done:])
+            if common < len(child.pages):
+                child = self._split(child, common)
+            pages.append(child.pages)
+            done += common * self.page_size
+            node = child
+        self._touch(node)
+        return node, np.concatenate(pages) if pages else np.empty(0, np.int64)
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray) -> tuple[Node, int]:
+        """Make ``tokens`` (int32, whole pages) a path of the tree.
+
+        Takes over ``pages[n:]`` and returns the path's last node with n, the number of leading pages that the tree
+        had already: the caller keeps those of ``pages`` that are its own.
+        """
+        assert len(tokens) == len(pages) * self.page_size
+        node, matched = self.match(tokens)
+        present = len(matched)
+        if present < len(pages):
+            rest = tokens[present * self.page_size :]
+            leaf = Node(rest.copy(), pages[present:].copy(), node)
+            node.children[self._key(rest)] = leaf
+            self.num_pages += len(leaf.pages)
+            if self.recorder is not None:
+                self.recorder.stored(_last_page(node), leaf.pages, leaf.tokens)
+            node = leaf
+            self._touch(node)
+        return node, present
+
+    def lock(self, node: Node) -> None:
+        self._add_locks(node, +1)
+
+    def unlock(self, node: Node) -> None:
+        self._add_locks(node, -1)
+
+    def evict(self, count: int) -> np.ndarray:
+        """Remove least recently used unlocked leaves until ``count`` pages are gone or none is left.
+
+        Returns the removed page ids, which are the caller's now. May remove more than asked: a leaf goes whole.
+        """
+        leaves = [node for node in self._nodes() if not node.children and not node.locks]
+        heapq.heapify(leaves)
+        freed: list[np.ndarray] = []
+        total = 0
+        while leaves and total < count:
+            leaf = heapq.heappop(leaves)
+            parent = leaf.parent
+            assert parent is not None
+            del parent.children[self._key(leaf.tokens)]
+            freed.append(leaf.pages)
+            if self.recorder is not None:
+                self.recorder.removed(leaf.pages)
+            total += len(leaf.pages)
+            if parent is not self._root and not parent.children and not parent.locks:
+                heapq.heappush(leaves, parent)
+        self.num_pages -= total
+        return np.concatenate(freed) if freed else np.empty(0, np.int64)
+
+    def edges(self) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
+        """Page before it (None: none), pages and tokens of every edge, each after the one above it."""
+        for node in self._nodes():
+            assert node.parent is not None
+            yield _last_page(node.parent), node.pages, node.tokens
+
+    def check_integrity(self) -> None:
+        """Recount everything; asserts that the totals hold and that no page has two owners."""
+        nodes = list(self._nodes())
+        pages = np.concatenate([n.pages for n in nodes]) if nodes else np.empty(0, np.int64)
+        assert len(np.unique(pages)) == len(pages) == self.num_pages, "the tree's page count is off"
+        assert sum(len(n.pages) for n in nodes if n.locks) == self.num_locked, "the tree's lock count is off"
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _key(self, tokens: np.ndarray) -> bytes:
+        """Children are told apart by their first page; fewer tokens than a page match no child."""
+        return tokens[: self.page_size].tobytes()
+
+    def _common_pages(self, node: Node, tokens: np.ndarray) -> int:
+        length = min(len(node.tokens), len(tokens))
+        differ = np.flatnonzero(node.tokens[:length] != tokens[:length])
+        return (int(differ[0]) if len(differ) else length) // self.page_size
+
+    def _split(self, node: Node, pages: int) -> Node:
+        """Cut an edge after ``pages`` pages; returns the new upper node."""
+        cut = pages * self.page_size
+        assert node.parent is not None and 0 < pages < len(node.pages)
+        upper = Node(node.tokens[:cut], node.pages[:pages], node.parent)
+        upper.locks, upper.last_used = node.locks, node.last_used
+        node.parent.children[self._key(node.tokens)] = upper
+        node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[pages:], upper
+        upper.children[self._key(node.tokens)] = node
+        return upper
+
+    def _add_locks(self, node: Node, delta: int) -> None:
+        step: Node | None = node
+        while step is not None and step is not self._root:
+            before, step.locks = step.locks, step.locks + delta
+            assert step.locks >= 0, "a node was unlocked twice"
+            if bool(before) != bool(step.locks):
+                self.num_locked += delta * len(step.pages)
+            step = step.parent
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        step: Node | None = node
+        while step is not None:
+            step.last_used = self._clock
+            step = step.parent
+
+
+def _last_page(node: Node) -> int | None:
+    return int(node.pages[-1]) if len(node.pages) else None

@@ -1,0 +1,77 @@
+"""Linear layers split over tensor-parallel ranks: by output column, then by input row, one all-reduce a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from ..distributed.tp import TPGroup
+from ..weights.slots import Allocate, Slot
+
+
+@dataclass(frozen=True)
+class Columns:
+    """This rank's outputs ``[start, start + size)`` of the checkpoint's projection ``name`` with ``full`` outputs."""
+
+    name: str
+    full: int
+    start: int
+    size: int
+
+    @staticmethod
+    def shard(name: str, full: int, tp: TPGroup) -> Columns:
+        size = full // tp.size
+        return Columns(name, full, tp.rank * size, size)
+
+    @staticmethod
+    def kv_shard(name: str, num_heads: int, head_dim: int, tp: TPGroup) -> Columns:
+        """KV heads are shared evenly; with more ranks than heads, neighbouring ranks hold the same head."""
+        size = max(1, num_heads // tp.size)
+        return Columns(name, num_heads * head_dim, tp.rank * num_heads // tp.size * head_dim, size * head_dim)
+
+
+class ColumnLinear:
+    """Projections of one input, fused into a single GEMM: ``[T, in] -> [T, sum of this rank's sizes]``."""
+
+    def __init__(self, in_features: int, parts: list[Columns], bias: bool, allocate: Allocate):
+        self.parts = parts
+        self.sizes = [part.size for part in parts]
+        self.weight = allocate(sum(self.sizes), in_features)
+        self.bias = allocate(sum(self.sizes)) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def slots(self) -> Iterator[Slot]:
+        weights = self.weight.split(self.sizes)
+        biases = self.bias.split(self.sizes) if self.bias is not None else ()
+        for part, weight in zip(self.parts, weights):
+            yield Slot(f"{part.name}.weight", weight, (part.full, weight.shape[1]), 0, part.start)
+        for part, bias in zip(self.parts, biases):
+            yield Slot(f"{part.name}.bias", bias, (part.full,), 0, part.start)
+
+
+class RowLinear:
+    """``[T, in / size] -> [T, out]``, summed over the ranks; the bias is added once, after the sum."""
+
+    def __init__(self, name: str, in_features: int, out_features: int, bias: bool, tp: TPGroup, allocate: Allocate):
+        self.name = name
+        self.in_features = in_features
+        self.tp = tp
+        self.weight = allocate(out_features, in_features // tp.size)
+        self.bias = allocate(out_features) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return linear(x, self.weight, self.bias)
+        y = self.tp.all_reduce(linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+    def slots(self) -> Iterator[Slot]:
+        out, local = self.weight.shape
+        yield Slot(f"{self.name}.weight", self.weight, (out, self.in_features), 1, self.tp.rank * local)
+        if self.bias is not None:
+            yield Slot(f"{self.name}.bias", self.bias, (out,))

@@ -1,0 +1,89 @@
+"""Rotary position embeddings as one table of cosines and sines by position, for every kind of scaling.
+
+A key in the prefix cache is reused under any later prompt, so its rotation may depend on its position alone.
+All kinds here are such by nature but dynamic NTK, whose base grows with the sequence; see ``_dynamic_angles``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..config.model import ModelSpec
+
+
+def rotary_table(spec: ModelSpec, device: torch.device | str) -> torch.Tensor:
+    """``[context_length, head_dim]`` float32: cosines in the first half of a row, sines in the second."""
+    positions = torch.arange(spec.context_length, dtype=torch.float32)[:, None]
+    scaling = spec.rope_scaling or {"rope_type": "default"}
+    kind = scaling["rope_type"]
+    magnitude = 1.0
+    if kind == "dynamic":
+        angles = _dynamic_angles(spec, scaling, positions)
+    else:
+        frequencies = _frequencies(spec.rope_theta, spec.head_dim)
+        if kind == "linear":
+            frequencies = frequencies / scaling["factor"]
+        elif kind == "llama3":
+            frequencies = _llama3(frequencies, scaling)
+        elif kind == "yarn":
+            frequencies, magnitude = _yarn(spec, scaling)
+        angles = positions * frequencies
+    return torch.cat((angles.cos() * magnitude, angles.sin() * magnitude), dim=-1).to(device)
+
+
+def _frequencies(base: float, dim: int) -> torch.Tensor:
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def _dynamic_angles(spec: ModelSpec, scaling: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
+    """Dynamic NTK: beyond the trained length, each position takes the base of a sequence that ends with it.
+
+    That is what transformers computes when it generates token by token with a KV cache, and it does not change
+    with the split into chunks. (A single long forward pass there takes the base of the whole sequence.)
+    """
+    dim, factor, trained = spec.head_dim, scaling["factor"], spec.max_position_embeddings
+    length = (positions.double() + 1).clamp(min=trained)
+    base = spec.rope_theta * (factor * length / trained - (factor - 1)) ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    return positions * (1.0 / base ** exponents).float()
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1's: long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+def _yarn(spec: ModelSpec, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv:2309.00071): blend by the number of turns within the trained length, and scale the attention."""
+    dim, factor = spec.head_dim, scaling["factor"]
+    original = scaling["original_max_position_embeddings"]
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
+
+    low, high = dim_of(scaling.get("beta_fast") or 32), dim_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    stretched = ramp.clamp(0, 1)
+    frequencies = _frequencies(spec.rope_theta, dim)
+    return frequencies / factor * stretched + frequencies * (1 - stretched), _yarn_magnitude(scaling)
+
+
+def _yarn_magnitude(scaling: Mapping[str, Any]) -> float:
+    def of(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return of(scaling["mscale"]) / of(scaling["mscale_all_dim"])
+    return of(1.0)

@@ -1,0 +1,49 @@
+"""Token embedding and output head, split over tensor-parallel ranks by vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from ..distributed.tp import TPGroup
+from ..weights.slots import Allocate, Slot
+
+
+class VocabTable:
+    """A ``[vocab, hidden]`` table of which this rank holds an equal share of rows, the last share zero-padded.
+
+    It embeds tokens (``embed``) and scores them (``logits``): one table does both where a model ties them.
+    """
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, allocate: Allocate):
+        self.name = name
+        self.vocab_size = vocab_size
+        self.tp = tp
+        rows = -(-vocab_size // tp.size)
+        self.start = tp.rank * rows
+        self.weight = allocate(rows, hidden_size)
+        self.used = max(0, min(rows, vocab_size - self.start))
+        self.weight[self.used:].zero_()
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [T] to ``[T, hidden]``."""
+        if self.tp.size == 1:
+            return embedding(ids, self.weight)
+        local = ids - self.start
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        found = embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere[:, None], 0)
+        return self.tp.all_reduce(found)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[R, hidden]`` to float32 ``[R, vocab]``, whole on every rank."""
+        if not len(hidden):
+            return hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
+        scores = self.tp.all_gather_last_dim(linear(hidden, self.weight))
+        return scores[:, :self.vocab_size].float()
+
+    def slots(self) -> Iterator[Slot]:
+        if self.used:
+            yield Slot(f"{self.name}.weight", self.weight[:self.used], (self.vocab_size, self.weight.shape[1]), 0,
+                       self.start)

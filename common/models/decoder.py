@@ -1,0 +1,121 @@
+"""A dense pre-norm decoder: Llama, Mistral, Qwen2 and Qwen3 by the switches of their ModelSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ...kernels.silu_and_mul import silu_and_mul
+from ..attention.base import AttentionBackend
+from ..config.model import ModelSpec
+from ..distributed.tp import TPGroup
+from ..engine.forward_batch import ForwardBatch
+from ..layers.linear import ColumnLinear, Columns, RowLinear
+from ..layers.norm import RMSNorm
+from ..layers.rotary import rotary_table
+from ..layers.vocab import VocabTable
+from ..weights.slots import Allocate, Slot, allocator
+
+
+class SelfAttention:
+    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        q_size = spec.num_heads * spec.head_dim
+        self.qkv = ColumnLinear(spec.hidden_size, [
+            Columns.shard(f"{name}.q_proj", q_size, tp),
+            Columns.kv_shard(f"{name}.k_proj", spec.num_kv_heads, spec.head_dim, tp),
+            Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
+        ], spec.attention_bias, allocate)
+        self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, spec.o_bias, tp, allocate)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
+            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, spec.rms_norm_eps, allocate)
+
+    def __call__(self, x: torch.Tensor, attention: AttentionBackend, cos_sin: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, head_dim]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.output(attention.run(self.layer, q, k, v, cos_sin).flatten(1))
+
+    def slots(self) -> Iterator[Slot]:
+        for module in (self.qkv, self.output, self.q_norm, self.k_norm):
+            if module is not None:
+                yield from module.slots()
+
+
+class MLP:
+    def __init__(self, name: str, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
+        size = spec.intermediate_size
+        self.gate_up = ColumnLinear(spec.hidden_size, [
+            Columns.shard(f"{name}.gate_proj", size, tp), Columns.shard(f"{name}.up_proj", size, tp),
+        ], spec.mlp_bias, allocate)
+        self.down = RowLinear(f"{name}.down_proj", size, spec.hidden_size, spec.mlp_bias, tp, allocate)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self.gate_up.slots()
+        yield from self.down.slots()
+
+
+class DecoderLayer:
+    def __init__(self, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
+        name = f"model.layers.{index}"
+        self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
+        self.attention = SelfAttention(f"{name}.self_attn", index, spec, tp, allocate)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
+        self.mlp = MLP(f"{name}.mlp", spec, tp, allocate)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend,
+                 cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm.add(x, residual)
+        x = self.attention(x, attention, cos_sin)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+    def slots(self) -> Iterator[Slot]:
+        for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
+            yield from module.slots()
+
+
+class DenseDecoder:
+    """Holds one rank's weights, uninitialised until a loader has filled ``slots()``."""
+
+    def __init__(self, spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device):
+        allocate = allocator(dtype, device)
+        self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, tp, allocate)
+        self.layers = [DecoderLayer(index, spec, tp, allocate) for index in range(spec.num_layers)]
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
+        self.head = self.embedding
+        if not spec.tie_word_embeddings:
+            self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, tp, allocate)
+        self.cos_sin = rotary_table(spec, device)
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend,
+                after_layer: Callable[[int], None]) -> torch.Tensor:
+        """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``. ``attention`` has planned ``batch``.
+
+        ``after_layer(i)`` is called once layer i has been enqueued: its keys and values are in the pool by then.
+        """
+        x, residual = self.embedding.embed(batch.input_ids), None
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, attention, self.cos_sin)
+            after_layer(index)
+        if batch.logits_rows is not None:
+            assert residual is not None
+            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
+        x, _ = self.norm.add(x, residual)
+        return self.head.logits(x)
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self.embedding.slots()
+        for layer in self.layers:
+            yield from layer.slots()
+        yield from self.norm.slots()
+        if self.head is not self.embedding:
+            yield from self.head.slots()

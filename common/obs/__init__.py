@@ -1,0 +1,1 @@
+"""What a running part says about itself: log lines and Prometheus metrics. Torch-free."""

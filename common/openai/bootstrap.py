@@ -1,0 +1,58 @@
+"""Bootstrap fields of a request: where its prefill half and its decode half meet."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..api.errors import InvalidRequest
+from ..api.messages import Bootstrap
+
+
+class BootstrapFields(msgspec.Struct, kw_only=True):
+    """What a router adds to a request; lists hold one entry per prompt of a batch."""
+
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
+
+
+def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: int) -> list[Bootstrap | None]:
+    """One entry per choice (``n`` for each prompt); all None where the request has no bootstrap fields.
+
+    Choices of one prompt take consecutive rooms, as do the prompts of a batch that was given a single room. Raises
+    InvalidRequest for fields that are incomplete, out of range, or do not match the number of prompts.
+    """
+    if fields.bootstrap_host is None and fields.bootstrap_room is None:
+        if fields.bootstrap_port is not None:
+            raise InvalidRequest("bootstrap_port needs bootstrap_host and bootstrap_room.", param="bootstrap_port")
+        return [None] * (num_prompts * n)
+    if fields.bootstrap_host is None or fields.bootstrap_room is None:
+        missing = "bootstrap_host" if fields.bootstrap_host is None else "bootstrap_room"
+        raise InvalidRequest(f"{missing} is missing: bootstrap_host and bootstrap_room go together.", param=missing)
+    hosts = _per_prompt("bootstrap_host", fields.bootstrap_host, num_prompts)
+    ports = _per_prompt("bootstrap_port", fields.bootstrap_port, num_prompts)
+    room = fields.bootstrap_room
+    rooms = [room + i * n for i in range(num_prompts)] if isinstance(room, int) else _per_prompt(
+        "bootstrap_room", room, num_prompts)
+    found: list[Bootstrap | None] = []
+    for host, port, first in zip(hosts, ports, rooms):
+        found.extend(_checked(host, default_port if port is None else port, first + i) for i in range(n))
+    return found
+
+
+def _per_prompt(name: str, value: object, num_prompts: int) -> list:
+    values = value if isinstance(value, list) else [value] * num_prompts
+    if len(values) != num_prompts:
+        raise InvalidRequest(f"{name} holds {len(values)} entries for {num_prompts} prompts.", param=name)
+    return values
+
+
+def _checked(host: str, port: int, room: int) -> Bootstrap:
+    if not host or len(host) > 255 or any(char.isspace() for char in host):
+        raise InvalidRequest(f"bootstrap_host must be a host name or address, got {host[:80]!r}.",
+                             param="bootstrap_host")
+    if not 0 < port < 65536:
+        raise InvalidRequest(f"bootstrap_port must be between 1 and 65535, got {port}.", param="bootstrap_port")
+    if not 0 <= room < 2**63:
+        raise InvalidRequest(f"bootstrap_room must be between 0 and 2**63 - 1, got {room}.", param="bootstrap_room")
+    return Bootstrap(host, port, room)

@@ -1,0 +1,48 @@
+"""An answer that one server began and another goes on with, because the first one died.
+
+A router asks for ``X-Baton-Token-Ids: 1`` with a streamed request; each event then names the tokens that it ends with.
+When the stream breaks it sends the same request elsewhere with ``continuation`` added, and gets the events that were
+still to come: text, tool calls, token counts and the id are those of one unbroken answer. Greedy and seeded requests
+choose their tokens by position, so the answer itself is the same, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..api.errors import InvalidRequest
+from ..api.messages import Generate
+from .prompts import check_ids
+
+HEADER = "X-Baton-Token-Ids"
+
+
+class Continuation(msgspec.Struct):
+    """What has been answered: ``token_ids`` in order; ``id`` and ``created`` as its events named them."""
+
+    token_ids: list[int]
+    id: str | None = None
+    created: int | None = None
+
+
+def continue_after(given: Continuation | None, requests: list[Generate], vocab_size: int) -> Sequence[int]:
+    """Put the tokens of an answer's beginning behind its prompt, and take them off its budget; returns them.
+
+    Mutates the only one of ``requests``; raises InvalidRequest where there are more, or nothing is left to say.
+    """
+    if given is None or not given.token_ids:
+        return ()
+    if len(requests) != 1 or requests[0].return_logprob:
+        raise InvalidRequest("continuation works for one prompt with n=1 and without logprobs.", param="continuation")
+    check_ids(given.token_ids, vocab_size, "continuation.token_ids")
+    request, done = requests[0], len(given.token_ids)
+    sampling = request.sampling
+    if done >= sampling.max_new_tokens:
+        raise InvalidRequest(f"continuation holds {done} tokens, and the request allows {sampling.max_new_tokens}: the "
+                             "answer is complete.", param="continuation")
+    request.input_ids = [*request.input_ids, *given.token_ids]
+    request.sampling = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - done,
+                                               min_new_tokens=max(0, sampling.min_new_tokens - done))
+    return given.token_ids

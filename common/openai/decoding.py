@@ -1,0 +1,43 @@
+"""JSON bodies to request structs, with errors that name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Generic, TypeVar
+
+import msgspec
+
+from ..api.errors import InvalidRequest
+
+T = TypeVar("T")
+_AT = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
+
+
+class BodyDecoder(Generic[T]):
+    """Decodes bodies of one request type. Fields that the type does not know are ignored: clients send extras."""
+
+    def __init__(self, kind: type[T]):
+        self._decoder = msgspec.json.Decoder(kind)
+
+    def decode(self, body: bytes) -> T:
+        """Raises InvalidRequest for what is no JSON, no object, or has a field of the wrong type."""
+        if not body.strip():
+            raise InvalidRequest("The request body is empty; send a JSON object.")
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _readable(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+        except RecursionError:
+            raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _readable(error: msgspec.ValidationError) -> InvalidRequest:
+    found = _AT.match(str(error))
+    assert found is not None
+    what, path = found["what"].replace("`", ""), found["path"]
+    what = what[:1].lower() + what[1:]
+    if not path:
+        return InvalidRequest(f"The request body: {what}.")
+    return InvalidRequest(f"{path}: {what}.", param=path, code="invalid_type")

@@ -1,0 +1,150 @@
+"""SGLang's native ``/generate``: its request, its answer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..api.errors import InvalidRequest
+from ..api.sampling import SamplingParams
+from .bootstrap import BootstrapFields
+from .continuation import Continuation
+from .decoding import BodyDecoder
+from .prompts import Prompts, parse_prompts
+from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, check_range, refuse_unsupported, validated_params
+
+T = TypeVar("T")
+
+
+class NativeSampling(msgspec.Struct, kw_only=True):
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    # refused where they would change the answer
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+    def params(self, default_tokens: int, vocab_size: int) -> SamplingParams:
+        """Validated; ``default_tokens`` is the output's length where none is requested."""
+        return validated_params(
+            vocab_size, default_tokens if self.max_new_tokens is None else self.max_new_tokens, self.stop, self.top_k,
+            self.stop_token_ids, min_new_tokens=self.min_new_tokens, temperature=self.temperature, top_p=self.top_p,
+            min_p=self.min_p, seed=self.sampling_seed if self.seed is None else self.seed, ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens, no_stop_trim=self.no_stop_trim)
+
+
+class GenerateRequest(BootstrapFields, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    stream: bool | None = None
+    rid: str | list[str] | None = None
+    priority: int | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    continuation: Continuation | None = None  # Baton's own
+    # refused where they would change the answer
+    input_embeds: list[Any] | None = None
+    image_data: Any = None
+    audio_data: Any = None
+    token_ids_logprob: list[Any] | None = None
+    return_hidden_states: bool | list[bool] | None = None
+    lora_path: str | list[str | None] | None = None
+    custom_logit_processor: str | list[str | None] | None = None
+
+    def prompts(self) -> Prompts:
+        """Raises InvalidRequest unless exactly one of ``text`` and ``input_ids`` is given."""
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest("Give either text or input_ids.", param="text")
+        if self.text is not None:
+            return parse_prompts(self.text, "text")
+        return parse_prompts(self.input_ids or [], "input_ids")
+
+    def samplings(self, num_prompts: int) -> list[NativeSampling]:
+        given = self.sampling_params
+        return _per_prompt("sampling_params", NativeSampling() if given is None else given, num_prompts)
+
+
+_REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "input_embeds": (None, []), "image_data": (None, [], ""), "audio_data": (None, [], ""),
+    "token_ids_logprob": (None, []), "return_hidden_states": (None, False), "lora_path": (None, ""),
+    "custom_logit_processor": (None, ""),
+}
+_REFUSED_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}), "json_schema": (None, ""), "regex": (None, ""), "ebnf": (None, ""),
+    "structural_tag": (None, ""),
+}
+
+_decoder = BodyDecoder(GenerateRequest)
+
+
+def decode_generate(body: bytes) -> GenerateRequest:
+    """Raises InvalidRequest."""
+    request = _decoder.decode(body)
+    refuse_unsupported(request, _REFUSED_FIELDS)
+    check_range("priority", request.priority, -(2**31), 2**31)
+    given = request.sampling_params
+    for sampling in given if isinstance(given, list) else [given or NativeSampling()]:
+        refuse_unsupported(sampling, _REFUSED_SAMPLING)
+        check_range("n", sampling.n, 1, MAX_CHOICES)
+    return request
+
+
+class LogprobOptions(msgspec.Struct, frozen=True):
+    """What one prompt's answer shall say about log-probabilities."""
+
+    wanted: bool = False
+    start: int = -1
+    num_top: int = 0
+
+
+def logprob_options(request: GenerateRequest, prompt_lengths: list[int]) -> list[LogprobOptions]:
+    """One entry per prompt; raises InvalidRequest for values out of range."""
+    count = len(prompt_lengths)
+    wanted = _per_prompt("return_logprob", request.return_logprob or False, count)
+    start_len = -1 if request.logprob_start_len is None else request.logprob_start_len
+    starts = _per_prompt("logprob_start_len", start_len, count)
+    tops = _per_prompt("top_logprobs_num", request.top_logprobs_num or 0, count)
+    for start, top, length in zip(starts, tops, prompt_lengths):
+        check_range("top_logprobs_num", top, 0, MAX_TOP_LOGPROBS)
+        if not -1 <= start < length:
+            raise InvalidRequest(f"logprob_start_len must be -1 or below the prompt's {length} tokens, got {start}.",
+                                 param="logprob_start_len")
+    return [LogprobOptions(*options) for options in zip(wanted, starts, tops)]
+
+
+def _per_prompt(name: str, value: T | list[T], count: int) -> list[T]:
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise InvalidRequest(f"{name} holds {len(values)} entries for {count} prompts.", param=name)
+    return values
+
+
+class GenerateAnswer(msgspec.Struct, omit_defaults=True):
+    """``index`` tells the answers of a batch apart where they are streamed."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+    index: int | None = None

@@ -1,0 +1,60 @@
+"""The four shapes of a prompt: a text, token ids, or a batch of either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..api.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Either ``texts`` or ``ids`` is set. ``batched``: the request held a list of prompts, even if of one."""
+
+    texts: list[str] | None = None
+    ids: list[list[int]] | None = None
+    batched: bool = False
+
+    def __len__(self) -> int:
+        return len(self.texts if self.texts is not None else self.ids or ())
+
+
+def parse_prompts(value: str | Sequence[Any], param: str) -> Prompts:
+    """Raises InvalidRequest for empty prompts and lists of mixed types."""
+    items: list[Any] = [value] if isinstance(value, str) else list(value)
+    if items and all(isinstance(item, str) for item in items):
+        prompts = Prompts(texts=items, batched=not isinstance(value, str))
+    elif items and all(isinstance(item, int) for item in items):
+        prompts = Prompts(ids=[items])
+    elif items and all(isinstance(item, list) for item in items):
+        prompts = Prompts(ids=items, batched=True)
+    elif items:
+        raise InvalidRequest(f"{param} must not mix strings, token ids and lists.", param=param)
+    else:
+        raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
+    if not all(prompts.texts if prompts.texts is not None else prompts.ids or ()):
+        raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
+    return prompts
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequest for an id outside the vocabulary."""
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidRequest(f"{param} holds token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}.",
+                             param=param)
+
+
+def output_limit(num_prompt_tokens: int, requested: int | None, limit: int, *, tokens_name: str) -> int:
+    """Tokens that may follow the prompt. Raises InvalidRequest where prompt and ``requested`` exceed ``limit``."""
+    if num_prompt_tokens >= limit:
+        raise InvalidRequest(f"The prompt has {num_prompt_tokens} tokens, which leaves no room for output within the "
+                             f"context length of {limit}; shorten it.", code="context_length_exceeded")
+    if requested is not None and num_prompt_tokens + requested > limit:
+        raise InvalidRequest(
+            f"The prompt has {num_prompt_tokens} tokens and {tokens_name} asks for {requested} more, together more "
+            f"than the context length of {limit}; shorten the prompt or lower {tokens_name}.", param=tokens_name,
+            code="context_length_exceeded")
+    return limit - num_prompt_tokens

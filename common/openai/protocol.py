@@ -1,0 +1,225 @@
+"""Requests of OpenAI's chat and text completions, with the extra fields of SGLang.
+
+Every field may be null, which means its default: clients send nulls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..api.errors import InvalidRequest
+from ..api.sampling import SamplingParams
+from .bootstrap import BootstrapFields
+from .continuation import Continuation
+from .decoding import BodyDecoder
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 64
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class CommonFields(BootstrapFields, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    # SGLang's
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    rid: str | list[str] | None = None
+    priority: int | None = None
+    # Baton's
+    continuation: Continuation | None = None
+    # refused where they would change the answer (see _REFUSED)
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    lora_path: str | list[str | None] | None = None
+    return_hidden_states: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class MessageToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[str | ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    function: Function
+    type: str = "function"
+
+
+class ChatRequest(CommonFields, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def requested_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class CompletionRequest(CommonFields, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+# field -> the values under which it changes nothing
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}), "response_format": (None, {"type": "text"}), "regex": (None, ""), "ebnf": (None, ""),
+    "structural_tag": (None, ""), "lora_path": (None, ""), "return_hidden_states": (None, False),
+    "tool_choice": (None, "none", "auto"), "echo": (None, False), "suffix": (None, ""),
+}
+
+_chat = BodyDecoder(ChatRequest)
+_completion = BodyDecoder(CompletionRequest)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    """Raises InvalidRequest."""
+    request = _chat.decode(body)
+    _check_common(request)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    check_range("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    return request
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """Raises InvalidRequest."""
+    request = _completion.decode(body)
+    _check_common(request)
+    check_range("logprobs", request.logprobs, 0, MAX_TOP_LOGPROBS)
+    if request.best_of not in (None, request.num_choices):
+        raise InvalidRequest("best_of is not supported unless it equals n; leave it out.", param="best_of")
+    return request
+
+
+def _check_common(request: CommonFields) -> None:
+    refuse_unsupported(request, _REFUSED)
+    check_range("n", request.n, 1, MAX_CHOICES)
+    check_range("priority", request.priority, -(2**31), 2**31)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+
+
+def refuse_unsupported(request: msgspec.Struct, harmless: dict[str, tuple[Any, ...]]) -> None:
+    """Raises InvalidRequest where a field of the table holds anything but a harmless value."""
+    for name, values in harmless.items():
+        value = getattr(request, name, None)
+        if value not in values:
+            raise InvalidRequest(f"{name} is not supported by this server; leave it out.", param=name,
+                                 code="unsupported_parameter")
+
+
+def check_range(name: str, value: int | None, low: int, high: int) -> None:
+    """Raises InvalidRequest for a value outside ``low..high``; None is fine."""
+    if value is not None and not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}.", param=name)
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Raises InvalidRequest for more than the server matches."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are supported.", param="stop")
+    return stops
+
+
+def sampling_params(request: CommonFields, requested_tokens: int | None, default_tokens: int, *, vocab_size: int,
+                    tokens_name: str = "max_tokens") -> SamplingParams:
+    """Sampling parameters, validated; ``default_tokens`` is the output's length where none is requested."""
+    max_new_tokens = default_tokens if requested_tokens is None else requested_tokens
+    if max_new_tokens < 0:
+        raise InvalidRequest(f"{tokens_name} must be 0 or more, got {max_new_tokens}.", param=tokens_name)
+    if request.min_tokens is not None and not 0 <= request.min_tokens <= max_new_tokens:
+        raise InvalidRequest(f"min_tokens must be between 0 and {tokens_name} ({max_new_tokens}), "
+                             f"got {request.min_tokens}.", param="min_tokens")
+    return validated_params(
+        vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids,
+        min_new_tokens=request.min_tokens, temperature=request.temperature, top_p=request.top_p, min_p=request.min_p,
+        seed=request.seed, ignore_eos=request.ignore_eos, skip_special_tokens=request.skip_special_tokens,
+        no_stop_trim=request.no_stop_trim)
+
+
+def validated_params(vocab_size: int, max_new_tokens: int, stop: str | list[str] | None, top_k: int | None,
+                     stop_token_ids: list[int] | None, **others: Any) -> SamplingParams:
+    """Raises InvalidRequest; None leaves a parameter at its default. ``top_k`` 0 also means all tokens to some clients,
+    and more than all is all."""
+    given = {name: value for name, value in others.items() if value is not None}
+    if top_k is not None:
+        given["top_k"] = -1 if top_k == 0 else min(top_k, vocab_size)
+    params = SamplingParams(max_new_tokens=max_new_tokens, stop=stop_strings(stop),
+                            stop_token_ids=tuple(stop_token_ids or ()), **given)
+    params.validate(vocab_size)
+    return params

@@ -1,0 +1,1 @@
+"""Text to tokens and, one token at a time, back to text."""

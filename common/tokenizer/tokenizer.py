@@ -1,0 +1,127 @@
+"""A checkpoint's tokenizer: loading, encoding, chat templates, and the bytes of each token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..api.errors import ConfigError, InvalidRequest
+from ..api.sampling import SamplingParams
+from .pieces import piece_decoder
+from .text_stream import TextStream
+
+_LARGE_TEXT = 20_000  # characters; encoding takes about a microsecond each, and nobody else is served meanwhile
+_RESERVED = frozenset((
+    "conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "add_generation_prompt",
+    "continue_final_message", "tokenizer_kwargs"))
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
+    """Load from a folder or the hub; 'tinychat' is the packaged model. Raises ConfigError with one sentence.
+
+    Takes seconds: it imports transformers.
+    """
+    if path == "tinychat":
+        from ..tinychat import CHECKPOINT
+        path = str(CHECKPOINT)
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+        raise ConfigError(f"There is no tokenizer folder {folder}; set --model-path or --tokenizer-path to one that "
+                          "holds tokenizer.json.")
+    from transformers import AutoTokenizer
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, revision=revision)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ConfigError(f"Cannot load a tokenizer from {path}: {reason}.") from None
+    return Tokenizer(loaded)
+
+
+class Tokenizer:
+    """What the front needs of a transformers tokenizer."""
+
+    def __init__(self, hf: Any, chat_template: str | None = None):
+        """``chat_template`` (jinja source) replaces the checkpoint's own."""
+        self._hf = hf
+        self._chat_template = chat_template
+        self._decode_piece = piece_decoder(hf)
+        self._pieces: dict[int, bytes] = {}
+        added = getattr(hf, "added_tokens_decoder", {})
+        self.special_ids = frozenset(hf.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    def with_chat_template(self, path: str) -> Tokenizer:
+        """The same tokenizer with the jinja file at ``path`` as its template; raises ConfigError."""
+        import jinja2
+        try:
+            source = Path(path).expanduser().read_text(encoding="utf-8")
+            self._hf.apply_chat_template([{"role": "user", "content": "Hello"}], chat_template=source, tokenize=False)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"Cannot read --chat-template {path}: {reason}.") from None
+        except jinja2.TemplateSyntaxError as error:
+            where = f"line {error.lineno}, {error.message}"
+            raise ConfigError(f"--chat-template {path} is not valid jinja: {where}.") from None
+        except jinja2.TemplateError:
+            pass  # a template may well reject this conversation
+        return Tokenizer(self._hf, source)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n characters has at least n / longest tokens."""
+        return max(map(len, self._hf.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+
+    async def encode_many(self, texts: Sequence[str], *, limit: int,
+                          add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text; large ones are encoded off the event loop.
+
+        Raises InvalidRequest, without encoding it, for a text that cannot have ``limit`` tokens or fewer.
+        """
+        for text in texts:
+            if len(text) > limit * self.longest_token:
+                raise InvalidRequest(
+                    f"The prompt has {len(text)} characters, more than fit the context length of {limit} tokens.",
+                    code="context_length_exceeded")
+
+        def encode_all() -> list[list[int]]:
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        if sum(map(len, texts)) < _LARGE_TEXT:
+            return encode_all()
+        return await asyncio.to_thread(encode_all)
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text; empty for an id outside the vocabulary."""
+        found = self._pieces.get(token_id)
+        if found is None:
+            found = self._pieces[token_id] = self._decode_piece(token_id)
+        return found
+
+    def text_stream(self, sampling: SamplingParams) -> TextStream:
+        return TextStream(self.piece, self.special_ids, sampling)
+
+    def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None,
+                    continue_final_message: bool, options: Mapping[str, Any]) -> str:
+        """The prompt's text by the chat template; ``options`` are further variables for the template.
+
+        Raises InvalidRequest where there is no template or it rejects the messages.
+        """
+        if self._chat_template is None and not self._hf.chat_template:
+            raise InvalidRequest("The model has no chat template: use /v1/completions, or start the server with "
+                                 "--chat-template.", code="no_chat_template")
+        if reserved := _RESERVED & options.keys():
+            raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)!r}.", param="chat_template_kwargs")
+        import jinja2
+        try:
+            return self._hf.apply_chat_template(
+                messages, tools=tools, chat_template=self._chat_template, tokenize=False,
+                add_generation_prompt=not continue_final_message, continue_final_message=continue_final_message,
+                **options)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise InvalidRequest(f"The chat template rejects the messages: {error}", param="messages") from None

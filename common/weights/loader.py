@@ -1,0 +1,111 @@
+"""Fills a model's slots: from safetensors, tensor by tensor, or with seeded random values."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..api.errors import ConfigError
+from .slots import Slot
+
+Progress = Callable[[str, float], None]
+
+_DUMMY_STD = 0.02
+
+
+def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *, tied: bool) -> None:
+    """Copy every slot's slice from the checkpoint; at most one slice is in host memory beside the parameters.
+
+    ``progress("weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight`` pass.
+    Raises ConfigError for a tensor that is missing, unexpected or of another shape, and for an unreadable file.
+    """
+    wanted = {slot.name: slot for slot in slots}
+    total = sum(slot.target.numel() for slot in wanted.values())
+    done = 0
+    unexpected: list[str] = []
+    missing = set(wanted)
+    for file in _files(folder):
+        for name, source in _tensors(file):
+            slot = wanted.get(name)
+            if slot is None:
+                if not _redundant(name, tied):
+                    unexpected.append(name)
+                continue
+            _fill(slot, source, file)
+            missing.discard(name)
+            done += slot.target.numel()
+            progress("weights", min(done / total, 1.0))
+    if missing:
+        raise ConfigError(f"The checkpoint {folder} lacks {_some(missing)}.")
+    if unexpected:
+        raise ConfigError(f"The checkpoint {folder} holds {_some(unexpected)}, which its architecture does not have.")
+
+
+def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
+    """Norms of one, all else normal with deviation 0.02, by ``seed`` and tensor name.
+
+    Each tensor is drawn whole on the device and then sliced, so that any number of ranks holds the same model.
+    """
+    slots = list(slots)
+    for done, slot in enumerate(slots, 1):
+        if "norm" in slot.name:
+            slot.target.fill_(1.0)
+        else:
+            generator = torch.Generator(slot.target.device)
+            # Hashed to 32 bits: of a wider seed, torch's CPU generator ignores the rest.
+            generator.manual_seed(zlib.crc32(f"{seed}/{slot.name}".encode()))
+            whole = torch.empty(slot.shape, dtype=slot.target.dtype, device=slot.target.device)
+            slot.target.copy_(slot.part_of(whole.normal_(0.0, _DUMMY_STD, generator=generator)))
+        progress("weights", done / len(slots))
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"Cannot read {index}: {error!r}.") from None
+        files = [folder / name for name in names]
+    elif (folder / "model.safetensors").exists():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no safetensors files; --load-format dummy runs without weights.")
+    if absent := [file.name for file in files if not file.exists()]:
+        raise ConfigError(f"{folder} lacks {_some(absent)}, which its index names.")
+    return files
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 (the file is no mapping)
+                yield name, content.get_slice(name)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"Cannot read {file}: {error}.") from None
+
+
+def _fill(slot: Slot, source: Any, file: Path) -> None:
+    shape = tuple(source.get_shape())
+    if shape != slot.shape:
+        raise ConfigError(f"{slot.name} in {file.name} has shape {list(shape)}, but config.json asks for "
+                          f"{list(slot.shape)}.")
+    slot.target.copy_(slot.part_of(source))
+
+
+def _redundant(name: str, tied: bool) -> bool:
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    rest = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return f"{', '.join(listed[:3])}{rest}"
