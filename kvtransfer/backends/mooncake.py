@@ -1,0 +1,140 @@
+"""Mooncake's transfer engine: RDMA by the devices of ``--disaggregation-ib-device``, else TCP.
+
+Its batches take lists of addresses, so runs of blocks that are neighbours on both sides are merged by numpy first: the
+engine handles each entry by itself. A call blocks until its batch is complete at the target, without the interpreter's
+lock; threads of our own make the calls, so that several writes are under way.
+
+The engine cannot withdraw a write that was posted. When a peer is removed, its writes therefore poll PENDING until they
+have ended by themselves, and their source pages stay held. A write that a broken network stalls for longer than
+the sender's lease and ``landing`` (see timing.py) could land late; the NIXL backend has no such gap.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from ...common.api.errors import ConfigError, TransferFailed
+from .base import Region, WriteState
+
+_THREADS = 4
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+class _Metadata(msgspec.Struct):
+    session: str
+    regions: list[tuple[int, int, int]]
+    num_pages: int
+
+
+@dataclass(eq=False)
+class _Peer:
+    session: str
+    src: list[_Blocks]
+    dst: list[_Blocks]
+    removed: bool = False
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A layer group's memory, cut into blocks of equal size."""
+
+    address: int
+    num_bytes: int
+
+
+@dataclass(eq=False)
+class _Write:
+    peer: _Peer
+    future: Future[int]
+
+
+class MooncakeBackend:
+    """``host`` is the address that peers reach this process at. Raises ConfigError when the engine does not start."""
+
+    name = "mooncake"
+
+    def __init__(self, host: str, ib_device: str | None) -> None:
+        os.environ.setdefault("GLOG_minloglevel", "2")  # its INFO lines go to stderr for every connection
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise ConfigError(
+                f"--disaggregation-transfer-backend mooncake needs the mooncake-transfer-engine package (without CUDA: "
+                f"mooncake-transfer-engine-non-cuda) and the libraries it is linked with: {error}.") from None
+        if host in _WILDCARDS:
+            raise ConfigError(f"--disaggregation-transfer-backend mooncake needs the address that peers reach this "
+                              f"server at as --host, not {host}.")
+        self._engine = TransferEngine()
+        protocol, device = ("tcp", "") if ib_device is None else ("rdma", ib_device)
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0:
+            raise ConfigError(f"Mooncake's transfer engine does not start on {host} over {protocol}"
+                              f"{' with --disaggregation-ib-device ' + device if device else ''}; its log says why.")
+        self._session = f"{host}:{self._engine.get_rpc_port()}"
+        self._regions: list[Region] = []
+        self._num_pages = 0
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-mooncake")
+
+    def register(self, regions: Sequence[Region], num_pages: int) -> None:
+        for region in regions:
+            if self._engine.register_memory(region.address, region.num_bytes) != 0:
+                raise ConfigError("Mooncake cannot register the KV pool; its log says why.")
+            self._regions.append(region)
+        self._num_pages = num_pages
+
+    def local_metadata(self) -> bytes:
+        regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
+        return msgspec.msgpack.encode(_Metadata(self._session, regions, self._num_pages))
+
+    def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
+        try:
+            description = msgspec.msgpack.decode(metadata, type=_Metadata)
+        except msgspec.MsgspecError as error:
+            raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
+        theirs = [Region(*region) for region in description.regions]
+        return _Peer(description.session, _cut(self._regions, self._num_pages, src_blocks),
+                     _cut(theirs, description.num_pages, dst_blocks))
+
+    def remove_peer(self, peer: _Peer) -> None:
+        peer.removed = True
+
+    def write(self, peer: _Peer, src_group: int, src_ids: np.ndarray, dst_group: int, dst_ids: np.ndarray) -> _Write:
+        if peer.removed:
+            raise TransferFailed("the peer is not connected")
+        src, dst = peer.src[src_group], peer.dst[dst_group]
+        starts, lengths = runs(src_ids, dst_ids)
+        return _Write(peer, self._threads.submit(
+            self._engine.batch_transfer_sync_write, peer.session,
+            (src.address + src_ids[starts] * src.num_bytes).tolist(),
+            (dst.address + dst_ids[starts] * dst.num_bytes).tolist(), (lengths * src.num_bytes).tolist()))
+
+    def poll(self, write: _Write) -> WriteState:
+        if not write.future.done():
+            return WriteState.PENDING
+        ok = write.future.exception() is None and write.future.result() == 0 and not write.peer.removed
+        return WriteState.DONE if ok else WriteState.FAILED
+
+    def progress(self) -> None:
+        pass  # the engine has threads of its own
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for region in self._regions:
+            self._engine.unregister_memory(region.address)
+        self._regions.clear()
+
+
+def runs(src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(starts, lengths)`` of the runs within which both sides' ids count up by one; ids ``[n]``, n >= 1."""
+    breaks = np.flatnonzero((np.diff(src_ids) != 1) | (np.diff(dst_ids) != 1)) + 1
+    starts = np.concatenate([np.zeros(1, np.int64), breaks])
+    return starts, np.diff(starts, append=len(src_ids))
+
+
+def _cut(regions: Sequence[Region], num_pages: int, blocks: Sequence[int]) -> list[_Blocks]:
+    return [_Blocks(region.address, region.num_bytes // (num_pages * count)) for region, count in zip(regions, blocks)]

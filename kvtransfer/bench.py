@@ -1,0 +1,213 @@
+"""``bench_kvtransfer``: how fast KV pages travel between two processes of this host, beside what the machine can copy.
+
+A sender and a receiver, each a real process with the real protocol, move prompts of several sizes in pages of several
+sizes. Every case is checked: the pages that arrived must have the checksums of those that were sent.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ..common.api.errors import ConfigError
+from ..common.config.cli import flag, parse
+from ..common.kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
+from .bench_worker import Worker, main_of
+
+
+@dataclass(frozen=True)
+class BenchArgs:
+    """The defaults are the shape of Llama-3-8B and Qwen3-8B: 4,096 tokens are 512 MiB (Qwen3's 36 layers: 576 MiB)."""
+
+    device: Literal["cpu", "cuda"] = flag("cpu", help="where the pages lie")
+    prefill_gpu: int = flag(0, help="GPU of the sender, with --device cuda")
+    decode_gpu: int = flag(1, help="GPU of the receiver, with --device cuda; may be the same")
+    backend: Literal["nixl", "mooncake", "fake"] = flag("nixl", help="transfer backend")
+    prompt_tokens: tuple[int, ...] = flag((1024, 4096), help="prompt lengths")
+    descriptor_kib: tuple[int, ...] = flag((64, 256, 1024, 2048), help=(
+        "KiB of one page of one layer group, met as closely as a whole number of groups can"))
+    order: Literal["both", "scattered", "contiguous"] = flag("both", help="how the pages lie in both pools")
+    repeat: int = flag(10, help="timed transfers of each case, after one that is not timed")
+    num_layers: int = flag(32, help="layers of the model")
+    num_kv_heads: int = flag(8, help="KV heads of one rank")
+    head_dim: int = flag(128, help="elements of a head")
+    page_size: int = flag(16, help="tokens of a page")
+    dtype: Literal["float32", "float16", "bfloat16"] = flag("bfloat16", help="element type of the cache")
+    kv_checksum: Literal["sampled", "full", "off"] = flag("off", help="as the servers' flag")
+    output: str | None = flag(None, help="write settings and figures to this JSON file")
+    plot: str | None = flag(None, help="draw the figures into this PNG file (needs matplotlib)")
+
+    def __post_init__(self) -> None:
+        if min(*self.prompt_tokens, *self.descriptor_kib, self.repeat, self.page_size) < 1:
+            raise ConfigError("Prompt lengths, descriptor sizes, page size and repetitions must be 1 or more.")
+
+    def layouts(self) -> Iterator[KVLayout]:
+        """One for each different number of layer groups that the descriptor sizes ask for, small pages first."""
+        layer_page = 2 * self.num_kv_heads * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        counts = {round(self.num_layers * layer_page / (kib * 1024)) for kib in self.descriptor_kib}
+        for groups in dict.fromkeys(split_layers(self.num_layers, layer_page, n) for n in sorted(counts, reverse=True)):
+            yield KVLayout(groups, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        return ("scattered", "contiguous") if self.order == "both" else (self.order,)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One case. Seconds run from the first push to the receiver's DONE; ``gb_s`` is 1e9 bytes over the median."""
+
+    descriptor_kib: float
+    prompt_tokens: int
+    mib: float
+    order: str
+    gb_s: float
+    best_gb_s: float
+    p50_ms: float
+    p99_ms: float
+    right: bool
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(BenchArgs, argv, prog="bench_kvtransfer", description=(
+        "Measure KV transfers between two processes of this host."))
+    try:
+        sys.exit(run(args))
+    except ConfigError as error:
+        print(f"bench_kvtransfer: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(args: BenchArgs) -> int:
+    """Measure and report; 1 when pages arrived wrong."""
+    with _Pair(args) as pair:
+        ceiling = pair.sender.call("ceiling")
+        print(f"{args.backend} on {ceiling.pop('where')}, {args.repeat} transfers a case")
+        rates = ", ".join(f"{name} {value:.1f} GB/s" for name, value in ceiling.items())
+        print(f"copy ceiling of this machine: {rates}")
+        print(f"{'descriptor':>12}{'tokens':>8}{'MiB':>8}  {'pages':<11}{'GB/s':>8}{'best':>8}"
+              f"{'p50 ms':>10}{'p99 ms':>10}  content")
+        figures = []
+        for layout in args.layouts():
+            set_up = pair.open(layout)
+            for tokens in args.prompt_tokens:
+                for order in args.orders:
+                    figures.append(pair.measure(layout, tokens, order))
+                    print(_row(figures[-1]), flush=True)
+            pair.close_layout()
+            print(f"{'':12}set-up {set_up:.2f} s", flush=True)
+    if args.output:
+        record = {"settings": asdict(args), "copy_ceiling_gb_s": ceiling, "figures": [asdict(f) for f in figures]}
+        Path(args.output).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        _draw(args.plot, figures, ceiling)
+    return 0 if all(figure.right for figure in figures) else 1
+
+
+def _row(figure: Figure) -> str:
+    return (f"{figure.descriptor_kib:>8g} KiB{figure.prompt_tokens:>8}{figure.mib:>8g}  {figure.order:<11}"
+            f"{figure.gb_s:>8.2f}{figure.best_gb_s:>8.2f}{figure.p50_ms:>10.2f}{figure.p99_ms:>10.2f}  "
+            f"{'right' if figure.right else 'WRONG'}")
+
+
+class _Half:
+    """One worker process, called over a pipe."""
+
+    def __init__(self, role: str, args: BenchArgs, port: int):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=main_of, args=(Worker, role, args, port, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, name: str, *arguments: Any) -> None:
+        self._pipe.send((name, arguments))
+
+    def answer(self) -> Any:
+        """Raises ConfigError with the worker's error, or when the worker is gone."""
+        try:
+            error, value = self._pipe.recv()
+        except EOFError:
+            raise ConfigError("a worker process ended early; its output says why.") from None
+        if error is not None:
+            raise ConfigError(error)
+        return value
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.start(name, *arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+class _Pair:
+    """Sender and receiver, from the first layout to the last."""
+
+    def __init__(self, args: BenchArgs):
+        self._args = args
+        self._room = 0
+
+    def __enter__(self) -> _Pair:
+        self.sender = _Half("sender", self._args, 0)
+        port = self.sender.call("bootstrap_port")
+        self.receiver = _Half("receiver", self._args, port)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+    def open(self, layout: KVLayout) -> float:
+        """Allocate and register both pools; returns seconds."""
+        seconds = self.sender.call("open", layout) + self.receiver.call("open", layout)
+        assert isinstance(seconds, float)
+        return seconds
+
+    def close_layout(self) -> None:
+        self.receiver.call("close")
+        self.sender.call("close")
+
+    def measure(self, layout: KVLayout, tokens: int, order: str) -> Figure:
+        seconds = []
+        for _ in range(self._args.repeat + 1):
+            self._room += 1
+            self.receiver.start("take", self._room, tokens, order)
+            began = self.sender.call("give", self._room, tokens, order)
+            seconds.append(self.receiver.answer() - began)
+        right = self.sender.call("digest") == self.receiver.call("digest")
+        num_bytes = layout.pages_for(tokens) * layout.page_bytes
+        p50, p99 = np.percentile(seconds[1:], [50, 99])
+        return Figure(round(layout.group_page_bytes(0) / 1024, 2), tokens, round(num_bytes / 2**20, 2), order,
+                      num_bytes / p50 / 1e9, num_bytes / min(seconds[1:]) / 1e9, p50 * 1e3, p99 * 1e3, right)
+
+
+def _draw(path: str, figures: list[Figure], ceiling: dict[str, float]) -> None:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; leave the flag out or install it.") from None
+    drawing, axes = pyplot.subplots(figsize=(8, 5))
+    for tokens, order in dict.fromkeys((figure.prompt_tokens, figure.order) for figure in figures):
+        line = [(f.descriptor_kib, f.gb_s) for f in figures if (f.prompt_tokens, f.order) == (tokens, order)]
+        axes.plot(*zip(*line), marker="o", label=f"{tokens} tokens, {order}")
+    for name, value in ceiling.items():
+        axes.axhline(value, linestyle="--", color="grey", linewidth=1)
+        axes.annotate(name, (figures[0].descriptor_kib, value), fontsize=8)
+    axes.set(xscale="log", xlabel="descriptor, KiB", ylabel="GB/s", ylim=(0, None), title="KV pages between processes")
+    axes.legend(fontsize=8)
+    drawing.savefig(path, dpi=150, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

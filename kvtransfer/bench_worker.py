@@ -1,0 +1,188 @@
+"""One of the two processes of ``bench_kvtransfer``."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..common.api.errors import ServingError
+from ..common.config.server import DisaggregationArgs
+from ..common.kvcache.layout import KVLayout
+from .backends import make_backend
+from .bootstrap import BootstrapServer, register_rank
+from .messages import PrefillResult
+from .receiver import KVReceiver
+from .sender import KVSender
+from .states import Phase
+
+if TYPE_CHECKING:
+    from .bench import BenchArgs
+
+HOST = "127.0.0.1"
+SLACK = 2  # pages of the pool for one of the longest prompt, so that scattered ones have somewhere to be
+
+
+def main_of(build: Callable[..., Worker], role: str, args: BenchArgs, port: int, pipe: Connection) -> None:
+    """Serve calls from the pipe until its other end is closed."""
+    worker = build(role, args, port)
+    try:
+        while True:
+            name, arguments = pipe.recv()
+            answer: tuple[str | None, Any]
+            try:
+                answer = None, getattr(worker, name)(*arguments)
+            except ServingError as error:
+                answer = f"{role}: {error.message}", None
+            pipe.send(answer)
+    except EOFError:
+        worker.close()
+
+
+class Worker:
+    """``role`` is "sender", which also runs the bootstrap server, or "receiver"; ``port`` is that server's."""
+
+    def __init__(self, role: str, args: BenchArgs, port: int):
+        self._args, self._port = args, port
+        self._sends = role == "sender"
+        gpu = args.prefill_gpu if self._sends else args.decode_gpu
+        self._device = torch.device("cuda", gpu) if args.device == "cuda" else torch.device("cpu")
+        if args.device == "cuda":
+            torch.cuda.set_device(self._device)
+        self._half: KVSender | KVReceiver | None = None
+        self._pool: list[torch.Tensor] = []
+        self._page_ids = np.empty(0, np.int64)
+        self._rng = np.random.default_rng(role == "sender")
+        if self._sends:
+            self._port = _serve_bootstrap()
+
+    def bootstrap_port(self) -> int:
+        return self._port
+
+    def open(self, layout: KVLayout) -> float:
+        """A pool of random bytes at the sender and zeros at the receiver, registered; returns seconds."""
+        began = time.monotonic()
+        self._layout = layout
+        self._num_pages = SLACK * layout.pages_for(max(self._args.prompt_tokens))
+        shapes = [(self._num_pages, layout.group_page_bytes(group)) for group in range(len(layout.groups))]
+        self._pool = [torch.zeros(shape, dtype=torch.uint8, device=self._device) for shape in shapes]
+        if self._sends:
+            for pages in self._pool:
+                pages.random_(0, 256)
+        self._wait_for_device()
+        regions = [(pages.data_ptr(), pages.numel(), pages.get_device()) for pages in self._pool]
+        args = DisaggregationArgs(disaggregation_transfer_backend=self._args.backend,
+                                  kv_checksum=self._args.kv_checksum)
+        build = KVSender if self._sends else KVReceiver
+        self._half = build(args=args, host=HOST, rank=0, tp_size=1, layout=layout, num_pages=self._num_pages,
+                           regions=regions, backend=make_backend(self._args.backend))
+        if isinstance(self._half, KVSender):
+            register_rank(f"http://{HOST}:{self._port}", self._half.info)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        if self._half is not None:
+            self._half.close()
+        self._half, self._pool = None, []
+
+    def give(self, room: int, tokens: int, order: str) -> float:
+        """Send one prompt; returns when the first push began, in seconds of the host's monotonic clock."""
+        sender = self._half
+        assert isinstance(sender, KVSender)
+        self._page_ids = self._choose(tokens, order)
+        sender.expect(room, 0, tokens)
+        self._until(room, lambda phase: phase is Phase.RESERVED)
+        began = time.monotonic()
+        for group in range(len(self._pool)):
+            sender.push(room, group, 0, self._page_ids, self._event())
+        sender.finish(room, PrefillResult(0, 0))
+        self._until(room, lambda phase: phase is Phase.DONE)
+        sender.forget(room)
+        return began
+
+    def take(self, room: int, tokens: int, order: str) -> float:
+        """Receive one prompt into zeroed pages; returns when it was here, on the same clock."""
+        receiver = self._half
+        assert isinstance(receiver, KVReceiver)
+        self._page_ids = self._choose(tokens, order)
+        for pages in self._pool:
+            pages[torch.from_numpy(self._page_ids).to(self._device)] = 0
+        self._wait_for_device()
+        receiver.reserve(room, (HOST, self._port), 0, tokens, 0, self._page_ids)
+        self._until(room, lambda phase: phase is Phase.DONE)
+        arrived = time.monotonic()
+        receiver.forget(room)
+        return arrived
+
+    def digest(self) -> list[list[int]]:
+        """A checksum of each page of the last prompt: its 64-bit words, each times an odd number of its own."""
+        ids = torch.from_numpy(self._page_ids).to(self._device)
+        sums = []
+        for pages in self._pool:
+            words = pages.view(torch.int64)
+            weights = torch.arange(words.shape[1], device=self._device) * 0x9E3779B97F4A7C1 * 2 + 1
+            sums.append([int((words[page] * weights).sum()) for page in ids])
+        return sums
+
+    def ceiling(self) -> dict[str, Any]:
+        """GB/s of plain copies of 512 MiB: between the two GPUs, or in host memory by one thread and by all."""
+        source = torch.ones(512 << 20, dtype=torch.uint8, device=self._device)
+        if self._args.device == "cuda":
+            target = torch.empty_like(source, device=torch.device("cuda", self._args.decode_gpu))
+            where = f"GPU {self._args.prefill_gpu} to {self._args.decode_gpu}, {torch.cuda.get_device_name()}"
+            return {"where": where, "device copy": _rate(lambda: target.copy_(source), self._wait_for_device)}
+        target, threads = torch.zeros_like(source), torch.get_num_threads()
+        rates: dict[str, Any] = {"where": f"host memory, {threads} threads"}
+        for count in {1: None, threads: None}:
+            torch.set_num_threads(count)
+            rates[f"memcpy by {count} thread{'s' * (count > 1)}"] = _rate(lambda: target.copy_(source), lambda: None)
+        return rates
+
+    def _choose(self, tokens: int, order: str) -> np.ndarray:
+        count = self._layout.pages_for(tokens)
+        if order == "contiguous":
+            return np.arange(count) + self._rng.integers(0, self._num_pages - count + 1)
+        return self._rng.permutation(self._num_pages)[:count]
+
+    def _until(self, room: int, reached: Callable[[Phase], bool]) -> None:
+        assert self._half is not None
+        while not reached(phase := self._half.phase(room)):
+            if phase <= Phase.ABORTING:
+                raise self._half.error(room)
+            time.sleep(20e-6)
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._args.device == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _wait_for_device(self) -> None:
+        if self._args.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _rate(copy: Callable[[], Any], wait: Callable[[], None], num_bytes: int = 512 << 20) -> float:
+    best = float("inf")
+    for _ in range(6):
+        wait()
+        began = time.perf_counter()
+        copy()
+        wait()
+        best = min(best, time.perf_counter() - began)
+    return num_bytes / best / 1e9
+
+
+def _serve_bootstrap() -> int:
+    """On a daemon thread, for as long as the process lives; returns the port."""
+    loop, server = asyncio.new_event_loop(), BootstrapServer(HOST, 0)
+    threading.Thread(target=loop.run_forever, name="bootstrap", daemon=True).start()
+    asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
+    return server.port

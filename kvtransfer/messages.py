@@ -1,0 +1,171 @@
+"""The control channel's messages: msgpack, tagged, bounded; one message a frame.
+
+A receiver's DEALER socket is a *session*: it has a fresh random identity, never reconnects, and begins with Hello.
+Within a session ZMQ neither reorders nor duplicates; a broken session is never continued, so a lost message
+means a lost session. ``stamp`` is the receiver's number of one reservation, unique within its instance, and tells
+this use of a room from every earlier one; ``instance`` is a process's random id (its epoch).
+
+    receiver                                   sender
+    Hello(who, where its memory is)      ->
+                                         <-    Welcome, or Refused(why)
+    Reserve(room, stamp, destination)    ->                                (after Welcome; any number)
+                                         <-    Result(room, stamp)         every write is complete
+    Abort(room, stamp, error)            ->    or   <-   Abort(room, stamp, error)
+                                         <-    Stopped(room, stamp)        answers each Abort, once writing has ended
+    Pong(time)                           ->    <-   Ping(time)             the lease, see sending.py
+    Bye                                  ->    <-   Gone(why)              the session has ended
+
+History: version 1 is the first. Version 2 has seals (seal.py), checksums (checksum.py) and lanes
+(lanes.py): a decode rank has sessions with all prefill ranks that it has lanes from, reserves with each, and waits for
+the result of each.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ..common.api import errors
+from ..common.api.messages import Logprobs
+from ..common.kvcache.layout import KVLayout
+from .checksum import Extent
+from .lanes import Side, why_not
+
+PROTOCOL = 2
+# The largest message is the result of a 128K-token prompt with 20 alternatives a token: about 40 MiB.
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class PrefillResult(msgspec.Struct, frozen=True):
+    """What decode needs beside the pages: the first token, and how much of the prompt prefill had cached."""
+
+    token_id: int
+    num_cached_tokens: int
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """One rank of one server instance, as its peers need to know it. Receivers have no ``endpoint``."""
+
+    instance: str
+    endpoint: str
+    rank: int
+    tp_size: int
+    layout: KVLayout
+    backend: str
+    protocol: int = PROTOCOL
+
+    def mismatch(self, peer: RankInfo) -> str | None:
+        """Why pages cannot travel from ``peer`` to us, as the name and both values of what differs; None: they can."""
+        for name in ("protocol", "backend"):
+            ours, theirs = getattr(self, name), getattr(peer, name)
+            if ours != theirs:
+                return f"{name} is {ours!r} here and {theirs!r} there"
+        return why_not(peer.side, self.side)
+
+    @property
+    def side(self) -> Side:
+        return Side(self.tp_size, self.layout)
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """``expected`` is the sender's instance that the receiver was told of; ``metadata`` the backend's own.
+
+    ``checksum`` says which words of its pages each result must be accompanied by a checksum of.
+    """
+
+    info: RankInfo
+    expected: str
+    num_pages: int
+    metadata: bytes
+    checksum: Extent = "off"
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    instance: str
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """``restarted``: the sender is another instance than expected; ask the bootstrap server again."""
+
+    message: str
+    restarted: bool = False
+
+
+class Reserve(msgspec.Struct, tag="reserve", frozen=True):
+    """A destination: ``page_ids`` (int32, little endian) take the prompt's pages from ``first_page`` on."""
+
+    room: int
+    stamp: int
+    prompt_digest: int
+    num_prompt_tokens: int
+    first_page: int
+    page_ids: bytes
+
+
+class Result(msgspec.Struct, tag="result", frozen=True):
+    room: int
+    stamp: int
+    instance: str
+    result: PrefillResult
+    checksum: int = 0
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    room: int
+    stamp: int
+    code: str
+    message: str
+
+    @property
+    def error(self) -> errors.ServingError:
+        return errors.from_code(self.code, self.message)
+
+
+class Stopped(msgspec.Struct, tag="stopped", frozen=True):
+    room: int
+    stamp: int
+
+
+class Ping(msgspec.Struct, tag="ping", frozen=True):
+    time: float
+
+
+class Pong(msgspec.Struct, tag="pong", frozen=True):
+    time: float
+
+
+class Bye(msgspec.Struct, tag="bye", frozen=True):
+    pass
+
+
+class Gone(msgspec.Struct, tag="gone", frozen=True):
+    message: str
+
+
+ToSender = Hello | Reserve | Abort | Pong | Bye
+ToReceiver = Welcome | Refused | Result | Abort | Stopped | Ping | Gone
+
+encode = msgspec.msgpack.Encoder().encode
+_to_sender = msgspec.msgpack.Decoder(ToSender)
+_to_receiver = msgspec.msgpack.Decoder(ToReceiver)
+
+
+def decode_to_sender(frame: bytes) -> ToSender:
+    """Raises ``msgspec.MsgspecError`` on anything else."""
+    return _to_sender.decode(frame)
+
+
+def decode_to_receiver(frame: bytes) -> ToReceiver:
+    """Raises ``msgspec.MsgspecError`` on anything else."""
+    return _to_receiver.decode(frame)
+
+
+def pack_page_ids(page_ids: np.ndarray) -> bytes:
+    return np.ascontiguousarray(page_ids, dtype="<i4").tobytes()
+
+
+def unpack_page_ids(packed: bytes) -> np.ndarray:
+    """``[num_pages]`` int64. Raises ValueError when the length is no multiple of 4."""
+    return np.frombuffer(packed, dtype="<i4").astype(np.int64)

@@ -1,0 +1,249 @@
+"""The decode side of KV transfers: one KVReceiver for each decode rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.utils.monitor
+
+from ..common.api.errors import ServingError
+from ..common.config.server import DisaggregationArgs
+from ..common.kvcache.layout import KVLayout
+from .backends.base import Backend
+from .bootstrap import NotRegistered, OtherSecret, fetch_ranks
+from .checksum import extent_of, make_checksum, places_of
+from .endpoint import control_socket, rank_info, receive_all, register_pool
+from .iothread import IOThread
+from .lanes import expand
+from .messages import PrefillResult, RankInfo, decode_to_receiver, encode, unpack_page_ids
+from .receiving import ReceiverCore
+from .recv_state import Address, Close, Connect, Effect, Lookup, RecvRoom, Send, Verify
+from .seal import OTHER_SECRET, TO_SENDER, Channel, Unsealed, secret_of
+from .states import Phase
+from .timing import Timing
+
+Socket = zmq.Socket[bytes]
+
+PROGRESS_INTERVAL = 1e-3  # how often a transport without a thread is looked after while pages may arrive
+
+
+class KVReceiver:
+    """Reserves pages for prompts with the prefill ranks that compute them, and waits for their content.
+
+    The keywords are KVSender's; ``host`` is not used for listening, since a receiver only connects. All methods but
+    the constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when the backend
+    refuses the memory.
+    """
+
+    def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
+                 num_pages: int, regions: list[tuple[int, int, int]], backend: Backend):
+        named = register_pool(backend, layout, num_pages, regions)
+        self._checksum = make_checksum(named, num_pages)
+        self._extent = extent_of(args.kv_checksum, named)
+        self._backend = backend
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._secret = secret_of(args.cluster_secret)
+        self._timing = Timing.of(args)
+        self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend)
+        self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._next_tick = 0.0
+        self._sockets: dict[bytes, Socket] = {}
+        self._monitors: dict[bytes, Socket] = {}
+        self._channels: dict[bytes, Channel] = {}
+        self._lookups = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kv-route")
+        self._io = IOThread(f"kv-receiver-{rank}", self._work)
+        self._io.start()
+
+    # -- rooms ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, room: int, peer: Address, prompt_digest: int, num_prompt_tokens: int, first_page: int,
+                page_ids: np.ndarray) -> None:
+        """Our pages ``page_ids [n]`` are to take the prompt's pages from ``first_page`` on (n may be 0).
+
+        ``peer`` is host and port of the prefill server's bootstrap server. Its look-up and the connection are made in
+        the background. Raises Conflict when the room is in use.
+        """
+        self._io.check()
+        with self._lock:
+            self._core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, time.monotonic())
+        self._io.wake()
+
+    def phase(self, room: int) -> Phase:
+        self._io.check()
+        return self._core.rooms[room].phase
+
+    def error(self, room: int) -> ServingError:
+        """Why the room failed; valid in ABORTING (the pages are not free yet) and FAILED."""
+        error = self._core.rooms[room].error
+        assert error is not None, "the room has not failed"
+        return error
+
+    def result(self, room: int) -> PrefillResult:
+        """The first token and what belongs to it; valid in DONE."""
+        half = self._core.rooms[room]
+        assert half.phase is Phase.DONE and half.result is not None, "the room is not done"
+        return half.result
+
+    def abort(self, room: int, error: ServingError) -> None:
+        """Fail a room and tell prefill. It is FAILED once no write can land any more. Harmless when it has ended."""
+        with self._lock:
+            self._core.abort(room, error, time.monotonic())
+        self._io.wake()
+
+    def forget(self, room: int) -> None:
+        """Drop a room that is DONE or FAILED."""
+        with self._lock:
+            self._core.forget(room)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals: ``kv_bytes_received``, ``kv_transfers_done``, ``kv_transfers_failed_<cause>``, …"""
+        with self._lock:
+            return dict(self._core.counters)
+
+    def close(self) -> None:
+        """Say goodbye to the senders and stop. The pool's memory may go away afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        self._io.stop()
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._core.shut_down(time.monotonic())
+        for effect in list(self._core.effects):
+            if isinstance(effect, Send):
+                self._send(effect)
+        for link_id in list(self._sockets):
+            self._close(link_id, linger=200)
+        self._backend.close()
+        self._context.term()
+
+    # -- the I/O thread -------------------------------------------------------------------------------------------
+
+    def _work(self, stalled: float) -> float | None:
+        self._backend.progress()
+        now = time.monotonic()
+        if stalled > self._timing.tick or now >= self._next_tick:
+            self._next_tick = now + self._timing.tick
+            with self._lock:
+                self._core.tick(now, stalled)
+        self._carry_out()
+        with self._lock:
+            if self._core.idle:
+                return None
+            return PROGRESS_INTERVAL if self._core.expecting else self._timing.tick
+
+    def _carry_out(self) -> None:
+        while (effect := self._next_effect()) is not None:
+            if isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, Lookup):
+                self._lookups.submit(self._look_up, effect.address)
+            elif isinstance(effect, Connect):
+                self._connect(effect)
+            elif isinstance(effect, Verify):
+                self._verify(effect)
+            else:
+                assert isinstance(effect, Close)
+                self._close(effect.link)
+
+    def _next_effect(self) -> Effect | None:
+        with self._lock:
+            return self._core.effects.popleft() if self._core.effects else None
+
+    def _verify(self, verify: Verify) -> None:
+        half = verify.half
+        found = self._checksum_of(half) % 2**64
+        with self._lock:
+            self._core.verified(half, found == half.checksum, time.monotonic())
+
+    def _checksum_of(self, half: RecvRoom) -> int:
+        page_ids, total = unpack_page_ids(half.reserve.page_ids), 0
+        for group, blocks in enumerate(half.blocks):
+            offsets = np.arange(blocks)
+            places = places_of(group, blocks, half.reserve.first_page, len(page_ids), offsets)
+            total += self._checksum.of(self._extent, group, blocks, expand(page_ids, blocks, offsets), places)
+        return total
+
+    def _look_up(self, address: Address) -> None:
+        """In a pool thread: a bootstrap server that hangs must not hold up the pings."""
+        try:
+            ranks = fetch_ranks(address, self._timing.peer_timeout, self._secret)
+        except OtherSecret:
+            with self._lock:
+                self._core.refused(address, OTHER_SECRET, time.monotonic())
+        except NotRegistered as error:
+            with self._lock:
+                self._core.not_registered(address, str(error), time.monotonic())
+        except OSError as error:
+            with self._lock:
+                self._core.unreachable(address, str(error), time.monotonic())
+        else:
+            with self._lock:
+                self._core.found(address, ranks, time.monotonic())
+        self._io.wake()
+
+    def _connect(self, connect: Connect) -> None:
+        link_id = connect.link.id
+        sock = control_socket(self._context, zmq.DEALER)
+        sock.setsockopt(zmq.ROUTING_ID, link_id)
+        sock.setsockopt(zmq.IPV6, 1)
+        # A session is one connection: a reconnect would hide messages that were lost.
+        sock.setsockopt(zmq.RECONNECT_IVL, -1)
+        # The kernel acknowledges for a stopped process, not for a dead host: this tells the two apart.
+        sock.setsockopt(zmq.TCP_MAXRT, max(1, int(self._timing.peer_timeout * 1000)))
+        monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED)
+        self._sockets[link_id], self._monitors[link_id] = sock, monitor
+        self._channels[link_id] = Channel(self._secret, link_id, TO_SENDER)
+        self._io.watch(sock, lambda: self._receive_all(link_id))
+        self._io.watch(monitor, lambda: self._on_monitor(link_id))
+        sock.connect(connect.endpoint)
+
+    def _send(self, send: Send) -> None:
+        if (sock := self._sockets.get(send.link)) is not None:
+            try:
+                sock.send_multipart(self._channels[send.link].seal(encode(send.message)), zmq.NOBLOCK)
+            except zmq.Again:
+                pass  # no connection any more, of which the monitor tells
+
+    def _receive_all(self, link_id: bytes) -> None:
+        if (sock := self._sockets.get(link_id)) is not None:
+            receive_all(sock, lambda frames: self._receive(link_id, frames))
+
+    def _receive(self, link_id: bytes, frames: list[bytes]) -> None:
+        if (channel := self._channels.get(link_id)) is None:
+            return
+        try:
+            message = decode_to_receiver(channel.open(frames))
+        except (Unsealed, msgspec.MsgspecError) as error:
+            with self._lock:
+                self._core.unreadable(link_id, time.monotonic(), unsealed=isinstance(error, Unsealed))
+            return
+        with self._lock:
+            self._core.receive(link_id, message, time.monotonic())
+
+    def _on_monitor(self, link_id: bytes) -> None:
+        if link_id not in self._sockets:
+            return
+        self._receive_all(link_id)  # what arrived before the end counts
+        with self._lock:
+            self._core.disconnected(link_id, time.monotonic())
+        self._close(link_id)
+
+    def _close(self, link_id: bytes, linger: int = 0) -> None:
+        sock = self._sockets.pop(link_id, None)
+        if sock is None:
+            return
+        monitor = self._monitors.pop(link_id)
+        del self._channels[link_id]
+        self._io.unwatch(monitor)
+        self._io.unwatch(sock)
+        sock.disable_monitor()
+        monitor.close(linger=0)
+        sock.close(linger=linger)

@@ -1,0 +1,95 @@
+"""What a receiver knows: its rooms, links and searches, and the effects that its core asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..common.api.errors import ServingError
+from . import messages as m
+from .states import Phase
+
+Address = tuple[str, int]  # host and port of a prefill server's bootstrap server
+
+
+@dataclass(eq=False)
+class RecvRoom:
+    """``writers`` are the links over which it was published and whose sender has not said that it is quiet yet; for one
+    whose connection is gone, with the time when it must be."""
+
+    room: int
+    address: Address
+    reserve: m.Reserve
+    began: float
+    phase: Phase = Phase.RESERVING
+    error: ServingError | None = None
+    result: m.PrefillResult | None = None
+    checksum: int = 0  # of what the senders say that they wrote
+    blocks: tuple[int, ...] = ()  # that they cut our pages into, by layer group
+    writers: dict[bytes, float | None] = field(default_factory=dict)
+
+
+@dataclass
+class Link:
+    """``welcome`` turns true with the sender's Welcome; ``silent`` when it was given up but its connection stands.
+    ``retired`` when another link of its route has ended: it is used for what is under way, and then closed."""
+
+    id: bytes
+    address: Address
+    instance: str
+    heard: float
+    last_pong: float
+    welcome: bool = False
+    silent: bool = False
+    retired: bool = False
+    rooms: dict[int, RecvRoom] = field(default_factory=dict)
+
+
+@dataclass
+class Route:
+    """The links to all ranks of one prefill server that we have lanes from, which cut our pages into ``blocks``."""
+
+    links: dict[bytes, Link]
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def welcome(self) -> bool:
+        return all(link.welcome for link in self.links.values())
+
+
+@dataclass
+class Search:
+    """The way to one sender, from the first look-up to its Welcome; to be tried again at ``retry_at``."""
+
+    retry_at: float | None = None
+    unreachable_since: float | None = None
+    reason: str = ""
+
+
+class Lookup(NamedTuple):
+    """Ask the bootstrap server for its ranks; then call ``found``, ``not_registered`` or ``unreachable``."""
+
+    address: Address
+
+
+class Connect(NamedTuple):
+    link: Link
+    endpoint: str
+
+
+class Send(NamedTuple):
+    link: bytes
+    message: m.ToSender
+
+
+class Close(NamedTuple):
+    link: bytes
+
+
+class Verify(NamedTuple):
+    """Compute the checksum of the pages of a room; then call ``verified``."""
+
+    half: RecvRoom
+
+
+Effect = Lookup | Connect | Send | Close | Verify

@@ -1,0 +1,113 @@
+"""Requests whose KV cache is on its way between two servers, one room each.
+
+Each rank of a tensor-parallel group moves its own share of the heads, and a share may fail alone. What a
+scheduler acts on is what the whole group agrees on: the least advanced phase, and whether all shares have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from ..common.api.errors import ServingError, TransferFailed
+from ..common.distributed.tp import TPGroup
+from ..common.engine.req import Req
+from .states import Phase
+
+
+class Transport(Protocol):
+    """What KVSender and KVReceiver have in common."""
+
+    def phase(self, room: int) -> Phase: ...
+
+    def error(self, room: int) -> ServingError: ...
+
+    def abort(self, room: int, error: ServingError) -> None: ...
+
+    def forget(self, room: int) -> None: ...
+
+
+class Stage(Enum):
+    """Where a request with a room stands. ``DRAINING``: ended, but a write may still touch its pages."""
+
+    MEETING = "meeting"
+    COMPUTING = "computing"
+    SENDING = "sending"
+    RECEIVING = "receiving"
+    DRAINING = "draining"
+
+
+@dataclass
+class Half:
+    """This server's half of one attempt."""
+
+    req: Req
+    room: int
+    stage: Stage
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the group agrees on: ``phase`` is the least advanced rank's, ``settled`` that all ranks have ended."""
+
+    half: Half
+    phase: Phase
+    settled: bool
+
+    @property
+    def failing(self) -> bool:
+        return self.phase <= Phase.ABORTING
+
+
+class Rooms:
+    """The halves that are open on this rank. Every rank of the group holds equal ones, in equal order."""
+
+    def __init__(self, transport: Transport, tp: TPGroup):
+        self._transport = transport
+        self._tp = tp
+        self._halves: dict[str, Half] = {}
+
+    def __len__(self) -> int:
+        return len(self._halves)
+
+    def __iter__(self) -> Iterator[Half]:
+        return iter(self._halves.values())
+
+    def count(self, stage: Stage) -> int:
+        return sum(half.stage is stage for half in self)
+
+    def open(self, req: Req, stage: Stage) -> Half:
+        assert req.bootstrap is not None and req.rid not in self._halves
+        half = self._halves[req.rid] = Half(req, req.bootstrap.room, stage)
+        return half
+
+    def of(self, req: Req) -> Half | None:
+        return self._halves.get(req.rid)
+
+    def poll(self) -> list[Progress]:
+        """The group's view of every half, in order of opening."""
+        if not self._halves:
+            return []
+        halves = list(self)
+        phases = [self._transport.phase(half.room) for half in halves]
+        agreed = self._tp.min_reduce(np.array([(phase, phase.terminal) for phase in phases], np.int64))
+        return [Progress(half, Phase(phase), bool(settled)) for half, (phase, settled) in zip(halves, agreed)]
+
+    def abort(self, half: Half, error: ServingError) -> None:
+        """Stop this half on every rank; its pages stay held until the transfer has settled."""
+        half.stage = Stage.DRAINING
+        self._transport.abort(half.room, error)
+
+    def error_of(self, half: Half) -> ServingError:
+        """Why the half fails: this rank's own reason, or that another rank has one."""
+        if self._transport.phase(half.room) <= Phase.ABORTING:
+            return self._transport.error(half.room)
+        return TransferFailed("The KV cache transfer failed on another rank of the server.")
+
+    def close(self, half: Half) -> None:
+        del self._halves[half.req.rid]
+        self._transport.forget(half.room)

@@ -1,0 +1,266 @@
+"""The prefill side of KV transfers: one KVSender for each prefill rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from ..common.api.errors import ServingError
+from ..common.config.server import DisaggregationArgs
+from ..common.kvcache.layout import KVLayout
+from .backends.base import Backend, WriteState
+from .checksum import make_checksum, places_of
+from .endpoint import bind_control, control_socket, rank_info, receive_all, register_pool
+from .iothread import BUSY_INTERVAL, IOThread
+from .lanes import Piece, expand
+from .messages import PrefillResult, RankInfo, Refused, decode_to_sender, encode
+from .seal import OTHER_SECRET, Channels, Unsealed, secret_of
+from .send_state import Admit, Dismiss, Effect, Send, Session, Write
+from .sending import SenderCore
+from .states import Phase
+from .timing import Timing
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KVSender:
+    """Pushes the KV pages of prompts to the decode ranks that reserved room for them.
+
+    ``host`` is the address that decode reaches us at; ``regions[g]`` is ``(address, bytes, device)`` of layer group g's
+    memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for the host. All methods but the
+    constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when ``host`` cannot
+    be bound or the backend refuses the memory.
+    """
+
+    def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
+                 num_pages: int, regions: list[tuple[int, int, int]], backend: Backend):
+        self._checksum = make_checksum(register_pool(backend, layout, num_pages, regions), num_pages)
+        self._backend = backend
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = control_socket(self._context, zmq.ROUTER)
+        self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
+                                        layout=layout, backend=backend)
+        self._channels = Channels(secret_of(args.cluster_secret))
+        self._timing = Timing.of(args)
+        self._core = SenderCore(self.info, self._timing, _bytes_of(layout))
+        self._lock = threading.Lock()
+        self._closed = False
+        self._next_tick = 0.0
+        self._in_flight: list[_Posting] = []
+        self._io = IOThread(f"kv-sender-{rank}", self._work)
+        self._io.watch(self._router, lambda: receive_all(self._router, self._receive))
+        self._io.start()
+
+    # -- rooms ----------------------------------------------------------------------------------------------------
+
+    def expect(self, room: int, prompt_digest: int, num_prompt_tokens: int) -> None:
+        """Our half of a request has arrived; its room becomes RESERVING until decode's half comes, or a deadline.
+
+        Raises Conflict when the room is in use.
+        """
+        self._io.check()
+        with self._lock:
+            self._core.expect(room, prompt_digest, num_prompt_tokens, time.monotonic())
+        self._io.wake()
+
+    def phase(self, room: int) -> Phase:
+        self._io.check()
+        return self._core.rooms[room].phase
+
+    def error(self, room: int) -> ServingError:
+        """Why the room failed; valid in ABORTING and FAILED."""
+        error = self._core.rooms[room].error
+        assert error is not None, "the room has not failed"
+        return error
+
+    def first_page(self, room: int) -> int:
+        """The first prompt page that decode lacks; valid from RESERVED on."""
+        destinations = self._core.rooms[room].destinations
+        assert destinations, "the destination is not known before RESERVED"
+        return min(destination.first_page for destination in destinations)
+
+    def push(self, room: int, group: int, first: int, src_page_ids: np.ndarray, ready: torch.cuda.Event | None) -> None:
+        """Prompt pages ``first..first+n-1`` of a layer group are in our pages ``src_page_ids [n]``, once ``ready``.
+
+        Pages that decode has are skipped. The source pages must keep their content until the room is terminal. May be
+        called from RESERVED on; does nothing once the room has failed.
+        """
+        with self._lock:
+            self._core.push(room, group, first, src_page_ids, ready)
+        self._io.wake()
+
+    def finish(self, room: int, result: PrefillResult) -> None:
+        """All pages were pushed: when they have arrived, send the result; the room is DONE with that."""
+        with self._lock:
+            self._core.finish(room, result, time.monotonic())
+        self._io.wake()
+
+    def abort(self, room: int, error: ServingError) -> None:
+        """Fail a room and tell decode. FAILED follows once none of its writes is in flight."""
+        with self._lock:
+            self._core.abort(room, error, time.monotonic())
+        self._io.wake()
+
+    def forget(self, room: int) -> None:
+        """Drop a room that is DONE or FAILED; its pages may be reused from then on."""
+        with self._lock:
+            self._core.forget(room)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals: ``kv_bytes_sent``, ``kv_transfers_done``, ``kv_transfers_failed_<error code>``, …"""
+        with self._lock:
+            return dict(self._core.counters)
+
+    def close(self) -> None:
+        """End all sessions, telling the peers, and stop."""
+        if self._closed:
+            return
+        self._closed = True
+        self._io.stop()
+        self._core.shut_down(time.monotonic())
+        for effect in list(self._core.effects):
+            if isinstance(effect, Send):
+                self._send(effect)
+        self._backend.close()
+        self._router.close(linger=200)
+        self._context.term()
+
+    # -- the I/O thread -------------------------------------------------------------------------------------------
+
+    def _receive(self, frames: list[bytes]) -> None:
+        session_id, *rest = frames
+        try:
+            message = decode_to_sender(self._channels.open(session_id, rest))
+        except (Unsealed, msgspec.MsgspecError) as error:
+            with self._lock:
+                self._core.counters["kv_messages_dropped"] += 1
+                known = session_id in self._core.sessions
+            if isinstance(error, Unsealed) and not known:
+                self._send(Send(session_id, Refused(OTHER_SECRET)))
+            return
+        with self._lock:
+            self._core.receive(session_id, message, time.monotonic())
+
+    def _work(self, stalled: float) -> float | None:
+        now = time.monotonic()
+        if stalled > self._timing.tick or now >= self._next_tick:
+            self._next_tick = now + self._timing.tick
+            with self._lock:
+                self._core.tick(now, stalled)
+        self._carry_out()
+        self._post_writes()
+        self._poll_writes()
+        self._carry_out()
+        if self._in_flight or self._core.queue:
+            return BUSY_INTERVAL
+        return None if self._core.idle else self._timing.tick
+
+    def _carry_out(self) -> None:
+        while (effect := self._next_effect()) is not None:
+            if isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, Admit):
+                self._admit(effect)
+            else:
+                self._dismiss(effect)
+
+    def _next_effect(self) -> Effect | None:
+        with self._lock:
+            return self._core.effects.popleft() if self._core.effects else None
+
+    def _send(self, send: Send) -> None:
+        # A ROUTER drops what it cannot deliver: that peer is gone, and its silence ends the session.
+        self._router.send_multipart([send.session, *self._channels.seal(send.session, encode(send.message))])
+
+    def _admit(self, admit: Admit) -> None:
+        session: Session = admit.session
+        try:
+            peer = self._backend.add_peer(admit.metadata, session.lane.src_blocks, session.lane.dst_blocks)
+        except ServingError as error:
+            with self._lock:
+                self._core.rejected(session, error.message)
+            return
+        with self._lock:
+            self._core.admitted(session, peer, time.monotonic())
+
+    def _dismiss(self, dismiss: Dismiss) -> None:
+        session = dismiss.session
+        if session.peer is None:
+            return
+        self._backend.remove_peer(session.peer)
+        self._poll_writes()
+
+    def _post_writes(self) -> None:
+        with self._lock:
+            writes = self._core.take_writes(time.monotonic(), lambda event: event.query())
+        for write in writes:
+            posting = _Posting(write)
+            for piece in write.session.lane.pieces_of(write.group):
+                self._post(posting, piece)
+            self._in_flight.append(posting)
+
+    def _post(self, posting: _Posting, piece: Piece) -> None:
+        write, lane = posting.write, posting.write.session.lane
+        src_blocks, dst_blocks = lane.src_blocks[piece.src_group], lane.dst_blocks[piece.dst_group]
+        src = expand(write.src_page_ids, src_blocks, piece.src)
+        try:
+            posting.handles.append(self._backend.write(
+                write.session.peer, piece.src_group, src, piece.dst_group,
+                expand(write.dst_page_ids, dst_blocks, piece.dst)))
+        except ServingError:
+            posting.failed = True
+        if write.session.checksum != "off":  # the pages are read while they travel
+            places = places_of(piece.dst_group, dst_blocks, write.first, len(write.dst_page_ids), piece.dst)
+            posting.checksum += self._checksum.of(write.session.checksum, write.group, src_blocks, src, places)
+
+    def _poll_writes(self) -> None:
+        pending = []
+        for posting in self._in_flight:
+            posting.poll(self._backend)
+            if posting.handles:
+                pending.append(posting)
+            else:
+                self._written(posting)
+        self._in_flight = pending
+
+    def _written(self, posting: _Posting) -> None:
+        with self._lock:
+            self._core.written(posting.write, not posting.failed, time.monotonic(), posting.checksum)
+
+
+@dataclass
+class _Posting:
+    """A write as the backend has it: one transfer for each of the lane's pieces, all of which must end."""
+
+    write: Write
+    handles: list[Any] = field(default_factory=list)
+    checksum: int = 0
+    failed: bool = False
+
+    def poll(self, backend: Backend) -> None:
+        pending = []
+        for handle in self.handles:
+            state = backend.poll(handle)
+            if state is WriteState.PENDING:
+                pending.append(handle)
+            elif state is WriteState.FAILED:
+                self.failed = True
+        self.handles = pending
+
+
+def _bytes_of(layout: KVLayout) -> Callable[[Write], int]:
+    def count(write: Write) -> int:
+        lane, page_bytes = write.session.lane, layout.group_page_bytes(write.group)
+        blocks = sum(len(piece.src) for piece in lane.pieces_of(write.group))
+        return len(write.src_page_ids) * page_bytes * blocks // lane.src_blocks[write.group]
+
+    return count
