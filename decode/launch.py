@@ -1,0 +1,33 @@
+"""``launch_decode``: a server that takes KV caches over from prefill servers and generates."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..common.config.cli import parse
+from ..common.config.server import ServerConfig
+from ..common.engine.ranks import RankSpec
+from ..common.http.server import run_server
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(ServerConfig, argv, prog="launch_decode", description="Start a decode server.",
+                   defaults={"disaggregation_mode": "decode"})
+    sys.exit(run(config))
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until stopped; returns the process's exit code."""
+    return run_server(config, run_rank)
+
+
+def run_rank(spec: RankSpec) -> None:
+    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    from . import rank
+
+    rank.main(spec)
+
+
+if __name__ == "__main__":
+    main()

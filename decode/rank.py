@@ -1,0 +1,25 @@
+"""A decode server's engine rank."""
+
+from __future__ import annotations
+
+from ..common.engine.rank import EngineParts, run_rank
+from ..common.engine.ranks import RankSpec
+from ..common.engine.unified import UnifiedScheduler
+from ..kvtransfer.backends import make_backend
+from ..kvtransfer.receiver import KVReceiver
+from .scheduler import DecodeScheduler
+
+
+def main(spec: RankSpec) -> None:
+    run_rank(spec, _make_scheduler)
+
+
+def _make_scheduler(parts: EngineParts) -> DecodeScheduler:
+    config, runner, tp = parts.config, parts.runner, parts.tp
+    args = config.disaggregation
+    receiver = KVReceiver(
+        args=args, host=config.http.host, rank=tp.rank, tp_size=tp.size, layout=runner.layout,
+        num_pages=runner.pool.num_pages, regions=runner.pool.regions(),
+        backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
+    unified = UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap)
+    return DecodeScheduler(unified, receiver, tp)

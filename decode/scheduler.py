@@ -1,0 +1,128 @@
+"""The decode server's scheduler.
+
+A request reserves its pages first (what the prefix cache has is not asked for), tells the prefill server where to write
+them, and joins the running batch when the cache and the first token have arrived. Memory is thus committed at the
+receiver before anything is written. Running requests are the composed unified scheduler's; it also
+computes prompts that come without a bootstrap room, and requests that were retracted.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+
+from ..common.api.errors import ServingError
+from ..common.distributed.tp import TPGroup
+from ..common.engine.req import Req
+from ..common.engine.unified import UnifiedScheduler
+from ..kvtransfer.receiver import KVReceiver
+from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
+
+
+class DecodeScheduler:
+    """Reserves, receives, decodes."""
+
+    def __init__(self, unified: UnifiedScheduler, receiver: KVReceiver, tp: TPGroup):
+        self.unified = unified
+        self.batcher = unified.batcher
+        self.ledger = unified.ledger
+        self.receiver = receiver
+        self.rooms = Rooms(receiver, tp)
+        self.arrived: deque[Req] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return self.unified.idle and not self.arrived and not len(self.rooms)
+
+    @property
+    def num_running(self) -> int:
+        return self.unified.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.unified.num_waiting + len(self.arrived)
+
+    @property
+    def num_transferring(self) -> int:
+        return len(self.rooms)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {**self.unified.counters, **self.receiver.counters}
+
+    def add(self, req: Req) -> None:
+        if req.bootstrap is None:
+            self.unified.add(req)
+        else:
+            self.arrived.append(req)
+
+    def abort(self, req: Req, error: ServingError) -> None:
+        half = self.rooms.of(req)
+        if half is not None:
+            self.rooms.abort(half, error)
+        elif req in self.arrived:
+            self.arrived.remove(req)
+        else:
+            self.unified.abort(req, error)
+
+    def step(self, now: float) -> bool:
+        for progress in self.rooms.poll():
+            self._advance(progress)
+        self._reserve_arrived()
+        self.ledger.flush()  # first tokens that have arrived need not wait for the step that is launched now
+        return self.unified.step(now)
+
+    def settle(self) -> None:
+        self.unified.settle()
+
+    def close(self) -> None:
+        self.receiver.close()
+
+    def _reserve_arrived(self) -> None:
+        """Reserve in order of arrival while there is room; retracted requests come first."""
+        limit = self.batcher.args.max_running_requests
+        while self.arrived and not self.batcher.waiting and self.num_running + len(self.rooms) < limit:
+            req = self.arrived[0]
+            if not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
+                return
+            self.arrived.popleft()
+            self._ask_prefill(req)
+
+    def _ask_prefill(self, req: Req) -> None:
+        assert req.hold is not None and req.bootstrap is not None
+        first = req.hold.num_cached_pages
+        peer = (req.bootstrap.host, req.bootstrap.port)
+        try:
+            self.receiver.reserve(req.bootstrap.room, peer, zlib.crc32(req.prompt.tobytes()), req.num_prompt_tokens,
+                                  first, req.hold.ids[first:].copy())
+        except ServingError as error:
+            self.batcher.finish(req, keep=False)
+            self.ledger.fail(req, error)
+        else:
+            self.rooms.open(req, Stage.RECEIVING)
+
+    def _advance(self, progress: Progress) -> None:
+        half = progress.half
+        if half.stage is Stage.DRAINING:
+            if progress.settled:
+                self.rooms.close(half)
+                self.batcher.finish(half.req, keep=False)
+        elif progress.failing:
+            error = self.rooms.error_of(half)
+            self.rooms.abort(half, error)
+            self.ledger.fail(half.req, error)
+        elif progress.settled:
+            self._start(half)
+
+    def _start(self, half: Half) -> None:
+        """Cache and first token are here: the request decodes from now on."""
+        req = half.req
+        result = self.receiver.result(half.room)
+        self.rooms.close(half)
+        assert req.hold is not None
+        req.num_computed_tokens = req.num_prompt_tokens
+        req.num_cached_tokens = max(result.num_cached_tokens, req.hold.num_cached_pages * self.batcher.cache.page_size)
+        req.prompt_logprobs = result.prompt_logprobs
+        self.batcher.cache.commit(req.hold, req.prompt)
+        self.batcher.adopt(req)
+        self.unified.report(req, req.take(result.token_id), result.logprobs)

@@ -1,0 +1,36 @@
+"""``launch_prefill``: a server that computes prompts and pushes their KV cache to decode servers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..common.config.cli import parse
+from ..common.config.server import ServerConfig
+from ..common.engine.ranks import RankSpec
+from ..common.http.server import run_server
+from ..kvtransfer.bootstrap import BootstrapServer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(ServerConfig, argv, prog="launch_prefill", description="Start a prefill server.",
+                   defaults={"disaggregation_mode": "prefill"})
+    sys.exit(run(config))
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until stopped; returns the process's exit code."""
+    args = config.disaggregation
+    address = config.http.host, args.disaggregation_bootstrap_port
+    return run_server(config, run_rank, services=[lambda: BootstrapServer(*address, secret=args.cluster_secret)])
+
+
+def run_rank(spec: RankSpec) -> None:
+    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    from . import rank
+
+    rank.main(spec)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""A prefill server's engine rank."""
+
+from __future__ import annotations
+
+from ..common.engine.rank import EngineParts, run_rank
+from ..common.engine.ranks import RankSpec
+from ..kvtransfer.backends import make_backend
+from ..kvtransfer.bootstrap import register_rank
+from ..kvtransfer.sender import KVSender
+from .scheduler import PrefillScheduler
+
+
+def main(spec: RankSpec) -> None:
+    run_rank(spec, _make_scheduler)
+
+
+def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
+    config, runner, tp = parts.config, parts.runner, parts.tp
+    args = config.disaggregation
+    sender = KVSender(
+        args=args, host=config.http.host, rank=tp.rank, tp_size=tp.size, layout=runner.layout,
+        num_pages=runner.pool.num_pages, regions=runner.pool.regions(),
+        backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
+    register_rank(f"http://{config.http.host}:{args.disaggregation_bootstrap_port}", sender.info,
+                  secret=args.cluster_secret)
+    return PrefillScheduler(parts.batcher, parts.executor, parts.ledger, sender, tp, len(runner.layout.groups),
+                            overlap=parts.overlap)

@@ -1,0 +1,185 @@
+"""The prefill server's scheduler.
+
+A request waits for decode to name its destination (meeting), is computed chunk by chunk while finished pages leave for
+decode (computing), and ends when the last write and the first token have arrived (sending). Its pages then stay in the
+prefix cache. Until a transfer has settled, its pages are held: a write may still be reading them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..common.api.errors import InvalidRequest, ServingError
+from ..common.api.messages import Finish, Logprobs
+from ..common.distributed.tp import TPGroup
+from ..common.engine.batcher import Batch, Batcher
+from ..common.engine.executor import Executor, Step
+from ..common.engine.ledger import Ledger
+from ..common.engine.pipeline import Pipeline
+from ..common.engine.req import Req
+from ..kvtransfer.messages import PrefillResult
+from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
+from ..kvtransfer.sender import KVSender
+from ..kvtransfer.states import Phase
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class _Outgoing:
+    """Pages of one request that this step completes: prompt pages ``first`` onwards."""
+
+    room: int
+    first: int
+    page_ids: np.ndarray
+
+
+class PrefillScheduler:
+    """Computes prompts and pushes their pages to the decode server that each request's room leads to."""
+
+    def __init__(self, batcher: Batcher, executor: Executor, ledger: Ledger, sender: KVSender, tp: TPGroup,
+                 num_groups: int, *, overlap: bool):
+        self.batcher = batcher
+        self.executor = executor
+        self.ledger = ledger
+        self.sender = sender
+        self.rooms = Rooms(sender, tp)
+        self._num_groups = num_groups
+        self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap)
+        self._first_tokens: dict[str, tuple[list[int], Logprobs | None]] = {}
+
+    @property
+    def idle(self) -> bool:
+        return self.batcher.idle and not len(self.rooms) and self._pipeline.in_flight is None
+
+    @property
+    def num_running(self) -> int:
+        return len(self.batcher.prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.batcher.waiting) + self.rooms.count(Stage.MEETING)
+
+    @property
+    def num_transferring(self) -> int:
+        return self.rooms.count(Stage.SENDING) + self.rooms.count(Stage.DRAINING)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return dict(self.sender.counters)
+
+    def add(self, req: Req) -> None:
+        if req.bootstrap is None:
+            raise InvalidRequest(
+                "A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send to the router instead.",
+                param="bootstrap_room")
+        self.sender.expect(req.bootstrap.room, zlib.crc32(req.prompt.tobytes()), req.num_prompt_tokens)
+        self.rooms.open(req, Stage.MEETING)
+
+    def abort(self, req: Req, error: ServingError) -> None:
+        half = self.rooms.of(req)
+        assert half is not None
+        self.batcher.detach(req)
+        self.rooms.abort(half, error)
+
+    def step(self, now: float) -> bool:
+        for progress in self.rooms.poll():
+            self._advance(progress)
+        batch = self.batcher.next_prefill()
+        if batch is None:
+            return self._pipeline.advance(None)
+        self._send_cached(batch)
+        return self._pipeline.advance(batch, self._pusher(batch))
+
+    def settle(self) -> None:
+        self._pipeline.settle()
+
+    def close(self) -> None:
+        self.sender.close()
+
+    # -- life of a half --------------------------------------------------------------------------
+
+    def _advance(self, progress: Progress) -> None:
+        half = progress.half
+        if half.stage is Stage.DRAINING:
+            if progress.settled:
+                self._let_go(half)
+        elif progress.failing:
+            error = self.rooms.error_of(half)
+            self.abort(half.req, error)
+            self.ledger.fail(half.req, error)
+        elif half.stage is Stage.MEETING and progress.phase >= Phase.RESERVED:
+            half.stage = Stage.COMPUTING
+            self.batcher.waiting.append(half.req)
+        elif half.stage is Stage.SENDING and progress.settled:
+            token_ids, logprobs = self._first_tokens[half.req.rid]
+            self._let_go(half)
+            self.ledger.gain(half.req, token_ids, logprobs)
+
+    def _take_in(self, step: Step) -> None:
+        for gain in step.gains():
+            half = self.rooms.of(gain.req)
+            if half is not None and half.stage is Stage.COMPUTING:
+                self.batcher.detach(gain.req)
+                self._hand_over(half, gain.token_id, gain.logprobs)
+
+    def _hand_over(self, half: Half, token_id: int, logprobs: Logprobs | None) -> None:
+        """The prompt is computed: the first token follows its pages."""
+        req = half.req
+        half.stage = Stage.SENDING
+        self._first_tokens[req.rid] = (req.take_pending(token_id), logprobs)
+        req.finish = req.finish or Finish("length")
+        self.sender.finish(half.room, PrefillResult(token_id, req.num_cached_tokens, logprobs, req.prompt_logprobs))
+
+    def _let_go(self, half: Half) -> None:
+        """No write can touch the pages any more: what was computed stays in the prefix cache."""
+        self._first_tokens.pop(half.req.rid, None)
+        self.rooms.close(half)
+        self.batcher.finish(half.req)
+
+    # -- pages on their way ----------------------------------------------------------------------
+
+    def _send_cached(self, batch: Batch) -> None:
+        """Pages that this server's prefix cache holds leave before the forward pass of a request's first chunk.
+
+        The step in flight may be computing them: they leave when it has run.
+        """
+        for chunk in batch.chunks:
+            hold = chunk.req.hold
+            assert hold is not None
+            cached = hold.num_cached_pages
+            if cached and chunk.start == cached * self.batcher.cache.page_size:
+                self._push(_Outgoing(self._room(chunk.req), 0, hold.ids[:cached].copy()), range(self._num_groups),
+                           self.executor.event())
+
+    def _pusher(self, batch: Batch) -> Callable[[int, torch.cuda.Event | None], None]:
+        """A callback for the forward pass: pages that the batch completes leave group by group."""
+        page_size = self.batcher.cache.page_size
+        outgoing: list[_Outgoing] = []
+        for chunk in batch.chunks:
+            assert chunk.req.hold is not None
+            # A page that this chunk leaves partly filled waits for the chunk that fills it, or for the prompt's end.
+            end = self.batcher.cache.pages_for(chunk.stop) if chunk.samples else chunk.stop // page_size
+            first = chunk.start // page_size
+            if end > first:
+                outgoing.append(_Outgoing(self._room(chunk.req), first, chunk.req.hold.ids[first:end].copy()))
+
+        def push(group: int, ready: torch.cuda.Event | None) -> None:
+            for pages in outgoing:
+                self._push(pages, (group,), ready)
+
+        return push
+
+    def _push(self, pages: _Outgoing, groups: range | tuple[int, ...], ready: torch.cuda.Event | None) -> None:
+        for group in groups:
+            self.sender.push(pages.room, group, pages.first, pages.page_ids, ready)
+
+    def _room(self, req: Req) -> int:
+        assert req.bootstrap is not None
+        return req.bootstrap.room
