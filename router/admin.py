@@ -1,0 +1,171 @@
+"""The router's own endpoints: health, metrics, membership, broadcasts. Each returns a Response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from ..common.api.errors import InvalidRequest
+from . import dashboard
+from .collect import ask, get
+from .config.workers import parse_bootstrap_port
+from .dispatch import RETRY_AFTER_SECONDS
+from .endpoint import Endpoint
+from .http_server import Request
+from .registry import Worker
+from .routes import QUICK_BROADCASTS, SLOW_BROADCASTS
+from .wire import Response
+
+if TYPE_CHECKING:
+    from .app import Router
+
+Handler = Callable[["Router", Request], Response | Coroutine[Any, Any, Response]]
+_BROADCAST_SECONDS = 30.0
+_REPORT_SECONDS = 5.0
+_FOREVER = 24 * 3600.0
+
+
+def liveness(router: Router, request: Request) -> Response:
+    """The process runs; says nothing about workers."""
+    return Response.json({"status": "ok"})
+
+
+def readiness(router: Router, request: Request) -> Response:
+    """200 when a request could be served now, else 503."""
+    if router.registry.ready(pairs=router.config.workers.pd_disaggregation):
+        return Response.json({"status": "ready"})
+    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts()}),
+                    headers=(("retry-after", f"{RETRY_AFTER_SECONDS:g}"),))
+
+
+def metrics(router: Router, request: Request) -> Response:
+    return Response(200, router.metrics.render(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def list_workers(router: Router, request: Request) -> Response:
+    workers = [worker.describe() for worker in router.registry]
+    return Response.json({"urls": [worker["url"] for worker in workers], "workers": workers})
+
+
+def add_worker(router: Router, request: Request) -> Response:
+    """Register a worker; it takes requests once it answers /health. 409 when its URL is taken."""
+    worker = _worker_from(_parameters(request), pairs=router.config.workers.pd_disaggregation)
+    router.add_worker(worker)
+    return Response.json({"message": f"Worker {worker.url} is added; it takes requests once it is healthy.",
+                          "worker": worker.describe()})
+
+
+def remove_worker(router: Router, request: Request) -> Response:
+    """Take a worker off the list; its running requests end undisturbed, with ``force=true`` they are cut. 404 when it
+    is unknown."""
+    return removed(router, request, _endpoint(_parameters(request)).url)
+
+
+def removed(router: Router, request: Request, url: str) -> Response:
+    force = str(_parameters(request).get("force", "false")).lower()
+    if force not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"force is true or false, not {force!r}.", param="force")
+    worker = router.remove_worker(url, force=force in ("true", "1"))
+    return Response.json({"message": f"Worker {worker.url} is removed.", "running": worker.load})
+
+
+def drain_worker(router: Router, request: Request) -> Response:
+    """Give a worker no new requests, and let it leave when the running ones have ended. 404 when it is unknown."""
+    return drained(router, _endpoint(_parameters(request)).url)
+
+
+def drained(router: Router, url: str) -> Response:
+    worker = router.drain_worker(url)
+    fate = "leaves when its running requests have ended" if worker in router.registry else "had nothing to do and left"
+    return Response.json({"message": f"Worker {worker.url} {fate}.", "running": worker.load})
+
+
+async def broadcast(router: Router, request: Request) -> Response:
+    """Send the request to every worker; 200 when all agree, else 502, with each worker's status (0: no answer)."""
+    slow = request.path in SLOW_BROADCASTS
+    seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
+    workers = list(router.registry)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in workers))
+    success = all(answer.ok for answer in answers)
+    return Response.json({"success": success, "workers": {w.url: a.status for w, a in zip(workers, answers)}},
+                         200 if success else 502)
+
+
+async def loads(router: Router, request: Request) -> Response:
+    """Each worker's load: ``load`` as the router counts it, ``report`` as the worker itself does (null: no answer)."""
+    workers = list(router.registry)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS) for w in workers))
+    return Response.json({"workers": [{"worker": worker.url, "role": worker.role, "load": worker.load,
+                                       "report": answer.json()} for worker, answer in zip(workers, answers)]})
+
+
+def _parameters(request: Request) -> dict[str, Any]:
+    """The query's parameters and over them those of a JSON body; raises InvalidRequest."""
+    found: dict[str, Any] = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
+    if request.body:
+        try:
+            body = msgspec.json.decode(request.body)
+        except (msgspec.DecodeError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            raise InvalidRequest("The request body must be a JSON object.")
+        found.update(body)
+    return found
+
+
+def _endpoint(parameters: dict[str, Any]) -> Endpoint:
+    url = parameters.get("url")
+    if not isinstance(url, str):
+        raise InvalidRequest("Name the worker: ?url=http://HOST:PORT.", param="url")
+    try:
+        return Endpoint.parse(url)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="url") from None
+
+
+def _worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
+    role = parameters.get("role", parameters.get("worker_type"))  # the latter in sglang-router's REST form
+    allowed = ("prefill", "decode") if pairs else ("regular",)
+    if role is not None and role not in allowed:
+        raise InvalidRequest(f"role must be {' or '.join(allowed)} on this router, not {role!r}.", param="role")
+    port: Any = "ask"
+    if "bootstrap_port" in parameters:
+        try:
+            port = parse_bootstrap_port(str(parameters["bootstrap_port"]))
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="bootstrap_port") from None
+    return Worker(_endpoint(parameters), role or "regular", bootstrap_port=port, asks_role=pairs and role is None,
+                  api_key=_key(parameters))
+
+
+def _key(parameters: dict[str, Any]) -> str | None:
+    key = parameters.get("api_key")
+    if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable()):
+        raise InvalidRequest("api_key must be a printable string.", param="api_key")
+    return key or None
+
+
+ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
+    b"/health": ((b"GET",), liveness),
+    b"/liveness": ((b"GET",), liveness),
+    b"/readiness": ((b"GET",), readiness),
+    b"/metrics": ((b"GET",), metrics),
+    b"/dashboard": ((b"GET",), dashboard.page),
+    b"/dashboard/data": ((b"GET",), dashboard.data),
+    b"/list_workers": ((b"GET",), list_workers),
+    b"/add_worker": ((b"POST",), add_worker),
+    b"/remove_worker": ((b"POST",), remove_worker),
+    b"/drain_worker": ((b"POST",), drain_worker),
+    b"/get_load": ((b"GET",), loads),
+    b"/get_loads": ((b"GET",), loads),
+    **dict.fromkeys((*QUICK_BROADCASTS, *SLOW_BROADCASTS), ((b"POST",), broadcast)),
+    b"/flush_cache": ((b"GET", b"POST"), broadcast),
+}
+CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", *QUICK_BROADCASTS, *SLOW_BROADCASTS))
+"""Paths that change workers or the membership: with admin keys, only those open them."""
+OPEN_PATHS = frozenset((b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
+"""Paths that need no API key: probes and scrapers have none, and the dashboard's page asks for one."""

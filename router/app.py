@@ -1,0 +1,304 @@
+"""The router, put together: routes, workers, sockets, and their beginning and end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import ssl
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any
+
+from ..common.api.errors import ConfigError, NotFound, ServingError
+from .access import Cors, Keys
+from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS, metrics
+from .body import Peek, peek, require_object
+from .config import RouterConfig
+from .continuation import ASK_FOR_IDS, StreamLog, continuable
+from .dashboard import Sampler
+from .discovery import Discovery
+from .dispatch import Dispatcher
+from .endpoint import Endpoint
+from .exchange import Exchange
+from .gate import Gate
+from .health import HealthMonitor
+from .http_server import ClientConnection, HeadRules, Request, Serve
+from .metrics import Metrics
+from .pd import PairRelay
+from .registry import Registry, Role, Worker
+from .relay import Relay
+from .routes import ANY_METHOD, PAIR_PATHS, PREFIXES, RELAYED, label
+from .tls import server_context
+from .tracing import Tracer, exporter_for
+from .wire import MethodNotAllowed, Response
+from .worker_routes import WORKERS, changes_workers, serve_workers
+
+logger = logging.getLogger("baton.router")
+_OWN_PATHS = frozenset(ADMIN_ROUTES)
+
+
+class _Task:
+    """An asynchronous endpoint as a connection's handler: a client that leaves cancels it."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None]):
+        self._task = asyncio.get_running_loop().create_task(coroutine)
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def pause(self) -> None:
+        pass  # One short answer: nothing to hold back.
+
+    def resume(self) -> None:
+        pass
+
+
+class Router:
+    """One router process: ``await start()``, requests are served, ``await stop()``."""
+
+    def __init__(self, config: RouterConfig, *, rng: Random | None = None):
+        self.config = config
+        self.registry = Registry(failure_threshold=config.health.health_failure_threshold,
+                                 success_threshold=config.health.health_success_threshold,
+                                 circuit_rules=config.circuit.rules, on_drained=self._leave)
+        self.metrics = Metrics(self.registry)
+        self.sampler = Sampler(self)
+        self._rng = rng or Random()
+        self._health = HealthMonitor(config.health, self.registry)
+        self._connections: set[ClientConnection] = set()
+        self._server: asyncio.Server | None = None
+        self._scraped: asyncio.Server | None = None
+        self._discovery: Discovery | None = None
+        self.port = config.http.port
+        self._sweeper: asyncio.Task[None] | None = None
+        self._home: Role = "decode" if config.workers.pd_disaggregation else "regular"
+        self._keys = Keys(config.security.client_keys, config.security.admin_keys)
+        self._guarded = bool(self._keys)
+        self._cors = Cors(config.security.cors_allowed_origins) if config.security.cors_allowed_origins else None
+        self._tracer = Tracer(exporter_for(config.logs.traces_to)) if config.logs.traces_to else None
+        self._gate: Gate | None = None
+        self._continues = config.retry.stream_continuation
+        self._local_prefill = config.retry.local_prefill_tokens
+        self._log_access = logger.isEnabledFor(logging.INFO)
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Listen and begin to watch the workers; raises ConfigError when the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        self.dispatcher = Dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
+        entry = self.config.admission.rules
+        self._gate = Gate(entry, loop) if entry.active else None
+        self.metrics.admission = self._gate.admission if self._gate is not None else None
+        self._server = await self._listen(self.serve, self.config.http.host, self.config.http.port,
+                                          server_context(self.config.security))
+        self.port = self._server.sockets[0].getsockname()[1]
+        if self.config.logs.prometheus_port is not None:
+            self._scraped = await self._listen(self._serve_scrape, self.config.logs.prometheus_host,
+                                               self.config.logs.prometheus_port, None)
+        for spec in self.config.workers.specs:
+            self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port))
+        if self.config.discovery.service_discovery:
+            self._discovery = Discovery(self, self.config.discovery)
+        self.sampler.start()
+        self._sweeper = loop.create_task(self._sweep())
+        gc.freeze()  # What lives as long as the process need not be walked by every full collection.
+
+    async def _listen(self, serve: Serve, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        rules = HeadRules([name.lower().encode() for name in self.config.http.request_id_headers],
+                          own_traces=self._tracer is not None)
+        try:
+            return await loop.create_server(
+                lambda: ClientConnection(serve, max_payload=self.config.http.max_payload_size,
+                                         connections=self._connections, loop=loop, rules=rules),
+                host, port, backlog=4096, ssl=tls)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else error
+            raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
+
+    async def stop(self) -> None:
+        """Stop accepting, let running requests end for up to ``--shutdown-grace-secs``, then cut them."""
+        assert self._server is not None and self._sweeper is not None
+        self._server.close()
+        if self._scraped is not None:
+            self._scraped.close()
+        for connection in list(self._connections):
+            connection.close_when_idle()
+        deadline = self.dispatcher.loop.time() + self.config.http.shutdown_grace_secs
+        while self._connections and self.dispatcher.loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if self._connections:
+            logger.warning("Cut %d connections at the end of --shutdown-grace-secs.", len(self._connections))
+        for connection in list(self._connections):
+            connection.transport.abort()
+        self._sweeper.cancel()
+        self.sampler.stop()
+        if self._discovery is not None:
+            self._discovery.stop()
+        if self._gate is not None:
+            self._gate.close()
+        await self._health.close()
+        self.dispatcher.close()
+        await self._server.wait_closed()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+    async def _sweep(self) -> None:
+        limit = self.config.http.request_timeout_secs
+        idle_limit = self.config.http.keep_alive_secs
+        pause = min(1.0, limit / 4 or 1.0, idle_limit / 4 or 1.0)
+        while True:
+            await asyncio.sleep(pause)
+            self.dispatcher.sweep(limit)
+            now = self.dispatcher.loop.time()
+            for connection in list(self._connections):
+                connection.sweep(now, limit)
+                if idle_limit and connection.idle_sweeps > idle_limit / pause:
+                    connection.close_when_idle()
+
+    # ------------------------------------------------------------------ membership
+
+    def add_worker(self, worker: Worker) -> None:
+        """Register a worker and begin to watch it; raises Conflict when its URL is taken."""
+        self.registry.add(worker)
+        self.dispatcher.open_pool(worker)
+        self._health.watch(worker, self.dispatcher)
+
+    def drain_worker(self, url: str) -> Worker:
+        """Take a worker out of new decisions; it is removed when its running requests have ended. Raises NotFound."""
+        worker = self.registry.drain(url)
+        if worker in self.registry:
+            logger.info("Worker %s drains; %d requests run on it.", worker.url, worker.load)
+        return worker
+
+    def _leave(self, worker: Worker) -> None:
+        self.remove_worker(worker.url)
+
+    def remove_worker(self, url: str, *, force: bool = False) -> Worker:
+        """Take a worker off the list; its running requests end undisturbed, unless ``force`` cuts them. Raises
+        NotFound."""
+        worker = self.registry.remove(url)
+        if force:
+            self.dispatcher.cut(worker)
+        self._health.unwatch(worker)
+        self.dispatcher.close_pool(worker)
+        logger.info("Worker %s is removed; %d requests still run on it.", worker.url, worker.load)
+        return worker
+
+    def counts(self) -> dict[str, int]:
+        """Workers by role and state, as ``{"prefill_healthy": 2}``."""
+        return dict(Counter(f"{worker.role}_{worker.state}" for worker in self.registry))
+
+    # ------------------------------------------------------------------ requests
+
+    def serve(self, connection: ClientConnection, request: Request) -> None:
+        """Begin to serve one request."""
+        path = request.path
+        try:
+            if self._cors is not None:
+                request.reply_headers = self._cors.grant(request.origin)
+                if request.method == b"OPTIONS" and request.origin:
+                    self._answer(connection, request, self._cors.preflight(request))
+                    return
+            if self._guarded and path not in OPEN_PATHS:
+                self._keys.check(request, admin=path in CHANGING or changes_workers(request))
+            methods = RELAYED.get(path)
+            if methods is None and path in ADMIN_ROUTES:
+                self._serve_admin(connection, request)
+                return
+            if methods is None and path.startswith(PREFIXES):
+                methods = ANY_METHOD
+            if methods is None and (path == WORKERS or path.startswith(WORKERS + b"/")):
+                self._answer(connection, request, serve_workers(self, request))
+                return
+            if methods is None:
+                raise NotFound(f"There is no {path.decode('latin-1')} here.")
+            _check_method(request, methods)
+            self._relay(connection, request)
+        except ServingError as error:
+            self._answer(connection, request, Response.error(error))
+
+    def _serve_scrape(self, connection: ClientConnection, request: Request) -> None:
+        """Serve a request on --prometheus-port."""
+        known = request.path == b"/metrics"
+        response = metrics(self, request) if known else Response.error(NotFound("Only /metrics is served here."))
+        self._answer(connection, request, response)
+
+    def _relay(self, connection: ClientConnection, request: Request) -> None:
+        path = request.path
+        pair = self.config.workers.pd_disaggregation and path in PAIR_PATHS
+        found = require_object(request.body) if pair else peek(request.body) if request.body else None
+        span = self._tracer.begin(request) if self._tracer is not None else None
+        exchange = Exchange(connection, request, label(path, _OWN_PATHS), self.metrics, self._log_access, span)
+        relay: Relay | PairRelay
+        if self._continues and path in PAIR_PATHS and continuable(request.body):
+            exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
+            request.headers += ASK_FOR_IDS
+        if pair and self._local_prefill and self._prefills_alone(found):
+            subject = self.dispatcher.subject("decode", request, found)
+            relay = Relay(self.dispatcher, exchange, "decode", subject, own=True)
+        elif pair:
+            assert found is not None
+            relay = PairRelay(self.dispatcher, exchange, found)
+        else:
+            role = self._role_for(request)
+            relay = Relay(self.dispatcher, exchange, role, self.dispatcher.subject(role, request, found))
+        if self._gate is not None and request.method == b"POST":
+            self._gate.start(exchange, relay)
+            return
+        connection.handler = relay
+        relay.start()
+
+    def _prefills_alone(self, found: Peek | None) -> bool:
+        """Whether a prompt is so short that one of our decode servers computes it sooner than it would be sent."""
+        if found is None or found.has_bootstrap or not self.dispatcher.candidates("decode", None, own=True):
+            return False
+        tokens = bytes(found.input_ids).count(b",") + 1 if found.input_ids else len(found.routing_text) // 4
+        return tokens <= self._local_prefill
+
+    def _role_for(self, request: Request) -> Role:
+        """Where requests that need no pair go: in a cluster of pairs to decode, questions to whoever is there."""
+        if self._home == "decode" and not self.registry.available("decode") and request.method != b"POST":
+            return "prefill"
+        return self._home
+
+    def _serve_admin(self, connection: ClientConnection, request: Request) -> None:
+        methods, handler = ADMIN_ROUTES[request.path]
+        _check_method(request, (*methods, b"HEAD") if b"GET" in methods else methods)
+        result = handler(self, request)
+        if isinstance(result, Response):
+            self._answer(connection, request, result)
+        else:
+            connection.handler = _Task(self._answer_later(connection, request, result))
+
+    async def _answer_later(self, connection: ClientConnection, request: Request,
+                            result: Coroutine[Any, Any, Response]) -> None:
+        self._answer(connection, request, await result)
+
+    def _answer(self, connection: ClientConnection, request: Request, response: Response) -> None:
+        self.metrics.requests[label(request.path, _OWN_PATHS), response.status] += 1
+        connection.respond(request, response)
+        connection.done(keep_alive=request.keep_alive)
+
+
+def _check_method(request: Request, methods: tuple[bytes, ...]) -> None:
+    if request.method not in methods:
+        allowed = ", ".join(method.decode() for method in methods)
+        raise MethodNotAllowed(f"{request.path.decode('latin-1')} takes {allowed}, not {request.method.decode()}.")
+
+
+async def serve(config: RouterConfig, *, ready: Callable[[Router], None] | None = None,
+                stop: asyncio.Event | None = None) -> None:
+    """Run a router until ``stop`` is set (without one: until cancelled); ``ready`` is called once it listens."""
+    router = Router(config)
+    await router.start()
+    try:
+        if ready is not None:
+            ready(router)
+        await (stop or asyncio.Event()).wait()
+    finally:
+        await router.stop()

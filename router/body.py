@@ -1,0 +1,115 @@
+"""Looking into a request body without taking it apart, and splicing fields into it.
+
+A body is decoded once, and only to read what a decision needs; the bytes that reach a worker are
+the client's own. Re-serializing would change what we do not know: number formats, key order,
+duplicate keys, fields of tomorrow.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+
+from ..common.api.errors import InvalidRequest
+
+_ABSENT = msgspec.Raw()
+_ROOM_BITS = 63  # SGLang keeps a room in a signed 64-bit integer.
+
+
+class Peek(msgspec.Struct, gc=False):
+    """The fields of a request that routing reads, as raw JSON: prompts are hashed, not decoded."""
+
+    messages: msgspec.Raw = _ABSENT
+    text: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = _ABSENT
+    input_ids: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    bootstrap_host: msgspec.Raw = _ABSENT
+    bootstrap_port: msgspec.Raw = _ABSENT
+    bootstrap_room: msgspec.Raw = _ABSENT
+
+    @property
+    def routing_text(self) -> bytes:
+        """What the prompt begins with, as the client wrote it: for a chat the whole conversation.
+
+        Later turns of a conversation extend these bytes, so their prefixes compare equal.
+        """
+        for raw in (self.messages, self.text, self.prompt, self.input_ids, self.input):
+            if raw:
+                return bytes(raw).rstrip(b" \t\r\n\"]")
+        return b""
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many prompts a batch holds; None for one prompt that is not in a batch.
+
+        ``["a", "b"]`` and ``[[1, 2], [3]]`` are batches, ``"a"`` and ``[1, 2]`` are not.
+        """
+        for raw in (self.text, self.prompt, self.input_ids):
+            if raw:
+                return _batch(raw)
+        return None
+
+    @property
+    def has_bootstrap(self) -> bool:
+        return bool(self.bootstrap_host or self.bootstrap_port or self.bootstrap_room)
+
+
+_decode_peek = msgspec.json.Decoder(Peek).decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def _batch(raw: msgspec.Raw) -> int | None:
+    """Length of a JSON list of strings or of lists; None for all else."""
+    view = bytes(memoryview(raw)[:64])
+    if not view.startswith(b"[") or view[1:].lstrip()[:1] not in (b'"', b"[", b""):
+        return None
+    try:
+        items = _decode_items(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return len(items) or None
+
+
+def peek(body: bytes) -> Peek | None:
+    """Read a body; None when it is not a JSON object."""
+    try:
+        return _decode_peek(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def require_object(body: bytes) -> Peek:
+    """Read a body that has to be a JSON object; raises InvalidRequest."""
+    found = peek(body)
+    if found is None:
+        raise InvalidRequest("The request body must be a JSON object.")
+    return found
+
+
+def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int | None) -> dict[str, Any]:
+    """SGLang's fields that join the two halves of a request: one room, or one a prompt of a batch."""
+    if batch_size is None:
+        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rng.getrandbits(_ROOM_BITS)}
+    return {
+        "bootstrap_host": [host] * batch_size,
+        "bootstrap_port": [port] * batch_size,
+        "bootstrap_room": [rng.getrandbits(_ROOM_BITS) for _ in range(batch_size)],
+    }
+
+
+def splice(body: bytes, found: Peek, fields: dict[str, Any]) -> bytes:
+    """Add ``fields`` to a JSON object, right after its opening brace; all else stays as it is.
+
+    A body that already carries some of them gets ours instead, its other values byte for byte: two
+    equal keys would leave the choice to each worker's parser, and the halves could part.
+    """
+    if found.has_bootstrap:
+        return msgspec.json.encode({**_decode_fields(body), **fields})
+    start = body.index(b"{") + 1
+    rest = memoryview(body)[start:]
+    empty = body[start:start + 64].lstrip(b" \t\r\n")[:1] == b"}" or body[start:].lstrip(b" \t\r\n") == b"}"
+    return b"".join((body[:start], msgspec.json.encode(fields)[1:-1], b"" if empty else b",", rest))

@@ -1,0 +1,92 @@
+"""Asking a worker something and waiting for the whole answer: for health checks and broadcasts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+import httptools
+import msgspec
+
+from .answer import AnswerHead, Failure
+from .dispatch import Dispatcher
+from .http_server import Request
+from .registry import Worker
+
+
+class Answer(NamedTuple):
+    """``status`` is 0 when no answer came; ``detail`` says why then."""
+
+    status: int
+    body: bytes = b""
+    detail: str = ""
+    refused: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    def json_object(self) -> dict[str, Any]:
+        """The body as a JSON object; empty when it is none."""
+        value = self.json()
+        return value if isinstance(value, dict) else {}
+
+    def json(self) -> Any:
+        """The body's JSON value; None when it is none, and of answers that are not ``ok``."""
+        try:
+            return msgspec.json.decode(self.body) if self.ok else None
+        except (msgspec.DecodeError, RecursionError):
+            return None
+
+
+class _Collector:
+    """A sink that keeps the answer and wakes whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._body: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def answer_head(self, head: AnswerHead) -> None:
+        self._status = head.status
+        self._parser.feed_data(head.data)
+
+    def answer_data(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def answer_end(self, *, reusable: bool) -> None:
+        self._resolve(Answer(self._status, b"".join(self._body)))
+
+    def answer_lost(self, failure: Failure) -> None:
+        self._resolve(Answer(0, detail=failure.detail, refused=failure.refused))
+
+    def _resolve(self, answer: Answer) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+
+async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout: float) -> Answer:
+    """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does."""
+    collector = _Collector()
+    request.authorization_line = dispatcher.own_authorization or request.authorization_line
+    call = dispatcher.send(worker, request, request.body, collector)
+    try:
+        return await asyncio.wait_for(collector.answer, timeout)
+    except asyncio.TimeoutError:
+        return Answer(0, detail=f"{worker.url} did not answer within {timeout:g} s")
+    finally:
+        call.cancel()
+
+
+def get(target: str) -> Request:
+    """A request of the router's own."""
+    request = Request()
+    request.method = b"GET"
+    request.target = target.encode()
+    request.body = b""
+    request.request_id = b"router"
+    return request

@@ -1,0 +1,63 @@
+"""sglang-router's command line where it differs from ours: what is taken, and what is refused with its reason.
+
+Flags of the same meaning are simply ours (some as a second spelling). The rest stands here, so that
+a script written for sglang-router either does here what it did there, or says at once what it cannot do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..common.api.errors import ConfigError
+
+_NO_TOKENIZER = "this router reads prompts as they are and needs no tokenizer; chat templates are the workers'"
+_NO_PARSER = "answers pass through as they are; give the flag to the workers"
+_NO_HISTORY = "no conversations are stored here; /v1/responses is relayed to the workers"
+_NO_JWT = "use --admin-api-key or --control-plane-api-keys"
+_HEALTH = "workers that start or failed are asked twice a second"
+
+REFUSED: dict[str, str] = {
+    "--mini-lb": "there is one router; leave the flag away",
+    "--enable-igw": "all workers of one router serve the same models; start one router a model",
+    "--dp-aware": "workers with several ranks choose among them; start one worker a rank (launch_cluster --dp-size)",
+    "--bucket-adjust-interval-secs": "there is no bucket policy",
+    "--max-idle-secs": "there is no manual policy; consistent_hash keeps sessions together without a table",
+    "--assignment-mode": "there is no manual policy; consistent_hash keeps sessions together without a table",
+    "--worker-startup-check-interval": _HEALTH,
+    "--disable-health-check": "a worker takes requests once it is healthy; see --health-check-endpoint",
+    "--prometheus-duration-buckets": "the buckets are fixed, so that routers can be added up",
+    **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
+                     "--tokenizer-cache-l0-max-entries", "--tokenizer-cache-enable-l1",
+                     "--tokenizer-cache-l1-max-memory"), _NO_TOKENIZER),
+    **dict.fromkeys(("--reasoning-parser", "--tool-call-parser", "--mcp-config-path"), _NO_PARSER),
+    **dict.fromkeys((
+        "--oracle-wallet-path", "--oracle-tns-alias", "--oracle-connect-descriptor", "--oracle-username",
+        "--oracle-password", "--oracle-pool-min", "--oracle-pool-max", "--oracle-pool-timeout-secs",
+        "--postgres-db-url", "--postgres-pool-max", "--redis-url", "--redis-pool-max", "--redis-retention-days",
+    ), _NO_HISTORY),
+    **dict.fromkeys(("--jwt-issuer", "--jwt-audience", "--jwt-jwks-uri", "--jwt-role-mapping"), _NO_JWT),
+    "--control-plane-audit-enabled": "the access log (--log-level info) has every request",
+}
+_SAME_ANYWAY: dict[str, tuple[frozenset[str], str]] = {
+    "--backend": (frozenset(("sglang", "openai")), "workers of any make are spoken to alike"),
+    "--history-backend": (frozenset(("none",)), _NO_HISTORY),
+}
+"""Flags of which some values ask for what happens anyway; those are dropped."""
+
+
+def translate(argv: Sequence[str]) -> list[str]:
+    """``argv`` without sglang-router's flags that change nothing here; raises ConfigError for those that would."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, joined, value = word.partition("=")
+        if name in REFUSED:
+            raise ConfigError(f"{name} is not supported: {REFUSED[name]}.")
+        if name not in _SAME_ANYWAY:
+            kept.append(word)
+            continue
+        value = value if joined else next(words, "")
+        accepted, reason = _SAME_ANYWAY[name]
+        if value not in accepted:
+            raise ConfigError(f"{name} {value} is not supported: {reason}.")
+    return kept

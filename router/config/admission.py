@@ -1,0 +1,33 @@
+"""How many requests are let in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...common.config.cli import flag
+from ..admission import AdmissionRules
+from .checks import not_negative
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmissionArgs:
+    max_concurrent_requests: int = flag(
+        8192, help="requests that run at once; more wait in the queue (0 or less: no limit)")
+    queue_size: int = flag(100, help="requests that may wait; more get 429")
+    queue_timeout_secs: float = flag(60.0, help="longest wait in the queue; then 503")
+    rate_limit_tokens_per_second: float = flag(
+        0.0, help="requests let in a second (a token each, saved for one second at most); more get 429; 0: no limit")
+    max_concurrent_requests_per_key: int = flag(0, help="requests of one API key that run or wait at once; 0: no limit")
+    rate_limit_per_key: float = flag(0.0, help="requests of one API key let in a second; 0: no limit")
+    slo_ttft_ms: float = flag(
+        0.0, help="refuse a streamed request with 429 when its first token is expected later than this; 0: never")
+
+    def __post_init__(self) -> None:
+        not_negative(self, "queue_size", "queue_timeout_secs", "rate_limit_tokens_per_second",
+                     "max_concurrent_requests_per_key", "rate_limit_per_key", "slo_ttft_ms")
+
+    @property
+    def rules(self) -> AdmissionRules:
+        return AdmissionRules(max(0, self.max_concurrent_requests), self.queue_size, self.queue_timeout_secs,
+                              self.rate_limit_tokens_per_second, self.max_concurrent_requests_per_key,
+                              self.rate_limit_per_key, self.slo_ttft_ms / 1e3)

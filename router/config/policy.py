@@ -1,0 +1,45 @@
+"""How a worker is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from ...common.api.errors import ConfigError
+from ...common.config.cli import flag
+from .checks import not_negative, positive
+
+PolicyName = Literal[
+    "cache_aware", "cache_exact", "consistent_hash", "least_loaded", "power_of_two", "random", "round_robin"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyArgs:
+    policy: PolicyName = flag("cache_aware", help="how a worker is chosen")
+    prefill_policy: PolicyName | None = flag(None, help="how a prefill worker is chosen (default: --policy)")
+    decode_policy: PolicyName | None = flag(None, help="how a decode worker is chosen (default: --policy)")
+    cache_threshold: float = flag(
+        0.5, help="cache_aware: least share of a prompt that a worker must have seen to be preferred")
+    balance_abs_threshold: int = flag(
+        32, help="cache_aware: ignore caches when the workers' loads differ by more requests than this ...")
+    balance_rel_threshold: float = flag(1.0001, help="cache_aware: ... and by more than this factor")
+    max_tree_size: int = flag(2**24, help="cache_aware: bytes of prompt text remembered a worker")
+
+    eviction_interval: float = flag(
+        60.0, names=("--eviction-interval-secs",),
+        help="cache_aware: seconds after which text that was not seen again is forgotten, once memory fills up")
+    hash_header: str = flag("x-session-id", help=(
+        "consistent_hash: header that names a session; without it session_params.id, session_id, prompt_cache_key or "
+        "user of the body does"))
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cache_threshold <= 1:
+            raise ConfigError(f"--cache-threshold must be between 0 and 1, not {self.cache_threshold}.")
+        not_negative(self, "max_tree_size")
+        positive(self, "eviction_interval")
+        if not self.hash_header.strip() or any(c in self.hash_header for c in ": \t\r\n"):
+            raise ConfigError(f"--hash-header must be a header's name, not {self.hash_header!r}.")
+
+    def policy_for(self, role: str) -> str:
+        """The policy that chooses among workers of ``role``."""
+        return {"prefill": self.prefill_policy, "decode": self.decode_policy}.get(role) or self.policy

@@ -1,0 +1,93 @@
+"""Which workers there are at the start, and how they are watched."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from ...common.api.errors import ConfigError
+from ...common.config.cli import flag
+from ..endpoint import Endpoint
+from .checks import at_least_one, not_negative, positive
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSpec:
+    """A worker named at start: ``bootstrap_port`` is an int, None (send null) or "ask" (ask the worker)."""
+
+    url: str
+    role: Literal["regular", "prefill", "decode"]
+    bootstrap_port: int | None | Literal["ask"] = "ask"
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerArgs:
+    worker_urls: tuple[str, ...] = flag((), metavar="URL", help="URLs of whole workers; more may join by /add_worker")
+    pd_disaggregation: bool = flag(False, help="route to pairs of prefill and decode workers")
+    prefill: tuple[tuple[str, ...], ...] = flag(
+        (), repeat=True, metavar="URL [PORT|none]",
+        help="a prefill worker and its bootstrap port (default: asked from the worker, else 8998); repeatable")
+    decode: tuple[tuple[str, ...], ...] = flag((), repeat=True, metavar="URL", help="a decode worker; repeatable")
+
+    def __post_init__(self) -> None:
+        if self.pd_disaggregation and self.worker_urls:
+            raise ConfigError("--worker-urls names whole workers; with --pd-disaggregation use --prefill and --decode.")
+        if not self.pd_disaggregation and (self.prefill or self.decode):
+            raise ConfigError("--prefill and --decode need --pd-disaggregation.")
+        urls = [spec.url for spec in self.specs]
+        if len(set(urls)) < len(urls):
+            raise ConfigError(f"Worker {next(url for url in urls if urls.count(url) > 1)} is named more than once.")
+
+    @property
+    def specs(self) -> tuple[WorkerSpec, ...]:
+        """The workers named at start, URLs normalized; raises ConfigError for one that is malformed."""
+        try:
+            return (
+                *(WorkerSpec(Endpoint.parse(url).url, "regular") for url in self.worker_urls),
+                *(_prefill_spec(values) for values in self.prefill),
+                *(WorkerSpec(Endpoint.parse(_single("--decode", values)).url, "decode") for values in self.decode),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthArgs:
+    connect_timeout_secs: float = flag(5.0, help="longest wait for a TCP connection to a worker")
+    worker_startup_timeout_secs: float = flag(
+        600.0, help="log an error when a new worker is not healthy after this time")
+    health_check_interval_secs: float = flag(1.0, help="time between health checks of a healthy worker")
+    health_check_endpoint: str = flag("/health", help="path that workers are asked for; 2xx means healthy")
+    health_check_timeout_secs: float = flag(5.0, help="longest wait for the answer to a health check")
+    health_failure_threshold: int = flag(
+        3, help="failed checks in a row that take a worker out (of refused connections: one)")
+    health_success_threshold: int = flag(2, help="passed checks in a row that bring a failed worker back")
+
+    def __post_init__(self) -> None:
+        positive(self, "connect_timeout_secs", "health_check_interval_secs", "health_check_timeout_secs")
+        if not self.health_check_endpoint.startswith("/"):
+            raise ConfigError("--health-check-endpoint must begin with a slash.")
+        at_least_one(self, "health_failure_threshold", "health_success_threshold")
+        not_negative(self, "worker_startup_timeout_secs")
+
+
+def _single(name: str, values: tuple[str, ...]) -> str:
+    if len(values) != 1:
+        raise ConfigError(f"{name} takes one URL at a time, not {' '.join(values)!r}; repeat the flag.")
+    return values[0]
+
+
+def _prefill_spec(values: tuple[str, ...]) -> WorkerSpec:
+    if len(values) > 2:
+        raise ConfigError(f"--prefill takes a URL and a bootstrap port, not {' '.join(values)!r}; repeat the flag.")
+    url = Endpoint.parse(values[0]).url
+    return WorkerSpec(url, "prefill", parse_bootstrap_port(values[1]) if len(values) == 2 else "ask")
+
+
+def parse_bootstrap_port(value: str) -> int | None:
+    """``"none"`` or ``"null"`` -> None, digits -> int; raises ValueError otherwise."""
+    if value.lower() in ("none", "null"):
+        return None
+    if not value.isdecimal() or not 0 < int(value) < 65536:
+        raise ValueError(f"A bootstrap port is a number from 1 to 65535 or 'none', not {value!r}.")
+    return int(value)

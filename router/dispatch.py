@@ -1,0 +1,201 @@
+"""What all relays share: the decision who serves a request, and the connections to carry it out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+from ..common.api.errors import ConfigError, WorkerUnavailable
+from .answer import Failure, Sink
+from .body import Peek
+from .config import RouterConfig
+from .http_server import Request
+from .metrics import Metrics
+from .policies import Subject, build_all
+from .policies.cache_exact import CacheExact
+from .registry import ROLES, Registry, Reservation, Role, Worker, without
+from .retry import Backoff, Retries
+from .tls import worker_context
+from .upstream import Call, UpstreamPool
+
+if TYPE_CHECKING:
+    from .kv_watch import KVWatch
+
+logger = logging.getLogger("baton.router")
+
+RETRY_AFTER_SECONDS = 1.0
+
+
+class Dispatcher:
+    """Decides synchronously over the registry and reserves at the decision; sends through one pool a worker.
+
+    ``suspect(worker, failure)`` is told of every attempt that failed below HTTP.
+    """
+
+    def __init__(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
+                 suspect: Callable[[Worker, Failure], None]):
+        self.registry = registry
+        self.metrics = metrics
+        self.rng = rng
+        self.loop = asyncio.get_running_loop()
+        self._suspect = suspect
+        self._circuit_seconds = config.circuit.cb_timeout_duration_secs
+        self._policies = build_all({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
+        exact = {policy for policy in self._policies.values() if isinstance(policy, CacheExact)}
+        self._pairing = self._policies["prefill"] if self._policies["prefill"] is self._policies["decode"] else None
+        self._watch = _watch(self, exact.pop()) if exact else None
+        self._connect_timeout = config.health.connect_timeout_secs
+        self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
+                                config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
+                                config.retry.retry_jitter_factor)
+        self._swept = [policy for policy in set(self._policies.values()) if hasattr(policy, "sweep")]
+        self._pools: dict[Worker, UpstreamPool] = {}
+        self._tls = worker_context(config.security)
+        self._worker_key = config.security.worker_api_key
+        own_key = next(iter(config.security.client_keys), None)
+        self.own_authorization = bearer(own_key) if own_key else b""
+        """For the router's own questions to workers without a key of their own: router and workers often share one."""
+
+    # ------------------------------------------------------------------ connections
+
+    def open_pool(self, worker: Worker) -> UpstreamPool:
+        key = worker.api_key or self._worker_key
+        self._pools[worker] = pool = UpstreamPool(
+            worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
+            tls=self._tls if worker.endpoint.scheme == "https" else None)
+        if self._watch is not None:
+            self._watch.join(worker)
+        return pool
+
+    def pool(self, worker: Worker) -> UpstreamPool:
+        return self._pools[worker]
+
+    def close_pool(self, worker: Worker) -> None:
+        """Drop what is idle now; running calls end undisturbed and their connections close after them."""
+        self._pools[worker].close()
+        if self._watch is not None:
+            self._watch.leave(worker)
+
+    def cut(self, worker: Worker) -> None:
+        """Fail what runs on a worker."""
+        self._pools[worker].cut(Failure("removed", f"{worker.url} was removed by force"))
+
+    def sweep(self, silence_limit: float) -> None:
+        """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
+        for policy in self._swept:
+            policy.sweep(self.loop.time())
+        for worker, pool in list(self._pools.items()):
+            pool.sweep(silence_limit)
+            if worker not in self.registry and not worker.load and not pool.busy:
+                del self._pools[worker]
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def send(self, worker: Worker, request: Request, body: bytes, sink: Sink, *, resend: bool = True) -> Call:
+        """Send ``request`` with ``body`` in place of its own to a worker."""
+        pool = self._pools[worker]
+        version = b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n"
+        length = b"content-length: %d\r\n\r\n" % len(body) if body or request.method == b"POST" else b"\r\n"
+        head = b"".join((request.method, b" ", pool.prefix, request.target, version, pool.host_line, *request.headers,
+                         pool.authorization or request.authorization_line, b"x-request-id: ", request.request_id,
+                         b"\r\n", length))
+        return pool.send(sink, head, body, bodiless=request.head_only, resend=resend)
+
+    # ------------------------------------------------------------------ decisions
+
+    def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
+        """What the role's policy decides a request by, for ``place``."""
+        return self._policies[role].read(request, found)
+
+    def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
+                   found: Peek) -> tuple[Reservation, Reservation]:
+        """Choose and reserve a prefill and a decode worker (neither sequence is empty)."""
+        if isinstance(self._pairing, CacheExact):
+            subject = self._pairing.read(request, found)
+            chosen = self._pairing.choose_pair(prefills, decodes, subject)
+            return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
+                "decode", chosen.decode, chosen.reason)
+        prefill = self.place("prefill", prefills, self.subject("prefill", request, found))
+        return prefill, self.place("decode", decodes, self.subject("decode", request, found))
+
+    def place(self, role: Role, workers: Sequence[Worker], subject: Subject) -> Reservation:
+        """Choose one of ``workers`` (not empty) and reserve it."""
+        return self._reserve(role, *self._policies[role].choose(workers, subject))
+
+    def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
+        self.metrics.decisions[role, reason] += 1
+        reservation = Reservation(worker)
+        if worker.circuit.state != "closed":
+            self.registry.probe(reservation)
+        return reservation
+
+    def candidates(self, role: Role, retries: Retries | None, *, own: bool = False) -> Sequence[Worker]:
+        """Workers of a role that may be tried; those that failed this request only when no other is left.
+
+        ``own``: only our servers, for what no other understands.
+        """
+        available: Sequence[Worker] = self.registry.available(role)
+        if own:
+            available = [worker for worker in available if worker.is_baton]
+        return (without(available, retries.excluded) or available) if retries is not None else available
+
+    def untried(self, role: Role, retries: Retries) -> bool:
+        """Whether a worker is left that has not failed this request."""
+        return any(worker not in retries.excluded for worker in self.registry.available(role))
+
+    # ------------------------------------------------------------------ outcomes
+
+    def on_failure(self, worker: Worker, failure: Failure) -> None:
+        """An attempt failed below HTTP."""
+        self._suspect(worker, failure)
+        self.on_server_error(worker)
+
+    def on_server_error(self, worker: Worker) -> None:
+        """An attempt failed by its worker's fault."""
+        if self.registry.request_failed(worker, self.loop.time()):
+            logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
+            self.metrics.circuits_opened[worker.url] += 1
+            # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
+            self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
+
+    def on_status(self, worker: Worker, status: int) -> None:
+        """A worker answered; a 4xx tells nothing about it."""
+        if status >= 500:
+            self.on_server_error(worker)
+        elif status < 400 and worker.circuit.troubled and self.registry.request_served(worker):
+            logger.info("Worker %s answers again: its circuit is closed.", worker.url)
+
+    def _half_open(self, worker: Worker) -> None:
+        if self.registry.half_open(worker, self.loop.time()):
+            logger.info("Worker %s gets one request at a time, to see whether it answers again.", worker.url)
+
+    def new_retries(self) -> Retries:
+        return Retries(self._backoff, self.rng, self.loop)
+
+
+def _watch(dispatcher: Dispatcher, policy: CacheExact) -> KVWatch:
+    """Only cache_exact needs ZMQ."""
+    try:
+        from .kv_watch import KVWatch
+    except ImportError:
+        raise ConfigError("--policy cache_exact listens to the workers' KV events over ZMQ: "
+                          "pip install pyzmq, or choose another policy.") from None
+    return KVWatch(dispatcher, policy)
+
+
+def nobody(role: Role) -> WorkerUnavailable:
+    """The answer when no worker of a role can take a request."""
+    name = "worker" if role == "regular" else f"{role} worker"
+    return WorkerUnavailable(f"No healthy {name} is available.", retry_after=RETRY_AFTER_SECONDS)
+
+
+def bearer(key: str) -> bytes:
+    """The header line that shows a key."""
+    return b"authorization: Bearer " + key.encode() + b"\r\n"

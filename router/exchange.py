@@ -1,0 +1,165 @@
+"""The client's side of one relayed request: what it has been sent, and how its answer ends."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+from ..common.api.errors import ServingError
+from .access import without_grants
+from .admission import Ticket
+from .answer import AnswerHead, Failure
+from .continuation import StreamLog
+from .http_server import ClientConnection, Request
+from .metrics import Metrics
+from .tracing import RequestSpan
+from .wire import Response, error_event
+
+logger = logging.getLogger("baton.router")
+CLIENT_LEFT = 499
+
+
+class Exchange:
+    """One request and its answer, whichever worker gives it.
+
+    Exactly one of ``end``, ``fail``, ``break_off`` and ``abandon`` finishes it: metrics and the access
+    log are written there, and the connection is free for the next request.
+    """
+
+    __slots__ = ("connection", "request", "route", "retries", "worker", "began", "_metrics", "_log_access", "_begun_at",
+                 "_status", "_keep_alive", "_chunked", "_event_stream", "_awaits_body", "_pieces", "_first_at", "_span",
+                 "ticket", "log")
+
+    def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics, log_access: bool,
+                 span: RequestSpan | None = None):
+        self.connection = connection
+        self.request = request
+        self.route = route
+        self.retries = 0
+        self.worker = ""
+        self.began = False
+        """Whether the first byte is on its way: from then on nothing can be retried."""
+        self._metrics = metrics
+        self._log_access = log_access
+        self._begun_at = perf_counter()
+        self._span = span
+        self._awaits_body = True
+        self._pieces = 0
+        self._first_at = 0.0
+        self.ticket: Ticket | None = None
+        self.log: StreamLog | None = None
+
+    def begin(self, head: AnswerHead) -> None:
+        """Relay a head, and what came with it, adding the request id where the worker did not."""
+        self.began = True
+        self.request.body = b""  # Nothing is sent again.
+        if self.request.on_head is not None:
+            head = self.request.on_head(head)
+        self._status = head.status
+        self._keep_alive = head.delimited and self.request.keep_alive
+        self._event_stream = head.event_stream
+        self._chunked = self._event_stream and head.chunked
+        if self.log is not None:
+            self._follow(self.log, head)
+        data = head.data
+        if len(data) > head.size:
+            self._first_token()
+        added = b"" if b"\r\nx-request-id:" in head.folded else b"x-request-id: %b\r\n" % self.request.request_id
+        if self.request.reply_headers:
+            added += self.request.reply_headers
+            data = without_grants(data[:head.size]) + data[head.size:]
+        if added:
+            line_end = data.find(b"\r\n") + 2
+            data = b"%b%b%b" % (data[:line_end], added, data[line_end:])
+        self.connection.transport.write(data)
+
+    def _follow(self, log: StreamLog, head: AnswerHead) -> None:
+        """Keep what is needed to go on with a stream elsewhere; of any other answer, nothing."""
+        if self._chunked and head.status == 200:
+            head.data = head.data[:head.size] + log.take(head.data[head.size:])
+        else:
+            self.log = None
+
+    def go_on(self, head: AnswerHead) -> None:
+        """Relay a stream that goes on elsewhere: the client has had its head."""
+        if len(head.data) > head.size:
+            self.relay(head.data[head.size:])
+
+    def end_broken(self, missing: bytes) -> None:
+        """End a stream of which nothing but the end got lost."""
+        self.log = None  # what it holds back was torn
+        self.connection.transport.write(missing)
+        self.end(reusable=True)
+
+    def relay(self, data: bytes) -> None:
+        """Relay a piece of the body."""
+        if self.log is not None:
+            data = self.log.take(data)
+            if not data:
+                return
+        if self._awaits_body:
+            self._first_token()
+        self._pieces += 1
+        self.connection.transport.write(data)
+
+    def end(self, *, reusable: bool) -> None:
+        """The worker's answer is complete."""
+        if self.log is not None and (rest := self.log.rest()):
+            self.connection.transport.write(rest)
+        self._finish(self._status)
+        self.connection.done(keep_alive=self._keep_alive and reusable)
+
+    def fail(self, error: ServingError) -> None:
+        """Answer with an error of our own; nothing has been sent."""
+        assert not self.began
+        self.connection.respond(self.request, Response.error(error))
+        self._finish(error.status)
+        self.connection.done(keep_alive=self.request.keep_alive)
+
+    def break_off(self, error: ServingError, failure: Failure) -> None:
+        """End an answer that broke in the middle so that its reader can tell.
+
+        An event stream gets ``error`` as its last event, if an event can follow what was sent; without
+        it, a reader that does not insist on [DONE] would take a torn answer for a whole one. Any other
+        answer is cut short of its announced length.
+        """
+        self._metrics.broken_streams += 1
+        logger.warning("An answer broke off: %s.", failure.detail,
+                       extra={"fields": {"request_id": self.request.request_id.decode("latin-1")}})
+        if self._event_stream and (failure.at_boundary or self.log is not None):
+            event = b"\n\n" + error_event(error)
+            self.connection.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if self._chunked else event)
+        self._finish(self._status)
+        self.connection.done(keep_alive=False)
+
+    def abandon(self) -> None:
+        """The client left."""
+        self._metrics.client_disconnects += 1
+        self._finish(CLIENT_LEFT)
+
+    def _first_token(self) -> None:
+        self._awaits_body = False
+        self._first_at = perf_counter()
+        self._metrics.first_tokens[self.route].observe(self._first_at - self._begun_at)
+        if self._span is not None:
+            self._span.first_token()
+        if self.ticket is not None:
+            self.ticket.first_token()
+
+    def _finish(self, status: int) -> None:
+        seconds = perf_counter() - self._begun_at
+        self._metrics.requests[self.route, status] += 1
+        self._metrics.durations[self.route].observe(seconds)
+        if self._pieces > 1 and self._event_stream:
+            gap = (self._begun_at + seconds - self._first_at) / (self._pieces - 1)
+            self._metrics.inter_tokens[self.route].observe(gap)
+        if self.ticket is not None:
+            self.ticket.finished()
+        if self._span is not None:
+            self._span.end(self, status)
+        if self._log_access:
+            request = self.request
+            logger.info("request", extra={"fields": {
+                "method": request.method.decode(), "path": request.path.decode("latin-1"), "status": status,
+                "duration_ms": round(seconds * 1e3, 3), "request_id": request.request_id.decode("latin-1"),
+                "worker": self.worker, "retries": self.retries}})

@@ -1,0 +1,112 @@
+"""Watching the workers: who takes traffic is decided by their answers to ``GET /health``.
+
+A worker that is not healthy is asked twice a second whatever the interval, so that traffic returns
+within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
+connection takes a worker out at once, anything else asks it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from .answer import Failure
+from .collect import ask, get
+from .config.workers import HealthArgs
+from .dispatch import Dispatcher
+from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
+
+logger = logging.getLogger("baton.router")
+
+_RECOVERY_SECONDS = 0.5
+
+
+class HealthMonitor:
+    """One watching task a worker; moves worker states through the registry."""
+
+    def __init__(self, args: HealthArgs, registry: Registry):
+        self._registry = registry
+        self._interval = args.health_check_interval_secs
+        self._timeout = args.health_check_timeout_secs
+        self._endpoint = args.health_check_endpoint
+        self._startup = args.worker_startup_timeout_secs
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._wake: dict[Worker, asyncio.Event] = {}
+
+    def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        self._wake[worker] = asyncio.Event()
+        self._tasks[worker] = asyncio.get_running_loop().create_task(self._watch(worker, dispatcher))
+
+    def unwatch(self, worker: Worker) -> None:
+        del self._wake[worker]
+        self._tasks.pop(worker).cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for worker in list(self._tasks):
+            self.unwatch(worker)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def suspect(self, worker: Worker, failure: Failure) -> None:
+        """A request failed on a worker below HTTP."""
+        if worker in self._wake:
+            if failure.refused:
+                self._note_failure(worker, failure.detail, certain=True)
+            self._wake[worker].set()
+
+    async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        wake = self._wake[worker]
+        deadline: float | None = dispatcher.loop.time() + self._startup
+        while True:
+            wake.clear()
+            await self._check(worker, dispatcher)
+            if worker.state != "starting":
+                deadline = None
+            elif deadline is not None and dispatcher.loop.time() > deadline:
+                deadline = None
+                logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
+            pause = self._interval if worker.state == "healthy" else min(self._interval, _RECOVERY_SECONDS)
+            try:
+                await asyncio.wait_for(wake.wait(), pause)
+            except asyncio.TimeoutError:
+                continue
+            # Woken by a failed request: a crowd of them must not become a crowd of checks.
+            await asyncio.sleep(0.05)
+
+    async def _check(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
+        if not answer.ok:
+            detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
+            self._note_failure(worker, detail, certain=answer.refused)
+            return
+        if worker.state != "healthy":
+            await self._learn(worker, dispatcher)
+        if self._registry.passed(worker):
+            logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
+
+    def _note_failure(self, worker: Worker, detail: str, *, certain: bool) -> None:
+        if self._registry.failed(worker, certain=certain):
+            logger.warning("Worker %s takes no requests: %s.", worker.url, detail)
+
+    async def _learn(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        """Ask a worker what it is, as far as nobody said; a worker that cannot tell keeps the defaults."""
+        models = (await ask(dispatcher, worker, get("/v1/models"), self._timeout)).json_object().get("data")
+        if isinstance(models, list):
+            worker.model_ids = tuple(str(m["id"]) for m in models if isinstance(m, dict) and "id" in m)
+        info = (await ask(dispatcher, worker, get("/get_server_info"), self._timeout)).json_object()
+        worker.is_baton = info.get("stream_continuation") is True
+        if worker.asks_role or (worker.role == "prefill" and worker.asks_port):
+            apply_server_info(worker, info)
+            if worker.role == "regular":
+                logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
+
+
+def apply_server_info(worker: Worker, info: dict[str, Any]) -> None:
+    """Take role and bootstrap port from a ``/get_server_info`` answer, where they were left open."""
+    mode = info.get("disaggregation_mode")
+    if worker.asks_role:
+        worker.role = mode if mode in ("prefill", "decode") else "regular"
+    if worker.asks_port:
+        port = info.get("disaggregation_bootstrap_port")
+        worker.bootstrap_port = port if isinstance(port, int) else DEFAULT_BOOTSTRAP_PORT

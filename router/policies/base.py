@@ -1,0 +1,57 @@
+"""What a policy is: a pure, synchronous choice among workers that may take a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+from ..body import Peek
+from ..http_server import Request
+from ..registry import Worker
+
+by_load = attrgetter("load")
+
+Subject = Any
+"""What a policy's ``read`` took from a request for its own ``choose``; None where it needs nothing."""
+
+
+class Decision(NamedTuple):
+    """The chosen worker and, for the metrics, why: a word from a small fixed set."""
+
+    worker: Worker
+    reason: str
+
+
+class Policy(Protocol):
+    """Chooses a worker. No I/O; the caller reserves the load before it decides again."""
+
+    def read(self, request: Request, found: Peek | None) -> Subject:
+        """What the choice depends on; ``found`` is None where the body is no JSON object."""
+        ...
+
+    def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
+        """``workers`` is not empty; ``subject`` is what ``read`` returned for the request."""
+        ...
+
+
+def nothing(request: Request, found: Peek | None) -> None:
+    """``read`` of policies that look at workers only."""
+
+
+def prompt_text(request: Request, found: Peek | None) -> bytes:
+    """``read`` of policies that compare beginnings of prompts; b"" when there is none."""
+    return found.routing_text if found is not None else b""
+
+
+def least_loaded(workers: Sequence[Worker], start: int) -> Worker:
+    """The worker with the least load; of equals the first one from index ``start`` on, wrapping around.
+
+    Two passes at C speed: 1,000 workers take about 20 us.
+    """
+    loads = [*map(by_load, workers)]
+    least = min(loads)
+    try:
+        return workers[loads.index(least, start % len(loads))]
+    except ValueError:
+        return workers[loads.index(least)]

@@ -1,0 +1,313 @@
+"""Prefer the worker that has cached most of the prompt, as the workers themselves tell, weighed against its queue.
+
+What is where is exact: workers publish every page that enters or leaves their prefix caches
+(``kv_watch``), so evictions, restarts and other routers' traffic are seen. Which pages a prompt comes to is
+exact for token ids, which are hashed as the workers hash them; for texts and chats it is learnt from the
+workers' answers (``text_pages``). Two shorter memories fill the gaps: where a prompt was sent in the last
+seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import nlargest, nsmallest
+from operator import itemgetter
+from typing import NamedTuple
+
+import msgspec
+
+from ...common.api.kv_events import PROMPT_PAGES_HEADER, chain, decode_pages, token_bytes
+from ..answer import AnswerHead
+from ..body import Peek
+from ..http_server import Request
+from ..registry import Worker
+from ..residency import Residency
+from .base import Decision, by_load
+from .cache_aware import BLOCK, PrefixMemory
+from .load_view import EXACT_UP_TO, LoadView
+from .text_pages import TextPages, text_blocks
+
+TRANSFER = 0.1
+"""Cost of sending a page from prefill to decode, in pages computed: an 8B model computes 16 tokens in 0.4 ms on
+an H200 and sends their 2 MB in 0.04 ms over 400 Gb/s."""
+TRANSFER_NEAR = 0.02
+"""The same where both are on one host."""
+FULL = 1e6
+"""Cost of a decode worker whose memory lacks room: only taken when all lack it."""
+STORING = 2.0
+"""Cost of a missing page: it is computed, and in a full cache it pushes out another that is computed again."""
+REMAINING = 0.5
+"""Of a request in flight, what is still to be computed: half on the average."""
+LEAST_MEAN = 4.0
+"""Pages of a request that waits in front, at least: even a wholly cached one takes a step."""
+_RECENT_BLOCKS = 2**16
+_FEW = 8
+_ASK = PROMPT_PAGES_HEADER.encode() + b": ask\r\n"
+_LINE = b"\r\n" + PROMPT_PAGES_HEADER.encode() + b":"
+
+_decode_ids = msgspec.json.Decoder(list[int]).decode
+
+
+class Prompt(NamedTuple):
+    """What a request's prompt is known by."""
+
+    size: int
+    """Bytes of its text."""
+    blocks: list[int]
+    tokens: bytes | None
+    """Little-endian int32 ids, where the prompt came as such."""
+
+
+class Share(NamedTuple):
+    """A prompt beside the fleet: its pages, and how many of them each worker has (by worker id)."""
+
+    pages: float
+    cached: dict[int, int]
+
+
+class Fleet(NamedTuple):
+    """Workers to choose among, by id."""
+
+    workers: Sequence[Worker]
+    by_id: dict[int, Worker]
+    ids: frozenset[int]
+
+
+class Memory(NamedTuple):
+    """A worker's KV memory by its last report, in pages."""
+
+    used: float
+    total: float
+
+
+class PairDecision(NamedTuple):
+    prefill: Worker
+    decode: Worker
+    reason: str
+
+
+class CacheExact:
+    """The lowest cost, in pages to compute: what the prompt lacks, and what waits in front of it.
+
+    - Whole and prefill workers: missing pages x STORING + requests in flight x REMAINING x the mean of pages
+      missing of late.
+    - Decode workers: pages to be sent x TRANSFER + requests in flight, or what their memory says they
+      come to, x TRANSFER x the mean pages of a prompt; FULL where the prompt does not fit.
+    - Pairs: both together, with the cheaper transfer where they share a host.
+
+    Loads that drift apart by ``balance_abs_threshold`` and ``balance_rel_threshold`` overrule it all.
+    """
+
+    def __init__(self, *, balance_abs_threshold: int = 32, balance_rel_threshold: float = 1.0001,
+                 max_tree_size: int = 2**24):
+        self._abs = balance_abs_threshold
+        self._rel = balance_rel_threshold
+        self._blocks_per_worker = max_tree_size // BLOCK
+        self.residency = Residency()
+        self.texts = TextPages(4 * self._blocks_per_worker)
+        self.followed: set[int] = set()
+        """Ids of workers whose events are followed now."""
+        self.memory: dict[int, Memory] = {}
+        self._loads = LoadView()
+        self._decode_loads = LoadView()
+        self._fleets: dict[int, Fleet] = {}
+        self._recent = PrefixMemory()
+        self._sent = PrefixMemory()
+        self._mean_missing = LEAST_MEAN
+        self._mean_pages = LEAST_MEAN
+
+    def forget(self, worker: Worker) -> None:
+        self.residency.forget(worker.id)
+        self.followed.discard(worker.id)
+        self.memory.pop(worker.id, None)
+
+    def sweep(self, now: float) -> None:
+        """Called every second or so: what was sent two calls ago is cached by now, or is not."""
+        self._recent.turn()
+
+    # ------------------------------------------------------------------ what a request is
+
+    def read(self, request: Request, found: Peek | None) -> Prompt | None:
+        """The prompt; where its text is new, the request is made to ask for its pages."""
+        text = found.routing_text if found is not None else b""
+        if not text:
+            return None
+        assert found is not None
+        prompt = Prompt(len(text), text_blocks(text), _token_ids(found))
+        if prompt.tokens is None and request.on_head is None and not self.texts.knows(prompt.blocks):
+            request.headers.append(_ASK)
+            request.on_head = _Lesson(self.texts, prompt)
+        return prompt
+
+    # ------------------------------------------------------------------ decisions
+
+    def choose(self, workers: Sequence[Worker], subject: Prompt | None) -> Decision:
+        if len(workers) == 1:
+            return Decision(workers[0], "only")
+        loads = self._loads
+        loads.look(workers)
+        if subject is None or self._drifted(loads):
+            worker = loads.lightest(self.residency.sizes)
+            if subject is not None:
+                self._record(subject, worker, len(workers))
+            return Decision(worker, "cache_miss" if subject is None else "balance")
+        share = self._share(subject, self._fleet(workers).ids)
+        worker = self._cheapest(workers, share)
+        cached = share.cached.get(worker.id, 0)
+        self._note(share, cached)
+        self._record(subject, worker, len(workers))
+        return Decision(worker, "cache_hit" if cached else "cache_miss")
+
+    def choose_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker],
+                    subject: Prompt | None) -> PairDecision:
+        """A prefill and a decode worker for one prompt, chosen together (neither sequence is empty)."""
+        share = Share(self._mean_pages, {})
+        if subject is not None:
+            share = self._share(subject, self._fleet(prefills).ids | self._fleet(decodes).ids)
+        sides = [(worker, self._decoding(worker, share, TRANSFER), self._decoding(worker, share, TRANSFER_NEAR))
+                 for worker in self._candidates(self._decode_loads, decodes, share)]
+        best: tuple[float, Worker, Worker] | None = None
+        for prefill in self._candidates(self._loads, prefills, share):
+            computing, host = self._computing(prefill, share), prefill.endpoint.host
+            for decode, far, near in sides:
+                cost = computing + (near if decode.endpoint.host == host else far)
+                if best is None or cost < best[0]:
+                    best = cost, prefill, decode
+        assert best is not None
+        _, prefill, decode = best
+        cached = share.cached.get(prefill.id, 0)
+        self._note(share, cached)
+        if subject is not None:
+            self._record(subject, prefill, len(prefills))
+            self._record(subject, decode, len(decodes))
+        hit = cached or share.cached.get(decode.id, 0)
+        return PairDecision(prefill, decode, "cache_hit" if hit else "cache_miss")
+
+    def _candidates(self, loads: LoadView, workers: Sequence[Worker], share: Share) -> list[Worker]:
+        """Those that could be in the best pair: all of a few, else the holders of most and some of the lightest."""
+        loads.look(workers)
+        if self._drifted(loads):
+            return [loads.lightest(self.residency.sizes)]
+        if len(workers) <= _FEW:
+            return sorted(workers, key=lambda worker: self.residency.sizes.get(worker.id, 0))
+        light = ([loads.lightest(self.residency.sizes) for _ in range(_FEW // 2)] if len(workers) > EXACT_UP_TO
+                 else nsmallest(_FEW // 2, workers, key=by_load))
+        by_id = self._fleet(workers).by_id
+        held = nlargest(_FEW, (item for item in share.cached.items() if item[0] in by_id), key=itemgetter(1))
+        return [*light, *(by_id[worker_id] for worker_id, _ in held)]
+
+    def _cheapest(self, workers: Sequence[Worker], share: Share) -> Worker:
+        """By cost, then by how empty the cache is.
+
+        Workers that hold nothing of the prompt differ by load alone, so only the lightest of all is
+        looked at beside those that hold some: a thousand workers cost no more than their holders.
+        """
+        best = self._loads.lightest(self.residency.sizes)
+        least, holds = self._computing(best, share), best.id in share.cached
+        by_id = self._fleet(workers).by_id
+        for worker_id in share.cached:
+            worker = by_id.get(worker_id)
+            if worker is not None:
+                cost = self._computing(worker, share)
+                if cost < least or (cost == least and not holds):
+                    best, least, holds = worker, cost, True
+        return best
+
+    def _computing(self, worker: Worker, share: Share) -> float:
+        missing = max(0.0, share.pages - share.cached.get(worker.id, 0))
+        return missing * STORING + worker.load * REMAINING * self._mean_missing
+
+    def _decoding(self, worker: Worker, share: Share, transfer: float) -> float:
+        missing = max(0.0, share.pages - share.cached.get(worker.id, 0))
+        memory = self.memory.get(worker.id)
+        running: float = worker.load
+        full = 0.0
+        if memory is not None:
+            running = max(running, memory.used / self._mean_pages)
+            full = FULL if memory.total - memory.used < missing else 0.0
+        return missing * transfer + running * TRANSFER * self._mean_pages + full
+
+    # ------------------------------------------------------------------ inside
+
+    def _drifted(self, loads: LoadView) -> bool:
+        return loads.most - loads.least > self._abs and loads.most > loads.least * self._rel
+
+    def _fleet(self, workers: Sequence[Worker]) -> Fleet:
+        """Derived once from each of the registry's tuples; a list is the workers left for one request's retry."""
+        fleet = self._fleets.get(id(workers))
+        if fleet is None or fleet.workers is not workers:
+            fleet = Fleet(workers, {worker.id: worker for worker in workers}, frozenset(w.id for w in workers))
+            if len(self._fleets) >= _FEW:
+                self._fleets.clear()
+            self._fleets[id(workers)] = fleet
+        return fleet
+
+    def _share(self, prompt: Prompt, among: frozenset[int]) -> Share:
+        pages, cached = self._resident(prompt)
+        per_block = pages / max(1, len(prompt.blocks) - 1)
+        for memory in (self._recent, self._sent):
+            owners, depth = memory.longest(prompt.blocks, among) if len(memory) else (among, 0)
+            if depth:
+                for worker_id in owners:
+                    cached[worker_id] = max(cached.get(worker_id, 0), round(depth * per_block))
+        return Share(pages, cached)
+
+    def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
+        """The prompt's pages (an estimate for text), and those of them that workers hold."""
+        if prompt.tokens is None:
+            chain_ = self.texts.chain(prompt.blocks)
+            estimate = prompt.size / self.texts.bytes_per_page
+            pages = max(estimate, chain_[-1][0]) if chain_ else estimate
+            return pages, self.residency.depths(chain_)
+        cached: dict[int, int] = {}
+        sizes = set(self.residency.page_sizes.values())
+        for size in sizes:
+            cached.update(self.residency.depths(_numbered(prompt.tokens, 4 * size)))
+        return len(prompt.tokens) / (4 * max(sizes, default=16)), cached
+
+    def _note(self, share: Share, cached: int) -> None:
+        missing = max(0.0, share.pages - cached)
+        self._mean_missing += (max(missing, LEAST_MEAN) - self._mean_missing) * 0.02
+        self._mean_pages += (max(share.pages, LEAST_MEAN) - self._mean_pages) * 0.02
+
+    def _record(self, prompt: Prompt, worker: Worker, fleet: int) -> None:
+        self._recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
+        if worker.id not in self.followed:
+            self._sent.record(prompt.blocks, worker.id, self._blocks_per_worker * fleet)
+
+
+class _Lesson:
+    """Reads a prompt's pages out of an answer's head, once, and takes them out of it."""
+
+    __slots__ = ("_texts", "_prompt")
+
+    def __init__(self, texts: TextPages, prompt: Prompt):
+        self._texts = texts
+        self._prompt = prompt
+
+    def __call__(self, head: AnswerHead) -> AnswerHead:
+        start = head.folded.find(_LINE)
+        if start < 0:
+            return head
+        end = head.data.index(b"\r\n", start + 2)
+        try:
+            pages = decode_pages(head.data[start + len(_LINE):end].decode("latin-1").strip())
+        except ValueError:
+            return head
+        self._texts.learn(self._prompt.blocks, self._prompt.size, pages)
+        return AnswerHead(head.status, head.data[:start] + head.data[end:], head.size - (end - start))
+
+
+def _token_ids(found: Peek) -> bytes | None:
+    """A prompt that is a list of token ids, as bytes; None for all else."""
+    raw = bytes(found.input_ids or (b"" if found.messages or found.text else found.prompt))
+    if not raw.startswith(b"[") or not raw[1:8].lstrip()[:1].isdigit():
+        return None
+    try:
+        return token_bytes(_decode_ids(raw))
+    except (msgspec.DecodeError, OverflowError):
+        return None
+
+
+def _numbered(tokens: bytes, page_bytes: int) -> Iterator[tuple[int, int]]:
+    return enumerate(chain(tokens, page_bytes), 1)

@@ -1,0 +1,19 @@
+"""Any worker, all equally likely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from ..registry import Worker
+from .base import Decision, Subject, nothing
+
+
+class RandomChoice:
+    read = staticmethod(nothing)
+
+    def __init__(self, rng: Random):
+        self._rng = rng
+
+    def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
+        return Decision(self._rng.choice(workers), "random")

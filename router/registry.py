@@ -1,0 +1,241 @@
+"""Who the workers are, how they fare and how loaded they are: plain state, no I/O."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from ..common.api.errors import Conflict, NotFound
+from .circuit import Circuit, CircuitRules
+from .endpoint import Endpoint
+
+Role = Literal["regular", "prefill", "decode"]
+State = Literal["starting", "healthy", "unhealthy"]
+ROLES: tuple[Role, ...] = ("regular", "prefill", "decode")
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+_ids = itertools.count()
+
+
+class Worker:
+    """One instance that requests may be sent to.
+
+    Identity: ``id`` is never reused, so a worker that left and came back is another worker.
+    Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row.
+    Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
+    ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids``, and ``is_baton``:
+    one of our servers, which prefills what it is sent alone and goes on with the answers of others.
+    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is told of each release.
+    ``cached_tokens``: in its prefix cache, None unless it is followed (see ``kv_watch``).
+    Leaving: a worker that is ``draining`` gets nothing new, and is off the list once its load is 0.
+    Failing requests: ``circuit``, moved by the registry once the worker is in it.
+    """
+
+    __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port", "model_ids",
+                 "state", "failures", "successes", "load", "on_release", "draining", "is_baton", "circuit",
+                 "cached_tokens")
+
+    def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
+                 bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None):
+        self.id = next(_ids)
+        self.endpoint = endpoint
+        self.api_key = api_key
+        self.url = endpoint.url
+        self.role: Role = role
+        self.asks_role = asks_role
+        self.asks_port = bootstrap_port == "ask"
+        self.bootstrap_port = DEFAULT_BOOTSTRAP_PORT if bootstrap_port == "ask" else bootstrap_port
+        self.model_ids: tuple[str, ...] = ()
+        self.state: State = "starting"
+        self.failures = 0
+        self.successes = 0
+        self.load = 0
+        self.on_release: Callable[[Reservation], None] | None = None
+        self.draining = False
+        self.is_baton = False
+        self.circuit = Circuit(CircuitRules())
+        self.cached_tokens: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.url} {self.state} load={self.load}>"
+
+    def describe(self) -> dict[str, Any]:
+        """The worker as ``/list_workers`` shows it."""
+        shown: dict[str, Any] = {"id": str(self.id), "url": self.url, "role": self.role, "state": self.state,
+                                 "healthy": self.state == "healthy", "load": self.load, "circuit": self.circuit.state,
+                                 "draining": self.draining, "models": list(self.model_ids),
+                                 "cached_tokens": self.cached_tokens}
+        if self.role == "prefill":
+            shown["bootstrap_port"] = self.bootstrap_port
+        return shown
+
+
+class Reservation:
+    """One unit of a worker's load, from the decision to the end of the attempt; released exactly once."""
+
+    __slots__ = ("worker", "_held")
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self._held = True
+        worker.load += 1
+
+    def release(self) -> None:
+        assert self._held, "a reservation was released twice"
+        self._held = False
+        worker = self.worker
+        worker.load -= 1
+        if worker.on_release is not None:
+            worker.on_release(self)
+
+
+class Registry:
+    """All workers by URL, and for each role those that may take new requests.
+
+    ``available(role)`` is one tuple object until membership or health changes, so that a decision
+    costs no filtering and a policy may cache what it derives from the tuple.
+    """
+
+    def __init__(self, *, failure_threshold: int = 3, success_threshold: int = 2,
+                 circuit_rules: CircuitRules | None = None, on_drained: Callable[[Worker], None] | None = None):
+        self._circuit_rules = circuit_rules or CircuitRules()
+        self._probes: set[Reservation] = set()
+        self._on_drained = on_drained or (lambda worker: None)
+        self._failure_threshold = failure_threshold
+        self._success_threshold = success_threshold
+        self._workers: dict[str, Worker] = {}
+        self._available: dict[str, tuple[Worker, ...]] = dict.fromkeys(ROLES, ())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def __contains__(self, worker: Worker) -> bool:
+        return self._workers.get(worker.url) is worker
+
+    def add(self, worker: Worker) -> None:
+        """Raises Conflict when the URL is taken."""
+        if worker.url in self._workers:
+            raise Conflict(f"Worker {worker.url} is already registered.")
+        self._workers[worker.url] = worker
+        worker.circuit = Circuit(self._circuit_rules)
+        self._refresh()
+
+    def remove(self, url: str) -> Worker:
+        """Take a worker out of all future decisions; running requests keep their reservations. Raises NotFound."""
+        worker = self._workers.pop(url, None)
+        if worker is None:
+            raise NotFound(f"Worker {url} is not registered.")
+        self._refresh()
+        return worker
+
+    def get(self, url: str) -> Worker:
+        """Raises NotFound."""
+        worker = self._workers.get(url)
+        if worker is None:
+            raise NotFound(f"Worker {url} is not registered.")
+        return worker
+
+    def drain(self, url: str) -> Worker:
+        """Take a worker out of all future decisions; ``on_drained(worker)`` is called once nothing runs on it, which
+        may be now. Raises NotFound."""
+        worker = self.get(url)
+        worker.draining = True
+        worker.on_release = self._released
+        self._refresh()
+        if not worker.load:
+            self._on_drained(worker)
+        return worker
+
+    def available(self, role: Role) -> tuple[Worker, ...]:
+        return self._available[role]
+
+    def ready(self, *, pairs: bool) -> bool:
+        """Whether a request could be served now; ``pairs`` wants both roles present."""
+        available = self._available
+        return bool(available["prefill"] and available["decode"]) if pairs else bool(available["regular"])
+
+    def passed(self, worker: Worker) -> bool:
+        """Note a passed health check; returns whether the worker became available by it.
+
+        A starting worker needs one, a failed one needs the success threshold.
+        """
+        worker.failures = 0
+        worker.successes += 1
+        if worker.state == "healthy" or (worker.state == "unhealthy" and worker.successes < self._success_threshold):
+            return False
+        worker.state = "healthy"
+        worker.circuit.reset()  # It was down and is back: what the old process failed says nothing of the new one.
+        self._refresh()
+        return True
+
+    def failed(self, worker: Worker, *, certain: bool) -> bool:
+        """Note a failure; returns whether the worker became unavailable by it.
+
+        ``certain`` failures (nobody listens there) count at once, others from the failure threshold on.
+        """
+        worker.successes = 0
+        worker.failures += 1
+        if worker.state != "healthy" or not (certain or worker.failures >= self._failure_threshold):
+            return False
+        worker.state = "unhealthy"
+        self._refresh()
+        return True
+
+    # ------------------------------------------------------------------ circuits
+
+    def request_failed(self, worker: Worker, now: float) -> bool:
+        """Note a request that failed by the worker's fault; returns whether its circuit opened by it."""
+        opened = worker.circuit.failed(now)
+        if opened:
+            self._refresh()
+        return opened
+
+    def request_served(self, worker: Worker) -> bool:
+        """Note a request that the worker answered; returns whether its circuit closed by it.
+
+        Needs to be called only while ``worker.circuit.troubled``.
+        """
+        closed = worker.circuit.succeeded()
+        if closed:
+            self._refresh()
+        return closed
+
+    def half_open(self, worker: Worker, now: float) -> bool:
+        """Let probes through to a worker whose circuit has been open for long enough; returns whether it was."""
+        turned = worker.circuit.timeout_passed(now)
+        if turned:
+            self._refresh()
+        return turned
+
+    def probe(self, reservation: Reservation) -> None:
+        """Make a reservation the probe of a half-open circuit: its worker gets nothing more until this ends."""
+        worker = reservation.worker
+        worker.circuit.probing = True
+        worker.on_release = self._released
+        self._probes.add(reservation)
+        self._refresh()
+
+    def _released(self, reservation: Reservation) -> None:
+        worker = reservation.worker
+        if reservation in self._probes:
+            self._probes.remove(reservation)
+            worker.circuit.probing = False
+            if not worker.draining:
+                worker.on_release = None
+            self._refresh()
+        if worker.draining and not worker.load and worker in self:
+            self._on_drained(worker)
+
+    def _refresh(self) -> None:
+        ready = [worker for worker in self._workers.values() if worker.state == "healthy"
+                 and worker.circuit.admits and not worker.draining]
+        self._available = {role: tuple(w for w in ready if w.role == role) for role in ROLES}
+
+
+def without(workers: Sequence[Worker], excluded: set[Worker]) -> Sequence[Worker]:
+    """``workers`` that are not excluded; the very same object when nothing is."""
+    return [worker for worker in workers if worker not in excluded] if excluded else workers

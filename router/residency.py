@@ -1,0 +1,134 @@
+"""Which worker holds which pages of the prefix cache, as the workers themselves tell: plain state, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..common.api.kv_events import Cleared, Event, Hash, Removed, Stored, page_hashes
+
+MOST_PAGES = 2**20
+"""Pages remembered a worker, 200 MB at worst: 16 million tokens in pages of 16, more than a GPU holds."""
+
+_MOST_SETS = 10_000
+
+_NOBODY: frozenset[int] = frozenset()
+
+
+class Residency:
+    """Page hash -> ids of the workers that hold it, kept up to date by their events.
+
+    Pages are known by ``page_hashes`` of their tokens. Our servers send these; other engines' hashes
+    are their own secret, so theirs are computed from the tokens and only serve to find a page again.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, frozenset[int]] = {}
+        self._sets: dict[frozenset[int], frozenset[int]] = {}
+        self._pages: dict[int, dict[Hash, int]] = {}
+        self.sizes: dict[int, int] = {}
+        """Pages of each worker that ever stored one."""
+        self.page_sizes: dict[int, int] = {}
+        """Tokens a page of each worker that ever stored one."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def __repr__(self) -> str:
+        return f"Residency({len(self._holders)} pages, by worker {self.sizes})"
+
+    def apply(self, worker_id: int, events: Iterable[Event], *, native: bool = True) -> None:
+        """Take in a worker's events; ``native`` where its hashes are ``page_hashes``."""
+        for event in events:
+            if isinstance(event, Stored):
+                self._store(worker_id, event, native)
+            elif isinstance(event, Removed):
+                self._remove(worker_id, event.hashes)
+            elif isinstance(event, Cleared):
+                self.clear(worker_id)
+        if worker_id in self._pages:
+            self.sizes[worker_id] = len(self._pages[worker_id])
+
+    def clear(self, worker_id: int) -> None:
+        """The worker holds nothing."""
+        for page in set(self._pages.pop(worker_id, {}).values()):
+            self._drop(page, worker_id)
+        self.sizes[worker_id] = 0
+
+    def forget(self, worker_id: int) -> None:
+        """The worker is gone."""
+        self.clear(worker_id)
+        self.page_sizes.pop(worker_id, None)
+        self.sizes.pop(worker_id, None)
+
+    def depths(self, chain: Iterable[tuple[int, int]]) -> dict[int, int]:
+        """How many leading pages each worker holds, for workers that hold any.
+
+        ``chain`` yields ``(number of pages up to its end, hash)`` from the prompt's beginning on, of all pages or of
+        some; it is read no further than some worker holds it.
+        """
+        found: dict[int, int] = {}
+        holders, last = _NOBODY, None
+        reached = 0
+        for pages, value in chain:
+            now = self._holders.get(value, _NOBODY)
+            if now is not last:
+                if last is None:
+                    holders = now
+                else:
+                    for worker_id in holders - now:
+                        found[worker_id] = reached
+                    holders &= now
+                last = now
+            if not holders:
+                return found
+            reached = pages
+        for worker_id in holders:
+            found[worker_id] = reached
+        return found
+
+    def _store(self, worker_id: int, event: Stored, native: bool) -> None:
+        known = self._pages.setdefault(worker_id, {})
+        self.page_sizes[worker_id] = event.page_size
+        pages = self._own_hashes(known, event, native)
+        alone = self._shared(frozenset((worker_id,)))
+        holders = self._holders
+        for theirs, page in zip(event.hashes, pages):
+            if len(known) >= MOST_PAGES:
+                return
+            known[theirs] = page
+            present = holders.get(page)
+            if present is None:
+                holders[page] = alone
+            elif worker_id not in present:
+                holders[page] = self._shared(present | alone)
+
+    @staticmethod
+    def _own_hashes(known: dict[Hash, int], event: Stored, native: bool) -> Sequence[int]:
+        if native:
+            return event.hashes  # type: ignore[return-value]  # integers
+        parent = None
+        if event.parent is not None:
+            parent = known.get(event.parent)
+            if parent is None:  # Its event was lost: what prompt these pages continue cannot be known.
+                return ()
+        return page_hashes(event.token_ids, event.page_size, parent)
+
+    def _remove(self, worker_id: int, hashes: Iterable[Hash]) -> None:
+        known = self._pages.get(worker_id, {})
+        for theirs in hashes:
+            page = known.pop(theirs, None)
+            if page is not None:
+                self._drop(page, worker_id)
+
+    def _drop(self, page: int, worker_id: int) -> None:
+        present = self._holders.get(page, _NOBODY)
+        if worker_id in present:
+            if len(present) == 1:
+                del self._holders[page]
+            else:
+                self._holders[page] = self._shared(present - {worker_id})
+
+    def _shared(self, holders: frozenset[int]) -> frozenset[int]:
+        if len(self._sets) > _MOST_SETS:  # Sets of workers long gone: sharing begins anew.
+            self._sets.clear()
+        return self._sets.setdefault(holders, holders)

@@ -1,0 +1,71 @@
+"""Answers of the router's own, as bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from ..common.api.errors import ServingError
+
+_REASONS = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """A complete answer; ``headers`` are further ones beside the content's and the request id's."""
+
+    status: int
+    body: bytes = b""
+    content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def json(cls, value: Any, status: int = 200) -> Response:
+        return cls(status, msgspec.json.encode(value))
+
+    @classmethod
+    def error(cls, error: ServingError) -> Response:
+        """OpenAI's error object, with Retry-After where the error knows it."""
+        headers = (("retry-after", str(max(1, round(error.retry_after)))),) if error.retry_after is not None else ()
+        return cls(error.status, msgspec.json.encode(error.to_openai()), headers=headers)
+
+    def encode(self, request_id: bytes, *, head_only: bool = False, close: bool = False,
+               more: bytes = b"") -> bytes:
+        """The answer's bytes; ``more`` are further header lines."""
+        lines = [f"HTTP/1.1 {self.status} {_REASONS.get(self.status, 'Unknown')}", f"content-type: {self.content_type}",
+                 f"content-length: {len(self.body)}", "x-request-id: " + request_id.decode("latin-1"),
+                 *(f"{name}: {value}" for name, value in self.headers)]
+        if close:
+            lines.append("connection: close")
+        head = ("\r\n".join(lines) + "\r\n").encode("latin-1") + more + b"\r\n"
+        return head if head_only else head + self.body
+
+
+class HeadersTooLarge(ServingError):
+    """More header bytes than a request of ours ever needs."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+
+class MethodNotAllowed(ServingError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class SlowRequest(ServingError):
+    """The client stopped in the middle of its request."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+def error_event(error: ServingError) -> bytes:
+    """A server-sent event that tells a streaming client why its stream ends."""
+    return b"data: " + msgspec.json.encode(error.to_openai()) + b"\n\n"

@@ -1,0 +1,62 @@
+"""The workers as a resource: ``/workers``, ``/workers/{id or percent-encoded URL}`` and its ``/drain``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import msgspec
+
+from ..common.api.errors import NotFound
+from .admin import add_worker, drained, list_workers, removed
+from .endpoint import Endpoint
+from .http_server import Request
+from .registry import Worker
+from .wire import MethodNotAllowed, Response
+
+if TYPE_CHECKING:
+    from .app import Router
+
+WORKERS = b"/workers"
+
+
+def changes_workers(request: Request) -> bool:
+    """Whether a request under ``/workers`` changes the membership; with admin keys, only those open it."""
+    return request.path.startswith(WORKERS) and request.method not in (b"GET", b"HEAD")
+
+
+def serve_workers(router: Router, request: Request) -> Response:
+    """Answer a request under ``/workers``; raises NotFound, MethodNotAllowed and what the verbs raise."""
+    name = request.path[len(WORKERS):].strip(b"/")
+    if not name:
+        _allow(request, b"GET", b"HEAD", b"POST")
+        return _created(add_worker(router, request)) if request.method == b"POST" else list_workers(router, request)
+    if name.endswith(b"/drain"):
+        _allow(request, b"POST")
+        return drained(router, _find(router, name[:-len(b"/drain")]).url)
+    _allow(request, b"GET", b"HEAD", b"DELETE")
+    worker = _find(router, name)
+    return removed(router, request, worker.url) if request.method == b"DELETE" else Response.json(worker.describe())
+
+
+def _created(added: Response) -> Response:
+    worker = msgspec.json.decode(added.body)["worker"]
+    return Response(201, msgspec.json.encode(worker), headers=(("location", f"/workers/{worker['id']}"),))
+
+
+def _find(router: Router, name: bytes) -> Worker:
+    """Raises NotFound."""
+    text = unquote(name.decode("latin-1"))
+    for worker in router.registry:
+        if str(worker.id) == text:
+            return worker
+    try:
+        return router.registry.get(Endpoint.parse(text).url)
+    except ValueError:
+        raise NotFound(f"There is no worker {text}.") from None
+
+
+def _allow(request: Request, *methods: bytes) -> None:
+    if request.method not in methods:
+        names = ", ".join(method.decode() for method in methods)
+        raise MethodNotAllowed(f"{request.path.decode('latin-1')} takes {names}, not {request.method.decode()}.")
