@@ -1,0 +1,128 @@
+"""``launch_server`` and ``launch_cluster``: the one module above all folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .common.api.errors import ConfigError
+from .common.cluster import Part, ask, run_parts
+from .common.config.cli import flag, parse, to_argv
+from .common.config.server import CacheArgs, KernelArgs, ModelArgs, ParallelArgs, ScheduleArgs, ServerConfig
+
+
+def launch_server(argv: Sequence[str] | None = None) -> None:
+    """Console script: a unified, prefill or decode server, by ``--disaggregation-mode``."""
+    config = parse(ServerConfig, argv, prog="launch_server", description="Start a server.")
+    if config.mode == "prefill":
+        from .prefill.launch import run
+    elif config.mode == "decode":
+        from .decode.launch import run
+    else:
+        from .common.engine.launch import run
+    sys.exit(run(config))
+
+
+@dataclass(frozen=True)
+class ClusterArgs:
+    prefill: int = flag(1, help="prefill servers")
+    decode: int = flag(1, help="decode servers")
+    dp_size: int = flag(0, help="start this many whole servers, in place of prefill and decode servers")
+    host: str = flag("127.0.0.1", help="address that the router listens on")
+    port: int = flag(30000, help="the router's port; the servers take the ports after it")
+    policy: str = flag("cache_aware", help="the router's policy")
+    question: str | None = flag(None, names=("--ask",), help="ask this once all is ready, print the answer and stop")
+    log_dir: str | None = flag(None, help="folder for the parts' logs; the default is a temporary one")
+
+    def __post_init__(self) -> None:
+        if self.prefill < 1 or self.decode < 1 or self.dp_size < 0:
+            raise ConfigError("--prefill and --decode must be 1 or more, --dp-size must not be negative.")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    cluster: ClusterArgs
+    model: ModelArgs
+    cache: CacheArgs
+    schedule: ScheduleArgs
+    parallel: ParallelArgs
+    kernels: KernelArgs
+
+
+def launch_cluster(argv: Sequence[str] | None = None) -> None:
+    """Console script: router, prefill and decode servers on this host, the shipped chat model by default."""
+    config = parse(ClusterConfig, argv, prog="launch_cluster", defaults={"model_path": "tinychat"},
+                   description="Start a router with prefill and decode servers on this host.")
+    parts = plan_cluster(config, _count_gpus(config.model.device))
+    sys.exit(run_parts(parts, lambda: _greet(config)))
+
+
+def plan_cluster(config: ClusterConfig, num_gpus: int) -> list[Part]:
+    """The processes of a cluster: servers share the GPUs evenly, each memory share shrinking where they overlap."""
+    args = config.cluster
+    logs = Path(args.log_dir or tempfile.mkdtemp(prefix="baton-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    count = args.dp_size or args.prefill + args.decode
+    slots = max(1, num_gpus // config.parallel.tp_size)
+    sharing = -(-count // slots) if num_gpus else 1
+    parts, router = [], ["--host", args.host, "--port", str(args.port), "--policy", args.policy]
+    router += ["--worker-urls"] if args.dp_size else ["--pd-disaggregation"]
+    for index in range(count):
+        role = "server" if args.dp_size else "prefill" if index < args.prefill else "decode"
+        port, bootstrap = args.port + 1 + index, args.port + 1 + count + index
+        model = dataclasses.replace(
+            config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.tp_size)
+        cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
+        sections = (model, cache, config.schedule, config.parallel, config.kernels)
+        flags = [word for section in sections for word in to_argv(section)]
+        flags += ["--port", str(port)]
+        if role != "server":
+            flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
+        url = f"http://127.0.0.1:{port}"
+        name = f"{role}-{index - args.prefill if role == 'decode' else index}"
+        module = ["baton.launch", "server"] if role == "server" else [f"baton.{role}.launch"]
+        parts.append(Part(name, [sys.executable, "-m", *module, *flags], url, logs / f"{name}.log"))
+        router += {"server": [url], "prefill": ["--prefill", url, str(bootstrap)], "decode": ["--decode", url]}[role]
+    front = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
+    parts.append(Part("router", [sys.executable, "-m", "baton.router.launch", *router], front, logs / "router.log",
+                      "/readiness"))
+    return parts
+
+
+def _count_gpus(device: str) -> int:
+    if device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _greet(config: ClusterConfig) -> bool:
+    """Say where the cluster is, and whether it should stay up: with ``--ask`` it answers and stops."""
+    args = config.cluster
+    name = config.model.served_model_name or config.model.model_path
+    url = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
+    print(f"\nReady at {url}. Try:\n\n"
+          f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+          f"    -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", "
+          f"\"content\": \"What is the capital of France?\"}}]}}'\n", flush=True)
+    if args.question is None:
+        print("Ctrl-C stops all parts.", flush=True)
+        return True
+    try:
+        answer = ask(url, name, args.question)
+    except OSError as error:
+        sys.exit(f"launch_cluster: the question was not answered: {error}.")
+    print(f"Question: {args.question}\nAnswer:   {answer}", flush=True)
+    return False
+
+
+if __name__ == "__main__":  # python -m baton.launch server|cluster ..., where console scripts are not installed
+    commands = {"server": launch_server, "cluster": launch_cluster}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.exit("Say python -m baton.launch server ... or python -m baton.launch cluster ...")
+    commands[sys.argv[1]](sys.argv[2:])
