@@ -1,0 +1,53 @@
+"""What the machine can do at most: memory copy, matrix product, GPU to GPU copy. Each the median of several runs."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+
+def _seconds(work, repeats: int = 10) -> float:
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def copy_tb_s(size: int = 4 << 30) -> float:
+    """Device-to-device copy, bytes read plus written."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source)) / 1e12
+
+
+def matmul_tflops(n: int = 8192) -> float:
+    a = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
+    return 2 * n**3 / _seconds(lambda: a @ b) / 1e12
+
+
+def peer_gb_s(size: int = 2 << 30) -> float | None:
+    """GPU 0 to GPU 1; None on a machine with one."""
+    if torch.cuda.device_count() < 2:
+        return None
+    source = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(size, dtype=torch.uint8, device="cuda:1")
+    return size / _seconds(lambda: target.copy_(source)) / 1e9
+
+
+def measure() -> dict[str, float | None]:
+    figures = {"copy_tb_s": copy_tb_s(), "bf16_matmul_tflops": matmul_tflops(), "gpu0_gpu1_gb_s": peer_gb_s()}
+    torch.cuda.empty_cache()
+    return figures
+
+
+if __name__ == "__main__":
+    print(measure())

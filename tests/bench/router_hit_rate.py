@@ -1,0 +1,159 @@
+"""How much of their prompts workers find cached, by the router's policy, and what a worker's restart does to it.
+
+    python -m baton.tests.bench.router_hit_rate --out results.json
+
+Four whole tinychat servers on this machine's CPU share the work behind one router. Prompts are texts of a few dozen
+families with one long beginning each; all beginnings together fill two thirds of the four caches, so a policy has to
+part them among the workers. Three phases: all four workers; one is killed and three go on; it is back, empty. The hit
+rate is the workers' own count (``cached_tokens / prompt_tokens`` of each answer), beside the most that was possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+import aiohttp
+
+from ..integration.harness import Server, free_ports, get_json, post_json
+
+WORDS = ("river", "stone", "window", "garden", "morning", "letter", "bridge", "winter", "market", "mountain", "silver",
+         "table", "music", "forest", "harbor", "candle", "story", "engine", "paper", "island", "doctor", "summer",
+         "yellow", "kitchen", "shadow", "village", "thunder", "pocket", "mirror", "ocean")
+POOL_TOKENS = 4096
+PHASES = ("four workers", "one is down", "it is back, empty")
+
+
+def text(seed: int, count: int) -> str:
+    rng = Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+class Cluster:
+    """Four workers that stay, one of which is killed and started again."""
+
+    def __init__(self, logs: Path):
+        ports = free_ports(4)
+        events = range(21000, 21400, 100)
+        flags = ["server", "--model-path", "tinychat", "--device", "cpu", "--max-total-tokens", str(POOL_TOKENS),
+                 "--max-running-requests", "16", "--log-level", "warning"]
+        self.workers = [Server("baton.launch", [*flags, "--kv-events-port", str(event)], port, logs / f"worker-{i}.log",
+                               OMP_NUM_THREADS="1") for i, (port, event) in enumerate(zip(ports, events))]
+        self.logs = logs
+
+    def start(self) -> None:
+        for worker in self.workers:
+            worker.start()
+        for worker in self.workers:
+            worker.wait_ready()
+
+    def flush(self) -> None:
+        for worker in self.workers:
+            status, body = post_json(worker.url + "/flush_cache")
+            assert status == 200, body
+
+    def router(self, policy: str) -> Server:
+        argv = ["--policy", policy, "--log-level", "warning", "--health-check-interval-secs", "0.5", "--worker-urls",
+                *(worker.url for worker in self.workers)]
+        return Server("baton.router.launch", argv, free_ports(1)[0], self.logs / f"router-{policy}.log")
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            if worker.process is not None and worker.process.poll() is None:
+                worker.kill()
+
+
+async def run_phase(url: str, prompts: list[str], concurrency: int) -> dict[str, int]:
+    """Send all prompts; sums of the workers' counts."""
+    queue = list(reversed(prompts))
+    total = {"prompt_tokens": 0, "cached_tokens": 0, "failed": 0}
+    async with aiohttp.ClientSession() as http:
+        async def client() -> None:
+            while queue:
+                body = {"text": queue.pop(), "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+                async with http.post(url + "/generate", json=body) as answer:
+                    if answer.status != 200:
+                        total["failed"] += 1
+                        continue
+                    meta = (await answer.json())["meta_info"]
+                    total["prompt_tokens"] += meta["prompt_tokens"]
+                    total["cached_tokens"] += meta["cached_tokens"]
+
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+    return total
+
+
+def workload(families: int, words: int, requests: int) -> list[list[str]]:
+    """Three phases' prompts: a family's beginning, then words of its own."""
+    rng = Random(7)
+    beginnings = [text(1000 + family, words) for family in range(families)]
+    return [[f"{rng.choice(beginnings)} {text(10_000 + phase * requests + i, 12)}" for i in range(requests)]
+            for phase in range(len(PHASES))]
+
+
+def measure(cluster: Cluster, policy: str, phases: list[list[str]], concurrency: int) -> dict[str, object]:
+    cluster.flush()
+    router = cluster.router(policy).start().wait_ready()
+    try:
+        until_available(router, 4)
+        found: dict[str, object] = {"policy": policy}
+        for name, prompts in zip(PHASES, phases):
+            if name == PHASES[1]:
+                cluster.workers[0].kill()
+                until_available(router, 3)
+            if name == PHASES[2]:
+                cluster.workers[0].start().wait_ready()
+                until_available(router, 4)
+            total = asyncio.run(run_phase(router.url, prompts, concurrency))
+            found[name] = {**total, "hit_rate": round(total["cached_tokens"] / max(1, total["prompt_tokens"]), 4)}
+        return found
+    finally:
+        router.stop()
+
+
+def until_available(router: Server, count: int) -> None:
+    for _ in range(300):
+        listed = get_json(router.url + "/list_workers")["workers"]
+        if sum(worker["healthy"] for worker in listed) == count:
+            time.sleep(1.5)  # subscriptions
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"never {count} workers: {router!r}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--policies", nargs="+", default=["round_robin", "cache_aware", "cache_exact"])
+    parser.add_argument("--requests", type=int, default=240, help="a phase")
+    parser.add_argument("--families", type=int, default=24)
+    parser.add_argument("--words", type=int, default=300, help="of a family's beginning")
+    parser.add_argument("--concurrency", type=int, default=6)
+    args = parser.parse_args()
+    phases = workload(args.families, args.words, args.requests)
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="hit-rate-")))
+    report: dict[str, object] = {
+        "date": datetime.date.today().isoformat(), "command": " ".join(["router_hit_rate", *sys.argv[1:]]),
+        "workers": 4, "pool_tokens": POOL_TOKENS, "families": args.families, "requests_a_phase": args.requests,
+        "concurrency": args.concurrency}
+    try:
+        cluster.start()
+        report["rows"] = rows = []
+        for policy in args.policies:
+            rows.append(measure(cluster, policy, phases, args.concurrency))
+            print(json.dumps(rows[-1]), flush=True)
+    finally:
+        cluster.stop()
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

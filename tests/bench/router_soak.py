@@ -1,0 +1,153 @@
+"""Soak a router at full load: memory must stay flat and no task, load or connection may be left.
+
+    python tests/bench/router_soak.py --seconds 300
+
+A router process of its own in front of workers in this one; half of the requests stream, some clients
+leave in the middle, some connections are new. Prompts repeat out of a fixed set, so that the policy's tree is
+full after the first minute. RSS is compared between the end of the warm-up and the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import httptools
+import uvloop
+
+_PAGE_KIB = 4
+JSON_ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n' + b" " * 500
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b"1b\r\ndata: {\"choices\": [\"abc\"]}\n\n\r\n".replace(b"1b", b"%x" % len(b'data: {"choices": ["abc"]}\n\n'))
+
+
+class Worker(asyncio.Protocol):
+    """Answers at once, or with a stream of 20 events when the body asks for one."""
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.parser = httptools.HttpRequestParser(self)
+        self.body = b""
+
+    def on_body(self, data):
+        self.body += data
+
+    def data_received(self, data):
+        self.parser.feed_data(data)
+
+    def on_message_complete(self):
+        streams, self.body = b'"stream": true' in self.body, b""
+        self.transport.write(STREAM_HEAD + EVENT * 20 + b"0\r\n\r\n" if streams else JSON_ANSWER)
+
+
+class Reply:
+    def __init__(self):
+        self.complete = False
+
+    def on_message_complete(self):
+        self.complete = True
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def rss_kib(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_KIB
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def running(port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/list_workers", timeout=5) as reply:
+        return sum(worker["load"] for worker in json.load(reply)["workers"])
+
+
+async def client(port: int, rng: random.Random, until: float, prompts: list[str], counts: dict[str, int]) -> None:
+    """Requests one after another on connections that live for some of them."""
+    while time.monotonic() < until:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(rng.randrange(1, 200)):
+            body = json.dumps({"stream": rng.random() < 0.5, "prompt": rng.choice(prompts)}).encode()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            if rng.random() < 0.01:
+                counts["left"] += 1
+                break
+            reply = Reply()
+            parser = httptools.HttpResponseParser(reply)
+            while not reply.complete:
+                data = await reader.read(65536)
+                assert data, "the router closed a connection"
+                parser.feed_data(data)
+            assert parser.get_status_code() == 200, parser.get_status_code()
+            counts["answered"] += 1
+            if time.monotonic() > until:
+                break
+        writer.transport.abort()
+
+
+async def soak(seconds: float, concurrency: int) -> bool:
+    loop, rng = asyncio.get_running_loop(), random.Random(1)
+    servers = [await loop.create_server(Worker, "127.0.0.1", 0) for _ in range(4)]
+    urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "baton.router.launch", "--port", str(port),  # noqa: ASYNC220
+                                "--log-level", "warning", "--worker-urls", *urls])
+    try:
+        while True:
+            try:
+                await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/readiness", timeout=1)
+                break
+            except OSError:
+                assert process.poll() is None, "the router ended"
+                await asyncio.sleep(0.1)
+        prompts = [f"{i} " + "word " * 400 for i in range(2000)]
+        counts = {"answered": 0, "left": 0}
+        begun = time.monotonic()
+        idle_files = open_files(process.pid)
+        clients = [loop.create_task(client(port, rng, begun + seconds, prompts, counts)) for _ in range(concurrency)]
+        warm, warm_kib = begun + seconds / 3, 0
+        while any(not task.done() for task in clients):
+            await asyncio.wait(clients, timeout=max(1.0, seconds / 15))
+            if not warm_kib and time.monotonic() >= warm:
+                warm_kib = rss_kib(process.pid)
+            print(f"{time.monotonic() - begun:6.0f} s  {counts['answered']:9,} answered  {counts['left']:6,} left  "
+                  f"RSS {rss_kib(process.pid) / 1024:6.1f} MiB  files {open_files(process.pid)}", flush=True)
+        for task in clients:
+            task.result()
+        await asyncio.sleep(6)  # Idle connections to workers live for 4 s.
+        grown = (rss_kib(process.pid) - warm_kib) / 1024
+        left_load, left_files = await asyncio.to_thread(running, port), open_files(process.pid) - idle_files
+        print(f"{counts['answered'] / seconds:,.0f} req/s; RSS grew by {grown:.1f} MiB after the warm-up; "
+              f"{left_load} requests and {left_files} files are left.")
+        return grown < 8 and left_load == 0 and left_files <= 8
+    finally:
+        process.terminate()
+        process.wait()
+        for server in servers:
+            server.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--concurrency", type=int, default=64)
+    args = parser.parse_args()
+    sys.exit(0 if uvloop.run(soak(args.seconds, args.concurrency)) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""An engine in this process, stepped by hand: a scheduler with everything under it."""
+
+from __future__ import annotations
+
+from baton.common.api.messages import Generate, Outputs
+from baton.common.api.sampling import SamplingParams
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import (
+    CacheArgs,
+    DisaggregationArgs,
+    HttpArgs,
+    KernelArgs,
+    ModelArgs,
+    ParallelArgs,
+    ScheduleArgs,
+    ServerConfig,
+)
+from baton.common.distributed.tp import TPGroup
+from baton.common.engine.batcher import Batcher
+from baton.common.engine.executor import Executor
+from baton.common.engine.ledger import Ledger
+from baton.common.engine.model_runner import ModelRunner
+from baton.common.engine.sampler import Sampler
+from baton.common.engine.unified import UnifiedScheduler
+from baton.common.kvcache.manager import KVCacheManager
+
+
+class Engine:
+    """A scheduler with everything under it, driven by hand."""
+
+    def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
+                 policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
+                 load_format="auto"):
+        cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix)
+        schedule = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running, schedule_policy=policy)
+        model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format)
+        config = ServerConfig(model, cache_args, schedule, ParallelArgs(), kernels or KernelArgs(),
+                              DisaggregationArgs(), HttpArgs())
+        spec = load_model_spec(config.model)
+        runner = ModelRunner.load(config, spec, TPGroup(), device, lambda what, share: None)
+        self.cache = KVCacheManager(runner.num_pages, page_size, radix)
+        self.sent = []
+        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
+                             max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
+        executor = Executor(runner, Sampler(spec.vocab_size, device, 0))
+        self.scheduler = UnifiedScheduler(Batcher(self.cache, schedule), executor, self.ledger, overlap=overlap)
+
+    def start(self, rid, prompt, **sampling):
+        options = {"logprobs": {}} | sampling
+        logprobs = options.pop("logprobs")
+        params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 12} | options)
+        req = self.ledger.accept(Generate(rid, list(prompt), params, **logprobs), now=float(len(self.ledger.live)))
+        if req is not None:
+            self.scheduler.add(req)
+        return req
+
+    def run(self):
+        while self.scheduler.step(0.0):
+            self.ledger.flush()
+        assert self.scheduler.idle and not self.ledger.live
+        self.cache.check_integrity()
+        assert self.cache.num_held == 0
+        outputs = [item for message in self.sent if isinstance(message, Outputs) for item in message.items]
+        self.sent.clear()
+        return outputs
+
+
+def tokens_of(outputs):
+    found = {}
+    for item in outputs:
+        found.setdefault(item.rid, []).extend(item.token_ids)
+    return found

@@ -1,0 +1,81 @@
+"""Command lines derived from dataclasses."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from baton.common.api.errors import ConfigError
+from baton.common.config.cli import flag, parse, to_argv
+from baton.common.config.server import ServerConfig
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = flag(4, help="a size")
+    name: str | None = flag(None, help="a name", names=("--nickname",))
+
+    def __post_init__(self):
+        if self.size < 0:
+            raise ConfigError("--size must be 0 or more.")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    kind: Literal["a", "b"] = flag("a", help="a kind")
+    urls: tuple[str, ...] = flag((), help="URLs")
+    prefill: tuple[tuple[str, ...], ...] = flag((), help="URL [PORT]", repeat=True)
+    fast: bool = flag(False, help="be fast")
+    checks: bool = flag(True, help="check")
+
+
+def read(*argv):
+    return parse(Outer, argv, prog="prog", description="")
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as caught:
+        read(*argv)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_defaults_and_flags():
+    assert read() == Outer(Inner())
+    config = read("--nickname", "n", "--size", "7", "--urls", "u", "v", "--prefill", "p", "1", "--prefill", "q",
+                  "--fast", "--no-checks", "--kind", "b")
+    assert config == Outer(Inner(7, "n"), "b", ("u", "v"), (("p", "1"), ("q",)), True, False)
+
+
+def test_a_configuration_survives_its_own_command_line():
+    config = Outer(Inner(7, "n"), "b", ("u", "v"), (("p", "1"), ("q",)), True, False)
+    assert read(*to_argv(config)) == config
+    assert to_argv(Outer(Inner())) == []
+    server = parse(ServerConfig, ["--model-path", "m", "--tp", "2", "--disable-radix-cache"], prog="p", description="")
+    assert parse(ServerConfig, to_argv(server), prog="p", description="") == server
+
+
+def test_yaml_file_and_flags_win(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("size: 5\nkind: b\nprefill: [[p, 1], q]\nurls: [u]\nchecks: false\n")
+    config = read("--config", str(file), "--size", "6")
+    assert config == Outer(Inner(6), "b", ("u",), (("p", "1"), ("q",)), False, False)
+
+
+@pytest.mark.parametrize("content, part", [
+    ("sizes: 5", "no flag"), ("size: big", "type int"), ("size: true", "int"), ("kind: c", "one of a, b"),
+    ("- 1", "mapping"), ("{", "YAML"), ("fast: 3", "true or false")])
+def test_wrong_yaml_is_one_sentence(tmp_path, capsys, content, part):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    message = refused(capsys, "--config", str(file))
+    assert part in message and message.count("\n") == 1
+
+
+def test_wrong_flags_are_one_sentence(capsys):
+    assert "--size must be 0 or more" in refused(capsys, "--size", "-1")
+    assert "Cannot read" in refused(capsys, "--config", "/nowhere.yaml")
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, [], prog="p", description="")
+    assert "--model-path is required" in capsys.readouterr().err

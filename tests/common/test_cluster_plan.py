@@ -1,0 +1,32 @@
+"""The processes that ``launch_cluster`` plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.common.config.cli import parse
+from baton.launch import ClusterConfig, plan_cluster
+from baton.router.config import RouterConfig
+
+
+def plan(tmp_path, *argv: str, num_gpus: int = 0):
+    config = parse(ClusterConfig, ["--model-path", "m", "--log-dir", str(tmp_path), *argv], prog="x", description="")
+    *servers, router = plan_cluster(config, num_gpus)
+    flags = router.argv[router.argv.index("baton.router.launch") + 1:]
+    return servers, parse(RouterConfig, flags, prog="launch_router", description="")
+
+
+def test_pairs(tmp_path):
+    servers, router = plan(tmp_path, "--prefill", "1", "--decode", "2")
+    assert [part.name for part in servers] == ["prefill-0", "decode-0", "decode-1"]
+    assert [(spec.role, spec.url) for spec in router.workers.specs] == [
+        ("prefill", servers[0].url), ("decode", servers[1].url), ("decode", servers[2].url)]
+
+
+@pytest.mark.parametrize(("num_gpus", "ids"), [(0, ["0", "0"]), (2, ["0", "1"])])
+def test_whole_servers(tmp_path, num_gpus, ids):
+    servers, router = plan(tmp_path, "--dp-size", "2", "--policy", "round_robin", num_gpus=num_gpus)
+    assert [part.argv[1:4] for part in servers] == [["-m", "baton.launch", "server"]] * 2
+    assert [spec.url for spec in router.workers.specs] == [part.url for part in servers]
+    given = [dict(zip(part.argv, part.argv[1:])).get("--base-gpu-id", "0") for part in servers]
+    assert (given, router.policy.policy) == (ids, "round_robin")

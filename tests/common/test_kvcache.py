@@ -1,0 +1,177 @@
+"""Page allocator, prefix cache and manager: ownership of pages under any order of calls."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.common.kvcache.allocator import PageAllocator
+from baton.common.kvcache.layout import KVLayout, split_layers
+from baton.common.kvcache.manager import KVCacheManager
+from baton.common.kvcache.prefix_cache import PrefixCache
+
+
+def tokens(*ids):
+    return np.array(ids, dtype=np.int32)
+
+
+def pages(*ids):
+    return np.array(ids, dtype=np.int64)
+
+
+class TestAllocator:
+    def test_hands_out_each_page_once(self):
+        allocator = PageAllocator(8)
+        taken = np.concatenate((allocator.allocate(3), allocator.allocate(5)))
+        assert sorted(taken) == list(range(8)) and allocator.num_free == 0
+
+    def test_pages_come_in_runs(self):
+        allocator = PageAllocator(16)
+        first, second = allocator.allocate(4), allocator.allocate(4)
+        assert first.tolist() == [0, 1, 2, 3] and second.tolist() == [4, 5, 6, 7]
+        allocator.free(first)
+        assert allocator.allocate(4).tolist() == [0, 1, 2, 3]
+        allocator.free(second)
+        allocator.free(first)
+        allocator.tidy()
+        assert allocator.allocate(16).tolist() == list(range(16))
+
+    def test_double_free_is_caught(self):
+        allocator = PageAllocator(4)
+        ids = allocator.allocate(2)
+        allocator.free(ids)
+        with pytest.raises(AssertionError, match="freed twice"):
+            allocator.free(ids)
+
+    def test_one_page_named_twice_is_caught(self):
+        allocator = PageAllocator(4)
+        page = allocator.allocate(1)
+        with pytest.raises(AssertionError, match="named twice"):
+            allocator.free(np.concatenate((page, page)))
+
+
+class TestPrefixCache:
+    def test_match_is_page_aligned_and_splits_edges(self):
+        cache = PrefixCache(page_size=2)
+        cache.insert(tokens(1, 2, 3, 4, 5, 6), pages(10, 11, 12))
+        _, found = cache.match(tokens(1, 2, 3, 4, 9, 9))
+        assert found.tolist() == [10, 11]
+        _, found = cache.match(tokens(1, 2, 3))
+        assert found.tolist() == [10]
+        assert cache.num_pages == 3
+        cache.check_integrity()
+
+    def test_insert_reports_what_was_there(self):
+        cache = PrefixCache(page_size=1)
+        cache.insert(tokens(1, 2, 3), pages(10, 11, 12))
+        _, present = cache.insert(tokens(1, 2, 7, 8), pages(20, 21, 22, 23))
+        assert present == 2
+        assert cache.match(tokens(1, 2, 7, 8))[1].tolist() == [10, 11, 22, 23]
+
+    def test_locked_nodes_stay_and_the_oldest_go_first(self):
+        cache = PrefixCache(page_size=1)
+        cache.insert(tokens(1, 2), pages(0, 1))
+        cache.insert(tokens(3, 4), pages(2, 3))
+        node, _ = cache.insert(tokens(5, 6), pages(4, 5))
+        cache.lock(node)
+        cache.match(tokens(1, 2))
+        assert sorted(cache.evict(1)) == [2, 3]
+        assert sorted(cache.evict(99)) == [0, 1]
+        assert cache.num_evictable == 0 and cache.num_pages == 2
+        cache.unlock(node)
+        assert sorted(cache.evict(99)) == [4, 5]
+        cache.check_integrity()
+
+
+def test_commit_keeps_page_ids_and_later_requests_share():
+    cache = KVCacheManager(num_pages=16, page_size=2)
+    prompt = tokens(1, 2, 3, 4, 5)
+    first, second = cache.begin(prompt, 4), cache.begin(prompt, 4)
+    assert cache.grow(first, 5) and cache.grow(second, 5)
+    before = second.ids.tolist()
+    cache.commit(first, prompt[:4])
+    cache.commit(second, prompt[:4])
+    assert second.ids.tolist() == before, "a transfer may be reading the pages of a live request"
+    third = cache.begin(prompt, 4)
+    assert third.ids.tolist() == first.ids[:2].tolist()
+    for hold in (first, second, third):
+        cache.release(hold)
+    assert (cache.num_free, cache.num_held, cache.num_cached) == (14, 0, 2)
+    cache.flush()
+    assert cache.num_free == 16
+
+
+def test_grow_evicts_and_refuses_without_change():
+    cache = KVCacheManager(num_pages=4, page_size=1)
+    old = cache.begin(tokens(1, 2, 3), 0)
+    assert cache.grow(old, 3)
+    cache.release(old, tokens(1, 2, 3))
+    new = cache.begin(tokens(7, 8, 9, 10, 11), 0)
+    assert not cache.grow(new, 5)
+    assert cache.num_cached == 3 and new.count == 0
+    assert cache.grow(new, 4) and cache.num_cached == 0
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("layers, page_bytes, expected", [
+    (32, 64 * 1024, (16, 16)), (7, 10, (7,)), (5, 1 << 20, (1, 1, 1, 1, 1)), (36, 48 * 1024, (18, 18))])
+def test_layer_groups_make_descriptors_of_about_a_mebibyte(layers, page_bytes, expected):
+    assert split_layers(layers, page_bytes) == expected
+
+
+def test_layout_locates_layers():
+    layout = KVLayout((3, 2), num_kv_heads=2, head_dim=4, page_size=16, dtype="bfloat16")
+    assert [layout.locate(i) for i in range(5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert layout.page_bytes == 5 * 2 * 2 * 16 * 4 * 2
+    with pytest.raises(IndexError):
+        layout.locate(5)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Requests begin, grow, publish and end in any order; no page may have two owners, none may be lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = KVCacheManager(num_pages=24, page_size=2)
+        self.live = []
+
+    @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14))
+    def begin(self, prompt):
+        ids = tokens(*prompt)
+        hold = self.cache.begin(ids, len(ids) - 1)
+        if self.cache.grow(hold, len(ids)):
+            self.live.append((hold, ids))
+        else:
+            self.cache.release(hold)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def commit(self, data):
+        hold, ids = data.draw(st.sampled_from(self.live))
+        before = hold.ids.tolist()
+        self.cache.commit(hold, ids[: data.draw(st.integers(0, len(ids)))])
+        assert hold.ids.tolist() == before
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def end(self, data, keep):
+        hold, ids = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.cache.release(hold, ids if keep else None)
+
+    @invariant()
+    def every_page_has_one_owner(self):
+        self.cache.check_integrity()
+        held = [page for hold, _ in self.live for page in hold.ids[hold.own]]
+        assert len(set(held)) == len(held) == self.cache.num_held
+
+    def teardown(self):
+        for hold, _ in self.live:
+            self.cache.release(hold)
+        self.cache.flush()
+        self.cache.tidy()
+        assert self.cache.allocator.allocate(24).tolist() == list(range(24))
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

@@ -1,0 +1,132 @@
+"""What is read from a checkpoint's configuration, and what is refused with which sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.common.api.errors import ConfigError
+from baton.common.config.model import load_model_spec, resolve_checkpoint
+from baton.common.config.server import ModelArgs
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16", "eos_token_id": 2,
+}
+
+
+def spec_of(folder: Path, generation: dict | None = None, context_length: int | None = None, **changes):
+    config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return load_model_spec(ModelArgs(model_path=str(folder), context_length=context_length))
+
+
+def test_defaults(tmp_path):
+    spec = spec_of(tmp_path)
+    assert (spec.num_kv_heads, spec.head_dim, spec.dtype, spec.rope_theta) == (4, 16, "bfloat16", 10000.0)
+    assert spec.rope_scaling is None and not spec.tie_word_embeddings and not spec.attention_bias
+    assert spec.eos_token_ids == (2,) and spec.context_length == 2048
+
+
+def test_eos_tokens_of_both_files_are_joined(tmp_path):
+    assert spec_of(tmp_path, {"eos_token_id": [5, 2]}, eos_token_id=[2, 9]).eos_token_ids == (5, 2, 9)
+    assert spec_of(tmp_path, {}, eos_token_id=None).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("changes,theta,scaling,context", [
+    ({"rope_theta": 5e5}, 5e5, None, 2048),
+    ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, 7.0, None, 2048),
+    ({"rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, 9.0,
+     {"rope_type": "linear", "factor": 2.0}, 4096),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}}, 1e4, {"rope_type": "dynamic", "factor": 3.0}, 6144),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 1e4,
+     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, 1e4,
+     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 2048}, 2048),
+])
+def test_rope_in_old_and_new_form(tmp_path, changes, theta, scaling, context):
+    spec = spec_of(tmp_path, **changes)
+    assert (spec.rope_theta, spec.rope_scaling, spec.context_length) == (theta, scaling, context)
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported: use a checkpoint of LlamaForCausalLM, "
+                                             "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    ({"architectures": ...}, "Architecture none is not supported"),
+    ({"hidden_act": "gelu"}, "Activation 'gelu' is not supported"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "Quantized checkpoints are not supported"),
+    ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "Rope scaling 'longrope' is not supported"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'rope_scaling.factor of linear'"),
+    ({"partial_rotary_factor": 0.5}, "Partial rotary embeddings are not supported"),
+    ({"vocab_size": ...}, "config.json lacks 'vocab_size'"),
+    ({"context_length": 2049}, "--context-length 2049 must be between 1 and the model's 2048"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 512},
+     "set --context-length to the model's window 512"),
+])
+def test_unsupported_is_refused_with_a_sentence(tmp_path, changes, sentence):
+    with pytest.raises(ConfigError) as error:
+        spec_of(tmp_path, **changes)
+    assert sentence in str(error.value)
+
+
+def test_a_sliding_window_without_effect_passes(tmp_path):
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 512}
+    assert spec_of(tmp_path, context_length=512, **mistral).context_length == 512
+    assert spec_of(tmp_path, **{**mistral, "sliding_window": None}).sliding_window is None
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "num_hidden_layers": 4}
+    assert spec_of(tmp_path, use_sliding_window=False, **qwen).sliding_window is None
+    assert spec_of(tmp_path, use_sliding_window=True, max_window_layers=4, **qwen).sliding_window is None
+    with pytest.raises(ConfigError, match="Sliding-window"):
+        spec_of(tmp_path, use_sliding_window=True, max_window_layers=3, **qwen)
+
+
+def test_biases_by_family(tmp_path):
+    llama = spec_of(tmp_path, attention_bias=True, mlp_bias=True)
+    assert llama.attention_bias and llama.o_bias and llama.mlp_bias and not llama.qk_norm
+    qwen2 = spec_of(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert qwen2.attention_bias and not qwen2.o_bias
+    assert spec_of(tmp_path, architectures=["Qwen3ForCausalLM"]).qk_norm
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "a/b/c", "with space"])
+def test_missing_folder(path):
+    with pytest.raises(ConfigError, match="there is no checkpoint folder"):
+        resolve_checkpoint(ModelArgs(model_path=path))
+
+
+def test_unreadable_configuration(tmp_path):
+    with pytest.raises(ConfigError, match="holds no config.json"):
+        load_model_spec(ModelArgs(model_path=str(tmp_path)))
+    for content in ("{", "[]"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match="config.json"):
+            load_model_spec(ModelArgs(model_path=str(tmp_path)))
+
+
+def test_hub_failure_is_one_sentence(monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*args, **kwargs):
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ConfigError, match=r"^--model-path org/name: the download .* failed \(no route to host"):
+        resolve_checkpoint(ModelArgs(model_path="org/name"))
+
+
+def test_the_front_reads_a_specification_without_torch(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code = ("import sys; from baton.common.config.model import load_model_spec as load; "
+            "from baton.common.config.server import ModelArgs; "
+            f"load(ModelArgs(model_path={str(tmp_path)!r})); assert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

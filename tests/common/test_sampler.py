@@ -1,0 +1,114 @@
+"""Sampling: distributions against their definition, reproducibility, suppression, log-probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from baton.common.api.sampling import SamplingParams
+from baton.common.engine.sampler import Sampler, seeded_exponential
+
+VOCAB = 40
+DRAWS = 20_000
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler(VOCAB, "cpu", seed=0)
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def definition(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution, token by token: temperature, top-k, top-p of the rest, min-p."""
+    probabilities = (logits / params.temperature).softmax(-1)
+    ranked = probabilities.argsort(descending=True).tolist()
+    kept = ranked[:params.top_k] if params.top_k > 0 else ranked
+    total, nucleus, mass = float(probabilities[kept].sum()), [], 0.0
+    for token in kept:
+        if nucleus and mass >= params.top_p:
+            break
+        nucleus.append(token)
+        mass += float(probabilities[token]) / total
+    kept = [token for token in nucleus if probabilities[token] >= params.min_p * probabilities.max()]
+    result = torch.zeros(VOCAB)
+    result[kept] = probabilities[kept] / probabilities[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("params", [
+    SamplingParams(), SamplingParams(temperature=0.4), SamplingParams(top_k=5), SamplingParams(top_p=0.7),
+    SamplingParams(min_p=0.2), SamplingParams(top_k=10, top_p=0.6, temperature=2.0, min_p=0.1),
+], ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
+def test_distribution(sampler, logits, params, seeded):
+    rows = [replace(params, seed=row if seeded else None) for row in range(DRAWS)]
+    sampled = sampler.sample(logits.repeat(DRAWS, 1), rows, [9] * DRAWS, [None] * DRAWS)
+    seen = torch.bincount(torch.tensor(sampled.token_ids), minlength=VOCAB) / DRAWS
+    want = definition(logits, params)
+    assert not (seen[want == 0]).any()
+    # Five standard deviations of a frequency over so many draws.
+    assert ((seen - want).abs() <= 5 * (want * (1 - want) / DRAWS).sqrt() + 1e-9).all()
+
+
+def test_greedy_and_mixed_rows(sampler, logits):
+    rows = [GREEDY, SamplingParams(top_k=1), SamplingParams(temperature=1e-30), SamplingParams(top_p=1e-6)]
+    best = int(logits.argmax())
+    assert sampler.sample(logits.repeat(4, 1), rows, [1] * 4, [None] * 4).token_ids == [best] * 4
+    assert sampler.sample(logits.repeat(2, 1), rows[:2], [1] * 2, [None] * 2).token_ids == [best] * 2
+    assert sampler.sample(logits[:0].view(0, VOCAB), [], [], []).token_ids == []
+
+
+def test_a_seed_fixes_the_choice_whatever_the_batch(sampler):
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+    mine = SamplingParams(seed=-(2**63))
+    alone = [sampler.sample(logits[:1].clone(), [mine], [p], [None]).token_ids[0] for p in range(40)]
+    other = [SamplingParams(temperature=0.5), mine, SamplingParams(seed=8, top_k=3)]
+    beside = [Sampler(VOCAB, "cpu", seed=5).sample(logits[[1, 0, 2]], other, [2, p, 7], [None] * 3).token_ids[1]
+              for p in range(40)]
+    assert alone == beside
+    assert len(set(alone)) > 8  # positions differ in their noise
+    different = [sampler.sample(logits[:1].clone(), [SamplingParams(seed=6)], [p], [None]).token_ids[0]
+                 for p in range(40)]
+    assert different != alone
+
+
+def test_the_generator_seed_fixes_unseeded_sampling(logits):
+    def draw(seed: int) -> list[int]:
+        return Sampler(VOCAB, "cpu", seed).sample(logits.repeat(50, 1), [SamplingParams()] * 50, [0] * 50,
+                                                  [None] * 50).token_ids
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_seeded_noise_is_exponential_and_never_zero():
+    noise = seeded_exponential(torch.arange(300), torch.arange(300) * 7, 5000)
+    assert noise.min() > 0 and noise.isfinite().all()
+    assert abs(noise.mean() - 1) < 0.005 and abs(noise.var() - 1) < 0.01
+    assert abs(torch.corrcoef(noise[:50]).fill_diagonal_(0)).max() < 0.08  # rows are independent
+
+
+def test_suppressed_tokens_are_not_chosen(sampler, logits):
+    ranked = logits.argsort(descending=True).tolist()
+    rows = [GREEDY, SamplingParams(top_k=2, seed=1), GREEDY]
+    sampled = sampler.sample(logits.repeat(3, 1), rows, [1] * 3, [None, 3, None],
+                             [tuple(ranked[:2]), tuple(ranked[:1]), ()])
+    assert sampled.token_ids[0] == ranked[2] and sampled.token_ids[1] in ranked[1:3]
+    assert sampled.token_ids[2] == ranked[0]
+    assert ranked[0] not in [token for token, _ in sampled.tops[1]]
+
+
+def test_logprobs_are_the_models_own(sampler, logits):
+    rows = [GREEDY, SamplingParams(temperature=0.2, seed=1), GREEDY]
+    sampled = sampler.sample(logits.repeat(3, 1), rows, [1] * 3, [0, 3, None])
+    want = logits.log_softmax(-1)
+    assert sampled.logprobs[0] == pytest.approx(float(want.max()), abs=1e-5) and sampled.tops[0] == []
+    assert sampled.logprobs[1] == pytest.approx(float(want[sampled.token_ids[1]]), abs=1e-5)
+    values, ids = want.topk(3)
+    assert [token for token, _ in sampled.tops[1]] == ids.tolist()
+    assert [value for _, value in sampled.tops[1]] == pytest.approx(values.tolist(), abs=1e-5)
+    assert sampled.logprobs[2] is None and sampled.tops[2] == []

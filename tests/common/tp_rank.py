@@ -1,0 +1,42 @@
+"""One rank of test_tp.py: ``tp_rank.py RANK SIZE INIT_METHOD CHECKPOINT OUT``; writes what it computed to OUT."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+
+from baton.common.api.sampling import SamplingParams
+from baton.common.distributed.tp import init_tp
+from baton.common.engine.sampler import Sampler
+from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
+
+
+def main(rank: int, size: int, init_method: str, checkpoint: str, out: str) -> None:
+    torch.set_num_threads(1)
+    tp = init_tp(rank, size, init_method, "cpu", timeout=60)
+    messages = [b"", b"x" * 4096, bytes(range(256)) * 100]
+    received = [tp.broadcast_bytes(message if rank == 0 else None) for message in messages]
+    least = tp.min_reduce(np.array([rank, -rank, 5], np.int64))
+    runners = {
+        "checkpoint": load_runner(server_config(checkpoint, tp=size), tp),
+        "dummy": load_runner(server_config(checkpoint, tp=size, load_format="dummy"), tp),
+    }
+    results = {}
+    for name, runner in runners.items():
+        tokens = np.random.default_rng(2).integers(0, 97, 30)
+        pages = scattered_pages(runner, 1, 30)[0]
+        first = forward(runner, [(tokens[:29], 0, pages)])
+        last = forward(runner, [(tokens[29:], 29, pages)], is_decode=True)
+        none = forward(runner, [(tokens[29:], 29, pages)], every_row=False)[:0]
+        results[name] = torch.cat((first, last, none))
+    sampler = Sampler(results["dummy"].shape[1], "cpu", seed=rank, tp=tp)  # unequal seeds: rank 0's choice must win
+    sampled = sampler.sample(results["dummy"].clone(), [SamplingParams()] * 30, list(range(30)), [1] * 30)
+    torch.save({"logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
+                "least": least.tolist(), "tokens": sampled.token_ids}, out)
+    tp.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

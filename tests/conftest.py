@@ -1,0 +1,10 @@
+"""Settings that all tests share."""
+
+import os
+
+# Tiny tensors: a second thread costs more in hand-over than it computes, and the machine has few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where the system's RDMA libraries are installed, NIXL 1.5.1's UCX would load them beside the copy of libnl in its
+# wheel, and the process dies in the second one's destructor when it exits. No test needs a card.
+os.environ.setdefault("UCX_MODULES", "^ib,rdmacm")

@@ -1,0 +1,61 @@
+"""The engine on a GPU: CUDA graphs and overlap change no token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from baton.common.config.server import KernelArgs
+from baton.common.tinychat import CHECKPOINT
+from baton.common.tinychat.tasks import held_out, matches
+from baton.tests.common.hand_driven import Engine, tokens_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+EAGER = KernelArgs(disable_cuda_graph=True)
+
+
+@pytest.fixture(scope="module")
+def questions():
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    examples = held_out(72, seed=41)
+    prompts = []
+    for example in examples:
+        ids = tokenizer.apply_chat_template(example.messages, tools=example.tools, add_generation_prompt=True)
+        prompts.append(list(ids["input_ids"] if not isinstance(ids, list) else ids))
+    return tokenizer, examples, prompts
+
+
+def answer(prompts, seed=None, **options):
+    engine = Engine(CHECKPOINT, page_size=16, max_total_tokens=65536, chunk=2048, device="cuda", **options)
+    for i, prompt in enumerate(prompts):
+        sampling = {} if seed is None else {"temperature": 1.0, "top_p": 0.9, "seed": seed + i}
+        engine.start(str(i), prompt, max_new_tokens=96, logprobs={}, **sampling)
+    found = tokens_of(engine.run())
+    return [found[str(i)] for i in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def reference(questions):
+    """Float32, torch attention, no graphs, no overlap."""
+    return answer(questions[2], kernels=KernelArgs(attention_backend="torch", disable_cuda_graph=True))
+
+
+@pytest.mark.parametrize("kernels", [EAGER, KernelArgs(), KernelArgs(cuda_graph_bs=(4, 16)),
+                                     KernelArgs(cuda_graph_max_bs=20)], ids=["eager", "graphs", "few sizes", "small"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+def test_tokens_equal_the_plain_loop(questions, reference, kernels, overlap):
+    assert answer(questions[2], kernels=kernels, overlap=overlap) == reference
+
+
+def test_seeded_tokens_equal_the_plain_loop(questions):
+    plain = answer(questions[2], seed=5, kernels=EAGER)
+    assert answer(questions[2], seed=5, overlap=True) == plain
+
+
+def test_bfloat16_answers_are_right(questions):
+    tokenizer, examples, prompts = questions
+    answers = answer(prompts, dtype="bfloat16", overlap=True)
+    right = [matches(e, tokenizer.decode(ids, skip_special_tokens=True)) for e, ids in zip(examples, answers)]
+    assert sum(right) >= 0.97 * len(right), [e.task for e, ok in zip(examples, right) if not ok]

@@ -1,0 +1,98 @@
+"""Whole models on a GPU: numerics against transformers, and an 8B-shaped model with rough timings."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from baton.common.engine.forward_batch import Row, build_forward_batch
+from baton.tests.common.small_models import (
+    expected_logits,
+    forward,
+    load_runner,
+    save_model,
+    scattered_pages,
+    server_config,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BACKENDS = ["triton", *(["flashinfer"] if find_spec("flashinfer") else [])]
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "eos_token_id": 128001,
+}
+
+
+def test_float32_logits_equal_transformers(tmp_path):
+    """In float32 on the GPU, over our kernels: the tolerance of the CPU tests."""
+    model = save_model(tmp_path, "Qwen3", head_dim=64)
+    runner = load_runner(server_config(tmp_path, backend="triton", dtype="float32"), device="cuda:0")
+    tokens = np.random.default_rng(0).integers(0, 97, 60)
+    pages = scattered_pages(runner, 1, 60)[0]
+    want = expected_logits(model, tokens)
+    got = [forward(runner, [(tokens[:37], 0, pages)]), forward(runner, [(tokens[37:59], 37, pages)]),
+           forward(runner, [(tokens[59:], 59, pages)], is_decode=True)]
+    torch.testing.assert_close(torch.cat(got).cpu(), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_stays_as_close_as_transformers(tmp_path, backend):
+    """Against float32: our bfloat16 error is at most that of transformers in bfloat16, give or take a half."""
+    model = save_model(tmp_path, "Llama", head_dim=64, num_attention_heads=8, hidden_size=256)
+    tokens = np.random.default_rng(0).integers(0, 97, 100)
+    exact = expected_logits(model, tokens)
+    model = model.to("cuda", torch.bfloat16)
+    with torch.inference_mode():
+        theirs = model(torch.from_numpy(tokens)[None].cuda()).logits[0].float().cpu()
+    runner = load_runner(server_config(tmp_path, backend=backend, dtype="bfloat16"), device="cuda:0")
+    pages = scattered_pages(runner, 1, 100)[0]
+    ours = torch.cat([forward(runner, [(tokens[:61], 0, pages)]), forward(runner, [(tokens[61:99], 61, pages)]),
+                      forward(runner, [(tokens[99:], 99, pages)], is_decode=True)]).cpu()
+    assert (ours - exact).square().mean().sqrt() <= 1.5 * (theirs - exact).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_8b_shape_prefills_and_decodes(tmp_path, backend, capsys):
+    """Both phases run at full size within loose bounds; the measured times are printed."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    started = time.perf_counter()
+    runner = load_runner(server_config(tmp_path, backend=backend, load_format="dummy", max_total_tokens=300_000),
+                         device="cuda:0")
+    loaded = time.perf_counter() - started
+    tokens = np.random.default_rng(0).integers(0, 128256, 8192)
+    pages = scattered_pages(runner, 64, 4096 + 64)
+    events: list[int] = []
+    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:2].flatten())], False,
+                    lambda group, event: events.append(group))
+    context = 2048
+    decode = timed(runner, lambda: [Row(tokens[:1], context, pages[b]) for b in range(64)], True)
+    single = timed(runner, lambda: [Row(tokens[:1], context, pages[0])], True)
+    with capsys.disabled():
+        print(f"\n8B {backend}: load {loaded:.1f} s, prefill 8,192 tokens {prefill * 1e3:.1f} ms "
+              f"({8192 / prefill:,.0f} tokens/s), decode step of 64 x {context} {decode * 1e3:.1f} ms, "
+              f"of 1 {single * 1e3:.1f} ms, groups {runner.layout.groups}, {runner.pool}")
+    assert events[:len(runner.layout.groups)] == list(range(len(runner.layout.groups)))
+    assert prefill < 2 and decode < 0.2
+    torch.cuda.empty_cache()
+
+
+def timed(runner, rows, is_decode: bool, after_group=None, repeats: int = 5) -> float:
+    """Median seconds of a step, batch building included."""
+    seconds = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        batch = build_forward_batch(rows(), runner.layout.page_size, runner.device, is_decode)
+        logits = runner.forward(batch, after_group)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        assert logits.isfinite().all() and logits.std() > 0
+    return sorted(seconds[1:])[repeats // 2]

@@ -1,0 +1,26 @@
+"""Servers that several test files share: starting one takes seconds."""
+
+import pytest
+
+from baton.tests.integration.harness import Cluster, Server, free_ports
+
+
+@pytest.fixture(scope="session")
+def unified(tmp_path_factory):
+    """A unified server of the shipped chat model."""
+    folder = tmp_path_factory.mktemp("unified")
+    argv = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"]
+    server = Server("baton.launch", ["server", *argv], free_ports(1)[0], folder / "server.log").start()
+    try:
+        yield server.wait_ready()
+        assert server.stop() == 0, repr(server)
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+@pytest.fixture(scope="session")
+def relay(tmp_path_factory):
+    """Router, one prefill and one decode server."""
+    with Cluster(tmp_path_factory.mktemp("relay")) as cluster:
+        yield cluster

@@ -1,0 +1,71 @@
+"""Every worker of a cluster is killed and restarted in turn under streams: no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import aiohttp
+import pytest
+
+from baton.common.tinychat.tasks import held_out, matches
+from baton.tests.integration.harness import Cluster
+
+STREAMS = 16
+
+
+async def stream(session, url, example):
+    """The answer of one stream; raises where it fails in any way."""
+    body = {"model": "tinychat", "messages": example.messages, "temperature": 0, "stream": True}
+    content, events = "", []
+    async with session.post(url + "/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                events.append(line[6:].strip())
+    assert events and events[-1] == b"[DONE]", events[-1:]
+    for event in events[:-1]:
+        told = json.loads(event)
+        assert "error" not in told, told
+        if told["choices"]:
+            content += told["choices"][0]["delta"].get("content") or ""
+    return "right" if matches(example, {"content": content, "role": "assistant"}) else f"wrong: {content}"
+
+
+async def load(session, url, ended, stop, seed):
+    examples = held_out(12, seed=seed, tasks=("count", "needle", "count"))
+    while not stop.is_set():
+        for example in examples:
+            if stop.is_set():
+                return
+            try:
+                ended.append(await stream(session, url, example))
+            except (AssertionError, aiohttp.ClientError) as error:
+                ended.append(f"failed: {error!r}")
+
+
+@pytest.mark.timeout(150)
+async def test_each_worker_is_killed_and_restarted_under_streams(tmp_path):
+    flags = ["--policy", "round_robin", "--retry-max-retries", "12"]
+    with Cluster(tmp_path, prefill=2, decode=2, router_flags=flags) as cluster:
+        stop, ended = asyncio.Event(), []
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+            tasks = [asyncio.ensure_future(load(session, cluster.url, ended, stop, seed)) for seed in range(STREAMS)]
+            for victim in cluster.workers:
+                begun = len(ended)
+                deadline = time.monotonic() + 20
+                while len(ended) < begun + STREAMS and time.monotonic() < deadline:
+                    await asyncio.sleep(0.05)
+                victim.kill()
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(lambda victim=victim: victim.start().wait_ready())
+                await asyncio.sleep(1.5)
+            stop.set()
+            await asyncio.gather(*tasks)
+            async with session.get(cluster.url + "/metrics") as answer:
+                metrics = await answer.text()
+    assert len(ended) > 4 * STREAMS
+    assert set(ended) == {"right"}, [how for how in ended if how != "right"][:5]
+    continued = next(line for line in metrics.splitlines() if line.startswith("baton_router_continued_streams_total"))
+    assert float(continued.split()[1]) > 0, "no stream was cut: the test shows nothing"

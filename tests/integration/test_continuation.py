@@ -1,0 +1,94 @@
+"""A server goes on with an answer that another one began: the events that were still to come, and no other."""
+
+from __future__ import annotations
+
+import json
+
+import aiohttp
+import pytest
+
+from baton.common.tinychat.tasks import held_out
+
+PROMPT = {"prompt": "What is the capital of France?", "max_tokens": 24, "ignore_eos": True}
+TOOLS = [{"type": "function", "function": {
+    "name": "weather", "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
+QUESTION = held_out(1, seed=5, tasks=("needle",))[0].messages
+CASES = {
+    "chat greedy": ("/v1/chat/completions", {"messages": QUESTION, "temperature": 0}),
+    "chat seeded": ("/v1/chat/completions", {"messages": QUESTION, "temperature": 1.3, "seed": 7, "max_tokens": 20,
+                                             "ignore_eos": True, "stream_options": {"include_usage": True}}),
+    "chat with tools": ("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}], "temperature": 0, "tools": TOOLS}),
+    "completion": ("/v1/completions", {**PROMPT, "temperature": 0, "stream_options": {"include_usage": True}}),
+    "completion with stop": ("/v1/completions", {**PROMPT, "temperature": 0.9, "seed": 3, "min_tokens": 4,
+                                                 "stop": ["zzz", "e e"]}),
+    "native": ("/generate", {"text": PROMPT["prompt"],
+                             "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}),
+}
+
+
+async def stream(http, path, body):
+    """The events of a stream, parsed; [DONE] checked and left out."""
+    async with http.post(path, json={**body, "stream": True}, headers={"X-Baton-Token-Ids": "1"}) as answer:
+        assert answer.status == 200, await answer.text()
+        events = [line[6:] for line in (await answer.text()).splitlines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def ids_of(event):
+    """Token ids that an event adds (of /generate: all so far)."""
+    if "output_ids" in event:
+        return event["output_ids"]
+    return [token for choice in event["choices"] for token in choice.get("token_ids", ())]
+
+
+def told(events, path):
+    """What a client makes of the events."""
+    if path == "/generate":
+        last, info = events[-1], events[-1]["meta_info"]
+        return last["text"], last["output_ids"], info["finish_reason"], info["completion_tokens"]
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    deltas = [choice.get("delta", {"content": choice.get("text")}) for choice in choices]
+    calls = [(call["index"], call["function"]) for delta in deltas for call in delta.get("tool_calls", ())]
+    usage = next((event["usage"] for event in events if event["usage"]), None)
+    if usage:
+        usage["prompt_tokens_details"] = None  # the second time it is cached
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    roles, ids = sum("role" in delta for delta in deltas), [token for event in events for token in ids_of(event)]
+    return text, roles, calls, choices[-1]["finish_reason"], ids, usage
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_continued_anywhere_the_answer_is_the_same(unified, name):
+    path, body = CASES[name]
+    async with aiohttp.ClientSession(unified.url) as http:
+        whole = await stream(http, path, body)
+        assert len(whole) > 2
+        for cut in sorted({2, 3, len(whole) // 2, len(whole) - 2}):
+            done = whole[:cut]
+            if not ids_of(done[-1]) or any(choice["finish_reason"] for choice in done[-1].get("choices", ())):
+                continue  # within a piece that a server sends at once
+            tokens = ids_of(done[-1]) if path == "/generate" else [token for event in done for token in ids_of(event)]
+            identity = {"id": done[0]["meta_info"]["id"]} if path == "/generate" else {
+                "id": done[0]["id"], "created": done[0]["created"]}
+            rest = await stream(http, path, {**body, "continuation": {"token_ids": tokens, **identity}})
+            assert told(done + rest, path) == told(whole, path), cut
+            if path != "/generate":
+                assert {(event["id"], event["created"]) for event in rest} == {(whole[0]["id"], whole[0]["created"])}
+
+
+async def test_ids_are_told_on_request_only(unified):
+    path, body = CASES["chat greedy"]
+    async with (aiohttp.ClientSession(unified.url) as http,
+                http.post(path, json={**body, "stream": True}) as answer):
+        assert "token_ids" not in await answer.text()
+
+
+@pytest.mark.parametrize("change", [{"n": 2}, {"logprobs": 1}, {"max_tokens": 3},
+                                    {"continuation": {"token_ids": [10**9]}}])
+async def test_what_cannot_be_continued_is_refused(unified, change):
+    body = {**PROMPT, "continuation": {"token_ids": [1, 2, 3]}, **change}
+    async with aiohttp.ClientSession(unified.url) as http, http.post("/v1/completions", json=body) as answer:
+        assert answer.status == 400 and "continuation" in (await answer.json())["error"]["param"]

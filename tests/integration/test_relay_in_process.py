@@ -1,0 +1,249 @@
+"""A prefill and a decode scheduler in one process, over a real transfer backend: equal tokens, no page left."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from baton.common.api.errors import Aborted
+from baton.common.api.messages import Bootstrap, Failed, Generate, Outputs
+from baton.common.api.sampling import SamplingParams
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import (
+    CacheArgs,
+    DisaggregationArgs,
+    HttpArgs,
+    KernelArgs,
+    ModelArgs,
+    ParallelArgs,
+    ScheduleArgs,
+    ServerConfig,
+)
+from baton.common.distributed.tp import TPGroup
+from baton.common.engine.batcher import Batcher
+from baton.common.engine.executor import Executor
+from baton.common.engine.ledger import Ledger
+from baton.common.engine.model_runner import ModelRunner
+from baton.common.engine.rank import EngineParts
+from baton.common.engine.sampler import Sampler
+from baton.common.engine.unified import UnifiedScheduler
+from baton.common.kvcache.manager import KVCacheManager
+from baton.decode.rank import _make_scheduler as make_decode
+from baton.kvtransfer.bootstrap import BootstrapServer
+from baton.prefill.rank import _make_scheduler as make_prefill
+
+VOCAB = 96
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=None, initializer_range=0.3,
+    )).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bootstrap_port():
+    port, loop, started = free_port(), asyncio.new_event_loop(), threading.Event()
+
+    async def serve(stop):
+        async with BootstrapServer("127.0.0.1", port):
+            started.set()
+            await stop.wait()
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(stop),))
+    thread.start()
+    assert started.wait(10)
+    yield port
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(10)
+
+
+class OverlappedParts(EngineParts):
+    overlap = True
+
+
+class Side:
+    """One server's engine, stepped by hand."""
+
+    def __init__(self, folder, make, mode, port, backend, *, chunk=8192, max_total_tokens=2048, groups=2,
+                 overlap=False):
+        config = ServerConfig(
+            ModelArgs(model_path=str(folder)),
+            CacheArgs(page_size=4, max_total_tokens=max_total_tokens, num_layer_groups=groups),
+            ScheduleArgs(chunked_prefill_size=chunk), ParallelArgs(), KernelArgs(),
+            DisaggregationArgs(disaggregation_mode=mode, disaggregation_transfer_backend=backend,
+                               disaggregation_bootstrap_port=port), HttpArgs())
+        spec = load_model_spec(config.model)
+        runner = ModelRunner.load(config, spec, TPGroup(), "cpu", lambda what, share: None)
+        self.cache = KVCacheManager(runner.num_pages, 4)
+        self.sent = []
+        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), max_request_tokens=max_total_tokens,
+                             max_requests=512, timeout=1e9, reserves_output=mode != "prefill")
+        batcher = Batcher(self.cache, config.schedule)
+        executor = Executor(runner, Sampler(VOCAB, "cpu", 0))
+        parts = EngineParts(config, TPGroup(), runner, batcher, executor, self.ledger)
+        if overlap:  # what a GPU would choose; here the step is over when it was launched, but its results come late
+            parts = OverlappedParts(**vars(parts))
+        self.scheduler = make(parts)
+
+    def start(self, rid, prompt, **options):
+        options = {"max_new_tokens": 12, "room": None, "port": None} | options
+        params = SamplingParams(temperature=0.0, max_new_tokens=options["max_new_tokens"])
+        meet = Bootstrap("127.0.0.1", options["port"], options["room"]) if options["room"] is not None else None
+        req = self.ledger.accept(Generate(rid, list(prompt), params, bootstrap=meet), now=0.0)
+        if req is not None:
+            self.scheduler.add(req)
+        return req
+
+    def take(self):
+        self.ledger.flush()
+        outputs = [item for message in self.sent if isinstance(message, Outputs) for item in message.items]
+        failures = {message.rid: message for message in self.sent if isinstance(message, Failed)}
+        self.sent.clear()
+        return outputs, failures
+
+    def abort(self, req):
+        error = Aborted("The request was aborted.")
+        self.scheduler.settle()
+        self.scheduler.abort(req, error)
+        self.ledger.fail(req, error)
+
+    def assert_clean(self):
+        self.cache.check_integrity()
+        assert self.scheduler.idle and not self.ledger.live and self.cache.num_held == 0
+
+
+def run(*sides, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not all(side.scheduler.idle for side in sides):
+        assert time.monotonic() < deadline, [side.scheduler.rooms.__dict__ for side in sides]
+        worked = [side.scheduler.step(0.0) for side in sides]
+        if not any(worked):
+            time.sleep(0.001)
+
+
+def tokens_of(outputs):
+    found = {}
+    for item in outputs:
+        found.setdefault(item.rid, []).extend(item.token_ids)
+    return found
+
+
+@pytest.fixture(scope="module", params=["fake", "nixl", "nixl, overlap"])
+def pair(request, checkpoint, bootstrap_port):
+    backend, _, overlap = request.param.partition(", ")
+    common = {"port": bootstrap_port, "backend": backend, "overlap": bool(overlap)}
+    prefill = Side(checkpoint, make_prefill, "prefill", chunk=23, **common)
+    decode = Side(checkpoint, make_decode, "decode", max_total_tokens=640, **common)
+    prefill.start_at = decode.start_at = bootstrap_port
+    yield prefill, decode
+    prefill.scheduler.close()
+    decode.scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 90, 14)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, prompts):
+    def make(parts):
+        return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
+
+    side = Side(checkpoint, make, "null", 0, "fake")
+    for i, prompt in enumerate(prompts):
+        side.start(str(i), prompt)
+    run(side)
+    return tokens_of(side.take()[0])
+
+
+def test_disaggregated_tokens_equal_unified(pair, prompts, expected):
+    prefill, decode = pair
+    for attempt in range(2):  # the second time over both prefix caches
+        sent_before = prefill.scheduler.sender.counters["kv_bytes_sent"]
+        for i, prompt in enumerate(prompts):
+            room = 1000 * attempt + i
+            for side in pair:
+                side.start(str(i), prompt, room=room, port=prefill.start_at)
+        run(prefill, decode)
+        outputs, failures = decode.take()
+        assert not failures
+        assert tokens_of(outputs) == expected
+        halves, failures = prefill.take()
+        assert not failures
+        assert {item.rid: item.token_ids[0] for item in halves} == {rid: ids[0] for rid, ids in expected.items()}
+        prefill.assert_clean()
+        decode.assert_clean()
+        moved = prefill.scheduler.sender.counters["kv_bytes_sent"] - sent_before
+        assert moved > 0
+    assert decode.scheduler.unified.batcher.num_retracted > 0, "the decode pool was meant to be too small for all"
+
+
+def test_only_missing_pages_travel(pair):
+    prefill, decode = pair
+    prompt = [(7 * i) % VOCAB for i in range(81)]
+    sent = []
+    page_bytes = decode.scheduler.receiver.info.layout.page_bytes
+    for attempt in range(2):
+        before = prefill.scheduler.sender.counters["kv_bytes_sent"]
+        prefill.start("a", prompt, room=5000 + attempt, port=prefill.start_at, max_new_tokens=2)
+        decode.start("a", prompt, room=5000 + attempt, port=prefill.start_at, max_new_tokens=2)
+        run(prefill, decode)
+        sent.append((prefill.scheduler.sender.counters["kv_bytes_sent"] - before) / page_bytes)
+        outputs, _ = decode.take()
+        prefill.take()
+    assert sent == [21, 1]
+    assert outputs[-1].num_cached_tokens == 80
+
+
+def test_abort_on_either_side_ends_both(pair, prompts):
+    prefill, decode = pair
+    for room, victim in enumerate((prefill, decode), start=7000):
+        reqs = {side: side.start("x", prompts[0] * 2, room=room, port=prefill.start_at) for side in pair}
+        for _ in range(3):
+            prefill.scheduler.step(0.0)
+            decode.scheduler.step(0.0)
+            time.sleep(0.002)
+        victim.abort(reqs[victim])
+        run(prefill, decode)
+        for side in pair:
+            side.take()
+            side.assert_clean()
+
+
+def test_different_prompts_fail_both_halves(pair):
+    prefill, decode = pair
+    prefill.start("d", [1, 2, 3], room=8000, port=prefill.start_at)
+    decode.start("d", [1, 2, 4], room=8000, port=prefill.start_at)
+    run(prefill, decode)
+    for side in pair:
+        _, failures = side.take()
+        assert failures["d"].code == "kv_transfer_failed"
+        side.assert_clean()
+
+
+def test_decode_alone_prefills_itself(pair, prompts, expected):
+    _, decode = pair
+    decode.start("3", prompts[3])
+    run(decode)
+    assert tokens_of(decode.take()[0])["3"] == expected["3"]
+    decode.assert_clean()

@@ -1,0 +1,129 @@
+"""Every kernel against its twin, on a GPU or under the interpreter; collected by test_kernels_interpreted.py and
+tests/gpu/test_kernels.py, never by itself (its name has no ``test_``)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from baton.kernels import _triton, reference
+from baton.kernels.paged_decode import decode_splits, paged_decode
+from baton.kernels.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.rmsnorm import rmsnorm
+from baton.kernels.rope_and_store import rope_and_store
+from baton.kernels.silu_and_mul import silu_and_mul
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# (dtype, atol, rtol); the twins round once where the kernels do, so the rest is the order of sums.
+DTYPES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 2e-3, 2e-3), *([(torch.bfloat16, 2e-2, 1e-2)] if GPU else [])]
+
+pytestmark = pytest.mark.skipif(not (GPU or _triton.INTERPRETED), reason="needs a GPU or TRITON_INTERPRET=1")
+each_dtype = pytest.mark.parametrize("dtype,atol,rtol", DTYPES, ids=[str(d[0]) for d in DTYPES])
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 64), (2, 1000)])
+def test_rmsnorm(shape, residual, dtype, atol, rtol):
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    before = random(*shape, dtype=dtype, seed=2) if residual else None
+    for got, want in zip(rmsnorm(x, weight, 1e-6, before), reference.rmsnorm(x, weight, 1e-6, before)):
+        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+@each_dtype
+def test_rmsnorm_of_heads_inside_a_wider_row(dtype, atol, rtol):
+    """Query norm reads its heads out of the fused projection's output."""
+    x = random(4, 5 * 24, dtype=dtype)[:, 24:96].unflatten(-1, (3, 24))
+    weight = random(24, dtype=dtype, seed=1)
+    got, _ = rmsnorm(x, weight, 1e-6)
+    torch.testing.assert_close(got, reference.rmsnorm(x, weight, 1e-6)[0], atol=atol, rtol=rtol)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows,width", [(1, 1), (3, 77), (2, 1025)])
+def test_silu_and_mul(rows, width, dtype, atol, rtol):
+    x = random(rows, 2 * width, dtype=dtype)
+    torch.testing.assert_close(silu_and_mul(x), reference.silu_and_mul(x), atol=atol, rtol=rtol)
+
+
+def paged_pool(pages: int, heads: int, page_size: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Layer 1 of a page-first pool of 3: strided key and value views, as the engine passes them."""
+    pool = random(pages, 3, 2, heads, page_size, dim, dtype=dtype, seed=3)
+    return [pool[:, 1, 0], pool[:, 1, 1]]
+
+
+@each_dtype
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size", [(4, 2, 16, 4), (3, 1, 10, 1), (2, 2, 64, 16)])
+def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, dtype, atol, rtol):
+    tokens, pages = 7, 9
+    fused = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(5))[:tokens].to(DEVICE)
+    angles = torch.rand(50, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE) if rotate else None
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    results = []
+    for op in (rope_and_store, reference.rope_and_store):
+        parts = fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
+        stored = [x.clone() for x in paged_pool(pages, kv_heads, page_size, dim, dtype)]
+        op(q, k, v, *stored, slots // page_size, slots % page_size, table, positions)
+        results.append((q, *stored))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+def page_table(lengths: list[int], page_size: int, pages: int) -> list[torch.Tensor]:
+    counts = [-(-length // page_size) for length in lengths]
+    indices = np.random.default_rng(4).permutation(pages)[:sum(counts)]
+    last = [length - (count - 1) * page_size for length, count in zip(lengths, counts)]
+    return [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (np.cumsum([0, *counts]), indices, last)]
+
+
+ATTENTION = [  # heads, KV heads, head_dim, page_size
+    (4, 2, 16, 4), (3, 3, 20, 1), (6, 1, 64, 16), (10, 2, 32, 64),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size", ATTENTION)
+def test_paged_decode(heads, kv_heads, dim, page_size, splits, dtype, atol, rtol):
+    lengths = [1, 63, 64, 65, 200]
+    table = page_table(lengths, page_size, 700)
+    pool = paged_pool(700, kv_heads, page_size, dim, dtype)
+    q = random(len(lengths), heads + 2, dim, dtype=dtype)[:, :heads]
+    rows = torch.arange(len(lengths) + 1)
+    want = reference.paged_attention(q, *pool, rows, *table, dim**-0.5)
+    torch.testing.assert_close(paged_decode(q, *pool, *table, dim**-0.5, splits), want, atol=atol, rtol=rtol)
+
+
+@each_dtype
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size", ATTENTION)
+def test_paged_prefill(heads, kv_heads, dim, page_size, dtype, atol, rtol):
+    """Rows without a prefix, with one, a single row over a long prefix, and several blocks of rows."""
+    counts, prefixes = [5, 33, 1, 90], [0, 64, 130, 7]
+    table = page_table([c + p for c, p in zip(counts, prefixes)], page_size, 700)
+    pool = paged_pool(700, kv_heads, page_size, dim, dtype)
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    q = random(sum(counts), heads + 2, dim, dtype=dtype)[:, :heads]
+    on_device = torch.from_numpy(indptr).to(DEVICE)
+    blocks = plan_prefill(indptr, heads // kv_heads, torch.device(DEVICE))
+    got = paged_prefill(q, *pool, blocks, on_device, *table, dim**-0.5)
+    want = reference.paged_attention(q, *pool, on_device, *table, dim**-0.5)
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+
+
+def test_decode_splits_fill_the_gpu_without_tiny_parts():
+    assert decode_splits(1, 8, 8192, 132) == 32
+    assert decode_splits(1, 8, 300, 132) == 1
+    assert decode_splits(256, 8, 100_000, 132) == 1
+    assert decode_splits(1, 1, 1_000_000, 132) == 64

@@ -1,0 +1,32 @@
+"""A small model over the triton backend under the interpreter; collected by test_kernels_interpreted.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from baton.kernels import _triton
+from baton.tests.common.small_models import (
+    expected_logits,
+    forward,
+    load_runner,
+    save_model,
+    scattered_pages,
+    server_config,
+)
+
+
+def test_logits_equal_transformers(tmp_path):
+    """Ragged extends over prefixes and a joint decode, every kernel of the model included."""
+    assert _triton.INTERPRETED
+    model = save_model(tmp_path, "Qwen3", num_hidden_layers=2)
+    runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
+    prompts = [np.random.default_rng(count).integers(0, 97, count) for count in (40, 3)]
+    want = [expected_logits(model, prompt) for prompt in prompts]
+    pages = scattered_pages(runner, 2, 40)
+    got = forward(runner, [(prompts[0][:21], 0, pages[0]), (prompts[1][:2], 0, pages[1])])
+    torch.testing.assert_close(got, torch.cat((want[0][:21], want[1][:2])), atol=1e-4, rtol=0)
+    got = forward(runner, [(prompts[0][21:39], 21, pages[0])])
+    torch.testing.assert_close(got, want[0][21:39], atol=1e-4, rtol=0)
+    got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
+    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=1e-4, rtol=0)

@@ -1,0 +1,32 @@
+"""The Triton kernels under Triton's interpreter, against their plain-torch twins, and a whole model over them.
+
+The interpreter is chosen when a kernel file is imported, so these tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def run_interpreted(file: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
+                           str(Path(__file__).with_name(file))],
+                          env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_kernels_equal_their_twins():
+    run_interpreted("kernel_cases.py")
+
+
+def test_model_over_the_triton_backend():
+    run_interpreted("model_cases.py")

@@ -1,0 +1,53 @@
+"""``bench_kvtransfer`` on a tiny model: real processes, figures for every case, and wrong pages are noticed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from baton.kvtransfer import bench
+from baton.kvtransfer.bench_worker import Worker
+
+TINY = ["--num-layers", "4", "--num-kv-heads", "1", "--head-dim", "8", "--page-size", "4", "--repeat", "2"]
+
+
+def test_every_case_has_a_figure(tmp_path, capsys):
+    output = tmp_path / "figures.json"
+    with pytest.raises(SystemExit) as exit:
+        bench.main([*TINY, "--backend", "fake", "--prompt-tokens", "7", "64", "--output", str(output)])
+    assert exit.value.code == 0
+    record = json.loads(output.read_text())
+    assert record["settings"]["backend"] == "fake" and min(record["copy_ceiling_gb_s"].values()) > 0
+    cases = [(f["prompt_tokens"], f["order"]) for f in record["figures"]]
+    assert cases == [(7, "scattered"), (7, "contiguous"), (64, "scattered"), (64, "contiguous")]
+    for figure in record["figures"]:
+        assert figure["right"] and 0 < figure["gb_s"] <= figure["best_gb_s"]
+        assert 0 < figure["p50_ms"] <= figure["p99_ms"]
+    assert capsys.readouterr().out.count("right") == 4
+
+
+def test_descriptor_sizes_become_layer_groups():
+    args = bench.BenchArgs(descriptor_kib=(64, 1024, 1100, 1 << 20))
+    assert [(len(layout.groups), layout.group_page_bytes(0) >> 10) for layout in args.layouts()] == [
+        (32, 64), (2, 1024), (1, 2048)]
+
+
+def test_a_page_that_differs_has_another_checksum():
+    worker = Worker("receiver", bench.BenchArgs(device="cpu"), 0)
+    worker._pool, worker._page_ids = [torch.arange(512, dtype=torch.uint8).view(4, 128) % 7], np.array([2, 0])
+    before = worker.digest()
+    worker._pool[0][1] += 1  # of no page of the prompt
+    assert worker.digest() == before
+    worker._pool[0][0] = worker._pool[0][0].roll(8)
+    assert worker.digest()[0][0] == before[0][0] and worker.digest()[0][1] != before[0][1]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--repeat", "0"], "must be 1 or more"), (["--backend", "pigeon"], "invalid choice")])
+def test_settings_that_make_no_sense_are_sentences(argv, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(argv)
+    assert exit.value.code == 2 and words in capsys.readouterr().err

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import aiohttp
+import pytest
+
+from baton.common.api.errors import ConfigError
+from baton.common.kvcache.layout import KVLayout
+from baton.kvtransfer.bootstrap import BootstrapServer, NotRegistered, fetch_ranks, register_rank
+from baton.kvtransfer.messages import RankInfo
+
+LAYOUT = KVLayout(groups=(2,), num_kv_heads=2, head_dim=8, page_size=4, dtype="float32")
+
+
+def info(instance: str = "a", rank: int = 0, tp_size: int = 1) -> RankInfo:
+    return RankInfo(instance, "tcp://127.0.0.1:1", rank, tp_size, LAYOUT, "fake")
+
+
+async def test_a_rank_is_found_once_registered_and_a_restarted_one_replaces_it():
+    async with BootstrapServer("127.0.0.1", 0) as server:
+        address, url = ("127.0.0.1", server.port), f"http://127.0.0.1:{server.port}"
+        with pytest.raises(NotRegistered):
+            await asyncio.to_thread(fetch_ranks, address, 1.0)
+        await asyncio.to_thread(register_rank, url, info("a"))
+        assert await asyncio.to_thread(fetch_ranks, address, 1.0) == [info("a")]
+        await asyncio.to_thread(register_rank, url, info("c"))
+        assert await asyncio.to_thread(fetch_ranks, address, 1.0) == [info("c")]
+
+
+async def test_a_server_is_found_once_all_of_its_ranks_are_there():
+    async with BootstrapServer("127.0.0.1", 0) as server:
+        address, url = ("127.0.0.1", server.port), f"http://127.0.0.1:{server.port}"
+        await asyncio.to_thread(register_rank, url, info("b", rank=1, tp_size=2))
+        with pytest.raises(NotRegistered):
+            await asyncio.to_thread(fetch_ranks, address, 1.0)
+        await asyncio.to_thread(register_rank, url, info("a", rank=0, tp_size=2))
+        expected = [info("a", 0, 2), info("b", 1, 2)]
+        assert await asyncio.to_thread(fetch_ranks, address, 1.0) == expected
+        await asyncio.to_thread(register_rank, url, info("alone"))  # restarted with fewer
+        assert await asyncio.to_thread(fetch_ranks, address, 1.0) == [info("alone")]
+
+
+async def test_answers_to_bad_requests_are_sentences():
+    async with BootstrapServer("127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{server.port}"
+        assert (await session.get(f"{url}/health")).status == 200
+        for method, path, body, status, words in (
+                ("GET", "/ranks", None, 404, "0 of the 1 ranks of this prefill server have registered"),
+                ("PUT", "/register", b"{}", 400, "no rank description"),
+                ("PUT", "/register", b"\xff", 400, "no rank description")):
+            response = await session.request(method, url + path, data=body)
+            assert response.status == status
+            assert words in (await response.json())["error"]["message"]
+        assert (await session.put(f"{url}/register", data=b" " * 2_000_000)).status == 413
+
+
+async def test_an_occupied_port_is_a_sentence():
+    async with BootstrapServer("127.0.0.1", 0) as server:
+        with pytest.raises(ConfigError, match=f"Cannot listen on 127.0.0.1:{server.port} for the bootstrap server"):
+            async with BootstrapServer("127.0.0.1", server.port):
+                pass
+
+
+async def test_registering_waits_for_the_server_but_not_for_ever():
+    async with BootstrapServer("127.0.0.1", 0) as server:
+        port = server.port
+    with pytest.raises(ConfigError, match="Rank 0 could not register"):
+        await asyncio.to_thread(register_rank, f"http://127.0.0.1:{port}", info(), 0.2)
+    thread = threading.Thread(target=register_rank, args=(f"http://127.0.0.1:{port}", info(), 10.0))
+    thread.start()
+    await asyncio.sleep(0.2)
+    async with BootstrapServer("127.0.0.1", port) as server:
+        await asyncio.to_thread(thread.join)
+        assert server.ranks == {0: info()}
+
+
+async def test_something_else_at_the_address_is_an_error_not_a_hang():
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b"SSH-2.0-what\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(OSError, match="it speaks no HTTP"):
+            await asyncio.to_thread(fetch_ranks, server.sockets[0].getsockname()[:2], 1.0)

@@ -1,0 +1,95 @@
+"""While a write may land, no page is free: the fake backend holds writes in the air."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from baton.common.api.errors import Aborted, TransferFailed
+from baton.kvtransfer.states import Phase
+from baton.tests.kvtransfer.conftest import Proxy, wait_until
+
+
+@pytest.fixture
+def pair(make_pair):
+    pair = make_pair("fake", peer_timeout=0.6)
+    pair.reserve(1)
+    pair.expect(1)
+    pair.until(1, Phase.RESERVED)
+    return pair
+
+
+@pytest.mark.parametrize("by", ["sender", "receiver"])
+def test_an_abort_waits_for_writes_in_flight(pair, by):
+    gate = pair.receiver._backend.gate
+    gate.clear()
+    pair.push_all(1)
+    pair.finish(1)
+    time.sleep(0.05)
+    getattr(pair, by).abort(1, Aborted("the client left"))
+    pair.until(1, Phase.ABORTING)
+    time.sleep(1.0)  # longer than any timeout: the peers are alive, so nothing but the write's end counts
+    assert pair.sender.phase(1) is pair.receiver.phase(1) is Phase.ABORTING
+    assert isinstance(pair.receiver.error(1), Aborted)
+    gate.set()
+    pair.until(1, Phase.FAILED)
+    assert pair.receiver._backend.landed == 2
+
+
+def test_a_failed_write_fails_the_room_and_the_next_session_works(pair):
+    pair.sender._backend.fail_writes = 1
+    pair.push_all(1)
+    pair.finish(1)
+    pair.until(1, Phase.FAILED)
+    for half in (pair.sender, pair.receiver):
+        assert isinstance(half.error(1), TransferFailed)
+        assert half.counters["kv_transfers_failed_kv_transfer_failed"] == 1
+    pair.transfer(2)
+
+
+def test_nothing_is_posted_without_a_lease(pair):
+    """A sender that hears no Pong stops writing; here its session forgets the lease, as after a long stop."""
+    (session,) = pair.sender._core.sessions.values()
+    session.lease = 0.0
+    with pair.sender._lock:
+        pair.sender._core.push(1, 0, 0, np.array([20, 21, 30]), None)
+        assert pair.sender._core.take_writes(time.monotonic(), lambda event: True) == []
+    pair.sender.push(1, 1, 0, np.array([20, 21, 30]), None)
+    pair.finish(1)
+    pair.until(1, Phase.DONE)  # the next Pong renews it
+
+
+def test_a_cut_connection_ends_both_halves_and_the_next_session_works(make_pair):
+    pair = make_pair("fake", peer_timeout=0.6)
+    with contextlib.closing(Proxy(pair.sender.info.endpoint)) as proxy:
+        pair.bootstrap.server.ranks[0] = msgspec.structs.replace(pair.sender.info, endpoint=proxy.endpoint)
+        pair.reserve(1)
+        pair.expect(1)
+        pair.until(1, Phase.RESERVED)
+        pair.push_all(1)
+        proxy.cut()
+        assert wait_until(lambda: pair.receiver.phase(1) is Phase.ABORTING) < 0.3
+        assert 0.3 < pair.until(1, Phase.FAILED) < 2  # not before the sender must have given up
+        for half in (pair.sender, pair.receiver):
+            assert isinstance(half.error(1), TransferFailed)
+        pair.transfer(2)
+
+
+def test_garbage_on_the_control_channel_is_dropped_and_counted(pair):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(pair.sender.info.endpoint)
+        for frame in (b"", b"\xc1", b"\x81\xa4type\xa5hello", b"x" * 1000):
+            stranger.send(frame)
+        deadline = time.monotonic() + 2
+        while pair.sender.counters["kv_messages_dropped"] < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert pair.sender.counters["kv_messages_dropped"] == 4
+    pair.push_all(1)
+    pair.finish(1)
+    pair.until(1, Phase.DONE)

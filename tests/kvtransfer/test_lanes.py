@@ -1,0 +1,79 @@
+"""Every head of every layer of every decode rank is written exactly once, from a prefill rank that holds it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from baton.common.kvcache.layout import KVLayout
+from baton.kvtransfer.lanes import Side, expand, lane, readers_of, why_not, writers_of
+
+PAGE_SIZE, HEAD_DIM, PAGES = 2, 3, 3
+
+
+def side(tp_size: int, num_heads: int, groups: tuple[int, ...]) -> Side:
+    return Side(tp_size, KVLayout(groups, max(1, num_heads // tp_size), HEAD_DIM, PAGE_SIZE, "float32"))
+
+
+def pools(server: Side, num_heads: int, fill: bool) -> list[list[np.ndarray]]:
+    """Of each rank and group; every element names its page, layer, k or v, head and place."""
+    shape = (PAGES, server.layout.num_layers, 2, num_heads, PAGE_SIZE, HEAD_DIM)
+    whole = np.arange(1, np.prod(shape) + 1).reshape(shape)
+    ranks = []
+    for rank in range(server.tp_size):
+        first = rank * num_heads // server.tp_size
+        mine = whole[:, :, :, first:first + server.layout.num_kv_heads]
+        cuts = np.split(mine, np.cumsum(server.layout.groups)[:-1], axis=1)
+        ranks.append([cut.copy() if fill else np.zeros_like(cut) for cut in cuts])
+    return ranks
+
+
+CASES = [(p, d, heads) for heads in (1, 2, 4, 6, 8) for p, d in itertools.product((1, 2, 3, 4, 6, 8), repeat=2)
+         if all(heads % t == 0 or t % heads == 0 for t in (p, d))]
+
+
+@pytest.mark.parametrize("groups", [((5,), (5,)), ((3, 2), (5,)), ((2, 2, 1), (1, 4))])
+@pytest.mark.parametrize("p, d, heads", CASES)
+def test_every_block_is_written_once_and_right(p, d, heads, groups):
+    prefill, decode = side(p, heads, groups[0]), side(d, heads, groups[1])
+    assert why_not(prefill, decode) is None
+    sources, targets, expected = (pools(prefill, heads, True), pools(decode, heads, False), pools(decode, heads, True))
+    met = set()
+    for j in range(d):
+        for i in writers_of(j, prefill, decode):
+            met.add(i)
+            assert j in readers_of(i, prefill, decode)
+            way = lane(i, prefill, j, decode)
+            for piece in way.pieces:
+                n, m = way.src_blocks[piece.src_group], way.dst_blocks[piece.dst_group]
+                src = sources[i][piece.src_group].reshape(PAGES * n, -1)
+                dst = targets[j][piece.dst_group].reshape(PAGES * m, -1)
+                blocks = expand(np.arange(PAGES), m, piece.dst)
+                assert not dst[blocks].any(), "written twice"
+                dst[blocks] = src[expand(np.arange(PAGES), n, piece.src)]
+    assert met == set(range(p)), "a prefill rank that nobody meets"
+    for got, want in zip(itertools.chain(*targets), itertools.chain(*expected)):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_equal_layouts_move_whole_pages_and_heads_stay_together():
+    same = side(2, 8, (3, 2))
+    assert lane(1, same, 1, same).src_blocks == (1, 1) and lane(0, same, 1, same) is None
+    other_groups = lane(0, side(1, 8, (3, 2)), 0, side(1, 8, (5,)))
+    assert other_groups.src_blocks == (3, 2) and other_groups.dst_blocks == (5,)
+    halves = lane(0, side(1, 8, (2,)), 1, side(2, 8, (2,)))
+    assert halves.src_blocks == (2 * 2 * 2,) and halves.dst_blocks == (2 * 2,)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"page_size": 4}, "page_size of the KV layout is 4 here and 2 there"),
+    ({"head_dim": 4}, "head_dim of the KV layout is 4 here and 3 there"),
+    ({"dtype": "bfloat16"}, "dtype of the KV layout is 'bfloat16' here and 'float32' there"),
+    ({"groups": (4,)}, "num_layers of the KV layout is 4 here and 5 there"),
+    ({"num_kv_heads": 3}, "num_kv_heads of the KV layout, 3 on each of 1 ranks here and 4 on each of 2 ranks there")])
+def test_what_does_not_fit_is_named(change, words):
+    prefill = side(2, 8, (5,))
+    layout = {name: getattr(prefill.layout, name) for name in KVLayout.__struct_fields__} | change
+    assert words in why_not(prefill, Side(1, KVLayout(**layout)))

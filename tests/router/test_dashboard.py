@@ -1,0 +1,139 @@
+"""The dashboard: its samples, and its page in a headless Chromium (skipped where there is none)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from baton.router.dashboard import quantile
+from baton.router.metrics import SECONDS
+
+
+def test_quantiles():
+    counts = [0] * (len(SECONDS) + 1)
+    assert quantile(counts, 0.5) is None
+    counts[3] = 10  # 5 to 10 ms
+    assert quantile(counts, 0.5) == pytest.approx(0.0075)
+    counts[-1] = 990
+    assert quantile(counts, 0.99) == SECONDS[-1]
+
+
+async def test_samples(router, worker, request_to, chat, script):
+    stream = script.stream("a", "b", "c", pause=0.02)
+    front = await router(await worker(stream), await worker(stream))
+    front.sampler.take()
+    front.sampler.samples.clear()
+    for _ in range(3):
+        assert (await chat(front)).status == 200
+    await request_to(front, "POST", "/v1/nowhere", b"", "Connection: close\r\n")
+    front.sampler.take()
+    sample = (await request_to(front, "GET", "/dashboard/data")).json["samples"][-1]
+    assert (sample["requests"], sample["failures"], sample["decisions"], sample["running"]) == (4, 0, 4, 0)
+    assert sample["hits"] >= 2
+    assert 0.01 < sample["itl_p50"] <= 0.05
+    assert (await request_to(front, "GET", f"/dashboard/data?since={sample['at']}")).json["samples"] == []
+
+
+async def test_page_is_open_and_its_data_is_not(router, request_to):
+    front = await router(api_key="k")
+    page = await request_to(front, "GET", "/dashboard")
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert b"http://" not in page.body.replace(b"http://host:port", b"").replace(b"http://www.w3.org", b"")
+    assert (await request_to(front, "GET", "/dashboard/data")).status == 401
+
+
+# ---------------------------------------------------------------------- in a browser
+
+
+class Browser:
+    """The little of WebDriver's protocol that these tests need."""
+
+    def __init__(self, url: str, profile: str):
+        self._url = url
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+                 "--disable-component-update", "--disable-sync", "--window-size=1280,900", f"--user-data-dir={profile}"]
+        found = self._call("POST", "/session", {"capabilities": {"alwaysMatch": {
+            "goog:chromeOptions": {"args": flags}, "unhandledPromptBehavior": "accept"}}})
+        self._url += f"/session/{found['sessionId']}"
+
+    def _call(self, method: str, path: str, body=None):
+        request = urllib.request.Request(self._url + path, method=method, headers={"content-type": "application/json"},
+                                         data=None if body is None else json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return json.load(reply)["value"]
+
+    def open(self, url: str) -> None:
+        self._call("POST", "/url", {"url": url})
+
+    def run(self, script: str):
+        return self._call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def picture(self) -> bytes:
+        return base64.b64decode(self._call("GET", "/screenshot"))
+
+    def quit(self) -> None:
+        self._call("DELETE", "")
+
+
+@pytest.fixture
+async def browser(tmp_path, unused_tcp_port):
+    if not shutil.which("chromedriver") or not (shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("needs chromium and chromedriver")
+    driver = await asyncio.create_subprocess_exec("chromedriver", f"--port={unused_tcp_port}",
+                                                  stdout=asyncio.subprocess.DEVNULL)
+    opened = None
+    try:
+        for _ in range(100):
+            try:
+                opened = await asyncio.to_thread(Browser, f"http://127.0.0.1:{unused_tcp_port}", str(tmp_path))
+                break
+            except OSError:
+                await asyncio.sleep(0.1)
+        assert opened is not None
+        yield opened
+    finally:
+        if opened is not None:
+            await asyncio.to_thread(opened.quit)
+        driver.terminate()
+        await driver.wait()
+
+
+async def shows(browser: Browser, expression: str) -> None:
+    """Wait until a JavaScript expression holds."""
+    for _ in range(100):
+        if await asyncio.to_thread(browser.run, f"return !!({expression})"):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(await asyncio.to_thread(browser.run, "return document.body.innerText"))
+
+
+async def test_page_in_a_browser(router, worker, chat, script, browser):
+    """A key opens it, it draws what happens, and its buttons add and remove workers."""
+    first, second = await worker(script.stream("a", "b", pause=0.01)), await worker()
+    front = await router(first, admin_api_key="admin", api_key="client")
+    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{front.port}/dashboard")
+    await shows(browser, "document.querySelector('#state').textContent == 'key needed'")
+    await asyncio.to_thread(browser.run, "key.value = 'admin'; key.onchange()")
+    await shows(browser, f"document.querySelector('tr[data-url=\"{first.url}\"] .ok')")
+    await shows(browser, "samples.length > 1 && document.querySelector('svg path').getAttribute('d').length > 10")
+    await asyncio.to_thread(browser.run, f"document.querySelector('#add [name=url]').value = '{second.url}';"
+                                         "document.querySelector('#add button').click()")
+    await script.until(lambda: len(front.registry) == 2)
+    await shows(browser, f"document.querySelector('tr[data-url=\"{second.url}\"] .ok')")
+    await asyncio.to_thread(browser.run, "window.confirm = () => true;"
+                            f"document.querySelector('[aria-label=\"Remove {first.url}\"]').click()")
+    await script.until(lambda: [w.url for w in front.registry] == [second.url])
+    await shows(browser, f"document.querySelector('#message').textContent.includes('{first.url}')")
+    await asyncio.to_thread(browser.run, "key.value = 'client'; key.onchange(); window.confirm = () => true;"
+                            f"document.querySelector('[aria-label=\"Drain {second.url}\"]').click()")
+    await shows(browser, "document.querySelector('#message.bad')?.textContent.includes('admin key')")
+    assert len(front.registry) == 1
+    if folder := os.environ.get("BATON_SCREENSHOTS"):
+        (Path(folder) / "dashboard.png").write_bytes(await asyncio.to_thread(browser.picture))

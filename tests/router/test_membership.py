@@ -1,0 +1,114 @@
+"""Workers that drain and leave while requests run on them, and the workers as a resource."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import quote
+
+import pytest
+
+
+@pytest.fixture
+def gated(worker):
+    """``mock, gate = await gated()``: a worker that streams "one", waits for the gate, and streams "two"."""
+
+    async def start():
+        gate = asyncio.Event()
+
+        async def behave(served):
+            served.head()
+            served.event("one")
+            await gate.wait()
+            served.event("two")
+            served.end()
+
+        return await worker(behave), gate
+
+    return start
+
+
+async def streaming(connect, front, script, mock):
+    """A client whose stream has begun on ``mock``."""
+    client = await connect(front)
+    client.send("POST", "/v1/chat/completions", b'{"messages": [], "stream": true}')
+    await script.until(lambda: mock.posts)
+    return client
+
+
+async def test_a_draining_worker_ends_its_streams_takes_nothing_new_and_leaves(
+        router, worker, script, chat, connect, request_to, gated):
+    mock, gate = await gated()
+    other = await worker()
+    front = await router(mock, other, policy="round_robin")
+    if front.registry.available("regular")[1].url == other.url:  # round robin begins with the second
+        await chat(front)
+    client = await streaming(connect, front, script, mock)
+    reply = await request_to(front, "POST", f"/drain_worker?url={mock.url}")
+    assert (reply.status, reply.json["running"]) == (200, 1)
+    listed = {shown["url"]: shown for shown in (await request_to(front, "GET", "/list_workers")).json["workers"]}
+    assert (listed[mock.url]["draining"], listed[other.url]["draining"]) == (True, False)
+    assert [(await chat(front)).status for _ in range(4)] == [200] * 4
+    assert len(mock.posts) == 1
+    gate.set()
+    assert (await client.reply()).body.endswith(b"data: two\n\n")
+    await script.until(lambda: len(front.registry) == 1)
+    assert (await request_to(front, "POST", f"/drain_worker?url={mock.url}")).status == 404
+
+
+async def test_an_idle_worker_leaves_at_once(router, worker, request_to):
+    mock = await worker()
+    front = await router(mock)
+    assert (await request_to(front, "POST", f"/drain_worker?url={mock.url}")).json["running"] == 0
+    assert (await request_to(front, "GET", "/list_workers")).json["workers"] == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+async def test_removing_a_busy_worker_cuts_its_stream_only_by_force(router, script, connect, request_to, gated, force):
+    mock, gate = await gated()
+    front = await router(mock)
+    client = await streaming(connect, front, script, mock)
+    await asyncio.sleep(0.02)
+    assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}&force={force}")).status == 200
+    assert len(front.registry) == 0
+    if not force:
+        gate.set()
+    body = (await client.reply()).body
+    assert (b"two" in body, b'"error"' in body) == (not force, force)
+
+
+async def test_a_prefill_worker_drains_when_its_half_has_ended(router, worker, script, connect, request_to, gated):
+    p, gate = await gated()
+    d = await worker()
+    front = await router(prefill=[p], decode=[d])
+    client = await connect(front)
+    client.send("POST", "/generate", b'{"text": "a"}')
+    assert (await client.reply()).status == 200
+    assert (await request_to(front, "POST", f"/drain_worker?url={p.url}")).json["running"] == 1
+    gate.set()
+    await script.until(lambda: len(front.registry) == 1)
+
+
+async def test_workers_as_a_resource(router, worker, script, chat, request_to):
+    front = await router(wait=False)
+    mock = await worker()
+    made = await request_to(front, "POST", "/workers", {"url": mock.url, "worker_type": "regular"})
+    assert made.status == 201
+    await script.until(lambda: front.registry.available("regular"))
+    assert (await chat(front)).status == 200
+    by_id = await request_to(front, "GET", made.headers["location"])
+    by_url = await request_to(front, "GET", f"/workers/{quote(mock.url, safe='')}")
+    assert by_id.json == by_url.json and by_id.json["healthy"]
+    assert (await request_to(front, "GET", "/workers")).json["workers"] == [by_id.json]
+    assert (await request_to(front, "PATCH", made.headers["location"])).status == 405
+    assert (await request_to(front, "DELETE", made.headers["location"] + "?force=maybe")).status == 400
+    assert (await request_to(front, "DELETE", f"/workers/{quote(mock.url, safe='')}")).status == 200
+    for method, name in (("GET", "999999"), ("DELETE", quote(mock.url, safe="")), ("POST", "no-such/drain")):
+        assert (await request_to(front, method, f"/workers/{name}")).status == 404
+
+
+async def test_drain_of_a_resource(router, worker, request_to):
+    mock = await worker()
+    front = await router(mock)
+    (known,) = front.registry
+    assert (await request_to(front, "POST", f"/workers/{known.id}/drain")).status == 200
+    assert len(front.registry) == 0

@@ -1,0 +1,300 @@
+"""The router's own surface: bad HTTP, limits, membership, health, metrics, start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("raw", "status"), [
+    (b"nonsense\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nbroken header\r\n\r\n", 400),
+    (b"POST /generate HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+    (b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nX: " + b"x" * 200_000, 431),
+    (b"POST /generate HTTP/1.1\r\nContent-Length: 2000\r\n\r\n", 413),
+    (b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000 + b"\r\n", 413),
+])
+async def test_bad_http_is_answered_and_the_connection_closed(router, connect, raw, status):
+    client = await connect(await router(max_payload_size=1000))
+    client.writer.write(raw)
+    reply = await client.reply()
+    assert (reply.status, reply.headers["connection"]) == (status, "close")
+    assert reply.error["message"]
+    assert await asyncio.wait_for(client.reader.read(), 5) == b""
+
+
+async def test_answer_to_an_endless_upload_is_not_lost(router, connect):
+    """The refusal must reach a client that is still sending."""
+    client = await connect(await router(max_payload_size=1000))
+    client.writer.write(b"POST /generate HTTP/1.1\r\nContent-Length: 50000000\r\n\r\n")
+    for _ in range(50):
+        client.writer.write(b"x" * 10_000)
+        await asyncio.sleep(0.001)
+    assert (await client.reply()).status == 413
+
+
+async def test_requests_before_a_bad_one_are_answered_first(router, worker, connect):
+    client = await connect(await router(await worker()))
+    client.send("POST", "/generate", b"{}")
+    client.writer.write(b"nonsense\r\n\r\n")
+    data = await asyncio.wait_for(client.reader.read(-1), 5)
+    assert [part[:3] for part in data.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
+
+
+async def test_half_a_request_is_given_up(router, connect):
+    client = await connect(await router(request_timeout_secs=0.2))
+    client.writer.write(b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\n\r\nab")
+    assert (await client.reply()).status == 408
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("GET", "/nowhere", 404), ("GET", "/v1/chat/completions", 405), ("DELETE", "/health", 405),
+    ("GET", "/add_worker", 405),
+])
+async def test_unknown_paths_and_methods(router, worker, request_to, method, path, status):
+    reply = await request_to(await router(await worker()), method, path)
+    assert reply.status == status
+    assert path in reply.error["message"]
+
+
+async def test_api_key(router, worker, request_to, chat):
+    front = await router(await worker(), api_key="secret")
+    assert (await chat(front)).status == 401
+    assert (await request_to(front, "GET", "/list_workers")).status == 401
+    assert (await request_to(front, "POST", "/generate", b"{}", "Authorization: Bearer secret\r\n")).status == 200
+    assert (await request_to(front, "GET", "/readiness")).status == 200
+
+
+async def test_workers_join_and_leave(router, worker, request_to, chat, script):
+    front = await router()
+    refused = await chat(front)
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    mock = await worker()
+    assert (await request_to(front, "POST", f"/add_worker?url={mock.url}/")).status == 200
+    assert (await request_to(front, "POST", "/add_worker", {"url": mock.url})).status == 409
+    await script.until(lambda: front.registry.available("regular"))
+    listed = (await request_to(front, "GET", "/list_workers")).json
+    assert listed["urls"] == [mock.url]
+    assert listed["workers"][0] | {"id": "", "url": ""} == {
+        "id": "", "url": "", "role": "regular", "state": "healthy", "healthy": True, "load": 0, "circuit": "closed",
+        "draining": False, "models": ["tiny"], "cached_tokens": None}
+    assert (await chat(front)).status == 200
+    assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 200
+    assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 404
+    assert (await chat(front)).status == 503
+
+
+@pytest.mark.parametrize("query", ["", "?url=nonsense", "?url=http://h:1&role=prefill", "?url=http://h:1&bootstrap_port=x",
+                                   "?url=http://h:99999"])
+async def test_bad_membership_requests(router, request_to, query):
+    front = await router()
+    reply = await request_to(front, "POST", f"/add_worker{query}")
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+    assert not len(front.registry)
+
+
+async def test_role_and_port_of_a_new_worker_are_learnt(router, worker, request_to, chat, script):
+    front = await router(pd_disaggregation=True)
+    p = await worker(disaggregation_mode="prefill", disaggregation_bootstrap_port=9001)
+    d = await worker(disaggregation_mode="decode")
+    for mock in (p, d):
+        await request_to(front, "POST", f"/add_worker?url={mock.url}")
+    await script.until(lambda: front.registry.ready(pairs=True))
+    assert (await chat(front)).status == 200
+    assert p.posts[0].json["bootstrap_port"] == 9001
+
+
+async def test_removal_does_not_cut_a_stream(router, worker, request_to, connect, script):
+    mock = await worker(script.stream(*map(str, range(20)), pause=0.01))
+    front = await router(mock)
+    client = await connect(front)
+    client.send("POST", "/generate", b"{}")
+    await script.until(lambda: mock.posts)
+    assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).json["running"] == 1
+    reply = await client.reply()
+    assert reply.complete
+    assert reply.body.count(b"data:") == 20
+    await script.until(lambda: not mock.connections)
+
+
+async def test_new_worker_takes_no_traffic_before_it_is_healthy(router, worker, chat, script):
+    loading, ready = await worker(), await worker()
+    loading.health = 503
+    front = await router(loading, ready, wait=False, policy="round_robin")
+    await script.until(lambda: front.registry.available("regular"))
+    for _ in range(4):
+        assert (await chat(front)).status == 200
+    assert not loading.posts
+    loading.health = 200
+    await script.until(lambda: len(front.registry.available("regular")) == 2)
+
+
+async def test_readiness_follows_the_workers_within_two_seconds(router, worker, request_to, script):
+    mock = await worker()
+    front = await router(mock, health_check_interval_secs=1.0)
+
+    async def ready() -> int:
+        return (await request_to(front, "GET", "/readiness")).status
+
+    async def becomes(status: int) -> None:
+        begun = asyncio.get_running_loop().time()
+        while await ready() != status:
+            assert asyncio.get_running_loop().time() - begun < 2.0
+            await asyncio.sleep(0.02)
+
+    assert await ready() == 200
+    await mock.stop()
+    await becomes(503)
+    assert (await request_to(front, "GET", "/liveness")).status == 200
+    await mock.start()
+    await becomes(200)
+
+
+async def test_refused_connection_takes_a_worker_out_at_once(router, worker, chat):
+    dead, good = await worker(), await worker()
+    front = await router(dead, good, policy="round_robin", health_check_interval_secs=60)
+    await dead.stop()
+    assert [(await chat(front)).status for _ in range(6)] == [200] * 6
+    assert sum(front.metrics.retries.values()) == 1
+
+
+async def test_hung_worker_is_taken_out_by_health_checks(router, worker, script):
+    mock = await worker()
+    front = await router(mock, health_check_timeout_secs=0.05, health_failure_threshold=2)
+    mock.handle = script.silence
+    await script.until(lambda: not front.registry.available("regular"))
+
+
+async def test_broadcasts_reach_all(router, worker, request_to, script):
+    workers = [await worker() for _ in range(3)]
+    front = await router(*workers)
+    reply = await request_to(front, "POST", "/abort_request", {"rid": "r-1"})
+    assert (reply.status, reply.json["success"]) == (200, True)
+    assert [mock.bodies for mock in workers] == [[b'{"rid": "r-1"}']] * 3
+    workers[1].behaviour = script.status(500)
+    reply = await request_to(front, "POST", "/flush_cache")
+    assert (reply.status, sorted(reply.json["workers"].values())) == (502, [200, 200, 500])
+
+
+async def test_questions_are_relayed(router, worker, request_to):
+    front = await router(await worker(model="tiny"))
+    assert (await request_to(front, "GET", "/get_server_info")).json == {"model": "tiny"}
+    assert (await request_to(front, "GET", "/v1/models")).json["data"][0]["id"] == "tiny"
+    assert (await request_to(front, "GET", "/health_generate")).status == 200
+
+
+async def test_metrics(router, worker, request_to, chat, script):
+    front = await router(await worker(), policy="cache_aware")
+    for _ in range(3):
+        await chat(front)
+    await request_to(front, "GET", "/nowhere")
+    text = (await request_to(front, "GET", "/metrics")).body.decode()
+    url = next(iter(front.registry)).url
+    for line in ('baton_router_requests_total{route="/v1/chat/completions",status="200"} 3.0',
+                 'baton_router_requests_total{route="other",status="404"} 1.0',
+                 'baton_router_time_to_first_token_seconds_count{route="/v1/chat/completions"} 3.0',
+                 'baton_router_request_duration_seconds_bucket{le="+Inf",route="/v1/chat/completions"} 3.0',
+                 f'baton_router_worker_healthy{{role="regular",worker="{url}"}} 1.0',
+                 f'baton_router_worker_inflight_requests{{role="regular",worker="{url}"}} 0.0'):
+        assert line in text.splitlines()
+
+
+async def test_stop_lets_running_requests_end(router, worker, connect, script):
+    mock = await worker(script.stream(*map(str, range(10)), pause=0.02))
+    front = await router(mock)
+    running, idle = await connect(front), await connect(front)
+    running.send("POST", "/generate", b"{}")
+    await script.until(lambda: mock.posts)
+    stopping = asyncio.ensure_future(front.stop())
+    assert await asyncio.wait_for(idle.reader.read(), 1) == b""
+    with pytest.raises(OSError):
+        await connect(front)
+    assert (await running.reply()).complete
+    await stopping
+    front.stop = _nothing
+
+
+async def _nothing():
+    pass
+
+
+def _launch(*args: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "baton.router.launch", *args]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+
+async def _log_line(process: subprocess.Popen, word: str) -> dict:
+    """The next line of the log whose message holds ``word``."""
+    while True:
+        line = json.loads(await asyncio.wait_for(asyncio.to_thread(process.stderr.readline), 5))
+        if word in line["message"]:
+            return line
+
+
+async def test_command_line_serves_logs_and_stops(worker, script):
+    mock = await worker(script.stream("one", pause=0.2))
+    process = _launch("--port", "0", "--worker-urls", mock.url)
+    address = (await _log_line(process, "Listening on"))["message"].split("//")[1].split()[0]
+    await _log_line(process, "takes requests")
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nX-Request-Id: r-1\r\nContent-Length: 2\r\n\r\n{}")
+    await asyncio.wait_for(reader.readuntil(b"data: one"), 5)
+    process.send_signal(signal.SIGTERM)  # while the stream runs: it still ends
+    assert (await asyncio.wait_for(reader.read(), 5)).endswith(b"0\r\n\r\n")
+    writer.close()
+    line = await _log_line(process, "request")
+    assert {key: line[key] for key in ("method", "path", "status", "request_id", "worker", "retries")} == {
+        "method": "POST", "path": "/generate", "status": 200, "request_id": "r-1", "worker": mock.url, "retries": 0}
+    assert await asyncio.to_thread(process.wait, 5) == 0
+
+
+async def test_second_signal_does_not_wait(worker, script):
+    mock = await worker(script.silence)
+    process = _launch("--port", "0", "--worker-urls", mock.url)
+    address = (await _log_line(process, "Listening on"))["message"].split("//")[1].split()[0]
+    await _log_line(process, "takes requests")
+    _, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{}")
+    await script.until(lambda: mock.posts)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        await asyncio.to_thread(process.wait, 0.3)
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(process.wait, 3) != 0
+    writer.close()
+
+
+@pytest.mark.parametrize(("args", "sentence"), [
+    (["--worker-urls", "ftp://h:1"], "malformed"),
+    (["--prefill", "http://h:1"], "--pd-disaggregation"),
+    (["--pd-disaggregation", "--prefill", "http://h:1", "x"], "bootstrap port"),
+    (["--worker-urls", "http://h:1", "http://h:1/"], "more than once"),
+    (["--policy", "nonsense"], "--policy"),
+])
+def test_bad_command_lines_end_with_a_sentence(args, sentence):
+    process = _launch(*args)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert sentence in stderr.splitlines()[-1]
+
+
+async def test_occupied_port_ends_with_a_sentence(worker):
+    mock = await worker()
+    process = _launch("--port", str(mock.port))
+    stderr = (await asyncio.to_thread(process.communicate, timeout=10))[1]
+    assert process.returncode == 2
+    assert stderr.startswith("launch_router: error: Cannot listen on")
+    assert len(stderr.splitlines()) == 1
+
+
+def test_import_needs_no_engine():
+    code = "import sys, baton.router.launch; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert result.stdout.strip() == "[]", result.stderr

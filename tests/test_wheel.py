@@ -1,0 +1,45 @@
+"""The wheel holds the packages and the shipped model, nothing else, and works from outside the checkout."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: building leaves folders behind in the checkout
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(None, files):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(source)]
+    subprocess.run(build, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_contents(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"baton", next(t for t in tops if t.endswith(".dist-info"))}
+    inside = {name.split("/")[1] for name in names if name.startswith("baton/")}
+    assert inside == {"__init__.py", "launch.py", "common", "kernels", "kvtransfer", "prefill", "decode", "router"}
+    assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/dashboard.html"} <= set(names)
+
+
+def test_it_runs_from_outside_the_checkout(wheel, tmp_path):
+    target = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel)],
+                   check=True)
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); import baton; assert sys.argv[1] in baton.__file__; "
+            "from baton.common.tinychat import CHECKPOINT; assert (CHECKPOINT / 'config.json').is_file(); "
+            "sys.argv = ['launch_router', '--help']; from baton.router.launch import main; main()")
+    run = subprocess.run([sys.executable, "-c", code, str(target)], cwd=tmp_path, capture_output=True, text=True,
+                         timeout=60)
+    assert run.returncode == 0 and "--worker-urls" in run.stdout, run.stderr
