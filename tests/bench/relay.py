@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..integration.harness import Server, free_ports
+from ..integration.harness import Server
+from ..ports import free_port, free_ports
 from . import load
 
 LLAMA_8B = {
@@ -47,7 +48,7 @@ def dummy_flags(folder: Path) -> list[str]:
 
 @contextmanager
 def unified(flags: list[str], logs: Path) -> Iterator[str]:
-    server = Server("baton.launch", ["server", *flags], free_ports(1)[0], logs / "unified.log").start()
+    server = Server("baton.launch", ["server", *flags], free_port(), logs / "unified.log").start()
     try:
         yield server.wait_ready(300).url
     finally:

@@ -22,7 +22,8 @@ from random import Random
 
 import aiohttp
 
-from ..integration.harness import Server, free_ports, get_json, post_json
+from ..integration.harness import Server, get_json, post_json
+from ..ports import free_port, free_ports
 
 WORDS = ("river", "stone", "window", "garden", "morning", "letter", "bridge", "winter", "market", "mountain", "silver",
          "table", "music", "forest", "harbor", "candle", "story", "engine", "paper", "island", "doctor", "summer",
@@ -62,7 +63,7 @@ class Cluster:
     def router(self, policy: str) -> Server:
         argv = ["--policy", policy, "--log-level", "warning", "--health-check-interval-secs", "0.5", "--worker-urls",
                 *(worker.url for worker in self.workers)]
-        return Server("baton.router.launch", argv, free_ports(1)[0], self.logs / f"router-{policy}.log")
+        return Server("baton.router.launch", argv, free_port(), self.logs / f"router-{policy}.log")
 
     def stop(self) -> None:
         for worker in self.workers:

@@ -1,6 +1,6 @@
 """Soak a router at full load: memory must stay flat and no task, load or connection may be left.
 
-    python tests/bench/router_soak.py --seconds 300
+    python -m baton.tests.bench.router_soak --seconds 300
 
 A router process of its own in front of workers in this one; half of the requests stream, some clients
 leave in the middle, some connections are new. Prompts repeat out of a fixed set, so that the policy's tree is
@@ -21,6 +21,8 @@ from pathlib import Path
 
 import httptools
 import uvloop
+
+from ..ports import free_port
 
 _PAGE_KIB = 4
 JSON_ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n' + b" " * 500
@@ -53,14 +55,6 @@ class Reply:
 
     def on_message_complete(self):
         self.complete = True
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def rss_kib(pid: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from random import Random
 
 import msgspec
@@ -38,20 +37,9 @@ from baton.common.config.server import (
 )
 from baton.common.engine.kv_events import HEARTBEAT_SECONDS, KEPT_BATCHES, KVEventPublisher, start_publisher
 from baton.common.kvcache.manager import KVCacheManager
+from baton.tests.ports import free_ports
 
 PAGE = 4
-
-
-def free_port() -> int:
-    """One whose successor is free too."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            try:
-                second.bind(("127.0.0.1", first.getsockname()[1] + 1))
-            except (OSError, OverflowError):
-                continue
-            return first.getsockname()[1]
 
 
 # ---------------------------------------------------------------------- the form
@@ -199,7 +187,7 @@ class Followed:
     """A cache, its publisher, and sockets of a subscriber."""
 
     def __init__(self, num_pages: int = 64):
-        self.port = free_port()
+        self.port = free_ports(2)[0]
         self.manager = KVCacheManager(num_pages, PAGE)
         self.publisher = KVEventPublisher(self.manager.prefix_cache, "127.0.0.1", self.port)
         self.context = zmq.Context()
@@ -360,6 +348,6 @@ def test_a_publisher_that_cannot_be_says_why(followed):
     with pytest.raises(ConfigError, match="--kv-events-port needs ports"):
         start_publisher(config(kv_events_port=followed.port), KVCacheManager(8, PAGE).prefix_cache)
     with pytest.raises(ConfigError, match="disable-radix-cache"):
-        start_publisher(config(kv_events_port=free_port()), None)
+        start_publisher(config(kv_events_port=free_ports(2)[0]), None)
     with pytest.raises(ConfigError, match="65534"):
         config(kv_events_port=65535)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.tests.integration.harness import Cluster, Server, free_ports
+from baton.tests.integration.harness import Cluster, Server
+from baton.tests.ports import free_port
 
 
 @pytest.fixture(scope="session")
@@ -10,7 +11,7 @@ def unified(tmp_path_factory):
     """A unified server of the shipped chat model."""
     folder = tmp_path_factory.mktemp("unified")
     argv = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"]
-    server = Server("baton.launch", ["server", *argv], free_ports(1)[0], folder / "server.log").start()
+    server = Server("baton.launch", ["server", *argv], free_port(), folder / "server.log").start()
     try:
         yield server.wait_ready()
         assert server.stop() == 0, repr(server)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,19 +13,9 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.tests.ports import free_ports
+
 START_SECONDS = 120.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 def get_json(url: str, timeout: float = 10.0) -> dict:

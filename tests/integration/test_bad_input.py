@@ -12,7 +12,8 @@ import urllib.request
 import psutil
 import pytest
 
-from baton.tests.integration.harness import free_ports, post_json
+from baton.tests.integration.harness import post_json
+from baton.tests.ports import free_port
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -84,7 +85,7 @@ def test_a_prefill_server_wants_proper_bootstrap_fields(relay, fields):
 def test_decode_ends_when_there_is_no_prefill_server(relay):
     """Nobody listens at the named bootstrap address: the request fails with a sentence, long before a minute."""
     body = {"model": "tinychat", "messages": HELLO, "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": free_ports(1)[0], "bootstrap_room": 77}
+            "bootstrap_port": free_port(), "bootstrap_room": 77}
     status, answer = post_json(relay.decode[0].url + CHAT, body, timeout=60)
     assert status in (502, 504) and answer["error"]["message"]
     relay.decode[0].assert_clean()
@@ -113,14 +114,14 @@ def start_fails(*argv, timeout=60):
 @pytest.mark.parametrize("module", ["baton.prefill.launch", "baton.decode.launch"])
 def test_a_missing_checkpoint(module):
     line = start_fails("-m", module, "--model-path", "/nowhere/model", "--device", "cpu",
-                       "--port", str(free_ports(1)[0]))
+                       "--port", str(free_port()))
     assert "/nowhere/model" in line and line.endswith(".")
 
 
 def test_an_unsupported_architecture(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "hidden_size": 8}))
     line = start_fails("-m", "baton.decode.launch", "--model-path", str(tmp_path), "--device", "cpu",
-                       "--port", str(free_ports(1)[0]))
+                       "--port", str(free_port()))
     assert "BertModel" in line and "LlamaForCausalLM" in line
 
 
@@ -141,5 +142,5 @@ def test_an_occupied_bootstrap_port():
         sock.listen()
         port = sock.getsockname()[1]
         line = start_fails("-m", "baton.prefill.launch", "--model-path", "tinychat", "--device", "cpu",
-                           "--port", str(free_ports(1)[0]), "--disaggregation-bootstrap-port", str(port))
+                           "--port", str(free_port()), "--disaggregation-bootstrap-port", str(port))
     assert str(port) in line

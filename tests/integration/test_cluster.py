@@ -9,11 +9,12 @@ import time
 
 import psutil
 
-from baton.tests.integration.harness import free_ports, post_json
+from baton.tests.integration.harness import post_json
+from baton.tests.ports import free_ports
 
 
 def cluster(tmp_path, *flags):
-    port = free_ports(1)[0]
+    port = free_ports(4)[0]  # router, two servers, bootstrap
     argv = [sys.executable, "-m", "baton.launch", "cluster", "--device", "cpu", "--port", str(port), "--log-dir",
             str(tmp_path), *flags]
     return port, psutil.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,7 +1,6 @@
 """A prefill and a decode scheduler in one process, over a real transfer backend: equal tokens, no page left."""
 
 import asyncio
-import socket
 import threading
 import time
 
@@ -36,14 +35,9 @@ from baton.common.kvcache.manager import KVCacheManager
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.kvtransfer.bootstrap import BootstrapServer
 from baton.prefill.rank import _make_scheduler as make_prefill
+from baton.tests.ports import free_port
 
 VOCAB = 96
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from baton.router.policies.cache_exact import CacheExact, Memory
 from baton.router.policies.text_pages import TextPages, text_blocks
 from baton.router.registry import Worker
 from baton.router.residency import Residency
+from baton.tests.ports import free_ports
 
 PAGE = 16
 
@@ -334,15 +335,10 @@ class Publishing:
 
 @pytest.fixture
 async def publishing():
-    import socket
-
     made: list[Publishing] = []
 
     def start() -> Publishing:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        made.append(Publishing(port - 1 if port % 2 else port))
+        made.append(Publishing(free_ports(2)[0]))
         return made[-1]
 
     yield start
