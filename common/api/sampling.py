@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from .errors import InvalidRequest
+from .grammar import GrammarSpec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -14,7 +15,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``temperature`` 0 is greedy. ``top_k`` -1 keeps all tokens. ``seed`` makes the choice reproducible whatever
     else runs in the batch. ``stop`` holds strings (matched on text, by the front process), ``stop_token_ids``
-    and the model's EOS tokens (unless ``ignore_eos``) end a request in the engine.
+    and the model's EOS tokens (unless ``ignore_eos``) end a request in the engine. ``grammar`` is what the whole output
+    obeys.
     """
 
     max_new_tokens: int = 128
@@ -29,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:
