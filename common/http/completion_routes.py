@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from ..api.messages import Generate, Logprobs
-from ..openai.continuation import HEADER, continue_after
+from ..openai.continuation import continue_after
 from ..openai.logprobs import completion_logprobs, joined
 from ..openai.native import LogprobOptions
 from ..openai.prompts import parse_prompts
 from ..openai.protocol import CompletionRequest, decode_completion, sampling_params
-from ..openai.responses import DONE, Completion, CompletionChoice, CompletionLogprobs, Usage, encode, event
+from ..openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .front import Front, plan
-from .generation import Choice, Generation
-from .prompt_pages import note_pages
-from .sse import stream_events
+from .generation import Choice
+from .run import Run, respond
 from .usage import usage_of
-from .web import json_bytes
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(front: Front, request: web.Request) -> web.StreamResponse:
-    arrived = time.monotonic()
-    with front.counting_refusals():
-        tokenizer = front.serving_tokenizer()
-        body = decode_completion(await request.read())
-        front.check_model(body.model)
-        requests = await _plan(front, body)
-        note_pages(front, request, requests)
-        continued = continue_after(body.continuation, requests, front.model.vocab_size)
-    with Generation(front.client, tokenizer, front.metrics, requests, arrived, continued) as generation:
-        answer = _Answer(front, body, with_ids=HEADER in request.headers)
-        if body.stream:
-            return await stream_events(request, answer.events(generation))
-        return json_bytes(encode(answer.whole(await generation.complete())))
+    return await respond(front, request, decode_completion, plan_completion)
+
+
+async def plan_completion(front: Front, body: CompletionRequest, *, arrived: float,
+                          with_ids: bool = False) -> Run[Completion, Completion]:
+    """See ``plan_chat``."""
+    front.check_model(body.model)
+    requests = await _plan(front, body)
+    continued = continue_after(body.continuation, requests, front.model.vocab_size)
+    return Run(front, requests, _Answer(front, body, with_ids=with_ids), arrived=arrived, continued=continued)
 
 
 async def _plan(front: Front, body: CompletionRequest) -> list[Generate]:
@@ -55,7 +50,7 @@ async def _plan(front: Front, body: CompletionRequest) -> list[Generate]:
 
 
 class _Answer:
-    """Formats one answer, whole or as events."""
+    """Tells one text completion, see ``run.Answer``."""
 
     def __init__(self, front: Front, body: CompletionRequest, *, with_ids: bool):
         begun = body.continuation
@@ -64,35 +59,34 @@ class _Answer:
         self._with_ids = with_ids
         self._model = body.model or front.config.model_name
         self._body = body
-        self._interval = front.config.http.stream_interval
         self._piece = front.serving_tokenizer().piece
+        self._offsets: list[int] = []  # of each choice's next token's text, for logprobs
+        self._waiting: list[list[int]] = []  # ids of tokens whose text is held back
 
-    def whole(self, choices: list[Choice]) -> Completion:
+    def whole(self, choices: Sequence[Choice]) -> Completion:
         return self._completion([self._choice(choice, choice.text, choice.logprobs, 0) for choice in choices],
                                 usage_of(choices, self._body.num_choices))
 
-    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        offsets = [0] * len(generation.choices)  # of the next token's text, for logprobs
-        waiting: list[list[int]] = [[] for _ in generation.choices]  # ids of tokens whose text is held back
-        chunks: list[bytes] = []
-        async for gained in generation.deltas(self._interval):
-            for choice in gained:
-                delta = choice.take_delta()
-                said = self._choice(choice, delta.text, joined(delta.logprobs), offsets[choice.index])
-                if said.logprobs is not None:
-                    offsets[choice.index] += sum(map(len, said.logprobs.tokens))
-                waiting[choice.index] += delta.token_ids
-                if said.text or said.logprobs is not None or choice.ended is not None:
-                    if self._with_ids:
-                        said.token_ids = waiting[choice.index]
-                    waiting[choice.index] = []
-                    chunks.append(event(self._completion([said])))
-            if chunks and generation.live:
-                yield b"".join(chunks)
-                chunks.clear()
-        usage = usage_of(generation.choices, self._body.num_choices)
-        last = event(self._completion([], usage)) if self._body.wants_usage else b""
-        yield b"".join(chunks) + last + DONE  # In one piece: a stream that breaks has told all of its end or nothing.
+    def begin(self, choices: Sequence[Choice]) -> None:
+        self._offsets = [0] * len(choices)
+        self._waiting = [[] for _ in choices]
+
+    def gained(self, choice: Choice) -> list[Completion]:
+        delta = choice.take_delta()
+        said = self._choice(choice, delta.text, joined(delta.logprobs), self._offsets[choice.index])
+        if said.logprobs is not None:
+            self._offsets[choice.index] += sum(map(len, said.logprobs.tokens))
+        waiting = self._waiting[choice.index]
+        waiting += delta.token_ids
+        if not said.text and said.logprobs is None and choice.ended is None:
+            return []
+        if self._with_ids:
+            said.token_ids = waiting
+        self._waiting[choice.index] = []
+        return [self._completion([said])]
+
+    def end(self, choices: Sequence[Choice]) -> list[Completion]:
+        return [self._completion([], usage_of(choices, self._body.num_choices))] if self._body.wants_usage else []
 
     def _choice(self, choice: Choice, text: str, logprobs: Logprobs | None, offset: int) -> CompletionChoice:
         reason = None if choice.ended is None else choice.ended.reason
