@@ -100,10 +100,7 @@ class Executor:
         return build_forward_batch(rows, page_size, runner.device, batch.is_decode, logits_rows, previous)
 
     def _sample(self, logits: torch.Tensor, chunks: list[Chunk]) -> Launched:
-        reqs = [chunk.req for chunk in chunks]
-        return self._sampler.launch(
-            logits, [req.sampling for req in reqs], [chunk.stop for chunk in chunks],
-            [req.num_top_logprobs for req in reqs], [req.suppressed_at(c.stop) for req, c in zip(reqs, chunks)])
+        return self._sampler.launch(logits, [chunk.req.choosing(chunk.stop) for chunk in chunks])
 
 
 def _logprobs(req: Req, sampled: Sampled, row: int) -> Logprobs | None:

@@ -9,6 +9,7 @@ import numpy as np
 from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageHold
+from .choosing import Choosing
 
 
 class TokenBuffer:
@@ -121,9 +122,10 @@ class Req:
             limit = min(limit, max(0, self.logprob_start - 1))
         return limit
 
-    def suppressed_at(self, position: int) -> tuple[int, ...]:
-        """Tokens that must not be sampled at ``position``, because ``min_new_tokens`` is not reached there."""
-        return tuple(self.stop_ids) if position - self.num_prompt_tokens < self.sampling.min_new_tokens else ()
+    def choosing(self, position: int) -> Choosing:
+        """How the token at ``position`` is to be chosen: the one after all that the request has, pending ones too."""
+        early = position - self.num_prompt_tokens < self.sampling.min_new_tokens
+        return Choosing(self.sampling, position, self.num_top_logprobs, tuple(self.stop_ids) if early else ())
 
     def take_pending(self, token_id: int) -> list[int]:
         """``take`` the pending token."""

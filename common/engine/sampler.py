@@ -15,9 +15,10 @@ import torch
 
 from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
-
-# Noise of 0 would choose a token of any probability however small; a generator may return it once in 2**24 draws.
-_SMALLEST = 2.0**-24
+from .bitmask import forbid_unallowed
+from .choosing import Choosing
+from .host_copies import Download, upload
+from .noise import SMALLEST, seeded_exponential
 
 
 @dataclass(frozen=True)
@@ -39,45 +40,40 @@ class Sampler:
         self._generator = torch.Generator(self._device)
         self._generator.manual_seed(seed)
 
-    def sample(self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int],
-               logprobs: Sequence[int | None], suppress: Sequence[tuple[int, ...]] | None = None) -> Sampled:
+    def sample(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> Sampled:
         """``launch`` and wait."""
-        return self.launch(logits, params, positions, logprobs, suppress).wait()
+        return self.launch(logits, rows).wait()
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int],
-               logprobs: Sequence[int | None], suppress: Sequence[tuple[int, ...]] | None = None) -> Launched:
-        """Choose a token for each row of ``logits`` [R, vocab] float32, which is mutated where tokens are suppressed.
+    def launch(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> Launched:
+        """Choose a token for each row of ``logits`` [R, vocab] float32, which is mutated where tokens are ruled out.
 
-        ``positions`` counts the tokens before the chosen one (of seeded rows: the noise depends on it).
-        ``logprobs`` is None or the number of likeliest tokens to report; they are those of the model's own
-        distribution, before temperature and truncation. ``suppress`` lists tokens a row must not choose (a request
-        below ``min_new_tokens`` names its stop tokens there). Nothing here waits for the device.
+        Log-probabilities are those of the model's own distribution, before temperature and truncation. Nothing here
+        waits for the device.
         """
-        rows = len(params)
-        assert logits.shape == (rows, self._vocab_size)
-        if rows == 0 or self._tp.rank > 0:
-            tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
-            return Launched(self._tp.broadcast(tokens) if rows else tokens, _Report(logits, tokens, [None] * rows))
-        if suppress is not None:
-            _suppress(logits, suppress)
-        tokens = self._choose(logits, params, positions)
+        assert logits.shape == (len(rows), self._vocab_size)
+        if not rows or self._tp.rank > 0:
+            tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+            return Launched(self._tp.broadcast(tokens) if rows else tokens, _Report(logits, tokens, [None] * len(rows)))
+        forbid_unallowed(logits, rows)
+        _suppress(logits, rows)
+        tokens = self._choose(logits, rows)
         self._tp.broadcast(tokens)
-        return Launched(tokens, _Report(logits, tokens, logprobs))
+        return Launched(tokens, _Report(logits, tokens, [row.num_top for row in rows]))
 
-    def _choose(self, logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
         tokens = logits.argmax(-1)
-        drawn = [row for row, p in enumerate(params) if not p.greedy]
+        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if not drawn:
             return tokens
         index = self._tensor(drawn)
-        subset = [params[row] for row in drawn]
+        subset = [rows[i].params for i in drawn]
         temperature = self._tensor([p.temperature for p in subset], torch.float32)
         # A tiny temperature would make inf - inf = NaN of the largest logits; shifted first, it makes 0 and -inf.
         scaled = logits[index]
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature[:, None]
         probabilities = self._truncate(scaled, subset).softmax(-1)
-        noise = self._noise(subset, [positions[row] for row in drawn])
+        noise = self._noise(subset, [rows[i].position for i in drawn])
         tokens[index] = (probabilities / noise).argmax(-1)
         return tokens
 
@@ -115,76 +111,17 @@ class Sampler:
             seeds = self._tensor([params[row].seed or 0 for row in seeded])
             counters = self._tensor([positions[row] for row in seeded])
             noise[self._tensor(seeded)] = seeded_exponential(seeds, counters, self._vocab_size)
-        return noise.clamp_(min=_SMALLEST)
+        return noise.clamp_(min=SMALLEST)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return _upload(values, dtype, self._device)
+        return upload(values, dtype, self._device)
 
 
-def seeded_exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponential variates ``[n, vocab]`` by hash of ``seeds`` [n], ``positions`` [n] (int64) and token id.
-
-    The hash is SplitMix64's finalizer (Steele, Lea and Flood, 2014) over a chain of the three. 23 bits of it make a
-    uniform in (0, 1): with 24, the largest would round to 1 in float32 and its noise to 0.
-    """
-    keys = _mix(_mix(seeds) ^ positions)
-    tokens = torch.arange(vocab_size, device=seeds.device)
-    bits = _mix(keys[:, None] + tokens * _GOLDEN)
-    uniform = ((bits >> 41) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_()
-
-
-def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that holds it: torch multiplies int64 modulo 2**64, as the hash needs."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_A = _signed(0xBF58476D1CE4E5B9)
-_MIX_B = _signed(0x94D049BB133111EB)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = x + _GOLDEN
-    x = (x ^ _shift(x, 30)) * _MIX_A
-    x = (x ^ _shift(x, 27)) * _MIX_B
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right; torch's keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _suppress(logits: torch.Tensor, suppress: Sequence[tuple[int, ...]]) -> None:
-    pairs = [(row, token) for row, tokens in enumerate(suppress) for token in tokens]
+def _suppress(logits: torch.Tensor, rows: Sequence[Choosing]) -> None:
+    pairs = [(i, token) for i, row in enumerate(rows) for token in row.suppressed]
     if pairs:
-        rows, tokens = _upload(pairs, torch.int64, logits.device).unbind(-1)
-        logits[rows, tokens] = float("-inf")
-
-
-def _upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A small tensor on the device. From pageable memory the copy would wait for everything that runs there."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
-
-
-class _Download:
-    """Tensors on their way to the host; ``wait`` returns them as lists."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._event: torch.cuda.Event | None = None
-        self._tensors = list(tensors)
-        if tensors[0].is_cuda:
-            self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
-                             for t in tensors]
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> list[list[Any]]:
-        if self._event is not None:
-            self._event.synchronize()
-        return [tensor.tolist() for tensor in self._tensors]
+        index, tokens = upload(pairs, torch.int64, logits.device).unbind(-1)
+        logits[index, tokens] = float("-inf")
 
 
 class _Report:
@@ -196,7 +133,7 @@ class _Report:
         self.tensors: list[torch.Tensor] = []
         if not self._asking:
             return
-        index = _upload(self._asking, torch.int64, logits.device)
+        index = upload(self._asking, torch.int64, logits.device)
         scores = logits[index].log_softmax(-1)
         most = min(max(wanted[row] or 0 for row in self._asking), logits.shape[-1])
         values, ids = scores.topk(most, dim=-1)
@@ -219,7 +156,7 @@ class Launched:
     def __init__(self, tokens: torch.Tensor, report: _Report):
         self.tokens = tokens
         self._report = report
-        self._download = _Download([tokens, *report.tensors])
+        self._download = Download([tokens, *report.tensors])
 
     def wait(self) -> Sampled:
         tokens, *lists = self._download.wait()

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from ...common.config.server import KernelArgs
-from ...common.engine import sampler
+from ...common.engine import host_copies
 from ..common.hand_driven import Engine
 from . import ceilings
 from .relay import LLAMA_8B
@@ -35,7 +35,7 @@ def measure(engine: Engine, batch: int, context: int, steps: int = 60) -> dict[s
     for _ in range(10):
         scheduler.step(0.0)
     waited = 0.0
-    wait = sampler._Download.wait
+    wait = host_copies.Download.wait
 
     def timed(download):
         nonlocal waited
@@ -44,7 +44,7 @@ def measure(engine: Engine, batch: int, context: int, steps: int = 60) -> dict[s
         waited += time.perf_counter() - start
         return found
 
-    with patch.object(sampler._Download, "wait", timed):
+    with patch.object(host_copies.Download, "wait", timed):
         start = time.perf_counter()
         for _ in range(steps):
             scheduler.step(0.0)

@@ -7,7 +7,9 @@ import torch
 from msgspec.structs import replace
 
 from baton.common.api.sampling import SamplingParams
-from baton.common.engine.sampler import Sampler, seeded_exponential
+from baton.common.engine.choosing import Choosing
+from baton.common.engine.noise import seeded_exponential
+from baton.common.engine.sampler import Sampler
 
 VOCAB = 40
 DRAWS = 20_000
@@ -47,8 +49,8 @@ def definition(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     SamplingParams(min_p=0.2), SamplingParams(top_k=10, top_p=0.6, temperature=2.0, min_p=0.1),
 ], ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
 def test_distribution(sampler, logits, params, seeded):
-    rows = [replace(params, seed=row if seeded else None) for row in range(DRAWS)]
-    sampled = sampler.sample(logits.repeat(DRAWS, 1), rows, [9] * DRAWS, [None] * DRAWS)
+    rows = [Choosing(replace(params, seed=row if seeded else None), 9) for row in range(DRAWS)]
+    sampled = sampler.sample(logits.repeat(DRAWS, 1), rows)
     seen = torch.bincount(torch.tensor(sampled.token_ids), minlength=VOCAB) / DRAWS
     want = definition(logits, params)
     assert not (seen[want == 0]).any()
@@ -57,31 +59,31 @@ def test_distribution(sampler, logits, params, seeded):
 
 
 def test_greedy_and_mixed_rows(sampler, logits):
-    rows = [GREEDY, SamplingParams(top_k=1), SamplingParams(temperature=1e-30), SamplingParams(top_p=1e-6)]
+    rows = [Choosing(params, 1) for params in (
+        GREEDY, SamplingParams(top_k=1), SamplingParams(temperature=1e-30), SamplingParams(top_p=1e-6))]
     best = int(logits.argmax())
-    assert sampler.sample(logits.repeat(4, 1), rows, [1] * 4, [None] * 4).token_ids == [best] * 4
-    assert sampler.sample(logits.repeat(2, 1), rows[:2], [1] * 2, [None] * 2).token_ids == [best] * 2
-    assert sampler.sample(logits[:0].view(0, VOCAB), [], [], []).token_ids == []
+    assert sampler.sample(logits.repeat(4, 1), rows).token_ids == [best] * 4
+    assert sampler.sample(logits.repeat(2, 1), rows[:2]).token_ids == [best] * 2
+    assert sampler.sample(logits[:0].view(0, VOCAB), []).token_ids == []
 
 
 def test_a_seed_fixes_the_choice_whatever_the_batch(sampler):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
     mine = SamplingParams(seed=-(2**63))
-    alone = [sampler.sample(logits[:1].clone(), [mine], [p], [None]).token_ids[0] for p in range(40)]
-    other = [SamplingParams(temperature=0.5), mine, SamplingParams(seed=8, top_k=3)]
-    beside = [Sampler(VOCAB, "cpu", seed=5).sample(logits[[1, 0, 2]], other, [2, p, 7], [None] * 3).token_ids[1]
+    alone = [sampler.sample(logits[:1].clone(), [Choosing(mine, p)]).token_ids[0] for p in range(40)]
+    first, last = Choosing(SamplingParams(temperature=0.5), 2), Choosing(SamplingParams(seed=8, top_k=3), 7)
+    beside = [Sampler(VOCAB, "cpu", seed=5).sample(logits[[1, 0, 2]], [first, Choosing(mine, p), last]).token_ids[1]
               for p in range(40)]
     assert alone == beside
     assert len(set(alone)) > 8  # positions differ in their noise
-    different = [sampler.sample(logits[:1].clone(), [SamplingParams(seed=6)], [p], [None]).token_ids[0]
+    different = [sampler.sample(logits[:1].clone(), [Choosing(SamplingParams(seed=6), p)]).token_ids[0]
                  for p in range(40)]
     assert different != alone
 
 
 def test_the_generator_seed_fixes_unseeded_sampling(logits):
     def draw(seed: int) -> list[int]:
-        return Sampler(VOCAB, "cpu", seed).sample(logits.repeat(50, 1), [SamplingParams()] * 50, [0] * 50,
-                                                  [None] * 50).token_ids
+        return Sampler(VOCAB, "cpu", seed).sample(logits.repeat(50, 1), [Choosing(SamplingParams(), 0)] * 50).token_ids
     assert draw(1) == draw(1) != draw(2)
 
 
@@ -94,17 +96,40 @@ def test_seeded_noise_is_exponential_and_never_zero():
 
 def test_suppressed_tokens_are_not_chosen(sampler, logits):
     ranked = logits.argsort(descending=True).tolist()
-    rows = [GREEDY, SamplingParams(top_k=2, seed=1), GREEDY]
-    sampled = sampler.sample(logits.repeat(3, 1), rows, [1] * 3, [None, 3, None],
-                             [tuple(ranked[:2]), tuple(ranked[:1]), ()])
+    sampled = sampler.sample(logits.repeat(3, 1), [
+        Choosing(GREEDY, 1, suppressed=tuple(ranked[:2])),
+        Choosing(SamplingParams(top_k=2, seed=1), 1, num_top=3, suppressed=tuple(ranked[:1])), Choosing(GREEDY, 1)])
     assert sampled.token_ids[0] == ranked[2] and sampled.token_ids[1] in ranked[1:3]
     assert sampled.token_ids[2] == ranked[0]
     assert ranked[0] not in [token for token, _ in sampled.tops[1]]
 
 
+def bitmask_of(tokens):
+    """Fills a row the way XGrammar does: one bit a token, 32 a word."""
+    def fill(bitmask: torch.Tensor, row: int) -> None:
+        assert bitmask.dtype == torch.int32 and bitmask.shape[1] == -(VOCAB // -32)
+        words = [0] * bitmask.shape[1]
+        for token in tokens:
+            words[token // 32] |= 1 << token % 32
+        bitmask[row] = torch.tensor(words).to(torch.int32)
+    return fill
+
+
+def test_only_allowed_tokens_are_chosen_and_reported(sampler, logits):
+    ranked = logits.argsort(descending=True).tolist()
+    allowed = [*ranked[7:12], 31, 32, VOCAB - 1]
+    rows = [Choosing(GREEDY, 1), *(Choosing(SamplingParams(seed=seed, temperature=50.0), 1, 2, suppressed=(ranked[7],),
+                                            allowed=bitmask_of(allowed)) for seed in range(400))]
+    sampled = sampler.sample(logits.repeat(len(rows), 1), rows)
+    assert sampled.token_ids[0] == ranked[0]
+    assert set(sampled.token_ids[1:]) == set(allowed) - {ranked[7]}
+    kept = logits[sorted(set(allowed) - {ranked[7]})].log_softmax(-1)
+    assert sampled.tops[1][0] == (ranked[8], pytest.approx(float(kept.max()), abs=1e-5))
+
+
 def test_logprobs_are_the_models_own(sampler, logits):
-    rows = [GREEDY, SamplingParams(temperature=0.2, seed=1), GREEDY]
-    sampled = sampler.sample(logits.repeat(3, 1), rows, [1] * 3, [0, 3, None])
+    rows = [Choosing(GREEDY, 1, 0), Choosing(SamplingParams(temperature=0.2, seed=1), 1, 3), Choosing(GREEDY, 1)]
+    sampled = sampler.sample(logits.repeat(3, 1), rows)
     want = logits.log_softmax(-1)
     assert sampled.logprobs[0] == pytest.approx(float(want.max()), abs=1e-5) and sampled.tops[0] == []
     assert sampled.logprobs[1] == pytest.approx(float(want[sampled.token_ids[1]]), abs=1e-5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.common.api.sampling import SamplingParams
+from baton.common.engine.choosing import Choosing
 from baton.common.engine.sampler import Sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -15,8 +16,9 @@ VOCAB = 32_000
 
 def test_seeded_choice_equals_the_cpus():
     logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
-    params = [SamplingParams(seed=row, top_p=0.9 if row % 2 else 1.0, top_k=50 if row % 3 else -1) for row in range(64)]
-    chosen = [Sampler(VOCAB, device, 0).sample(logits.to(device, copy=True), params, list(range(64)), [2] * 64)
+    rows = [Choosing(SamplingParams(seed=row, top_p=0.9 if row % 2 else 1.0, top_k=50 if row % 3 else -1), row, 2)
+            for row in range(64)]
+    chosen = [Sampler(VOCAB, device, 0).sample(logits.to(device, copy=True), rows)
               for device in ("cpu", "cuda")]
     assert chosen[0].token_ids == chosen[1].token_ids
     assert chosen[0].logprobs == pytest.approx(chosen[1].logprobs, abs=1e-4)
@@ -28,8 +30,7 @@ def test_unseeded_frequencies():
     draws = 20_000
     sampler = Sampler(VOCAB, "cuda", 0)
     tokens = [token for _ in range(10) for token in sampler.sample(
-        logits.repeat(draws // 10, 1), [SamplingParams(top_k=4)] * (draws // 10), [0] * (draws // 10),
-        [None] * (draws // 10)).token_ids]
+        logits.repeat(draws // 10, 1), [Choosing(SamplingParams(top_k=4), 0)] * (draws // 10)).token_ids]
     seen = torch.bincount(torch.tensor(tokens), minlength=VOCAB) / draws
     want = torch.tensor([0.4, 0.3, 0.2, 0.1])
     assert seen[4:].sum() == 0

@@ -1,0 +1,32 @@
+"""Small tensors between host and device, without waiting for what the device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A small tensor on the device. From pageable memory the copy would wait for everything that runs there."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+class Download:
+    """Tensors on their way to the host; ``wait`` returns them as lists."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._event: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if tensors[0].is_cuda:
+            self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                             for t in tensors]
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[list[Any]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [tensor.tolist() for tensor in self._tensors]

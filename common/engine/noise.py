@@ -1,0 +1,43 @@
+"""Noise of seeded rows: a hash of (seed, position, token), equal whatever else runs in the batch and wherever."""
+
+from __future__ import annotations
+
+import torch
+
+# Noise of 0 would choose a token of any probability however small; a generator may return it once in 2**24 draws.
+SMALLEST = 2.0**-24
+
+
+def seeded_exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Exponential variates ``[n, vocab]`` by hash of ``seeds`` [n], ``positions`` [n] (int64) and token id.
+
+    The hash is SplitMix64's finalizer (Steele, Lea and Flood, 2014) over a chain of the three. 23 bits of it make a
+    uniform in (0, 1): with 24, the largest would round to 1 in float32 and its noise to 0.
+    """
+    keys = _mix(_mix(seeds) ^ positions)
+    tokens = torch.arange(vocab_size, device=seeds.device)
+    bits = _mix(keys[:, None] + tokens * _GOLDEN)
+    uniform = ((bits >> 41) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_()
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that holds it: torch multiplies int64 modulo 2**64, as the hash needs."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_A = _signed(0xBF58476D1CE4E5B9)
+_MIX_B = _signed(0x94D049BB133111EB)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x + _GOLDEN
+    x = (x ^ _shift(x, 30)) * _MIX_A
+    x = (x ^ _shift(x, 27)) * _MIX_B
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift right; torch's keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
