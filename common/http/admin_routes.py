@@ -51,10 +51,20 @@ async def health_generate(front: Front, request: web.Request) -> web.Response:
 
 
 async def models(front: Front, request: web.Request) -> web.Response:
-    name = front.config.model_name
-    return json_response({"object": "list", "data": [{
-        "id": name, "object": "model", "created": _STARTED, "owned_by": "baton", "root": front.config.model.model_path,
-        "max_model_len": front.model.context_length}]})
+    return json_response({"object": "list", "data": [_model(front)]})
+
+
+async def model(front: Front, request: web.Request) -> web.Response:
+    """One model's entry; raises NotFound for one that is not served."""
+    front.check_model(request.match_info["model"])
+    return json_response(_model(front))
+
+
+def _model(front: Front) -> dict[str, Any]:
+    """``max_model_len``: prompt and output together, in tokens; while weights load, what the model itself allows."""
+    return {"id": front.config.model_name, "object": "model", "created": _STARTED, "owned_by": "baton",
+            "root": front.config.model.model_path, "parent": None,
+            "max_model_len": front.model.context_length if front.ready is None else front.token_limit}
 
 
 async def model_info(front: Front, request: web.Request) -> web.Response:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from ..api.errors import NotFound, ServingError, TooLarge, Unauthorized
-from . import admin_routes, chat_routes, completion_routes, native_routes
+from . import admin_routes, chat_routes, completion_routes, native_routes, tokenize_routes
 from .front import Front
 from .prompt_pages import tell_pages
 from .web import error_response
@@ -26,7 +26,12 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/chat/completions", chat_routes.chat_completions),
     ("POST", "/v1/completions", completion_routes.completions),
     ("POST", "/generate", native_routes.generate),
+    ("POST", "/v1/tokenize", tokenize_routes.tokenize),
+    ("POST", "/tokenize", tokenize_routes.tokenize),
+    ("POST", "/v1/detokenize", tokenize_routes.detokenize),
+    ("POST", "/detokenize", tokenize_routes.detokenize),
     ("GET", "/v1/models", admin_routes.models),
+    ("GET", "/v1/models/{model:.+}", admin_routes.model),
     ("GET", "/health", admin_routes.health),
     ("GET", "/health_generate", admin_routes.health_generate),
     ("GET", "/get_model_info", admin_routes.model_info),

@@ -96,6 +96,13 @@ class Tokenizer:
             return encode_all()
         return await asyncio.to_thread(encode_all)
 
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own names of tokens; an id that it does not name (padded vocabularies) is empty."""
+        return [name or "" for name in self._hf.convert_ids_to_tokens(list(ids))]
+
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; empty for an id outside the vocabulary."""
         found = self._pieces.get(token_id)
@@ -107,8 +114,10 @@ class Tokenizer:
         return TextStream(self.piece, self.special_ids, sampling)
 
     def render_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None,
-                    continue_final_message: bool, options: Mapping[str, Any]) -> str:
-        """The prompt's text by the chat template; ``options`` are further variables for the template.
+                    continue_final_message: bool, options: Mapping[str, Any],
+                    add_generation_prompt: bool | None = None) -> str:
+        """The prompt's text by the chat template; ``options`` are further variables for the template. It ends with the
+        beginning of an answer (``add_generation_prompt``), unless the final message is to be continued.
 
         Raises InvalidRequest where there is no template or it rejects the messages.
         """
@@ -118,10 +127,12 @@ class Tokenizer:
         if reserved := _RESERVED & options.keys():
             raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)!r}.", param="chat_template_kwargs")
         import jinja2
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         try:
             return self._hf.apply_chat_template(
                 messages, tools=tools, chat_template=self._chat_template, tokenize=False,
-                add_generation_prompt=not continue_final_message, continue_final_message=continue_final_message,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                 **options)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise InvalidRequest(f"The chat template rejects the messages: {error}", param="messages") from None
