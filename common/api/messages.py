@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from .commands import Command
 from .sampling import SamplingParams
 
 
@@ -46,10 +47,11 @@ class Abort(msgspec.Struct, tag=True):
     silent: bool = False
 
 
-class FlushCache(msgspec.Struct, tag=True):
-    """Drop the prefix cache; answered by ``Flushed``. Refused while requests run."""
+class Control(msgspec.Struct, tag=True):
+    """Change the engine as a whole; answered by ``Done``."""
 
     seq: int
+    command: Command
 
 
 class GetState(msgspec.Struct, tag=True):
@@ -62,7 +64,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """Finish the step in flight, then leave the loop."""
 
 
-ToEngine = Generate | Abort | FlushCache | GetState | Shutdown
+ToEngine = Generate | Abort | Control | GetState | Shutdown
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -129,10 +131,12 @@ class StartFailed(msgspec.Struct, tag=True):
     message: str
 
 
-class Flushed(msgspec.Struct, tag=True):
+class Done(msgspec.Struct, tag=True):
+    """A command was carried out, or why it was not: ``code`` is then a ServingError's. ``message`` is a sentence."""
+
     seq: int
-    ok: bool
-    message: str = ""
+    message: str
+    code: str | None = None
 
 
 class State(msgspec.Struct, tag=True):
@@ -155,7 +159,7 @@ class State(msgspec.Struct, tag=True):
     gauges: dict[str, float] = {}
 
 
-FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Flushed | State
+FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Done | State
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -15,12 +15,13 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from ..api.commands import Command
 from ..api.errors import Conflict, Overloaded, ServingError, WorkerUnavailable, from_code
 from ..api.messages import (
     Abort,
+    Control,
+    Done,
     Failed,
-    FlushCache,
-    Flushed,
     FromEngine,
     Generate,
     GetState,
@@ -137,7 +138,7 @@ class EngineClient:
         self._inbox.bind(self.from_engine)
         self._receiver: asyncio.Task[None] | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._replies: dict[int, asyncio.Future[State | Flushed]] = {}
+        self._replies: dict[int, asyncio.Future[State | Done]] = {}
         self._seq = itertools.count(1)
         self._dead: str | None = None
         self._unsent: deque[bytes] = deque()
@@ -208,22 +209,25 @@ class EngineClient:
         assert isinstance(reply, State)
         return reply
 
-    async def flush(self) -> Flushed:
-        """Drop the prefix cache; ``ok`` is False, with the reason, where the engine refused."""
+    async def control(self, command: Command, timeout: float = _REPLY_SECONDS) -> str:
+        """Change the engine as a whole; returns a sentence that says what was done. Raises the ServingError with which
+        the engine refused."""
         seq = next(self._seq)
-        reply = await self._ask(FlushCache(seq), seq)
-        assert isinstance(reply, Flushed)
-        return reply
+        reply = await self._ask(Control(seq, command), seq, timeout)
+        assert isinstance(reply, Done)
+        if reply.code is not None:
+            raise from_code(reply.code, reply.message)
+        return reply.message
 
-    async def _ask(self, question: FlushCache | GetState, seq: int) -> State | Flushed:
+    async def _ask(self, question: Control | GetState, seq: int, timeout: float = _REPLY_SECONDS) -> State | Done:
         if self._dead is not None:
             raise WorkerUnavailable(self._dead)
         reply = self._replies[seq] = asyncio.get_running_loop().create_future()
         try:
             self._send(question)
-            return await asyncio.wait_for(reply, _REPLY_SECONDS)
+            return await asyncio.wait_for(reply, timeout)
         except (TimeoutError, asyncio.TimeoutError):
-            raise WorkerUnavailable(f"The engine did not answer within {_REPLY_SECONDS:g} s.") from None
+            raise WorkerUnavailable(f"The engine did not answer within {timeout:g} s.") from None
         finally:
             del self._replies[seq]
 
@@ -287,7 +291,7 @@ class EngineClient:
                 stream = self._streams.pop(rid, None)
                 if stream is not None:
                     stream._fail(rid, from_code(code, text))
-            case State(seq=seq) | Flushed(seq=seq):
+            case State(seq=seq) | Done(seq=seq):
                 reply = self._replies.get(seq)
                 if reply is not None and not reply.done():
                     reply.set_result(message)

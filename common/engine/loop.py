@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from ..api import messages
 from ..api.errors import Aborted, DeadlineExceeded, ServingError
-from ..api.messages import Abort, FlushCache, Flushed, FromEngine, Generate, GetState, Shutdown, State, ToEngine
+from ..api.messages import Abort, Done, FromEngine, Generate, GetState, Shutdown, State, ToEngine
 from ..kvcache.manager import KVCacheManager
 from .channel import Ticker
+from .control import Control
 from .kv_events import KVEventPublisher
 from .ledger import Ledger
 from .req import Req
@@ -62,11 +64,12 @@ class EngineLoop:
     """One rank's main loop over a scheduler. All ranks of a group run it in lockstep."""
 
     def __init__(self, ticker: Ticker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
-                 send: Callable[[FromEngine], None], events: KVEventPublisher | None = None):
+                 control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None):
         self._ticker = ticker
         self._ledger = ledger
         self._scheduler = scheduler
         self._cache = cache
+        self._control = control
         self._send = send
         self._events = events
         self._next_deadline_check = 0.0
@@ -82,6 +85,8 @@ class EngineLoop:
             self._end_overdue(tick.now)
             was_idle = self._scheduler.idle
             busy = self._scheduler.step(tick.now)
+            if busy and self._control.profiler.active:
+                self._control.profiler.step()
             self._ledger.flush()
             if self._events is not None:
                 self._events.flush(tick.now)
@@ -101,8 +106,8 @@ class EngineLoop:
                 self._start(message, now)
             case Abort():
                 self._abort(message)
-            case FlushCache():
-                self._flush(message)
+            case messages.Control():
+                self._carry_out(message)
             case GetState():
                 self._send(self._state(message.seq))
             case Shutdown():
@@ -113,6 +118,7 @@ class EngineLoop:
         if req is None:
             return
         try:
+            self._control.check_serving()
             self._scheduler.add(req)
         except ServingError as error:
             self._ledger.fail(req, error)
@@ -141,12 +147,12 @@ class EngineLoop:
             self._scheduler.abort(req, error)
             self._ledger.fail(req, error)
 
-    def _flush(self, message: FlushCache) -> None:
-        if not self._scheduler.idle:
-            self._send(Flushed(message.seq, False, "The cache cannot be flushed while requests run."))
-            return
-        self._cache.flush()
-        self._send(Flushed(message.seq, True))
+    def _carry_out(self, message: messages.Control) -> None:
+        try:
+            told = self._control.carry_out(message.command, idle=self._scheduler.idle)
+            self._send(Done(message.seq, told))
+        except ServingError as error:
+            self._send(Done(message.seq, error.message, error.code))
 
     def _state(self, seq: int) -> State:
         cache, scheduler = self._cache, self._scheduler

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from itertools import accumulate
 
 import numpy as np
 import torch
 
+from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..attention.base import AttentionBackend
 from ..attention.select import choose_decode_backend, select_attention
-from ..config.model import ModelSpec, resolve_checkpoint
+from ..config.model import ModelSpec, load_model_spec, resolve_checkpoint
 from ..config.server import CacheArgs, ServerConfig
 from ..distributed.tp import TPGroup
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
 from ..models.registry import build_model
-from ..weights.loader import Progress, load_dummy, load_safetensors
+from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
+from .device_memory import DeviceMemory
 from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
 from .graphs import DecodeGraphs, default_sizes
 
@@ -32,16 +36,22 @@ class ModelRunner:
     and a last one that takes what the padding of decode batches writes.
     """
 
-    def __init__(self, spec: ModelSpec, model: DenseDecoder, pool: KVPool, attention: AttentionBackend,
-                 device: torch.device):
+    def __init__(self, config: ServerConfig, spec: ModelSpec, model: DenseDecoder, pool: KVPool,
+                 attention: AttentionBackend, device: torch.device):
+        self._config = config
         self.spec = spec
         self.device = device
         self.pool = pool
         self.layout: KVLayout = pool.layout
         self.num_pages = pool.num_pages - 1
+        self._captures = False
         self._graphs: DecodeGraphs | None = None
         self._model = model
         self._attention = attention
+        self._memory: dict[MemoryKind, DeviceMemory] = {
+            "weights": DeviceMemory((slot.target for slot in model.slots()), keep=True),
+            "kv_cache": DeviceMemory(pool.groups, keep=False),
+        }
         self._group_ending = {last - 1: group for group, last in enumerate(accumulate(pool.layout.groups))}
 
     @classmethod
@@ -68,12 +78,13 @@ class ModelRunner:
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device)
         attention = select_attention(config.kernels, device, pool, spec.num_heads // tp.size)
-        runner = cls(spec, model, pool, attention, device)
+        runner = cls(config, spec, model, pool, attention, device)
         if device.type == "cuda":
             runner._warm_up(progress)
             # NCCL's collectives are captured only where they have been seen to work: with several ranks, not yet.
-            if config.mode != "prefill" and not config.kernels.disable_cuda_graph and tp.size == 1:
-                runner._capture(config, progress)
+            runner._captures = config.mode != "prefill" and not config.kernels.disable_cuda_graph and tp.size == 1
+            if runner._captures:
+                runner._capture(progress)
         progress("ready", 1.0)
         return runner
 
@@ -86,13 +97,43 @@ class ModelRunner:
             progress("kernels", done / 2)
 
     @torch.inference_mode()
-    def _capture(self, config: ServerConfig, progress: Progress) -> None:
-        kernels = config.kernels
-        largest = min(kernels.cuda_graph_max_bs, config.schedule.max_running_requests)
+    def _capture(self, progress: Progress) -> None:
+        kernels = self._config.kernels
+        largest = min(kernels.cuda_graph_max_bs, self._config.schedule.max_running_requests)
         sizes = [size for size in kernels.cuda_graph_bs if size <= largest] or default_sizes(largest)
         self._graphs = DecodeGraphs(
             self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
             self.num_pages, self.device, lambda share: progress("CUDA graphs", share))
+
+    def check_weights(self, model_path: str, revision: str | None) -> None:
+        """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
+        args = dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
+        spec = load_model_spec(args)
+        differing = [field.name for field in dataclasses.fields(spec)
+                     if getattr(spec, field.name) != getattr(self.spec, field.name)
+                     and field.name not in ("dtype", "eos_token_ids")]
+        if differing:
+            raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
+        check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings)
+
+    @torch.no_grad()
+    def update_weights(self, model_path: str, revision: str | None) -> None:
+        """Load another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
+        args = dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
+        load_safetensors(resolve_checkpoint(args), self._model.slots(), _silent, tied=self.spec.tie_word_embeddings)
+
+    def release(self, kinds: Iterable[MemoryKind]) -> None:
+        """Give device memory back. No step is in flight, and none may run until ``resume``."""
+        for kind in kinds:
+            self._graphs = None  # they hold addresses
+            self._memory[kind].release()
+
+    def resume(self, kinds: Iterable[MemoryKind], *, complete: bool) -> None:
+        """Take memory again; ``complete``: afterwards nothing is released, so that steps may run."""
+        for kind in kinds:
+            self._memory[kind].resume()
+        if complete and self._captures:
+            self._capture(_silent)
 
     def padding(self, num_reqs: int) -> list[Row]:
         """Rows that bring a decode batch of ``num_reqs`` to the size it runs at; none without CUDA graphs."""
@@ -122,6 +163,10 @@ class ModelRunner:
             after_group(group, event)
 
         return self._model.forward(batch, self._attention, after_layer)
+
+
+def _silent(stage: str, fraction: float) -> None:
+    """Nobody waits for the progress."""
 
 
 def _load_model(config: ServerConfig, spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device,

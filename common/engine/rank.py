@@ -18,6 +18,7 @@ from ..kvcache.manager import KVCacheManager
 from ..obs.logging import setup_logging
 from .batcher import Batcher
 from .channel import FrontChannel, Ticker
+from .control import Control
 from .executor import Executor
 from .kv_events import start_publisher
 from .ledger import Ledger
@@ -79,7 +80,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     capacity = cache.num_pages * cache.page_size
     send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
-    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, send, events).run()
+    control = Control(spec.config, tp, parts.runner, parts.batcher)
+    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, control, send, events).run()
     if events is not None:
         events.close()
     channel.close()

@@ -70,7 +70,8 @@ def _model(front: Front) -> dict[str, Any]:
 async def model_info(front: Front, request: web.Request) -> web.Response:
     args = front.config.model
     return json_response({
-        "model_path": args.model_path, "tokenizer_path": args.tokenizer_path or args.model_path, "is_generation": True,
+        "model_path": front.weights_path, "tokenizer_path": args.tokenizer_path or args.model_path,
+        "is_generation": True,
         "served_model_name": front.config.model_name, "architecture": front.model.architecture,
         "context_length": front.model.context_length, "vocab_size": front.model.vocab_size})
 
@@ -80,9 +81,9 @@ async def server_info(front: Front, request: web.Request) -> web.Response:
     info: dict[str, Any] = {}
     for section in dataclasses.fields(front.config):
         info.update(dataclasses.asdict(getattr(front.config, section.name)))
-    info["api_key"] = info["cluster_secret"] = None  # secrets
+    info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
     info.update(version=__version__, status="ready" if front.is_ready else "not ready",
-                served_model_name=front.config.model_name, stream_continuation=True)
+                served_model_name=front.config.model_name, stream_continuation=True, dp_size=1)
     if front.ready is not None:
         info.update(max_total_num_tokens=front.ready.max_total_tokens, max_req_input_len=front.ready.max_request_tokens)
     state = await _state(front)
@@ -110,15 +111,6 @@ async def _state(front: Front) -> State | None:
         return await front.client.state()
     except WorkerUnavailable:
         return None
-
-
-async def flush_cache(front: Front, request: web.Request) -> web.Response:
-    """Drop the prefix cache; 400 with the reason where requests run."""
-    front.serving_tokenizer()
-    flushed = await front.client.flush()
-    if not flushed.ok:
-        raise InvalidRequest(flushed.message, code="cache_in_use")
-    return json_response({"success": True, "message": "The prefix cache is empty."})
 
 
 class AbortRequest(msgspec.Struct):

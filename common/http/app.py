@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from ..api.errors import NotFound, ServingError, TooLarge, Unauthorized
-from . import admin_routes, chat_routes, completion_routes, native_routes, tokenize_routes
+from . import admin_routes, chat_routes, completion_routes, control_routes, native_routes, tokenize_routes
 from .front import Front
 from .prompt_pages import tell_pages
 from .web import error_response
@@ -39,11 +39,20 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/get_load", admin_routes.load),
     ("GET", "/get_server_info", admin_routes.server_info),
     ("GET", "/server_info", admin_routes.server_info),
-    ("GET", "/flush_cache", admin_routes.flush_cache),
-    ("POST", "/flush_cache", admin_routes.flush_cache),
     ("POST", "/abort_request", admin_routes.abort_request),
     ("GET", "/metrics", admin_routes.metrics),
 )
+_CONTROL: tuple[tuple[str, str, Route], ...] = (
+    ("GET", "/flush_cache", control_routes.flush_cache),
+    ("POST", "/flush_cache", control_routes.flush_cache),
+    ("POST", "/update_weights_from_disk", control_routes.update_weights_from_disk),
+    ("POST", "/release_memory_occupation", control_routes.release_memory_occupation),
+    ("POST", "/resume_memory_occupation", control_routes.resume_memory_occupation),
+    ("POST", "/start_profile", control_routes.start_profile),
+    ("POST", "/stop_profile", control_routes.stop_profile),
+    ("POST", "/set_internal_state", control_routes.set_internal_state),
+)
+_CONTROL_PATHS = frozenset(path for _, path, _ in _CONTROL)
 _OPEN_TO_ALL = frozenset(("/health", "/health_generate", "/metrics"))
 
 
@@ -55,7 +64,7 @@ class MethodNotAllowed(ServingError):
 
 def make_app(front: Front) -> web.Application:
     app = web.Application(client_max_size=front.config.http.max_payload_size, middlewares=[_guard(front)])
-    for method, path, route in _ROUTES:
+    for method, path, route in (*_ROUTES, *_CONTROL):
         handler = functools.partial(route, front)
         if method == "GET":
             app.router.add_get(path, handler)  # and HEAD
@@ -72,18 +81,21 @@ def make_app(front: Front) -> web.Application:
 
 def _guard(front: Front) -> Any:
     """Checks the key, and turns every error into OpenAI's error object."""
-    expected = f"Bearer {front.config.http.api_key}".encode() if front.config.http.api_key else None
+    http = front.config.http
+    expected = f"Bearer {http.api_key}".encode() if http.api_key else None
+    expected_of_admin = f"Bearer {http.admin_api_key}".encode() if http.admin_api_key else expected
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if expected is not None and request.path not in _OPEN_TO_ALL:
-                _check_key(request, expected)
+            wanted = expected_of_admin if request.path in _CONTROL_PATHS else expected
+            if wanted is not None and request.path not in _OPEN_TO_ALL:
+                _check_key(request, wanted)
             return await handler(request)
         except ServingError as error:
             return error_response(error)
         except web.HTTPException as error:
-            return _http_error(request, error, front.config.http.max_payload_size)
+            return _http_error(request, error, http.max_payload_size)
         except ConnectionError:
             raise  # the client left
         except Exception:

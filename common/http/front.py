@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine.client import EngineClient
 from ..obs.metrics import ServerMetrics
-from ..openai.bootstrap import BootstrapFields, bootstraps
+from ..openai.bootstrap import BootstrapFields, bootstraps, check_ranks
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, check_ids, output_limit
 from ..tokenizer.tokenizer import Tokenizer
@@ -34,6 +35,8 @@ class Front:
         self.ready: Ready | None = None
         self.loading = Loading("starting", 0.0)
         self.stopping = False
+        self.weights_path = config.model.model_path
+        self.changing = asyncio.Lock()  # one change of the weights at a time
 
     @property
     def dead(self) -> str | None:
@@ -100,6 +103,7 @@ class Front:
         """One entry per choice. A unified server ignores bootstrap fields, a prefill server needs them, and a decode
         server computes the prompt itself where there are none. Raises InvalidRequest."""
         mode = self.config.mode
+        check_ranks(fields)
         if mode == "null":
             return [None] * (num_prompts * n)
         found = bootstraps(fields, num_prompts, n, self.config.disaggregation.disaggregation_bootstrap_port)

@@ -47,6 +47,21 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
         raise ConfigError(f"The checkpoint {folder} holds {_some(unexpected)}, which its architecture does not have.")
 
 
+def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool) -> None:
+    """Raises the ConfigError that ``load_safetensors`` would end with; reads no tensor."""
+    wanted = {slot.name: slot for slot in slots}
+    missing = set(wanted)
+    for file in _files(folder):
+        for name, source in _tensors(file):
+            if name in wanted:
+                _check_shape(wanted[name], source, file)
+                missing.discard(name)
+            elif not _redundant(name, tied):
+                raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
+    if missing:
+        raise ConfigError(f"The checkpoint {folder} lacks {_some(missing)}.")
+
+
 def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
     """Norms of one, all else normal with deviation 0.02, by ``seed`` and tensor name.
 
@@ -94,11 +109,15 @@ def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _fill(slot: Slot, source: Any, file: Path) -> None:
+    _check_shape(slot, source, file)
+    slot.target.copy_(slot.part_of(source))
+
+
+def _check_shape(slot: Slot, source: Any, file: Path) -> None:
     shape = tuple(source.get_shape())
     if shape != slot.shape:
         raise ConfigError(f"{slot.name} in {file.name} has shape {list(shape)}, but config.json asks for "
                           f"{list(slot.shape)}.")
-    slot.target.copy_(slot.part_of(source))
 
 
 def _redundant(name: str, tied: bool) -> bool:

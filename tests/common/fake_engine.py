@@ -18,10 +18,10 @@ import zmq
 from baton.common.api.errors import ConfigError
 from baton.common.api.messages import (
     Abort,
+    Control,
+    Done,
     Failed,
     Finish,
-    FlushCache,
-    Flushed,
     FromEngine,
     Generate,
     GetState,
@@ -128,9 +128,10 @@ class EchoEngine:
                     case Abort(rid, silent):
                         for name in [rid] if rid else list(self._running):
                             self._abort(name, silent)
-                    case FlushCache(seq):
+                    case Control(seq):
                         idle = not self._running
-                        self._channel.send(Flushed(seq, idle, "" if idle else "Requests run."))
+                        done = Done(seq, "Done.") if idle else Done(seq, "Requests run.", "conflict")
+                        self._channel.send(done)
                     case GetState(seq):
                         self._channel.send(State(seq, 10, 10, 0, 0, 16, len(self._running), 0, 0, dict(self._counters),
                                                  {"token_usage": 0.0}))

@@ -37,7 +37,8 @@ class Engine:
         config = ServerConfig(model, cache_args, schedule, ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs())
         spec = load_model_spec(config.model)
-        runner = ModelRunner.load(config, spec, TPGroup(), device, lambda what, share: None)
+        self.config, self.tp = config, TPGroup()
+        runner = self.runner = ModelRunner.load(config, spec, self.tp, device, lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, page_size, radix)
         self.sent = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fake_engine import EOS, Seed, rank_main
 
+from baton.common.api.commands import FlushCache
 from baton.common.api.errors import Aborted, Conflict, Overloaded, TransferFailed, WorkerUnavailable
 from baton.common.api.messages import Generate, Loading, Output, Ready, StartFailed
 from baton.common.api.sampling import SamplingParams
@@ -78,7 +79,7 @@ async def test_start_generate_flush_stop(engine: Engine) -> None:
     assert engine.told == [Loading("loading weights", 0.5), Ready(10_000, 512)]
     assert await collect(client.generate(request("a", [5, 6, 7]))) == [5, 6, 7, EOS]
     assert (await client.state()).counters["finished_requests"] == 1
-    assert (await client.flush()).ok
+    assert await client.control(FlushCache())
     assert client.num_open == 0
     pids, folder = engine.ranks.pids, client.folder
     await engine.stop()
@@ -122,7 +123,8 @@ async def test_limits_and_duplicates(engine: Engine) -> None:
         with pytest.raises(Overloaded, match="of 8 at most"), \
                 client.open([request(f"b{i}", [5]) for i in range(8)]):
             pass
-        assert not (await client.flush()).ok
+        with pytest.raises(Conflict, match="Requests run"):
+            await client.control(FlushCache())
     assert client.num_open == 0
     await until_idle(client)
 

@@ -1,0 +1,67 @@
+"""Commands that change an engine as a whole: its cache, weights, memory, limits, and whether it is profiled.
+
+Every rank of a group carries out the same commands in the same turn of its loop.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MemoryKind = Literal["weights", "kv_cache"]
+Activity = Literal["CPU", "GPU"]
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Drop the prefix cache. Refused while requests run."""
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
+    """Load another checkpoint of the same architecture, from a local folder or the hub, and drop the prefix cache.
+
+    Refused while requests run. The checkpoint is looked at before the first weight is touched: one that does not fit
+    changes nothing.
+    """
+
+    model_path: str
+    revision: str | None = None
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
+    """Give the device memory of weights (kept in host memory) or of the KV pool (forgotten) back. Refused while
+    requests run; requests are refused until ``ResumeMemory``."""
+
+    kinds: tuple[MemoryKind, ...]
+
+
+class ResumeMemory(msgspec.Struct, frozen=True, tag=True):
+    """Take released memory again."""
+
+    kinds: tuple[MemoryKind, ...]
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag=True):
+    """Record torch.profiler's trace into ``folder``, one file a rank, until ``StopProfile`` or for ``num_steps``."""
+
+    folder: str
+    num_steps: int | None = None
+    activities: tuple[Activity, ...] = ("CPU", "GPU")
+    with_stack: bool = False
+    record_shapes: bool = False
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag=True):
+    """Write the trace."""
+
+
+class SetLimits(msgspec.Struct, frozen=True, tag=True):
+    """Change what the scheduler may do; None leaves a limit as it is. None may exceed what the server started with, for
+    memory was sized by that."""
+
+    max_running_requests: int | None = None
+    chunked_prefill_size: int | None = None
+    schedule_policy: str | None = None
+
+
+Command = FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory | StartProfile | StopProfile | SetLimits

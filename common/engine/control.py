@@ -1,0 +1,123 @@
+"""Carries out the commands that change an engine as a whole (see ``api.commands``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from ..api.commands import (
+    Command,
+    FlushCache,
+    MemoryKind,
+    ReleaseMemory,
+    ResumeMemory,
+    SetLimits,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+)
+from ..api.errors import ConfigError, Conflict, InvalidRequest, ServingError, WorkerUnavailable
+from ..config.server import ServerConfig
+from ..distributed.tp import TPGroup
+from .batcher import Batcher
+from .model_runner import ModelRunner
+from .profiler import Profiler
+
+_SETTABLE_POLICIES = ("fcfs", "lpm")
+
+
+class Control:
+    """One rank's. Ranks of a group agree on the outcome before any of them changes what they share."""
+
+    def __init__(self, config: ServerConfig, tp: TPGroup, runner: ModelRunner, batcher: Batcher):
+        self._config = config
+        self._tp = tp
+        self._runner = runner
+        self._batcher = batcher
+        self._released: set[MemoryKind] = set()
+        self.profiler = Profiler(tp.rank, runner.device)
+
+    def check_serving(self) -> None:
+        """Raises WorkerUnavailable while memory that requests need is released."""
+        if self._released:
+            raise WorkerUnavailable(f"The memory of {' and '.join(sorted(self._released))} is released; call "
+                                    "/resume_memory_occupation first.")
+
+    def carry_out(self, command: Command, *, idle: bool) -> str:
+        """Returns a sentence that says what was done; raises ServingError, with nothing changed, where it was not.
+
+        ``idle``: no request runs.
+        """
+        if not idle and not isinstance(command, (StartProfile, StopProfile, SetLimits)):
+            raise Conflict("Not while requests run; wait for them, or abort them.")
+        match command:
+            case FlushCache():
+                self._batcher.cache.flush()
+                return "The prefix cache is empty."
+            case UpdateWeights():
+                return self._update_weights(command)
+            case ReleaseMemory(kinds):
+                return self._release(kinds)
+            case ResumeMemory(kinds):
+                return self._resume(kinds)
+            case StartProfile():
+                return self.profiler.start(command)
+            case StopProfile():
+                return self.profiler.stop()
+            case SetLimits():
+                return self._set_limits(command)
+
+    def _update_weights(self, command: UpdateWeights) -> str:
+        if "weights" in self._released:
+            self._resume(("weights",))
+        self._agreed(lambda: self._runner.check_weights(command.model_path, command.revision))
+        self._runner.update_weights(command.model_path, command.revision)
+        self._batcher.cache.flush()
+        return f"The weights are those of {command.model_path}."
+
+    def _release(self, kinds: tuple[MemoryKind, ...]) -> str:
+        if "kv_cache" in kinds and self._config.mode != "null":
+            # Peers hold the addresses of this pool, and a transfer library its registration.
+            raise InvalidRequest("The KV pool of a prefill or decode server stays where peers know it; release "
+                                 'only tags ["weights"].', param="tags")
+        new = set(kinds) - self._released
+        if "kv_cache" in new:
+            self._batcher.cache.flush()
+        self._runner.release(new)
+        self._released |= new
+        return _told("released", new)
+
+    def _resume(self, kinds: tuple[MemoryKind, ...]) -> str:
+        due = set(kinds) & self._released
+        self._runner.resume(due, complete=due == self._released)
+        self._released -= due
+        return _told("resumed", due)
+
+    def _set_limits(self, command: SetLimits) -> str:
+        started = self._config.schedule
+        given = {name: value for name in command.__struct_fields__ if (value := getattr(command, name)) is not None}
+        for name in ("max_running_requests", "chunked_prefill_size"):
+            if name in given and not 1 <= given[name] <= getattr(started, name):
+                raise InvalidRequest(f"{name} must be between 1 and {getattr(started, name)}, which the server started "
+                                     f"with, not {given[name]}.", param=name)
+        if given.get("schedule_policy", "fcfs") not in _SETTABLE_POLICIES:
+            raise InvalidRequest(f"schedule_policy must be one of {', '.join(_SETTABLE_POLICIES)}.",
+                                 param="schedule_policy")
+        self._batcher.args = dataclasses.replace(self._batcher.args, **given)
+        return "Set " + ", ".join(f"{name} to {value}" for name, value in given.items()) + "."
+
+    def _agreed(self, check: Callable[[], None]) -> None:
+        """Run ``check`` on all ranks of the group; raises InvalidRequest on all of them where it failed on one."""
+        reason = None
+        try:
+            check()
+        except (ConfigError, ServingError) as error:
+            reason = str(error)
+        if not self._tp.min_reduce(np.array([reason is None]))[0]:
+            raise InvalidRequest(reason or "Another rank cannot do it.", param="model_path")
+
+
+def _told(what: str, kinds: set[MemoryKind]) -> str:
+    return f"{' and '.join(sorted(kinds)) or 'nothing'} {what}."

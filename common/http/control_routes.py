@@ -1,0 +1,132 @@
+"""Routes that change the engine as a whole. With --admin-api-key they take that key alone."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ..api.commands import (
+    Activity,
+    Command,
+    FlushCache,
+    MemoryKind,
+    ReleaseMemory,
+    ResumeMemory,
+    SetLimits,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+)
+from ..api.errors import Conflict, InvalidRequest
+from ..openai.decoding import BodyDecoder
+from .front import Front
+from .web import json_response
+
+LOAD_SECONDS = 1800.0
+_ABORTED_SECONDS = 10.0  # aborted requests let go of their pages once their peers have answered
+
+
+class _Update(msgspec.Struct):
+    model_path: str
+    revision: str | None = None
+    abort_all_requests: bool | None = None
+
+
+class _Memory(msgspec.Struct):
+    tags: tuple[MemoryKind, ...] | None = None
+
+
+class _Profile(msgspec.Struct):
+    output_dir: str | None = None
+    num_steps: int | None = None
+    activities: tuple[Activity, ...] | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+
+
+class _Limits(msgspec.Struct, forbid_unknown_fields=True):
+    max_running_requests: int | None = None
+    chunked_prefill_size: int | None = None
+    schedule_policy: str | None = None
+
+
+class _InternalState(msgspec.Struct):
+    server_args: _Limits
+
+
+_update, _memory = BodyDecoder(_Update), BodyDecoder(_Memory)
+_profile, _internal_state = BodyDecoder(_Profile), BodyDecoder(_InternalState)
+
+
+async def _body(request: web.Request) -> bytes:
+    """The request's body; none at all asks for defaults."""
+    return await request.read() or b"{}"
+
+
+async def _carry_out(front: Front, command: Command, timeout: float = 60.0) -> web.Response:
+    front.serving_tokenizer()
+    return json_response({"success": True, "message": await front.client.control(command, timeout)})
+
+
+async def flush_cache(front: Front, request: web.Request) -> web.Response:
+    """Drop the prefix cache; 409 while requests run."""
+    return await _carry_out(front, FlushCache())
+
+
+async def update_weights_from_disk(front: Front, request: web.Request) -> web.Response:
+    """Serve another checkpoint of the same architecture; 400 where it does not fit, 409 while requests run."""
+    body = _update.decode(await _body(request))
+    command = UpdateWeights(body.model_path, body.revision)
+    if body.abort_all_requests:
+        front.client.abort("")
+    async with front.changing:
+        deadline = asyncio.get_running_loop().time() + (_ABORTED_SECONDS if body.abort_all_requests else 0.0)
+        while True:
+            try:
+                response = await _carry_out(front, command, LOAD_SECONDS)
+                break
+            except Conflict:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                await asyncio.sleep(0.05)
+    front.weights_path = body.model_path
+    return response
+
+
+async def release_memory_occupation(front: Front, request: web.Request) -> web.Response:
+    """Give back the device memory of weights and KV pool, or of what ``tags`` names; 409 while requests run."""
+    return await _carry_out(front, ReleaseMemory(await _kinds(front, request)))
+
+
+async def resume_memory_occupation(front: Front, request: web.Request) -> web.Response:
+    return await _carry_out(front, ResumeMemory(await _kinds(front, request)), LOAD_SECONDS)
+
+
+async def _kinds(front: Front, request: web.Request) -> tuple[MemoryKind, ...]:
+    kinds = _memory.decode(await _body(request)).tags
+    if kinds is not None:
+        return kinds
+    return ("weights", "kv_cache") if front.config.mode == "null" else ("weights",)
+
+
+async def start_profile(front: Front, request: web.Request) -> web.Response:
+    body = _profile.decode(await _body(request))
+    folder = body.output_dir or tempfile.gettempdir()
+    return await _carry_out(front, StartProfile(
+        folder, body.num_steps, body.activities or ("CPU", "GPU"), bool(body.with_stack), bool(body.record_shapes)))
+
+
+async def stop_profile(front: Front, request: web.Request) -> web.Response:
+    return await _carry_out(front, StopProfile(), LOAD_SECONDS)
+
+
+async def set_internal_state(front: Front, request: web.Request) -> web.Response:
+    """Change limits of the scheduler while it runs."""
+    given: dict[str, Any] = msgspec.structs.asdict(_internal_state.decode(await _body(request)).server_args)
+    if all(value is None for value in given.values()):
+        raise InvalidRequest(f"server_args must hold one of {', '.join(given)}.", param="server_args")
+    return await _carry_out(front, SetLimits(**given))
