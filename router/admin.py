@@ -11,11 +11,12 @@ import msgspec
 
 from ..common.api.errors import InvalidRequest
 from . import dashboard
-from .collect import ask, get
+from .collect import Answer, ask, get
 from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
 from .http_server import Request
+from .ranks import report_of, server_url
 from .registry import Worker
 from .routes import QUICK_BROADCASTS, SLOW_BROADCASTS
 from .wire import Response
@@ -69,8 +70,8 @@ def removed(router: Router, request: Request, url: str) -> Response:
     force = str(_parameters(request).get("force", "false")).lower()
     if force not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"force is true or false, not {force!r}.", param="force")
-    worker = router.remove_worker(url, force=force in ("true", "1"))
-    return Response.json({"message": f"Worker {worker.url} is removed.", "running": worker.load})
+    workers = router.remove_worker(url, force=force in ("true", "1"))
+    return Response.json({"message": f"Worker {url} is removed.", "running": sum(worker.load for worker in workers)})
 
 
 def drain_worker(router: Router, request: Request) -> Response:
@@ -79,28 +80,36 @@ def drain_worker(router: Router, request: Request) -> Response:
 
 
 def drained(router: Router, url: str) -> Response:
-    worker = router.drain_worker(url)
-    fate = "leaves when its running requests have ended" if worker in router.registry else "had nothing to do and left"
-    return Response.json({"message": f"Worker {worker.url} {fate}.", "running": worker.load})
+    running = sum(worker.load for worker in router.drain_worker(url))
+    fate = "leaves when its running requests have ended" if running else "had nothing to do and left"
+    return Response.json({"message": f"Worker {url} {fate}.", "running": running})
 
 
 async def broadcast(router: Router, request: Request) -> Response:
     """Send the request to every worker; 200 when all agree, else 502, with each worker's status (0: no answer)."""
     slow = request.path in SLOW_BROADCASTS
     seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
-    workers = list(router.registry)
-    answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in workers))
+    servers = _servers(router)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in servers.values()))
     success = all(answer.ok for answer in answers)
-    return Response.json({"success": success, "workers": {w.url: a.status for w, a in zip(workers, answers)}},
+    return Response.json({"success": success, "workers": {url: a.status for url, a in zip(servers, answers)}},
                          200 if success else 502)
 
 
 async def loads(router: Router, request: Request) -> Response:
     """Each worker's load: ``load`` as the router counts it, ``report`` as the worker itself does (null: no answer)."""
-    workers = list(router.registry)
-    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS) for w in workers))
-    return Response.json({"workers": [{"worker": worker.url, "role": worker.role, "load": worker.load,
-                                       "report": answer.json()} for worker, answer in zip(workers, answers)]})
+    servers = _servers(router)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS)
+                                     for w in servers.values()))
+    reports = dict(zip(servers, map(Answer.json, answers)))
+    return Response.json({"workers": [
+        {"worker": worker.url, "role": worker.role, "load": worker.load,
+         "report": report_of(worker, reports.get(worker.endpoint.url))} for worker in router.registry]})
+
+
+def _servers(router: Router) -> dict[str, Worker]:
+    """One worker a server, by the server's URL: what is asked of a server is asked once, not of each of its ranks."""
+    return {worker.endpoint.url: worker for worker in router.registry}
 
 
 def _parameters(request: Request) -> dict[str, Any]:
@@ -122,7 +131,7 @@ def _endpoint(parameters: dict[str, Any]) -> Endpoint:
     if not isinstance(url, str):
         raise InvalidRequest("Name the worker: ?url=http://HOST:PORT.", param="url")
     try:
-        return Endpoint.parse(url)
+        return Endpoint.parse(server_url(url))
     except ValueError as error:
         raise InvalidRequest(str(error), param="url") from None
 

@@ -67,7 +67,8 @@ class Router:
         self.metrics = Metrics(self.registry)
         self.sampler = Sampler(self)
         self._rng = rng or Random()
-        self._health = HealthMonitor(config.health, self.registry)
+        self._health = HealthMonitor(config.health, self.registry,
+                                     on_ranks=self._regroup if config.workers.dp_aware else None)
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
         self._scraped: asyncio.Server | None = None
@@ -168,26 +169,42 @@ class Router:
         self.dispatcher.open_pool(worker)
         self._health.watch(worker, self.dispatcher)
 
-    def drain_worker(self, url: str) -> Worker:
-        """Take a worker out of new decisions; it is removed when its running requests have ended. Raises NotFound."""
-        worker = self.registry.drain(url)
-        if worker in self.registry:
-            logger.info("Worker %s drains; %d requests run on it.", worker.url, worker.load)
-        return worker
+    def drain_worker(self, url: str) -> list[Worker]:
+        """Take a worker, or all ranks of a server, out of new decisions; each is removed when its running requests have
+        ended. Raises NotFound."""
+        drained = [self.registry.drain(worker.url) for worker in self.registry.at(url)]
+        for worker in drained:
+            if worker in self.registry:
+                logger.info("Worker %s drains; %d requests run on it.", worker.url, worker.load)
+        return drained
+
+    def remove_worker(self, url: str, *, force: bool = False) -> list[Worker]:
+        """Take a worker, or all ranks of a server, off the list; running requests end undisturbed, unless ``force``
+        cuts them. Raises NotFound."""
+        removed = self.registry.at(url)
+        for worker in removed:
+            if force:
+                self.dispatcher.cut(worker)
+            self._leave(worker)
+        return removed
 
     def _leave(self, worker: Worker) -> None:
-        self.remove_worker(worker.url)
-
-    def remove_worker(self, url: str, *, force: bool = False) -> Worker:
-        """Take a worker off the list; its running requests end undisturbed, unless ``force`` cuts them. Raises
-        NotFound."""
-        worker = self.registry.remove(url)
-        if force:
-            self.dispatcher.cut(worker)
+        self.registry.remove(worker.url)
         self._health.unwatch(worker)
         self.dispatcher.close_pool(worker)
         logger.info("Worker %s is removed; %d requests still run on it.", worker.url, worker.load)
-        return worker
+
+    def _regroup(self, worker: Worker, count: int) -> None:
+        """A server told how many ranks it has: make each of them a worker."""
+        wanted: set[int | None] = set(range(count)) if count > 1 else {None}
+        present = {known.rank: known for known in self.registry if known.root is worker.root}
+        if worker.draining or present.keys() == wanted:
+            return
+        for rank, known in present.items():
+            if rank not in wanted:
+                self._leave(known)
+        for rank in wanted - present.keys():
+            self.add_worker(worker.of_rank(rank))
 
     def counts(self) -> dict[str, int]:
         """Workers by role and state, as ``{"prefill_healthy": 2}``."""

@@ -19,7 +19,6 @@ _HEALTH = "workers that start or failed are asked twice a second"
 REFUSED: dict[str, str] = {
     "--mini-lb": "there is one router; leave the flag away",
     "--enable-igw": "all workers of one router serve the same models; start one router a model",
-    "--dp-aware": "workers with several ranks choose among them; start one worker a rank (launch_cluster --dp-size)",
     "--bucket-adjust-interval-secs": "there is no bucket policy",
     "--max-idle-secs": "there is no manual policy; consistent_hash keeps sessions together without a table",
     "--assignment-mode": "there is no manual policy; consistent_hash keeps sessions together without a table",

@@ -15,7 +15,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ..common.api.errors import ConfigError, Conflict, NotFound
+from ..common.api.errors import ConfigError, Conflict
 from .config.discovery import DiscoveryArgs, split
 from .config.workers import parse_bootstrap_port
 from .endpoint import Endpoint
@@ -127,11 +127,8 @@ class Discovery:
 
     def _leave(self, uid: str) -> None:
         worker = self._workers.pop(uid)
-        if worker in self._router.registry:
-            try:
-                self._router.remove_worker(worker.url)
-            except NotFound:
-                pass
+        if any(known.root is worker for known in self._router.registry):
+            self._router.remove_worker(worker.endpoint.url)
 
 
 def _bootstrap_port(pod: Pod) -> Any:

@@ -16,6 +16,7 @@ from .http_server import Request
 from .metrics import Metrics
 from .policies import Subject, build_all
 from .policies.cache_exact import CacheExact
+from .ranks import tell_rank
 from .registry import ROLES, Registry, Reservation, Role, Worker, without
 from .retry import Backoff, Retries
 from .tls import worker_context
@@ -100,6 +101,8 @@ class Dispatcher:
 
     def send(self, worker: Worker, request: Request, body: bytes, sink: Sink, *, resend: bool = True) -> Call:
         """Send ``request`` with ``body`` in place of its own to a worker."""
+        if worker.rank is not None:
+            body = tell_rank(request.path, body, worker.rank)
         pool = self._pools[worker]
         version = b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n"
         length = b"content-length: %d\r\n\r\n" % len(body) if body or request.method == b"POST" else b"\r\n"

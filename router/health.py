@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from .answer import Failure
 from .collect import ask, get
 from .config.workers import HealthArgs
 from .dispatch import Dispatcher
+from .ranks import count_of
 from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
 
 logger = logging.getLogger("baton.router")
@@ -23,10 +25,16 @@ _RECOVERY_SECONDS = 0.5
 
 
 class HealthMonitor:
-    """One watching task a worker; moves worker states through the registry."""
+    """One watching task a worker; moves worker states through the registry.
 
-    def __init__(self, args: HealthArgs, registry: Registry):
+    ``on_ranks(worker, count)`` is told how many ranks a worker's server has, before the worker takes requests; it may
+    put other workers in its place.
+    """
+
+    def __init__(self, args: HealthArgs, registry: Registry, *,
+                 on_ranks: Callable[[Worker, int], None] | None = None):
         self._registry = registry
+        self._on_ranks = on_ranks
         self._interval = args.health_check_interval_secs
         self._timeout = args.health_check_timeout_secs
         self._endpoint = args.health_check_endpoint
@@ -52,7 +60,9 @@ class HealthMonitor:
         """A request failed on a worker below HTTP."""
         if worker in self._wake:
             if failure.refused:
-                self._note_failure(worker, failure.detail, certain=True)
+                for known in self._registry:
+                    if known.root is worker.root:  # Nobody listens there: true of all ranks of the server.
+                        self._note_failure(known, failure.detail, certain=True)
             self._wake[worker].set()
 
     async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
@@ -82,7 +92,7 @@ class HealthMonitor:
             return
         if worker.state != "healthy":
             await self._learn(worker, dispatcher)
-        if self._registry.passed(worker):
+        if worker in self._wake and self._registry.passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
 
     def _note_failure(self, worker: Worker, detail: str, *, certain: bool) -> None:
@@ -96,6 +106,8 @@ class HealthMonitor:
             worker.model_ids = tuple(str(m["id"]) for m in models if isinstance(m, dict) and "id" in m)
         info = (await ask(dispatcher, worker, get("/get_server_info"), self._timeout)).json_object()
         worker.is_baton = info.get("stream_continuation") is True
+        if self._on_ranks is not None and info:
+            self._on_ranks(worker, count_of(info))
         if worker.asks_role or (worker.role == "prefill" and worker.asks_port):
             apply_server_info(worker, info)
             if worker.role == "regular":

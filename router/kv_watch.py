@@ -21,6 +21,7 @@ import zmq.asyncio
 from ..common.api.kv_events import END_OF_REPLAY, decode
 from .collect import ask, get
 from .policies.cache_exact import CacheExact, Memory
+from .ranks import report_of
 from .registry import Worker
 
 if TYPE_CHECKING:
@@ -56,15 +57,19 @@ def source_of(worker: Worker, info: dict[str, Any]) -> Source | None:
         if config["publisher"] != "zmq":
             return None
         replay = config.get("replay_endpoint")
-        return Source(_at(host, config.get("endpoint") or "tcp://*:5557"), _at(host, replay) if replay else None,
-                      config.get("topic") or "", False)
+        rank = worker.rank or 0  # Each rank publishes on a port of its own, from the configured one on.
+        return Source(_at(host, config.get("endpoint") or "tcp://*:5557", rank),
+                      _at(host, replay, rank) if replay else None, config.get("topic") or "", False)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _at(host: str, endpoint: str) -> str:
-    """An endpoint as its server binds it, seen from elsewhere."""
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{urlsplit(endpoint).port}"
+def _at(host: str, endpoint: str, rank: int) -> str:
+    """An endpoint as its server binds it for a rank, seen from elsewhere; raises ValueError where it names no port."""
+    port = urlsplit(endpoint).port
+    if port is None:
+        raise ValueError(endpoint)
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port + rank}"
 
 
 class Gap(Exception):
@@ -205,7 +210,7 @@ class KVWatch:
             pause = 1.0
             if worker.state == "healthy":
                 answer = await ask(self._dispatcher, worker, get("/get_load"), ANSWER_SECONDS)
-                memory = _memory(answer.json(), self._policy.residency.page_sizes.get(worker.id, 16))
+                memory = _memory(report_of(worker, answer.json()), self._policy.residency.page_sizes.get(worker.id, 16))
                 if memory is not None:
                     self._policy.memory[worker.id] = memory
                 elif answer.status:

@@ -11,6 +11,7 @@ from .answer import AnswerHead, Failure
 from .body import Peek, bootstrap_fields, splice
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
+from .ranks import tell_prefill_rank
 from .registry import Reservation, Role
 from .relay import Relay, error_of
 from .retry import RETRYABLE_STATUSES, Retries
@@ -113,6 +114,8 @@ class PairRelay:
                                   found.batch_size)
         body = splice(exchange.request.body if log is None else log.resumed_body(), found, fields)
         prefill.call = dispatcher.send(prefill.worker, exchange.request, body, prefill, resend=False)
+        if prefill.worker.rank is not None:
+            body = tell_prefill_rank(body, prefill.worker.rank)
         decode.call = dispatcher.send(decode.worker, exchange.request, body, decode, resend=False)
 
     # ------------------------------------------------------------------ the workers' side

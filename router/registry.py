@@ -26,6 +26,8 @@ class Worker:
     Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
     ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids``, and ``is_baton``:
     one of our servers, which prefills what it is sent alone and goes on with the answers of others.
+    One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
+    ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
     Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is told of each release.
     ``cached_tokens``: in its prefix cache, None unless it is followed (see ``kv_watch``).
     Leaving: a worker that is ``draining`` gets nothing new, and is off the list once its load is 0.
@@ -34,14 +36,17 @@ class Worker:
 
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port", "model_ids",
                  "state", "failures", "successes", "load", "on_release", "draining", "is_baton", "circuit",
-                 "cached_tokens")
+                 "cached_tokens", "rank", "root")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
-                 bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None):
+                 bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
+                 rank: int | None = None, root: Worker | None = None):
         self.id = next(_ids)
         self.endpoint = endpoint
         self.api_key = api_key
-        self.url = endpoint.url
+        self.rank = rank
+        self.root = root or self
+        self.url = endpoint.url if rank is None else f"{endpoint.url}@{rank}"
         self.role: Role = role
         self.asks_role = asks_role
         self.asks_port = bootstrap_port == "ask"
@@ -60,12 +65,17 @@ class Worker:
     def __repr__(self) -> str:
         return f"<{self.role} {self.url} {self.state} load={self.load}>"
 
+    def of_rank(self, rank: int | None) -> Worker:
+        """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
+        return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key, rank=rank,
+                      bootstrap_port="ask" if self.asks_port else self.bootstrap_port, root=self.root)
+
     def describe(self) -> dict[str, Any]:
         """The worker as ``/list_workers`` shows it."""
         shown: dict[str, Any] = {"id": str(self.id), "url": self.url, "role": self.role, "state": self.state,
                                  "healthy": self.state == "healthy", "load": self.load, "circuit": self.circuit.state,
                                  "draining": self.draining, "models": list(self.model_ids),
-                                 "cached_tokens": self.cached_tokens}
+                                 "cached_tokens": self.cached_tokens, "dp_rank": self.rank}
         if self.role == "prefill":
             shown["bootstrap_port"] = self.bootstrap_port
         return shown
@@ -118,7 +128,8 @@ class Registry:
 
     def add(self, worker: Worker) -> None:
         """Raises Conflict when the URL is taken."""
-        if worker.url in self._workers:
+        if worker.url in self._workers or any(
+                known.endpoint == worker.endpoint and known.root is not worker.root for known in self):
             raise Conflict(f"Worker {worker.url} is already registered.")
         self._workers[worker.url] = worker
         worker.circuit = Circuit(self._circuit_rules)
@@ -138,6 +149,13 @@ class Registry:
         if worker is None:
             raise NotFound(f"Worker {url} is not registered.")
         return worker
+
+    def at(self, url: str) -> list[Worker]:
+        """The worker of a URL, or the ranks of the server there; raises NotFound."""
+        found = [worker for worker in self if worker.endpoint.url == url]
+        if not found:
+            raise NotFound(f"Worker {url} is not registered.")
+        return found
 
     def drain(self, url: str) -> Worker:
         """Take a worker out of all future decisions; ``on_drained(worker)`` is called once nothing runs on it, which

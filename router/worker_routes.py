@@ -11,6 +11,7 @@ from ..common.api.errors import NotFound
 from .admin import add_worker, drained, list_workers, removed
 from .endpoint import Endpoint
 from .http_server import Request
+from .ranks import server_url
 from .registry import Worker
 from .wire import MethodNotAllowed, Response
 
@@ -33,10 +34,12 @@ def serve_workers(router: Router, request: Request) -> Response:
         return _created(add_worker(router, request)) if request.method == b"POST" else list_workers(router, request)
     if name.endswith(b"/drain"):
         _allow(request, b"POST")
-        return drained(router, _find(router, name[:-len(b"/drain")]).url)
+        return drained(router, _find(router, name[:-len(b"/drain")]).endpoint.url)
     _allow(request, b"GET", b"HEAD", b"DELETE")
     worker = _find(router, name)
-    return removed(router, request, worker.url) if request.method == b"DELETE" else Response.json(worker.describe())
+    if request.method == b"DELETE":
+        return removed(router, request, worker.endpoint.url)
+    return Response.json(worker.describe())
 
 
 def _created(added: Response) -> Response:
@@ -48,10 +51,10 @@ def _find(router: Router, name: bytes) -> Worker:
     """Raises NotFound."""
     text = unquote(name.decode("latin-1"))
     for worker in router.registry:
-        if str(worker.id) == text:
+        if text in (str(worker.id), worker.url):
             return worker
     try:
-        return router.registry.get(Endpoint.parse(text).url)
+        return router.registry.at(Endpoint.parse(server_url(text)).url)[0]
     except ValueError:
         raise NotFound(f"There is no worker {text}.") from None
 

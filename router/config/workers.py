@@ -29,6 +29,9 @@ class WorkerArgs:
         help="a prefill worker and its bootstrap port (default: asked from the worker, else 8998); repeatable")
     decode: tuple[tuple[str, ...], ...] = flag((), repeat=True, metavar="URL", help="a decode worker; repeatable")
 
+    dp_aware: bool = flag(False, help="place requests on the data-parallel ranks of each server (its dp_size), not on "
+                                      "the server; it is told the rank as data_parallel_rank")
+
     def __post_init__(self) -> None:
         if self.pd_disaggregation and self.worker_urls:
             raise ConfigError("--worker-urls names whole workers; with --pd-disaggregation use --prefill and --decode.")
