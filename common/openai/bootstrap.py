@@ -14,6 +14,18 @@ class BootstrapFields(msgspec.Struct, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None  # SGLang's newer name of the same
+    disagg_prefill_dp_rank: int | None = None
+
+
+def check_ranks(fields: BootstrapFields) -> None:
+    """Raises InvalidRequest for a data-parallel rank that is not there: prefill and decode servers have rank 0 only."""
+    for name in ("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"):
+        rank = getattr(fields, name)
+        if rank:
+            raise InvalidRequest(f"{name} must be 0, got {rank}: a server has one data-parallel rank (dp_size 1).",
+                                 param=name)
 
 
 def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: int) -> list[Bootstrap | None]:

@@ -7,7 +7,7 @@ import pytest
 
 from baton.common.api.errors import InvalidRequest
 from baton.common.api.messages import Bootstrap, Logprobs
-from baton.common.openai.bootstrap import BootstrapFields, bootstraps
+from baton.common.openai.bootstrap import BootstrapFields, bootstraps, check_ranks
 from baton.common.openai.chat import template_messages, template_tools
 from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_logprobs
 from baton.common.openai.native import decode_generate
@@ -147,6 +147,16 @@ def test_bad_bootstrap_fields(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         bootstraps(msgspec.convert(fields, BootstrapFields), 2, 1, 8998)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"])
+def test_a_server_has_one_data_parallel_rank(name: str) -> None:
+    check_ranks(BootstrapFields())
+    check_ranks(BootstrapFields(**{name: 0}))
+    for rank in (1, -1):
+        with pytest.raises(InvalidRequest, match=f"^{name} must be 0, got {rank}: a server has one") as error:
+            check_ranks(BootstrapFields(**{name: rank}))
+        assert error.value.param == name
 
 
 # ---------------------------------------------------------------- chat messages
