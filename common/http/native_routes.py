@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -13,32 +12,26 @@ from ..api.messages import Generate
 from ..openai.continuation import continue_after
 from ..openai.logprobs import Piece, native_logprobs, native_top_logprobs
 from ..openai.native import GenerateAnswer, GenerateRequest, decode_generate, logprob_options
-from ..openai.responses import DONE, encode, event
 from .front import Front, plan
-from .generation import Choice, Generation
-from .prompt_pages import note_pages
-from .sse import stream_events
-from .web import json_bytes
+from .generation import Choice
+from .run import Run, respond
 
 DEFAULT_TOKENS = 128  # SGLang's
+NativeRun = Run[Any, GenerateAnswer]
 
 
 async def generate(front: Front, request: web.Request) -> web.StreamResponse:
-    arrived = time.monotonic()
-    with front.counting_refusals():
-        tokenizer = front.serving_tokenizer()
-        body = decode_generate(await request.read())
-        requests, batched = await _plan(front, body)
-        note_pages(front, request, requests)
-        continued = continue_after(body.continuation, requests, front.model.vocab_size)
-        if body.continuation is not None and body.continuation.id:
-            requests[0].rid = body.continuation.id
-    piece = tokenizer.piece if body.return_text_in_logprobs else None
-    with Generation(front.client, tokenizer, front.metrics, requests, arrived, continued) as generation:
-        if body.stream:
-            return await stream_events(request, _events(generation, batched, piece, front.config.http.stream_interval))
-        answers = [_answer(choice, piece) for choice in await generation.complete()]
-        return json_bytes(encode(answers if batched else answers[0]))
+    return await respond(front, request, decode_generate, plan_generate)
+
+
+async def plan_generate(front: Front, body: GenerateRequest, *, arrived: float, with_ids: bool = False) -> NativeRun:
+    """See ``plan_chat``; answers tell their token ids always."""
+    requests, batched = await _plan(front, body)
+    continued = continue_after(body.continuation, requests, front.model.vocab_size)
+    if body.continuation is not None and body.continuation.id:
+        requests[0].rid = body.continuation.id
+    piece = front.serving_tokenizer().piece if body.return_text_in_logprobs else None
+    return NativeRun(front, requests, _Answer(piece, batched), arrived=arrived, continued=continued)
 
 
 async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bool]:
@@ -59,18 +52,26 @@ async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bo
     return plan(ids, samplings, n, body.rid, points, options, body.priority), prompts.batched or n > 1
 
 
-async def _events(generation: Generation, batched: bool, piece: Piece | None,
-                  interval: int) -> AsyncGenerator[bytes, None]:
-    """Each event holds a choice's whole answer so far, as SGLang's clients expect."""
-    chunk = b""
-    async for gained in generation.deltas(interval):
-        for choice in gained:
-            choice.take_delta()
-        chunk = b"".join([event(_answer(choice, piece, choice.index if batched else None)) for choice in gained])
-        if generation.live:
-            yield chunk
-            chunk = b""
-    yield chunk + DONE  # In one piece: a stream that breaks has told either all of its end or nothing.
+class _Answer:
+    """Tells each choice's whole answer so far, as SGLang's clients expect; see ``run.Answer``."""
+
+    def __init__(self, piece: Piece | None, batched: bool):
+        self._piece = piece
+        self._batched = batched
+
+    def whole(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
+        answers = [_answer(choice, self._piece) for choice in choices]
+        return answers if self._batched else answers[0]
+
+    def begin(self, choices: Sequence[Choice]) -> None:
+        """What another server told is part of every answer."""
+
+    def gained(self, choice: Choice) -> list[GenerateAnswer]:
+        choice.take_delta()
+        return [_answer(choice, self._piece, choice.index if self._batched else None)]
+
+    def end(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
+        return []
 
 
 def _answer(choice: Choice, piece: Piece | None, index: int | None = None) -> GenerateAnswer:

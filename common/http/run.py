@@ -12,7 +12,6 @@ from aiohttp import web
 
 from ..api.messages import Generate
 from ..openai.continuation import HEADER
-from ..openai.protocol import CommonFields
 from ..openai.responses import DONE, encode, event
 from .front import Front
 from .generation import Choice, Generation
@@ -20,9 +19,15 @@ from .prompt_pages import note_pages
 from .sse import stream_events
 from .web import json_bytes
 
-Body = TypeVar("Body", bound=CommonFields)
-Planned = TypeVar("Planned", bound=CommonFields, contravariant=True)
-Whole = TypeVar("Whole", bound=msgspec.Struct, covariant=True)
+
+class _Streamable(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+Body = TypeVar("Body", bound=_Streamable)
+Planned = TypeVar("Planned", bound=_Streamable, contravariant=True)
+Whole = TypeVar("Whole", covariant=True)
 Chunk = TypeVar("Chunk", bound=msgspec.Struct, covariant=True)
 
 
