@@ -26,6 +26,8 @@ class Generate(msgspec.Struct, tag=True):
     """Run one prompt. ``deadline`` is in seconds from arrival, None for the server's default.
 
     ``logprob_start_len`` is the first prompt position whose logprob is wanted; -1 means none of the prompt.
+    ``token_ids_logprob``: tokens whose logprobs are wanted at every position. The last ``num_answered`` of
+    ``input_ids`` are output that another server has answered: they count as output for penalties.
     """
 
     rid: str
@@ -34,6 +36,8 @@ class Generate(msgspec.Struct, tag=True):
     return_logprob: bool = False
     top_logprobs_num: int = 0
     logprob_start_len: int = -1
+    token_ids_logprob: list[int] = []
+    num_answered: int = 0
     bootstrap: Bootstrap | None = None
     priority: int = 0
     deadline: float | None = None
@@ -77,11 +81,15 @@ class Finish(msgspec.Struct, array_like=True):
 
 
 class Logprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of consecutive tokens; ``top`` holds, per token, ``(token id, logprob)`` pairs."""
+    """Log-probabilities of consecutive tokens.
+
+    ``top`` (the likeliest) and ``of_ids`` (those asked for) hold, per token, ``(token id, logprob)`` pairs.
+    """
 
     token_ids: list[int]
     values: list[float | None]
     top: list[list[tuple[int, float]]] = []
+    of_ids: list[list[tuple[int, float]]] = []
 
 
 class Output(msgspec.Struct):

@@ -9,14 +9,17 @@ import msgspec
 from .errors import InvalidRequest
 from .grammar import GrammarSpec
 
+MAX_BIASED_TOKENS = 1024  # a batch of 256 such requests uploads 2 MB a step
+
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling parameters of one request, with the names of SGLang's ``sampling_params``.
 
     ``temperature`` 0 is greedy. ``top_k`` -1 keeps all tokens. ``seed`` makes the choice reproducible whatever
-    else runs in the batch. ``stop`` holds strings (matched on text, by the front process), ``stop_token_ids``
-    and the model's EOS tokens (unless ``ignore_eos``) end a request in the engine. ``grammar`` is what the whole output
-    obeys.
+    else runs in the batch. ``frequency_penalty`` and ``presence_penalty`` look at the output, ``repetition_penalty`` (1
+    is none) at prompt and output; ``logit_bias`` is added to the logits of its token ids. ``stop`` holds strings
+    (matched on text, by the front process), ``stop_token_ids`` and the model's EOS tokens (unless ``ignore_eos``) end a
+    request in the engine. ``grammar`` is what the whole output obeys.
     """
 
     max_new_tokens: int = 128
@@ -25,6 +28,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -32,6 +39,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: GrammarSpec | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     @property
     def greedy(self) -> bool:
@@ -46,6 +57,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "must be -1 (all tokens) or 1 or more"),
             ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 2, "must be above 0 and at most 2 (1 is none)"),
+            ("logit_bias", len(self.logit_bias) <= MAX_BIASED_TOKENS, f"must name {MAX_BIASED_TOKENS} tokens at most"),
+            ("logit_bias", all(0 <= t < vocab_size for t in self.logit_bias),
+             f"must name token ids below the vocabulary size {vocab_size}"),
+            ("logit_bias", all(-100 <= v <= 100 for v in self.logit_bias.values()), "must hold values of -100 to 100"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit a signed 64-bit integer"),
             ("stop", all(self.stop), "must not hold empty strings"),
             ("stop_token_ids", all(0 <= t < vocab_size for t in self.stop_token_ids),
@@ -53,4 +71,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         )
         for name, ok, rule in checks:
             if not ok:
-                raise InvalidRequest(f"{name} {rule}, got {getattr(self, name)!r}.", param=name)
+                raise InvalidRequest(f"{name} {rule}, got {_short(getattr(self, name))}.", param=name)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..api.sampling import SamplingParams
+from .logit_bias import LogitBias
+from .token_history import TokenHistory
 
 if TYPE_CHECKING:
     import torch
@@ -17,20 +19,33 @@ FillAllowed = Callable[["torch.Tensor", int], None]
 """
 
 
+class WantedLogprobs(NamedTuple):
+    """What to tell beside the log-probability of a token: the likeliest ``num_top``, and those of ``token_ids``."""
+
+    num_top: int = 0
+    token_ids: tuple[int, ...] = ()
+
+
 class Choosing(NamedTuple):
     """One row's choice. ``Sampler.launch`` takes one of these a row, and applies their parts in this order.
 
-    ``allowed`` masks the row before anything else sees it: tokens whose bit it clears get a logit of -inf, for
-    log-probabilities too. It is called once, on the host, after the forward pass has been launched (with overlapped
-    scheduling the device then computes these logits), and on tensor-parallel rank 0 only, which chooses for all.
+    1. ``allowed`` masks the row before anything else sees it: tokens whose bit it clears get a logit of -inf, for
+       log-probabilities too. It is called once, on the host, after the forward pass has been launched (with overlapped
+       scheduling the device then computes these logits), and on tensor-parallel rank 0 only, which chooses for all.
+    2. ``history``: what the penalties of ``params`` look at; None where there are none. ``pending`` is the index of
+       the request's newest token among those that the step before chose, where only the device knows it: it counts.
+    3. ``bias`` is added; ``suppressed`` tokens get -inf (a request below ``min_new_tokens`` names its stop tokens).
+    4. Temperature, truncation and noise of ``params``. ``position`` counts the tokens before the chosen one: the noise
+       of a seeded row depends on it.
 
-    ``suppressed`` tokens get -inf as well (a request below ``min_new_tokens`` names its stop tokens there).
-    ``position`` counts the tokens before the chosen one: the noise of a seeded row depends on it. ``num_top`` is the
-    number of likeliest tokens to report beside the chosen one's log-probability, None where none is wanted.
+    ``logprobs`` is None where none are wanted.
     """
 
     params: SamplingParams
     position: int
-    num_top: int | None = None
+    logprobs: WantedLogprobs | None = None
     suppressed: tuple[int, ...] = ()
     allowed: FillAllowed | None = None
+    history: TokenHistory | None = None
+    pending: int | None = None
+    bias: LogitBias | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -12,6 +13,14 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> t
     """A small tensor on the device. From pageable memory the copy would wait for everything that runs there."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+def upload_joined(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One-dimensional arrays of one type, end to end on the device, where they become ``dtype``."""
+    size = sum(map(len, arrays))
+    host = torch.empty(size, dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=device.type == "cuda")
+    np.concatenate(arrays, out=host.numpy())
+    return host.to(device, non_blocking=True).to(dtype)
 
 
 class Download:

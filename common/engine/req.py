@@ -9,30 +9,10 @@ import numpy as np
 from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageHold
-from .choosing import Choosing
-
-
-class TokenBuffer:
-    """Prompt and output token ids (int32) in one growing array."""
-
-    __slots__ = ("_ids", "_count")
-
-    def __init__(self, ids: list[int]):
-        self._count = len(ids)
-        self._ids = np.empty(self._count + 64, np.int32)
-        self._ids[: self._count] = ids
-
-    def __len__(self) -> int:
-        return self._count
-
-    def append(self, token_id: int) -> None:
-        if self._count == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty(self._count, np.int32)))
-        self._ids[self._count] = token_id
-        self._count += 1
-
-    def view(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        return self._ids[start : self._count if stop is None else min(stop, self._count)]
+from .choosing import Choosing, WantedLogprobs
+from .logit_bias import LogitBias
+from .token_buffer import TokenBuffer
+from .token_history import TokenHistory
 
 
 @dataclass(eq=False)
@@ -52,7 +32,9 @@ class Req:
     arrived: float
     deadline: float
     bootstrap: Bootstrap | None = None
-    num_top_logprobs: int | None = None  # None: no logprobs wanted
+    logprobs: WantedLogprobs | None = None
+    history: TokenHistory | None = None  # None: no penalties
+    bias: LogitBias | None = None
     logprob_start: int | None = None  # first prompt position whose logprob is wanted
     # filled by the scheduler
     hold: PageHold | None = None
@@ -67,16 +49,20 @@ class Req:
     def from_message(cls, message: Generate, *, eos_ids: frozenset[int], now: float, timeout: float) -> Req:
         sampling = message.sampling
         wants_prompt = message.return_logprob and message.logprob_start_len >= 0
+        tokens = TokenBuffer(message.input_ids)
         return cls(
             rid=message.rid,
-            tokens=TokenBuffer(message.input_ids),
+            tokens=tokens,
             num_prompt_tokens=len(message.input_ids),
             sampling=sampling,
             stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids),
             arrived=now,
             deadline=now + (timeout if message.deadline is None else min(timeout, message.deadline)),
             bootstrap=message.bootstrap,
-            num_top_logprobs=message.top_logprobs_num if message.return_logprob else None,
+            logprobs=WantedLogprobs(message.top_logprobs_num, tuple(message.token_ids_logprob))
+            if message.return_logprob else None,
+            history=TokenHistory(tokens, len(tokens) - message.num_answered) if sampling.penalizes else None,
+            bias=LogitBias.of(sampling.logit_bias) if sampling.logit_bias else None,
             logprob_start=message.logprob_start_len if wants_prompt else None,
         )
 
@@ -122,10 +108,14 @@ class Req:
             limit = min(limit, max(0, self.logprob_start - 1))
         return limit
 
-    def choosing(self, position: int) -> Choosing:
-        """How the token at ``position`` is to be chosen: the one after all that the request has, pending ones too."""
+    def choosing(self, position: int, pending: int | None) -> Choosing:
+        """How the token at ``position`` is to be chosen: the one after all that the request has, pending ones too.
+
+        ``pending`` is the index of the pending token, if there is one, among those that the step before chose.
+        """
         early = position - self.num_prompt_tokens < self.sampling.min_new_tokens
-        return Choosing(self.sampling, position, self.num_top_logprobs, tuple(self.stop_ids) if early else ())
+        return Choosing(self.sampling, position, self.logprobs, tuple(self.stop_ids) if early else (), None,
+                        self.history, pending, self.bias)
 
     def take_pending(self, token_id: int) -> list[int]:
         """``take`` the pending token."""

@@ -9,57 +9,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
 from .bitmask import forbid_unallowed
-from .choosing import Choosing
+from .choosing import Choosing, WantedLogprobs
 from .host_copies import Download, upload
+from .logit_bias import add_bias
 from .noise import SMALLEST, seeded_exponential
+from .penalties import penalize
+from .token_logprobs import LogprobReport, TokenLogprob
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One entry a row: the token and, where asked for, its log-probability and the likeliest ``(token, value)``."""
+    """One entry a row: the token, and what was asked about log-probabilities."""
 
     token_ids: list[int]
-    logprobs: list[float | None]
-    tops: list[list[tuple[int, float]]]
+    logprobs: list[TokenLogprob | None]
 
 
 class Sampler:
     """Under tensor parallelism rank 0 chooses and the others receive its tokens (and no log-probabilities)."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None):
+    def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
+                 original_logprobs: bool = False):
+        """``original_logprobs``: log-probabilities are those before temperature."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._tp = tp or TPGroup()
+        self._original_logprobs = original_logprobs
         self._generator = torch.Generator(self._device)
         self._generator.manual_seed(seed)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> Sampled:
+    def sample(self, logits: torch.Tensor, rows: Sequence[Choosing], previous: torch.Tensor | None = None) -> Sampled:
         """``launch`` and wait."""
-        return self.launch(logits, rows).wait()
+        return self.launch(logits, rows, previous).wait()
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> Launched:
-        """Choose a token for each row of ``logits`` [R, vocab] float32, which is mutated where tokens are ruled out.
+    def launch(self, logits: torch.Tensor, rows: Sequence[Choosing], previous: torch.Tensor | None = None) -> Launched:
+        """Choose a token for each row of ``logits`` [R, vocab] float32, which is mutated: see Choosing.
 
-        Log-probabilities are those of the model's own distribution, before temperature and truncation. Nothing here
-        waits for the device.
+        ``previous`` holds the tokens that the step before chose, for rows with a ``pending`` one. Log-probabilities are
+        those of the distribution after masks, penalties, bias and temperature, and before truncation: SGLang's.
+        Nothing here waits for the device.
         """
         assert logits.shape == (len(rows), self._vocab_size)
         if not rows or self._tp.rank > 0:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-            return Launched(self._tp.broadcast(tokens) if rows else tokens, _Report(logits, tokens, [None] * len(rows)))
+            return Launched(self._tp.broadcast(tokens) if rows else tokens, [None] * len(rows), logits)
         forbid_unallowed(logits, rows)
+        penalize(logits, rows, previous)
+        biased = [i for i, row in enumerate(rows) if row.bias is not None]
+        if biased:
+            add_bias(logits, biased, [bias for row in rows if (bias := row.bias) is not None])
         _suppress(logits, rows)
         tokens = self._choose(logits, rows)
         self._tp.broadcast(tokens)
-        return Launched(tokens, _Report(logits, tokens, [row.num_top for row in rows]))
+        return Launched(tokens, [row.logprobs for row in rows], self._told(logits, rows))
+
+    def _told(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
+        """``logits`` as log-probabilities see them: rows that want any are divided by their temperature, in place."""
+        if self._original_logprobs:
+            return logits
+        heated = [i for i, row in enumerate(rows)
+                  if row.logprobs is not None and row.params.temperature not in (0.0, 1.0)]
+        if heated:
+            index = self._tensor(heated)
+            logits[index] = self._scaled(logits[index], [rows[i].params for i in heated])
+        return logits
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
         tokens = logits.argmax(-1)
@@ -68,14 +88,16 @@ class Sampler:
             return tokens
         index = self._tensor(drawn)
         subset = [rows[i].params for i in drawn]
-        temperature = self._tensor([p.temperature for p in subset], torch.float32)
-        # A tiny temperature would make inf - inf = NaN of the largest logits; shifted first, it makes 0 and -inf.
-        scaled = logits[index]
-        scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature[:, None]
-        probabilities = self._truncate(scaled, subset).softmax(-1)
+        probabilities = self._truncate(self._scaled(logits[index], subset), subset).softmax(-1)
         noise = self._noise(subset, [rows[i].position for i in drawn])
         tokens[index] = (probabilities / noise).argmax(-1)
         return tokens
+
+    def _scaled(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        """Logits [n, vocab] over their temperatures, which are not 0."""
+        temperature = self._tensor([p.temperature for p in params], torch.float32)
+        # A tiny temperature would make inf - inf = NaN of the largest logits; shifted first, it makes 0 and -inf.
+        return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
     def _truncate(self, scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
         """Set to -inf what top-k, then top-p of the rest, then min-p rule out; sorts only the rows that need it."""
@@ -124,40 +146,13 @@ def _suppress(logits: torch.Tensor, rows: Sequence[Choosing]) -> None:
         logits[index, tokens] = float("-inf")
 
 
-class _Report:
-    """Log-probabilities of the rows that ask for them: ``wanted`` is None or the number of likeliest tokens."""
-
-    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]):
-        self._wanted = wanted
-        self._asking = [row for row, count in enumerate(wanted) if count is not None]
-        self.tensors: list[torch.Tensor] = []
-        if not self._asking:
-            return
-        index = upload(self._asking, torch.int64, logits.device)
-        scores = logits[index].log_softmax(-1)
-        most = min(max(wanted[row] or 0 for row in self._asking), logits.shape[-1])
-        values, ids = scores.topk(most, dim=-1)
-        self.tensors = [scores.gather(-1, tokens[index, None])[:, 0], values, ids]
-
-    def fill(self, lists: Sequence[list[Any]]) -> tuple[list[float | None], list[list[tuple[int, float]]]]:
-        """``(logprob, likeliest)`` of every row, from the host's copies of ``tensors``."""
-        chosen: list[float | None] = [None] * len(self._wanted)
-        tops: list[list[tuple[int, float]]] = [[] for _ in self._wanted]
-        if self._asking:
-            for row, value, values, ids in zip(self._asking, *lists):
-                chosen[row] = value
-                tops[row] = list(zip(ids, values))[:self._wanted[row]]
-        return chosen, tops
-
-
 class Launched:
     """A choice that the device is making. ``tokens`` [R] int64 live there; ``wait`` brings all of it to the host."""
 
-    def __init__(self, tokens: torch.Tensor, report: _Report):
+    def __init__(self, tokens: torch.Tensor, wanted: Sequence[WantedLogprobs | None], logits: torch.Tensor):
         self.tokens = tokens
-        self._report = report
-        self._download = Download([tokens, *report.tensors])
+        self._download = Download([tokens])
+        self._report = LogprobReport(logits, tokens, wanted)
 
     def wait(self) -> Sampled:
-        tokens, *lists = self._download.wait()
-        return Sampled(tokens, *self._report.fill(lists))
+        return Sampled(self._download.wait()[0], self._report.wait())

@@ -90,7 +90,7 @@ class Choice:
         trimmed = isinstance(matched, int) and not self.request.sampling.no_stop_trim
         if logprobs is None or not trimmed or not logprobs.token_ids or logprobs.token_ids[-1] != matched:
             return logprobs
-        return Logprobs(logprobs.token_ids[:-1], logprobs.values[:-1], logprobs.top[:-1])
+        return Logprobs(logprobs.token_ids[:-1], logprobs.values[:-1], logprobs.top[:-1], logprobs.of_ids[:-1])
 
     def go_on_after(self, token_ids: Sequence[int]) -> None:
         """Begin behind output that was answered elsewhere: it counts as this choice's, but is not new.

@@ -43,6 +43,7 @@ def continue_after(given: Continuation | None, requests: list[Generate], vocab_s
         raise InvalidRequest(f"continuation holds {done} tokens, and the request allows {sampling.max_new_tokens}: the "
                              "answer is complete.", param="continuation")
     request.input_ids = [*request.input_ids, *given.token_ids]
+    request.num_answered = done
     request.sampling = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - done,
                                                min_new_tokens=max(0, sampling.min_new_tokens - done))
     return given.token_ids

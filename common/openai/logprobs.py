@@ -56,7 +56,7 @@ def joined(parts: list[Logprobs]) -> Logprobs | None:
     if len(parts) <= 1:
         return parts[0] if parts else None
     return Logprobs([t for p in parts for t in p.token_ids], [v for p in parts for v in p.values],
-                    [top for p in parts for top in p.top])
+                    [top for p in parts for top in p.top], [pairs for p in parts for pairs in p.of_ids])
 
 
 def _text(piece: bytes) -> str:

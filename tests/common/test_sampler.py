@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from baton.common.api.sampling import SamplingParams
-from baton.common.engine.choosing import Choosing
+from baton.common.engine.choosing import Choosing, WantedLogprobs
 from baton.common.engine.noise import seeded_exponential
 from baton.common.engine.sampler import Sampler
 
@@ -98,10 +98,10 @@ def test_suppressed_tokens_are_not_chosen(sampler, logits):
     ranked = logits.argsort(descending=True).tolist()
     sampled = sampler.sample(logits.repeat(3, 1), [
         Choosing(GREEDY, 1, suppressed=tuple(ranked[:2])),
-        Choosing(SamplingParams(top_k=2, seed=1), 1, num_top=3, suppressed=tuple(ranked[:1])), Choosing(GREEDY, 1)])
+        Choosing(SamplingParams(top_k=2, seed=1), 1, WantedLogprobs(3), tuple(ranked[:1])), Choosing(GREEDY, 1)])
     assert sampled.token_ids[0] == ranked[2] and sampled.token_ids[1] in ranked[1:3]
     assert sampled.token_ids[2] == ranked[0]
-    assert ranked[0] not in [token for token, _ in sampled.tops[1]]
+    assert ranked[0] not in [token for token, _ in sampled.logprobs[1].top]
 
 
 def bitmask_of(tokens):
@@ -118,22 +118,30 @@ def bitmask_of(tokens):
 def test_only_allowed_tokens_are_chosen_and_reported(sampler, logits):
     ranked = logits.argsort(descending=True).tolist()
     allowed = [*ranked[7:12], 31, 32, VOCAB - 1]
-    rows = [Choosing(GREEDY, 1), *(Choosing(SamplingParams(seed=seed, temperature=50.0), 1, 2, suppressed=(ranked[7],),
-                                            allowed=bitmask_of(allowed)) for seed in range(400))]
+    rows = [Choosing(GREEDY, 1), *(
+        Choosing(SamplingParams(seed=seed, temperature=50.0), 1, WantedLogprobs(2), (ranked[7],), bitmask_of(allowed))
+        for seed in range(400))]
     sampled = sampler.sample(logits.repeat(len(rows), 1), rows)
     assert sampled.token_ids[0] == ranked[0]
     assert set(sampled.token_ids[1:]) == set(allowed) - {ranked[7]}
-    kept = logits[sorted(set(allowed) - {ranked[7]})].log_softmax(-1)
-    assert sampled.tops[1][0] == (ranked[8], pytest.approx(float(kept.max()), abs=1e-5))
+    kept = (logits[sorted(set(allowed) - {ranked[7]})] / 50).log_softmax(-1)
+    assert sampled.logprobs[1].top[0] == (ranked[8], pytest.approx(float(kept.max()), abs=1e-5))
 
 
-def test_logprobs_are_the_models_own(sampler, logits):
-    rows = [Choosing(GREEDY, 1, 0), Choosing(SamplingParams(temperature=0.2, seed=1), 1, 3), Choosing(GREEDY, 1)]
-    sampled = sampler.sample(logits.repeat(3, 1), rows)
-    want = logits.log_softmax(-1)
-    assert sampled.logprobs[0] == pytest.approx(float(want.max()), abs=1e-5) and sampled.tops[0] == []
-    assert sampled.logprobs[1] == pytest.approx(float(want[sampled.token_ids[1]]), abs=1e-5)
-    values, ids = want.topk(3)
-    assert [token for token, _ in sampled.tops[1]] == ids.tolist()
-    assert [value for _, value in sampled.tops[1]] == pytest.approx(values.tolist(), abs=1e-5)
-    assert sampled.logprobs[2] is None and sampled.tops[2] == []
+@pytest.mark.parametrize("original", [False, True])
+def test_logprobs_are_told_after_temperature_or_before(logits, original):
+    sampler = Sampler(VOCAB, "cpu", seed=0, original_logprobs=original)
+    rows = [Choosing(GREEDY, 1, WantedLogprobs()),
+            Choosing(SamplingParams(temperature=0.2, seed=1), 1, WantedLogprobs(3, (5, 0, 5))), Choosing(GREEDY, 1),
+            Choosing(SamplingParams(temperature=1e-30), 1, WantedLogprobs(1))]
+    sampled = sampler.sample(logits.repeat(4, 1), rows)
+    plain = logits.log_softmax(-1)
+    warm = plain if original else (logits / 0.2).log_softmax(-1)
+    best = int(logits.argmax())
+    assert sampled.logprobs[0] == (pytest.approx(float(plain.max()), abs=1e-5), [], [])
+    second = sampled.logprobs[1]
+    assert second.value == pytest.approx(float(warm[sampled.token_ids[1]]), abs=1e-4)
+    for found, tokens in ((second.top, warm.topk(3).indices.tolist()), (second.of_ids, [5, 0, 5])):
+        assert found == [(token, pytest.approx(float(warm[token]), abs=1e-4)) for token in tokens]
+    assert sampled.logprobs[2] is None
+    assert sampled.logprobs[3].top == [(best, pytest.approx(float(plain[best]) if original else 0.0, abs=1e-5))]

@@ -9,7 +9,7 @@ import torch
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.distributed.tp import init_tp
-from baton.common.engine.choosing import Choosing
+from baton.common.engine.choosing import Choosing, WantedLogprobs
 from baton.common.engine.sampler import Sampler
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
 
@@ -33,7 +33,8 @@ def main(rank: int, size: int, init_method: str, checkpoint: str, out: str) -> N
         none = forward(runner, [(tokens[29:], 29, pages)], every_row=False)[:0]
         results[name] = torch.cat((first, last, none))
     sampler = Sampler(results["dummy"].shape[1], "cpu", seed=rank, tp=tp)  # unequal seeds: rank 0's choice must win
-    sampled = sampler.sample(results["dummy"].clone(), [Choosing(SamplingParams(), i, 1) for i in range(30)])
+    rows = [Choosing(SamplingParams(), i, WantedLogprobs(1)) for i in range(30)]
+    sampled = sampler.sample(results["dummy"].clone(), rows)
     torch.save({"logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
                 "least": least.tolist(), "tokens": sampled.token_ids}, out)
     tp.close()

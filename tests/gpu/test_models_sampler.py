@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.common.api.sampling import SamplingParams
-from baton.common.engine.choosing import Choosing
+from baton.common.engine.choosing import Choosing, WantedLogprobs
 from baton.common.engine.sampler import Sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -16,12 +16,13 @@ VOCAB = 32_000
 
 def test_seeded_choice_equals_the_cpus():
     logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
-    rows = [Choosing(SamplingParams(seed=row, top_p=0.9 if row % 2 else 1.0, top_k=50 if row % 3 else -1), row, 2)
-            for row in range(64)]
+    rows = [Choosing(SamplingParams(seed=row, top_p=0.9 if row % 2 else 1.0, top_k=50 if row % 3 else -1), row,
+                     WantedLogprobs(2)) for row in range(64)]
     chosen = [Sampler(VOCAB, device, 0).sample(logits.to(device, copy=True), rows)
               for device in ("cpu", "cuda")]
     assert chosen[0].token_ids == chosen[1].token_ids
-    assert chosen[0].logprobs == pytest.approx(chosen[1].logprobs, abs=1e-4)
+    cpu, cuda = ([found.value for found in one.logprobs] for one in chosen)
+    assert cpu == pytest.approx(cuda, abs=1e-4)
 
 
 def test_unseeded_frequencies():
