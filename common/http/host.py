@@ -1,0 +1,148 @@
+"""A front and its engine ranks: what a server serves over HTTP, and an offline engine by calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from ..api.errors import ConfigError
+from ..api.messages import Loading, Ready, StartFailed
+from ..config.model import ModelSpec
+from ..config.server import ServerConfig
+from ..engine.client import EngineClient
+from ..engine.ranks import RankProcesses, RankSpec, RankTarget
+from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
+from .front import Front
+
+log = logging.getLogger("baton.front")
+
+Service = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
+"""Something that runs beside the engine, from before its ranks start until after they stopped; entering may raise
+ConfigError."""
+
+_RANK_GRACE_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 0.5  # a rank that exits while starting may have sent its reason just before
+
+
+class EngineHost:
+    """Use as an asynchronous context manager; ``start`` then starts the ranks, leaving it stops them.
+
+    ``ended`` is set when the engine cannot go on, with a sentence for the operator; ``finish`` sets it from outside.
+    ``ready`` is set once requests are served.
+    """
+
+    def __init__(self, config: ServerConfig, model: ModelSpec, rank_target: RankTarget, *, spare_torch: bool):
+        """``spare_torch``: keep torch out of this process, which must then not want it for anything else."""
+        self.config = config
+        self._model = model
+        self._rank_target = rank_target
+        self._spare_torch = spare_torch
+        self._stack = contextlib.AsyncExitStack()
+        self.front: Front
+        self.ended: asyncio.Future[str | None]
+        self.ready: asyncio.Event
+
+    async def __aenter__(self) -> EngineHost:
+        self.ended, self.ready = asyncio.get_running_loop().create_future(), asyncio.Event()
+        schedule = self.config.schedule
+        client = EngineClient(schedule.max_queued_requests + schedule.max_running_requests, self._on_startup)
+        self._stack.push_async_callback(client.close)
+        client.start()
+        self.front = Front(self.config, self._model, client)
+        return self
+
+    async def start(self, services: Sequence[Service] = ()) -> None:
+        """Begin to load; raises ConfigError where a service cannot run."""
+        for service in services:
+            await self._stack.enter_async_context(service())
+        ranks = self._make_ranks()
+        self._stack.push_async_callback(self._stop_ranks, ranks)
+        ranks.start()
+        tokenizer = asyncio.create_task(self._load_tokenizer())
+        self._stack.callback(tokenizer.cancel)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self._stack.aclose()
+
+    def finish(self, reason: str | None) -> None:
+        """End: ``reason`` says why the engine cannot go on, None that it was told to stop."""
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    # ------------------------------------------------------------------ parts
+
+    def _make_ranks(self) -> RankProcesses:
+        size, client = self.config.parallel.tp_size, self.front.client
+        meeting = f"file://{client.folder}/ranks"
+        specs = [RankSpec(self.config, rank, size, client.to_engine, client.from_engine, meeting)
+                 for rank in range(size)]
+        return RankProcesses(self._rank_target, specs, self._on_rank_exit)
+
+    async def _stop_ranks(self, ranks: RankProcesses) -> None:
+        """Ranks that serve leave their loop by themselves; others (loading, or stuck without a peer) are ended."""
+        client = self.front.client
+        serving = self.front.ready is not None and client.dead is None
+        if serving:
+            client.shut_down()
+        await ranks.stop(_RANK_GRACE_SECONDS if serving else 0.0)
+
+    async def _load_tokenizer(self) -> None:
+        args = self.config.model
+        if self._spare_torch:
+            _spare_torch()
+        try:
+            self.front.tokenizer = await asyncio.to_thread(_tokenizer, args.tokenizer_path or args.model_path,
+                                                           args.revision, args.chat_template)
+        except ConfigError as error:
+            self.finish(str(error))
+        except Exception as error:  # whatever a broken tokenizer file makes transformers raise
+            log.exception("the tokenizer failed to load")
+            self.finish(f"Cannot load the tokenizer: {type(error).__name__}.")
+        self._announce()
+
+    # ------------------------------------------------------------------ events
+
+    def _on_startup(self, message: Loading | Ready | StartFailed) -> None:
+        match message:
+            case Loading():
+                self.front.loading = message
+            case Ready():
+                self.front.ready = message
+                self._announce()
+            case StartFailed():
+                self.front.client.engine_died(message.message)
+                self.finish(message.message)
+
+    def _announce(self) -> None:
+        if self.front.is_ready:
+            log.info("ready: %d tokens of KV cache", self.front.ready.max_total_tokens)  # type: ignore[union-attr]
+            self.ready.set()
+
+    def _on_rank_exit(self, rank: int, code: int) -> None:
+        if self.front.ready is None:
+            asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self.finish,
+                                                  f"Rank {rank} ended with exit code {code} while it started.")
+            return
+        reason = f"Rank {rank} of the engine ended with exit code {code}."
+        log.error(reason)
+        self.front.client.engine_died(reason)
+        self.finish(reason)
+
+
+def _spare_torch() -> None:
+    """Tokenizers do not need the torch that transformers would import beside them, and it would cost every front
+    process 300 MB and two seconds (transformers 5.17)."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # an import of it fails
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing
+
+
+def _tokenizer(path: str, revision: str | None, chat_template: str | None) -> Tokenizer:
+    tokenizer = load_tokenizer(path, revision)
+    return tokenizer.with_chat_template(chat_template) if chat_template else tokenizer
