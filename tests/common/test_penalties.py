@@ -15,22 +15,9 @@ from baton.common.engine.penalties import penalize
 from baton.common.engine.sampler import Sampler
 from baton.common.engine.token_buffer import TokenBuffer
 from baton.common.engine.token_history import TokenHistory
+from baton.tests.common.sampling_reference import penalized
 
 VOCAB = 50
-
-
-def defined(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
-    """Penalized logits, straight from the definition."""
-    found = list(logits)
-    for token in range(len(logits)):
-        count = output.count(token)
-        if count:
-            found[token] -= count * params.frequency_penalty + params.presence_penalty
-        if count or token in prompt:
-            penalty = params.repetition_penalty
-            found[token] = found[token] * penalty if found[token] < 0 else found[token] / penalty
-        found[token] += params.logit_bias.get(token, 0)
-    return found
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -67,7 +54,7 @@ def test_rows_of_a_batch_against_the_definition(seed):
                              history=history_of(prompt, output) if params.penalizes else None,
                              bias=LogitBias.of(params.logit_bias) if params.logit_bias else None))
         held = output if pending is None else [*output, int(previous[pending])]
-        want.append(defined(logits[row].tolist(), params, prompt, held))
+        want.append(penalized(logits[row].tolist(), params, prompt, held))
     sampled = Sampler(VOCAB, "cpu", 0).sample(logits, rows, previous)
     reference = torch.tensor(want)
     assert torch.allclose(logits, reference, atol=1e-5)
