@@ -177,7 +177,7 @@ class Admission:
         now = self._now()
         owner = self._check(key, now) if self._bucket is not None or rules.per_key else None
         place = self._check_slo() if rules.slo_ttft and streamed else 0
-        full = 0 < rules.max_concurrent <= self.running
+        full = self._full()
         if full and self.queued >= rules.queue_size:
             raise self._refusal("queue_full", "The router is busy and its queue is full.", 1.0)
         if self._bucket is not None:
@@ -196,6 +196,9 @@ class Admission:
             return waiting
         self.running += 1
         return self._common or Ticket(self, owner, place, now)
+
+    def _full(self) -> bool:
+        return 0 < self.rules.max_concurrent <= self.running
 
     def leave(self) -> None:
         """A running request has ended: the next may begin."""
@@ -248,12 +251,15 @@ class Admission:
             raise self._refusal("rate", "The router takes no more requests a second.", wait)
         if not self.rules.per_key:
             return None
-        owner = self._keys.get(key) or self._new_key(key, now)
+        owner = self._owner(key, now)
         if owner.bucket is not None and (wait := owner.bucket.wait(now)):
             raise self._refusal("key", "This API key has sent as many requests a second as it may.", wait)
         if 0 < self.rules.max_concurrent_per_key <= owner.running:
             raise self._refusal("key", "This API key has as many requests running as it may.", 1.0)
         return owner
+
+    def _owner(self, key: bytes, now: float) -> _Key:
+        return self._keys.get(key) or self._new_key(key, now)
 
     def _new_key(self, key: bytes, now: float) -> _Key:
         if len(self._keys) >= _MAX_KEYS:

@@ -9,14 +9,12 @@ seconds (its pages are not stored yet), and where prompts were sent whose worker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from heapq import nlargest, nsmallest
 from operator import itemgetter
 from typing import NamedTuple
 
-import msgspec
-
-from ...common.api.kv_events import PROMPT_PAGES_HEADER, chain, decode_pages, token_bytes
+from ...common.api.kv_events import PROMPT_PAGES_HEADER, decode_pages
 from ..answer import AnswerHead
 from ..body import Peek
 from ..http_server import Request
@@ -26,6 +24,7 @@ from .base import Decision, by_load
 from .cache_aware import BLOCK, PrefixMemory
 from .load_view import EXACT_UP_TO, LoadView
 from .text_pages import TextPages, text_blocks
+from .token_pages import TokenPages
 
 TRANSFER = 0.1
 """Cost of sending a page from prefill to decode, in pages computed: an 8B model computes 16 tokens in 0.4 ms on
@@ -45,8 +44,6 @@ _FEW = 8
 _ASK = PROMPT_PAGES_HEADER.encode() + b": ask\r\n"
 _LINE = b"\r\n" + PROMPT_PAGES_HEADER.encode() + b":"
 
-_decode_ids = msgspec.json.Decoder(list[int]).decode
-
 
 class Prompt(NamedTuple):
     """What a request's prompt is known by."""
@@ -54,8 +51,8 @@ class Prompt(NamedTuple):
     size: int
     """Bytes of its text."""
     blocks: list[int]
-    tokens: bytes | None
-    """Little-endian int32 ids, where the prompt came as such."""
+    ids: bytes | None
+    """A JSON list of token ids without its closing bracket, where the prompt came as such."""
 
 
 class Share(NamedTuple):
@@ -105,14 +102,15 @@ class CacheExact:
         self._blocks_per_worker = max_tree_size // BLOCK
         self.residency = Residency()
         self.texts = TextPages(4 * self._blocks_per_worker)
+        self.tokens = TokenPages()
         self.followed: set[int] = set()
         """Ids of workers whose events are followed now."""
         self.memory: dict[int, Memory] = {}
         self._loads = LoadView()
         self._decode_loads = LoadView()
         self._fleets: dict[int, Fleet] = {}
-        self._recent = PrefixMemory()
-        self._sent = PrefixMemory()
+        self.recent = PrefixMemory()
+        self.sent = PrefixMemory()
         self._mean_missing = LEAST_MEAN
         self._mean_pages = LEAST_MEAN
 
@@ -123,7 +121,7 @@ class CacheExact:
 
     def sweep(self, now: float) -> None:
         """Called every second or so: what was sent two calls ago is cached by now, or is not."""
-        self._recent.turn()
+        self.recent.turn()
 
     # ------------------------------------------------------------------ what a request is
 
@@ -133,8 +131,8 @@ class CacheExact:
         if not text:
             return None
         assert found is not None
-        prompt = Prompt(len(text), text_blocks(text), _token_ids(found))
-        if prompt.tokens is None and request.on_head is None and not self.texts.knows(prompt.blocks):
+        prompt = Prompt(len(text), text_blocks(text), text if _is_ids(text) else None)
+        if prompt.ids is None and request.on_head is None and not self.texts.knows(prompt.blocks):
             request.headers.append(_ASK)
             request.on_head = _Lesson(self.texts, prompt)
         return prompt
@@ -245,7 +243,7 @@ class CacheExact:
     def _share(self, prompt: Prompt, among: frozenset[int]) -> Share:
         pages, cached = self._resident(prompt)
         per_block = pages / max(1, len(prompt.blocks) - 1)
-        for memory in (self._recent, self._sent):
+        for memory in (self.recent, self.sent):
             owners, depth = memory.longest(prompt.blocks, among) if len(memory) else (among, 0)
             if depth:
                 for worker_id in owners:
@@ -254,16 +252,16 @@ class CacheExact:
 
     def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
         """The prompt's pages (an estimate for text), and those of them that workers hold."""
-        if prompt.tokens is None:
-            chain_ = self.texts.chain(prompt.blocks)
+        if prompt.ids is None:
+            chain = self.texts.chain(prompt.blocks)
             estimate = prompt.size / self.texts.bytes_per_page
-            pages = max(estimate, chain_[-1][0]) if chain_ else estimate
-            return pages, self.residency.depths(chain_)
+            pages = max(estimate, chain[-1][0]) if chain else estimate
+            return pages, self.residency.depths(chain)
         cached: dict[int, int] = {}
         sizes = set(self.residency.page_sizes.values())
         for size in sizes:
-            cached.update(self.residency.depths(_numbered(prompt.tokens, 4 * size)))
-        return len(prompt.tokens) / (4 * max(sizes, default=16)), cached
+            cached.update(self.residency.depths(self.tokens.chain(prompt.ids, size)))
+        return (prompt.ids.count(b",") + 1) / max(sizes, default=16), cached
 
     def _note(self, share: Share, cached: int) -> None:
         missing = max(0.0, share.pages - cached)
@@ -271,9 +269,9 @@ class CacheExact:
         self._mean_pages += (max(share.pages, LEAST_MEAN) - self._mean_pages) * 0.02
 
     def _record(self, prompt: Prompt, worker: Worker, fleet: int) -> None:
-        self._recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
+        self.recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
         if worker.id not in self.followed:
-            self._sent.record(prompt.blocks, worker.id, self._blocks_per_worker * fleet)
+            self.sent.record(prompt.blocks, worker.id, self._blocks_per_worker * fleet)
 
 
 class _Lesson:
@@ -298,16 +296,6 @@ class _Lesson:
         return AnswerHead(head.status, head.data[:start] + head.data[end:], head.size - (end - start))
 
 
-def _token_ids(found: Peek) -> bytes | None:
-    """A prompt that is a list of token ids, as bytes; None for all else."""
-    raw = bytes(found.input_ids or (b"" if found.messages or found.text else found.prompt))
-    if not raw.startswith(b"[") or not raw[1:8].lstrip()[:1].isdigit():
-        return None
-    try:
-        return token_bytes(_decode_ids(raw))
-    except (msgspec.DecodeError, OverflowError):
-        return None
-
-
-def _numbered(tokens: bytes, page_bytes: int) -> Iterator[tuple[int, int]]:
-    return enumerate(chain(tokens, page_bytes), 1)
+def _is_ids(text: bytes) -> bool:
+    """Whether a prompt is a list of token ids, by its beginning."""
+    return text.startswith(b"[") and text[1:9].lstrip()[:1].isdigit()

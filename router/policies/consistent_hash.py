@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import count
 
 import msgspec
 
@@ -102,7 +103,7 @@ class ConsistentHash:
         self._ring = Ring()
         self._workers: Sequence[Worker] = ()
         self._by_url: dict[str, Worker] = {}
-        self._turn = 0
+        self.turns: Iterator[int] = count(1)
 
     def read(self, request: Request, found: Peek | None) -> bytes:
         """The session's key, b"" where there is none."""
@@ -120,8 +121,7 @@ class ConsistentHash:
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
         if not subject:
-            self._turn += 1
-            return Decision(least_loaded(workers, self._turn), "no_session")
+            return Decision(least_loaded(workers, next(self.turns)), "no_session")
         place = place_of(subject)
         if isinstance(workers, tuple):  # the registry's; a list lacks workers that failed this one request
             if workers is not self._workers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from ..registry import Worker
 from .base import Decision, Subject, least_loaded, nothing
@@ -12,8 +13,7 @@ class LeastLoaded:
     read = staticmethod(nothing)
 
     def __init__(self) -> None:
-        self._turn = 0
+        self.turns: Iterator[int] = count(1)
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
-        self._turn += 1
-        return Decision(least_loaded(workers, self._turn), "least")
+        return Decision(least_loaded(workers, next(self.turns)), "least")

@@ -36,6 +36,7 @@ class TextPages:
     """Block hash -> page, in two generations of ``capacity // 2`` entries (about 200 bytes each)."""
 
     def __init__(self, capacity: int):
+        self.capacity = capacity
         self._half = max(1, capacity // 2)
         self._young: dict[int, Page] = {}
         self._old: dict[int, Page] = {}

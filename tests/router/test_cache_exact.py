@@ -194,8 +194,8 @@ def test_an_eviction_and_a_restart_are_known_at_once():
     for _ in range(2):
         policy.sweep(0.0)
     policy.residency.apply(pool[1].id, [Cleared()])
-    policy._recent.turn()
-    policy._sent.turn(), policy._sent.turn()
+    policy.recent.turn()
+    policy.sent.turn(), policy.sent.turn()
     assert policy.choose(pool, subject).reason == "cache_miss"
 
 
@@ -414,7 +414,7 @@ async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat,
     assert PROMPT_PAGES_HEADER not in reply.headers
     await script.until(lambda: depths(made, tokens) == {37})
     policy = policy_of(made)
-    policy._recent.turn(), policy._recent.turn()
+    policy.recent.turn(), policy.recent.turn()
     for _ in range(3):
         await chat(made, messages=messages)
     assert sorted(len(mock.posts) for mock in mocks) == [0, 0, 4]
