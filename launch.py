@@ -13,6 +13,8 @@ from .common.api.errors import ConfigError
 from .common.cluster import Part, ask, run_parts
 from .common.config.cli import flag, parse, to_argv
 from .common.config.server import CacheArgs, KernelArgs, ModelArgs, ParallelArgs, ScheduleArgs, ServerConfig
+from .router.compat import co_launched
+from .router.config import RouterConfig
 
 
 def launch_server(argv: Sequence[str] | None = None) -> None:
@@ -34,6 +36,8 @@ class ClusterArgs:
     dp_size: int = flag(0, help="start this many whole servers, in place of prefill and decode servers")
     host: str = flag("127.0.0.1", help="address that the router listens on")
     port: int = flag(30000, help="the router's port; the servers take the ports after it")
+    worker_base_port: int = flag(0, names=("--router-dp-worker-base-port",),
+                                 help="the first server's port, if not the one after the router's")
     policy: str = flag("cache_aware", help="the router's policy")
     question: str | None = flag(None, names=("--ask",), help="ask this once all is ready, print the answer and stop")
     log_dir: str | None = flag(None, help="folder for the parts' logs; the default is a temporary one")
@@ -55,13 +59,21 @@ class ClusterConfig:
 
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
     """Console script: router, prefill and decode servers on this host, the shipped chat model by default."""
-    config = parse(ClusterConfig, argv, prog="launch_cluster", defaults={"model_path": "tinychat"},
-                   description="Start a router with prefill and decode servers on this host.")
-    parts = plan_cluster(config, _count_gpus(config.model.device))
+    try:
+        own, of_router = co_launched(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"launch_cluster: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    config = parse(ClusterConfig, own, prog="launch_cluster", defaults={"model_path": "tinychat"},
+                   description="Start a router with prefill and decode servers on this host. --router-FLAG gives "
+                               "launch_router its --FLAG.")
+    parts = plan_cluster(config, _count_gpus(config.model.device), of_router)
+    flags = parts[-1].argv[parts[-1].argv.index("baton.router.launch") + 1:]
+    parse(RouterConfig, flags, prog="launch_cluster", description="")  # before the servers load their weights
     sys.exit(run_parts(parts, lambda: _greet(config)))
 
 
-def plan_cluster(config: ClusterConfig, num_gpus: int) -> list[Part]:
+def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> list[Part]:
     """The processes of a cluster: servers share the GPUs evenly, each memory share shrinking where they overlap."""
     args = config.cluster
     logs = Path(args.log_dir or tempfile.mkdtemp(prefix="baton-logs-"))
@@ -69,11 +81,12 @@ def plan_cluster(config: ClusterConfig, num_gpus: int) -> list[Part]:
     count = args.dp_size or args.prefill + args.decode
     slots = max(1, num_gpus // config.parallel.tp_size)
     sharing = -(-count // slots) if num_gpus else 1
+    first = args.worker_base_port or args.port + 1
     parts, router = [], ["--host", args.host, "--port", str(args.port), "--policy", args.policy]
     router += ["--worker-urls"] if args.dp_size else ["--pd-disaggregation"]
     for index in range(count):
         role = "server" if args.dp_size else "prefill" if index < args.prefill else "decode"
-        port, bootstrap = args.port + 1 + index, args.port + 1 + count + index
+        port, bootstrap = first + index, first + count + index
         model = dataclasses.replace(
             config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.tp_size)
         cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
@@ -88,8 +101,8 @@ def plan_cluster(config: ClusterConfig, num_gpus: int) -> list[Part]:
         parts.append(Part(name, [sys.executable, "-m", *module, *flags], url, logs / f"{name}.log"))
         router += {"server": [url], "prefill": ["--prefill", url, str(bootstrap)], "decode": ["--decode", url]}[role]
     front = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
-    parts.append(Part("router", [sys.executable, "-m", "baton.router.launch", *router], front, logs / "router.log",
-                      "/readiness"))
+    parts.append(Part("router", [sys.executable, "-m", "baton.router.launch", *router, *router_flags], front,
+                      logs / "router.log", "/readiness"))
     return parts
 
 

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 
 from ..common.api.errors import ConfigError
 
-_NO_TOKENIZER = "this router reads prompts as they are and needs no tokenizer; chat templates are the workers'"
+_NO_TOKENIZER = "this router reads prompts as they are and needs no tokenizer; give such flags to the workers"
 _NO_PARSER = "answers pass through as they are; give the flag to the workers"
-_NO_HISTORY = "no conversations are stored here; /v1/responses is relayed to the workers"
+_NO_HISTORY = "no conversations are stored here; use the workers' /v1/responses, which is relayed"
 _NO_JWT = "use --admin-api-key or --control-plane-api-keys"
-_HEALTH = "workers that start or failed are asked twice a second"
+_HEALTH = "workers that start or failed are asked twice a second; leave the flag away"
 
 REFUSED: dict[str, str] = {
     "--mini-lb": "there is one router; leave the flag away",
     "--enable-igw": "all workers of one router serve the same models; start one router a model",
-    "--bucket-adjust-interval-secs": "there is no bucket policy",
-    "--max-idle-secs": "there is no manual policy; consistent_hash keeps sessions together without a table",
-    "--assignment-mode": "there is no manual policy; consistent_hash keeps sessions together without a table",
+    "--bucket-adjust-interval-secs": "there is no bucket policy; use --prefill-policy cache_exact or least_loaded",
+    **dict.fromkeys(("--max-idle-secs", "--assignment-mode"),
+                    "there is no manual policy; use --policy consistent_hash, which keeps sessions without a table"),
     "--worker-startup-check-interval": _HEALTH,
     "--disable-health-check": "a worker takes requests once it is healthy; see --health-check-endpoint",
-    "--prometheus-duration-buckets": "the buckets are fixed, so that routers can be added up",
+    "--prometheus-duration-buckets": "the buckets are fixed, so that routers can be added up; leave the flag away",
     **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
                      "--tokenizer-cache-l0-max-entries", "--tokenizer-cache-enable-l1",
                      "--tokenizer-cache-l1-max-memory"), _NO_TOKENIZER),
@@ -35,7 +35,12 @@ REFUSED: dict[str, str] = {
         "--postgres-db-url", "--postgres-pool-max", "--redis-url", "--redis-pool-max", "--redis-retention-days",
     ), _NO_HISTORY),
     **dict.fromkeys(("--jwt-issuer", "--jwt-audience", "--jwt-jwks-uri", "--jwt-role-mapping"), _NO_JWT),
-    "--control-plane-audit-enabled": "the access log (--log-level info) has every request",
+    "--control-plane-audit-enabled": "the access log (--log-level info) has every request; use that",
+}
+_REFUSED_VALUES: dict[tuple[str, str], str] = {
+    **dict.fromkeys(((flag, "manual") for flag in ("--policy", "--prefill-policy", "--decode-policy")),
+                    "use consistent_hash with --hash-header x-smg-routing-key"),
+    ("--prefill-policy", "bucket"): "use cache_exact or least_loaded",
 }
 _SAME_ANYWAY: dict[str, tuple[frozenset[str], str]] = {
     "--backend": (frozenset(("sglang", "openai")), "workers of any make are spoken to alike"),
@@ -48,8 +53,15 @@ def translate(argv: Sequence[str]) -> list[str]:
     """``argv`` without sglang-router's flags that change nothing here; raises ConfigError for those that would."""
     kept: list[str] = []
     words = iter(argv)
+    name = ""
     for word in words:
+        if reason := _REFUSED_VALUES.get((name, word)):
+            raise ConfigError(f"{name} {word} is not supported: {reason}.")
         name, joined, value = word.partition("=")
+        if joined and (reason := _REFUSED_VALUES.get((name, value))):
+            raise ConfigError(f"{name} {value} is not supported: {reason}.")
+        if word.startswith("grpc://"):
+            raise ConfigError(f"{word} is not supported: give the worker's HTTP address, http://HOST:PORT.")
         if name in REFUSED:
             raise ConfigError(f"{name} is not supported: {REFUSED[name]}.")
         if name not in _SAME_ANYWAY:
@@ -60,3 +72,28 @@ def translate(argv: Sequence[str]) -> list[str]:
         if value not in accepted:
             raise ConfigError(f"{name} {value} is not supported: {reason}.")
     return kept
+
+
+_OWN_PREFIX = "--router-"
+_CLUSTERS = frozenset(("--worker-urls", "--pd-disaggregation", "--prefill", "--decode", "--host", "--port"))
+_NOT_THE_ROUTERS = frozenset(("--router-dp-worker-base-port",))
+
+
+def co_launched(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line of ``launch_cluster`` as its own and its router's part: ``--router-FLAG`` becomes ``--FLAG``.
+
+    As in sglang_router.launch_server. Raises ConfigError for what the router refuses, and for what the cluster decides.
+    """
+    parts: dict[bool, list[str]] = {False: [], True: []}
+    is_router = False
+    for word in argv:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            is_router = name.startswith(_OWN_PREFIX) and name not in _NOT_THE_ROUTERS
+            if is_router and name != "--router-workers":  # This one is the router's own spelling.
+                word = "--" + word[len(_OWN_PREFIX):]
+                if word.partition("=")[0] in _CLUSTERS:
+                    raise ConfigError(f"{name} is not supported: this command starts the workers that its router has; "
+                                      "see --prefill, --decode, --dp-size, --host and --port.")
+        parts[is_router].append(word)
+    return parts[False], translate(parts[True])

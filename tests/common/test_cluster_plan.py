@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.common.config.cli import parse
-from baton.launch import ClusterConfig, plan_cluster
+from baton.launch import ClusterConfig, launch_cluster, plan_cluster
 from baton.router.config import RouterConfig
 
 
@@ -30,3 +30,18 @@ def test_whole_servers(tmp_path, num_gpus, ids):
     assert [spec.url for spec in router.workers.specs] == [part.url for part in servers]
     given = [dict(zip(part.argv, part.argv[1:])).get("--base-gpu-id", "0") for part in servers]
     assert (given, router.policy.policy) == (ids, "round_robin")
+
+
+def test_router_flags_and_the_first_server_s_port(tmp_path, capfd):
+    config = parse(ClusterConfig, ["--log-dir", str(tmp_path), "--dp-size", "2", "--model-path", "m",
+                                   "--router-dp-worker-base-port", "31000"], prog="x", description="")
+    *servers, router = plan_cluster(config, 0, ["--policy", "random", "--queue-size", "7"])
+    assert [part.url for part in servers] == ["http://127.0.0.1:31000", "http://127.0.0.1:31001"]
+    found = parse(RouterConfig, router.argv[3:], prog="x", description="")
+    assert (found.policy.policy, found.admission.queue_size, found.http.port) == ("random", 7, 30000)
+    for flags, sentence in ((["--router-mini-lb"], "leave the flag away"),
+                            (["--router-cache-threshold", "9"], "between 0")):
+        with pytest.raises(SystemExit) as refusal:
+            launch_cluster(["--log-dir", str(tmp_path), *flags])
+        assert refusal.value.code == 2
+        assert sentence in capfd.readouterr().err
