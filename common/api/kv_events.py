@@ -11,9 +11,8 @@ same for equal tokens on every server, so that routers can compute them from a p
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -52,6 +51,7 @@ class Cleared(NamedTuple):
 
 Event = Stored | Removed | Cleared
 
+_U64 = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
@@ -66,26 +66,21 @@ def page_hashes(token_ids: Sequence[int], page_size: int, parent: int | None = N
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Little-endian int32; raises OverflowError or TypeError where they are none."""
-    tokens = array("i", token_ids)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens.tobytes()
+    """Little-endian int32; raises struct.error where they are none."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 def chained(tokens: bytes, page_bytes: int, parent: int | None) -> list[int]:
     """``page_hashes`` of tokens that are little-endian int32 already; 0.5 us a page."""
-    return list(chain(tokens, page_bytes, parent))
-
-
-def chain(tokens: bytes, page_bytes: int, parent: int | None = None) -> Iterator[int]:
-    """``chained``, one by one, for those who stop early."""
-    previous = (parent or 0).to_bytes(8, "little")
+    pack, unpack = _U64.pack, _U64.unpack
+    hashes = []
+    previous = pack(parent or 0)
     for start in range(0, len(tokens) - page_bytes + 1, page_bytes):
-        value = int.from_bytes(blake2b(previous + tokens[start:start + page_bytes], digest_size=8).digest(),
-                               "little") >> 1
-        yield value
-        previous = value.to_bytes(8, "little")
+        digest = blake2b(previous + tokens[start:start + page_bytes], digest_size=8).digest()
+        value = unpack(digest)[0] >> 1
+        hashes.append(value)
+        previous = pack(value)
+    return hashes
 
 
 def encode(ts: float, events: Sequence[Event]) -> bytes:
