@@ -104,7 +104,8 @@ class HttpArgs:
     api_key: str | None = flag(None, help="key that clients must send as a bearer token")
     admin_api_key: str | None = flag(None, help=(
         "key that endpoints which change the server ask for in place of --api-key"))
-    max_payload_size: int = flag(32 * 1024 * 1024, help="largest request body in bytes")
+    max_payload_size: int = flag(32 * 1024 * 1024, help=(
+        "largest request body in bytes; uploaded files may have 512 MiB"))
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="least severe log level that is shown")
     shutdown_grace_secs: float = flag(20.0, help=(
         "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
@@ -118,6 +119,14 @@ class EventsArgs:
 
 
 @dataclass(frozen=True)
+class StorageArgs:
+    file_storage_path: str | None = flag(None, help=(
+        "folder for uploaded files and batches, which outlive the server; servers of one host may share it"))
+    batch_concurrency: int = flag(16, help=(
+        "requests of batches that run together at most; every other request that runs takes one of these places"))
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     model: ModelArgs
     cache: CacheArgs
@@ -127,18 +136,23 @@ class ServerConfig:
     disaggregation: DisaggregationArgs
     http: HttpArgs
     events: EventsArgs = EventsArgs()
+    storage: StorageArgs = StorageArgs()
 
     def __post_init__(self) -> None:
         positive = {
             "--page-size": self.cache.page_size, "--max-running-requests": self.schedule.max_running_requests,
             "--chunked-prefill-size": self.schedule.chunked_prefill_size, "--tp-size": self.parallel.tp_size,
             "--stream-interval": self.http.stream_interval, "--max-payload-size": self.http.max_payload_size,
+            "--batch-concurrency": self.storage.batch_concurrency,
         }
         for name, value in positive.items():
             if value < 1:
                 raise ConfigError(f"{name} must be 1 or more, not {value}.")
         if not 0 <= self.events.kv_events_port < 65535:
             raise ConfigError(f"--kv-events-port must be between 0 and 65534, not {self.events.kv_events_port}.")
+        if self.storage.file_storage_path is not None and self.mode == "prefill":
+            raise ConfigError("--file-storage-path is for unified and decode servers: a prefill server answers no "
+                              "requests by itself, so it cannot run batches.")
         if not 0 < self.cache.mem_fraction_static < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
 

@@ -12,7 +12,16 @@ from typing import Any
 from aiohttp import web
 
 from ..api.errors import NotFound, ServingError, TooLarge, Unauthorized
-from . import admin_routes, chat_routes, completion_routes, control_routes, native_routes, tokenize_routes
+from . import (
+    admin_routes,
+    batch_routes,
+    chat_routes,
+    completion_routes,
+    control_routes,
+    file_routes,
+    native_routes,
+    tokenize_routes,
+)
 from .front import Front
 from .prompt_pages import tell_pages
 from .web import error_response
@@ -30,6 +39,15 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/tokenize", tokenize_routes.tokenize),
     ("POST", "/v1/detokenize", tokenize_routes.detokenize),
     ("POST", "/detokenize", tokenize_routes.detokenize),
+    ("POST", "/v1/files", file_routes.upload),
+    ("GET", "/v1/files", file_routes.files),
+    ("GET", "/v1/files/{file_id}", file_routes.file),
+    ("GET", "/v1/files/{file_id}/content", file_routes.content),
+    ("DELETE", "/v1/files/{file_id}", file_routes.delete),
+    ("POST", "/v1/batches", batch_routes.create),
+    ("GET", "/v1/batches", batch_routes.batches),
+    ("GET", "/v1/batches/{batch_id}", batch_routes.batch),
+    ("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel),
     ("GET", "/v1/models", admin_routes.models),
     ("GET", "/v1/models/{model:.+}", admin_routes.model),
     ("GET", "/health", admin_routes.health),
@@ -76,6 +94,10 @@ def make_app(front: Front) -> web.Application:
 
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(tell_pages)
+    storage = front.config.storage
+    if storage.file_storage_path is not None:
+        batched = {path: route for method, path, route in _ROUTES if path in batch_routes.ENDPOINTS}
+        batch_routes.keep_files(app, front, storage.file_storage_path, batched, storage.batch_concurrency)
     return app
 
 

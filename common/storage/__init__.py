@@ -1,0 +1,1 @@
+"""Files that clients upload, and batches of requests, on disk: they outlive the server. Torch-free."""

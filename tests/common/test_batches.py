@@ -1,0 +1,285 @@
+"""Files and batches, with OpenAI's client, on a real server over a fake engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_engine import Seed
+from serving import Server
+
+URL = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def keeper(checkpoint: Path, folder: Path) -> Iterator[Server]:
+    server = Server(folder / "log", "--model-path", str(checkpoint), "--file-storage-path", str(folder / "kept"),
+                    "--batch-concurrency", "4")
+    try:
+        yield server.wait_ready()
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def ai(keeper: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=keeper.url + "/v1", api_key="none", max_retries=0)
+
+
+def line(number: int, url: str = URL, **body: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": f"hello {number}"}]} | body
+    return {"custom_id": f"line-{number}", "method": "POST", "url": url, "body": body}
+
+
+def upload(ai: openai.OpenAI, lines: list[Any], **extra: Any) -> str:
+    content = "\n".join(text if isinstance(text, str) else json.dumps(text) for text in lines).encode()
+    return ai.files.create(file=("in.jsonl", io.BytesIO(content)), purpose="batch", **extra).id
+
+
+def start(ai: openai.OpenAI, lines: list[Any], endpoint: Any = URL, window: Any = "24h", **extra: Any) -> Any:
+    return ai.batches.create(input_file_id=upload(ai, lines), endpoint=endpoint, completion_window=window, **extra)
+
+
+def wait(ai: openai.OpenAI, batch_id: str, *statuses: str, seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while (batch := ai.batches.retrieve(batch_id)).status not in (statuses or ("completed",)):
+        assert time.monotonic() < end, batch
+        time.sleep(0.05)
+    return batch
+
+
+def lines_of(ai: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in ai.files.content(file_id or "").text.splitlines()]
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_lives(ai: openai.OpenAI) -> None:
+    content = bytes(range(256)) * 9000
+    made = ai.files.create(file=("wörds.bin", io.BytesIO(content)), purpose="user_data",
+                           expires_after={"anchor": "created_at", "seconds": 3600})
+    assert (made.filename, made.bytes, made.purpose) == ("wörds.bin", len(content), "user_data")
+    assert made.expires_at == made.created_at + 3600
+    assert ai.files.retrieve(made.id) == made
+    assert ai.files.content(made.id).read() == content
+    others = [upload(ai, [line(i)]) for i in range(3)]
+    assert [file.id for file in ai.files.list(limit=1, purpose="batch")][:3] == others[::-1]
+    first = ai.files.list(limit=2, order="asc")
+    assert first.has_more and made.id in [file.id for file in ai.files.list(order="asc")]
+    assert ai.files.delete(made.id).deleted
+    for use in (ai.files.retrieve, ai.files.content, ai.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            use(made.id)
+
+
+@pytest.mark.parametrize("files, data", [
+    ({"file": b"x"}, {"purpose": "fun"}), ({"file": b"x"}, {}), ({}, {"purpose": "batch"}),
+    ({"file": b"x"}, {"purpose": "batch" * 999}), ({"file": b"x"}, {"purpose": "batch", "more": "1"}),
+    ({"file": b"x"}, {"purpose": "batch", "expires_after[anchor]": "now", "expires_after[seconds]": "3600"}),
+    ({"file": b"x"}, {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"})])
+def test_bad_uploads(keeper: Server, folder: Path, files: Any, data: Any) -> None:
+    before = sorted((folder / "kept/files").iterdir())
+    answer = httpx.post(keeper.url + "/v1/files", files=files or {"other": b""}, data=data)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].endswith(".")
+    assert sorted((folder / "kept/files").iterdir()) == before
+
+
+@pytest.mark.parametrize("kind, body", [
+    ("application/json", b"{}"), ("multipart/form-data", b"--x"), ("multipart/form-data; boundary=x", b"no form"),
+    ("multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data; name=\"file\"\r\n\r\ntorn"),
+    ("multipart/form-data; boundary=x", b""), ("multipart/mixed; boundary=x", b"--x--\r\n"),
+    ("multipart/form-data; boundary=x", b"--x\r\nContent-Type: multipart/mixed; boundary=y\r\n\r\n--y--\r\n--x--")])
+def test_forms_that_are_none(keeper: Server, kind: str, body: bytes) -> None:
+    answer = httpx.post(keeper.url + "/v1/files", content=body, headers={"Content-Type": kind})
+    assert answer.status_code == 400, answer.text
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_a_batch(ai: openai.OpenAI) -> None:
+    lines = [line(i) for i in range(20)]
+    lines[3]["body"]["temperature"] = -1
+    lines[4]["body"]["model"] = "gpt-5"
+    lines[5]["body"]["stream"] = True
+    lines[6]["body"]["messages"] = "hello"
+    lines[7]["body"]["seed"] = Seed.FAIL_FIRST
+    batch = start(ai, lines, metadata={"job": "évening"})
+    assert (batch.status, batch.endpoint, batch.metadata) == ("validating", URL, {"job": "évening"})
+    assert batch.expires_at == batch.created_at + 86_400
+    done = wait(ai, batch.id)
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (20, 15, 5)
+    assert done.completed_at >= done.finalizing_at >= done.in_progress_at >= done.created_at
+    answers = lines_of(ai, done.output_file_id)
+    assert [answer["custom_id"] for answer in answers] == [f"line-{i}" for i in range(20) if not 3 <= i <= 7]
+    first = answers[0]["response"]
+    assert first["status_code"] == 200 and first["body"]["choices"][0]["message"]["content"] == "hello 0"
+    failures = lines_of(ai, done.error_file_id)
+    assert [failure["response"]["status_code"] for failure in failures] == [400, 404, 400, 400, 502]
+    assert failures[0]["response"]["body"]["error"]["param"] == "temperature"
+    assert ai.files.retrieve(done.output_file_id).purpose == "batch_output"
+    assert batch.id in [listed.id for listed in ai.batches.list(limit=1)]
+
+
+def test_completions_in_a_batch(ai: openai.OpenAI) -> None:
+    lines = [line(1, "/v1/completions", prompt=["fox", "dog"], max_tokens=9)]
+    done = wait(ai, start(ai, lines, "/v1/completions").id)
+    body = lines_of(ai, done.output_file_id)[0]["response"]["body"]
+    assert [choice["text"] for choice in body["choices"]] == ["fox", "dog"]
+    assert done.error_file_id is None
+
+
+def test_an_input_file_that_is_wrong(ai: openai.OpenAI) -> None:
+    lines = ["{", line(1), line(1), line(2) | {"method": "GET"}, line(3, "/v1/completions"), {"custom_id": "x"}, "",
+             line(4) | {"body": [1]}]
+    failed = wait(ai, start(ai, lines).id, "failed")
+    assert [(error.line, error.code) for error in failed.errors.data] == [
+        (1, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "invalid_method"), (5, "mismatched_endpoint"),
+        (6, "invalid_request"), (8, "invalid_body")]
+    assert failed.failed_at and failed.output_file_id is None
+    assert wait(ai, start(ai, [""]).id, "failed").errors.data[0].code == "empty_file"
+
+
+def test_batches_that_are_refused(ai: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        ai.batches.create(input_file_id="file-x", endpoint=URL, completion_window="24h")
+    other = ai.files.create(file=b"x", purpose="user_data").id
+    good = upload(ai, [line(1)])
+    refused: list[dict[str, Any]] = [
+        {"input_file_id": other}, {"endpoint": "/v1/moderations"}, {"completion_window": "8d"},
+        {"completion_window": "soon"}, {"metadata": {str(i): "" for i in range(17)}},
+        {"output_expires_after": {"anchor": "created_at", "seconds": 1}}]
+    for wrong in refused:
+        with pytest.raises(openai.BadRequestError):
+            ai.batches.create(**({"input_file_id": good, "endpoint": URL, "completion_window": "24h"} | wrong))
+    with pytest.raises(openai.NotFoundError):
+        ai.batches.retrieve("batch_x")
+    with pytest.raises(openai.BadRequestError):
+        ai.batches.list(after="batch_x").data  # noqa: B018
+
+
+def test_cancelling_keeps_what_is_answered(ai: openai.OpenAI) -> None:
+    lines = [line(0), *[line(i, seed=Seed.SILENT) for i in range(1, 8)]]
+    batch = start(ai, lines)
+    end = time.monotonic() + 30
+    while not ai.batches.retrieve(batch.id).request_counts.completed:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    with pytest.raises(openai.ConflictError):
+        ai.files.delete(batch.input_file_id)
+    assert ai.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    done = wait(ai, batch.id, "cancelled")
+    assert done.cancelled_at >= done.cancelling_at
+    assert [answer["custom_id"] for answer in lines_of(ai, done.output_file_id)] == ["line-0"]
+    assert {answer["error"]["code"] for answer in lines_of(ai, done.error_file_id)} == {"batch_cancelled"}
+    with pytest.raises(openai.BadRequestError):
+        ai.batches.cancel(batch.id)
+    ai.files.delete(batch.input_file_id)
+
+
+def test_a_batch_expires(ai: openai.OpenAI, keeper: Server) -> None:
+    done = wait(ai, start(ai, [line(0), line(1, seed=Seed.SILENT)], window="3s").id, "expired")
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1) and done.expired_at
+    assert lines_of(ai, done.error_file_id)[0]["error"]["code"] == "batch_expired"
+    keeper.wait(lambda: keeper.engine()["num_running"] == 0)
+
+
+def test_others_come_first(ai: openai.OpenAI, keeper: Server) -> None:
+    """Four places: with three other requests open a batch has one, and never none."""
+    silent = {"messages": [{"role": "user", "content": "x"}], "seed": Seed.SILENT, "stream": True}
+    others = [httpx.Client(timeout=None) for _ in range(6)]
+    import threading
+
+    threads = [threading.Thread(target=lambda c=c: _swallow(c, keeper.url + URL, silent), daemon=True) for c in others]
+    for thread in threads:
+        thread.start()
+    keeper.wait(lambda: keeper.engine()["num_running"] == 6)
+    batch = start(ai, [line(i, seed=Seed.SILENT) for i in range(5)])
+    keeper.wait(lambda: keeper.engine()["num_running"] == 7)
+    time.sleep(0.5)
+    assert keeper.engine()["num_running"] == 7
+    httpx.post(keeper.url + "/abort_request", json={"abort_all": True})  # ends the six, and the batch's line
+    keeper.wait(lambda: keeper.engine()["num_running"] == 4)
+    ai.batches.cancel(batch.id)
+    done = wait(ai, batch.id, "cancelled")
+    assert [line["response"]["status_code"] for line in lines_of(ai, done.error_file_id) if line["response"]] == [499]
+    keeper.wait(lambda: keeper.engine()["num_running"] == 0)
+
+
+def _swallow(client: httpx.Client, url: str, body: dict[str, Any]) -> None:
+    try:
+        client.post(url, json=body)
+    except httpx.HTTPError:
+        pass
+
+
+def test_files_expire(ai: openai.OpenAI, folder: Path) -> None:
+    """No test waits an hour: the entry is moved into the past."""
+    file_id = upload(ai, [line(0)], expires_after={"anchor": "created_at", "seconds": 3600})
+    with sqlite3.connect(folder / "kept/baton.sqlite3", timeout=30) as connection:
+        connection.execute("UPDATE files SET expires_at = 1 WHERE id = ?", (file_id,))
+    with pytest.raises(openai.NotFoundError):
+        ai.files.retrieve(file_id)
+    with pytest.raises(openai.NotFoundError):
+        ai.batches.create(input_file_id=file_id, endpoint=URL, completion_window="24h")
+
+
+def test_a_server_without_storage_says_so(server: Server) -> None:
+    for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches")):
+        answer = httpx.request(method, server.url + path, headers={"Authorization": "Bearer secret"})
+        assert answer.status_code == 404 and "--file-storage-path" in answer.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_batch_goes_on_behind_what_is_answered(checkpoint: Path, tmp_path: Path, number: int) -> None:
+    """The server ends in the middle: the next one answers the rest, and nothing twice."""
+    flags = ["--model-path", str(checkpoint), "--file-storage-path", str(tmp_path / "kept"), "--batch-concurrency", "2",
+             "--shutdown-grace-secs", "1"]
+    server = Server(tmp_path / "log1", *flags).wait_ready()
+    lines = [line(i) for i in range(300)]
+    try:
+        ai = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        batch = start(ai, lines)
+        end = time.monotonic() + 60
+        while ai.batches.retrieve(batch.id).request_counts.completed < 20:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        server.end(number)
+    with sqlite3.connect(tmp_path / "kept/baton.sqlite3") as connection:
+        before = dict(connection.execute("SELECT line, text FROM answers").fetchall())
+    assert 20 <= len(before) < 300
+    server = Server(tmp_path / "log2", *flags).wait_ready()
+    try:
+        ai = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        done = wait(ai, batch.id)
+        content = ai.files.content(done.output_file_id).content.splitlines(keepends=True)
+        metrics = httpx.get(server.url + "/metrics").text
+    finally:
+        server.kill()
+    assert [json.loads(text)["custom_id"] for text in content] == [f"line-{i}" for i in range(300)]
+    assert all(content[number - 1] == text for number, text in before.items())
+    again = sum(float(text.rsplit(" ", 1)[1]) for text in metrics.splitlines()
+                if text.startswith("baton:num_requests_total") and 'outcome="stop"' in text)
+    assert again == 300 - len(before)
+    assert done.request_counts.completed == 300 and done.request_counts.failed == 0
