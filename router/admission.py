@@ -197,6 +197,9 @@ class Admission:
         self.running += 1
         return self._common or Ticket(self, owner, place, now)
 
+    def close(self) -> None:
+        """Nothing of it is used any more."""
+
     def _full(self) -> bool:
         return 0 < self.rules.max_concurrent <= self.running
 

@@ -14,27 +14,26 @@ from typing import Any
 
 from ..common.api.errors import ConfigError, NotFound, ServingError
 from .access import Cors, Keys
-from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS, metrics
+from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
 from .body import Peek, peek, require_object
 from .config import RouterConfig
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
 from .dashboard import Sampler
 from .discovery import Discovery
-from .dispatch import Dispatcher
 from .endpoint import Endpoint
 from .exchange import Exchange
 from .gate import Gate
-from .health import HealthMonitor
 from .http_server import ClientConnection, HeadRules, Request, Serve
 from .metrics import Metrics
+from .parts import Parts
 from .pd import PairRelay
-from .registry import Registry, Role, Worker
+from .registry import Role, Worker
 from .relay import Relay
 from .routes import ANY_METHOD, PAIR_PATHS, PREFIXES, RELAYED, label
 from .tls import server_context
 from .tracing import Tracer, exporter_for
-from .wire import MethodNotAllowed, Response
-from .worker_routes import WORKERS, changes_workers, serve_workers
+from .wire import Response, check_method
+from .worker_routes import WORKERS, changes_workers
 
 logger = logging.getLogger("baton.router")
 _OWN_PATHS = frozenset(ADMIN_ROUTES)
@@ -59,16 +58,14 @@ class _Task:
 class Router:
     """One router process: ``await start()``, requests are served, ``await stop()``."""
 
-    def __init__(self, config: RouterConfig, *, rng: Random | None = None):
+    def __init__(self, config: RouterConfig, *, rng: Random | None = None, parts: Parts | None = None):
         self.config = config
-        self.registry = Registry(failure_threshold=config.health.health_failure_threshold,
-                                 success_threshold=config.health.health_success_threshold,
-                                 circuit_rules=config.circuit.rules, on_drained=self._leave)
+        self._parts = parts = parts or Parts()
+        self.registry = parts.registry(config, self._leave)
         self.metrics = Metrics(self.registry)
         self.sampler = Sampler(self)
         self._rng = rng or Random()
-        self._health = HealthMonitor(config.health, self.registry,
-                                     on_ranks=self._regroup if config.workers.dp_aware else None)
+        self._health = parts.health(config, self.registry, self._regroup if config.workers.dp_aware else None)
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
         self._scraped: asyncio.Server | None = None
@@ -90,13 +87,15 @@ class Router:
     async def start(self) -> None:
         """Listen and begin to watch the workers; raises ConfigError when the address cannot be had."""
         loop = asyncio.get_running_loop()
-        self.dispatcher = Dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
+        parts = self._parts
+        self.dispatcher = parts.dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
         entry = self.config.admission.rules
-        self._gate = Gate(entry, loop) if entry.active else None
+        self._gate = Gate(parts.admission(entry, loop), loop) if entry.active and parts.accepts else None
         self.metrics.admission = self._gate.admission if self._gate is not None else None
-        self._server = await self._listen(self.serve, self.config.http.host, self.config.http.port,
-                                          server_context(self.config.security))
-        self.port = self._server.sockets[0].getsockname()[1]
+        if parts.accepts:
+            self._server = await self._listen(self.serve, self.config.http.host, self.config.http.port,
+                                              server_context(self.config.security))
+            self.port = self._server.sockets[0].getsockname()[1]
         if self.config.logs.prometheus_port is not None:
             self._scraped = await self._listen(self._serve_scrape, self.config.logs.prometheus_host,
                                                self.config.logs.prometheus_port, None)
@@ -116,15 +115,16 @@ class Router:
             return await loop.create_server(
                 lambda: ClientConnection(serve, max_payload=self.config.http.max_payload_size,
                                          connections=self._connections, loop=loop, rules=rules),
-                host, port, backlog=4096, ssl=tls)
+                host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else error
             raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
 
     async def stop(self) -> None:
         """Stop accepting, let running requests end for up to ``--shutdown-grace-secs``, then cut them."""
-        assert self._server is not None and self._sweeper is not None
-        self._server.close()
+        assert self._sweeper is not None
+        if self._server is not None:
+            self._server.close()
         if self._scraped is not None:
             self._scraped.close()
         for connection in list(self._connections):
@@ -144,7 +144,8 @@ class Router:
             self._gate.close()
         await self._health.close()
         self.dispatcher.close()
-        await self._server.wait_closed()
+        if self._server is not None:
+            await self._server.wait_closed()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
@@ -225,25 +226,26 @@ class Router:
                 self._keys.check(request, admin=path in CHANGING or changes_workers(request))
             methods = RELAYED.get(path)
             if methods is None and path in ADMIN_ROUTES:
-                self._serve_admin(connection, request)
+                self._serve_own(connection, request)
                 return
             if methods is None and path.startswith(PREFIXES):
                 methods = ANY_METHOD
             if methods is None and (path == WORKERS or path.startswith(WORKERS + b"/")):
-                self._answer(connection, request, serve_workers(self, request))
+                self._serve_own(connection, request)
                 return
             if methods is None:
                 raise NotFound(f"There is no {path.decode('latin-1')} here.")
-            _check_method(request, methods)
+            check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
             self._answer(connection, request, Response.error(error))
 
     def _serve_scrape(self, connection: ClientConnection, request: Request) -> None:
         """Serve a request on --prometheus-port."""
-        known = request.path == b"/metrics"
-        response = metrics(self, request) if known else Response.error(NotFound("Only /metrics is served here."))
-        self._answer(connection, request, response)
+        if request.path == b"/metrics":
+            self._serve_own(connection, request)
+        else:
+            self._answer(connection, request, Response.error(NotFound("Only /metrics is served here.")))
 
     def _relay(self, connection: ClientConnection, request: Request) -> None:
         path = request.path
@@ -283,10 +285,8 @@ class Router:
             return "prefill"
         return self._home
 
-    def _serve_admin(self, connection: ClientConnection, request: Request) -> None:
-        methods, handler = ADMIN_ROUTES[request.path]
-        _check_method(request, (*methods, b"HEAD") if b"GET" in methods else methods)
-        result = handler(self, request)
+    def _serve_own(self, connection: ClientConnection, request: Request) -> None:
+        result = self._parts.answer(self, request)
         if isinstance(result, Response):
             self._answer(connection, request, result)
         else:
@@ -300,12 +300,6 @@ class Router:
         self.metrics.requests[label(request.path, _OWN_PATHS), response.status] += 1
         connection.respond(request, response)
         connection.done(keep_alive=request.keep_alive)
-
-
-def _check_method(request: Request, methods: tuple[bytes, ...]) -> None:
-    if request.method not in methods:
-        allowed = ", ".join(method.decode() for method in methods)
-        raise MethodNotAllowed(f"{request.path.decode('latin-1')} takes {allowed}, not {request.method.decode()}.")
 
 
 async def serve(config: RouterConfig, *, ready: Callable[[Router], None] | None = None,

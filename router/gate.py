@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from ..common.api.errors import ServingError
-from .admission import Admission, AdmissionRules, Ticket, Waiting
+from .admission import Admission, Ticket, Waiting
 from .exchange import Exchange
 from .http_server import Request
 from .pd import PairRelay
@@ -44,8 +44,8 @@ def priority_of(request: Request) -> int:
 class Gate:
     """Starts relays as the admission lets them in."""
 
-    def __init__(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop):
-        self.admission = Admission(rules, loop.time)
+    def __init__(self, admission: Admission, loop: asyncio.AbstractEventLoop):
+        self.admission = admission
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
@@ -65,6 +65,7 @@ class Gate:
             self._arm(found.since + self.admission.rules.queue_timeout)
 
     def close(self) -> None:
+        self.admission.close()
         if self._timer is not None:
             self._timer.cancel()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..common.api.errors import ServingError
+
+if TYPE_CHECKING:
+    from .http_server import Request
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
 
@@ -56,6 +60,13 @@ class MethodNotAllowed(ServingError):
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
+
+
+def check_method(request: Request, methods: Sequence[bytes]) -> None:
+    """Raises MethodNotAllowed."""
+    if request.method not in methods:
+        allowed = ", ".join(method.decode() for method in methods)
+        raise MethodNotAllowed(f"{request.path.decode('latin-1')} takes {allowed}, not {request.method.decode()}.")
 
 
 class SlowRequest(ServingError):

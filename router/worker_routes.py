@@ -13,7 +13,7 @@ from .endpoint import Endpoint
 from .http_server import Request
 from .ranks import server_url
 from .registry import Worker
-from .wire import MethodNotAllowed, Response
+from .wire import Response, check_method
 
 if TYPE_CHECKING:
     from .app import Router
@@ -30,12 +30,12 @@ def serve_workers(router: Router, request: Request) -> Response:
     """Answer a request under ``/workers``; raises NotFound, MethodNotAllowed and what the verbs raise."""
     name = request.path[len(WORKERS):].strip(b"/")
     if not name:
-        _allow(request, b"GET", b"HEAD", b"POST")
+        check_method(request, (b"GET", b"HEAD", b"POST"))
         return _created(add_worker(router, request)) if request.method == b"POST" else list_workers(router, request)
     if name.endswith(b"/drain"):
-        _allow(request, b"POST")
+        check_method(request, (b"POST",))
         return drained(router, _find(router, name[:-len(b"/drain")]).endpoint.url)
-    _allow(request, b"GET", b"HEAD", b"DELETE")
+    check_method(request, (b"GET", b"HEAD", b"DELETE"))
     worker = _find(router, name)
     if request.method == b"DELETE":
         return removed(router, request, worker.endpoint.url)
@@ -57,9 +57,3 @@ def _find(router: Router, name: bytes) -> Worker:
         return router.registry.at(Endpoint.parse(server_url(text)).url)[0]
     except ValueError:
         raise NotFound(f"There is no worker {text}.") from None
-
-
-def _allow(request: Request, *methods: bytes) -> None:
-    if request.method not in methods:
-        names = ", ".join(method.decode() for method in methods)
-        raise MethodNotAllowed(f"{request.path.decode('latin-1')} takes {names}, not {request.method.decode()}.")
