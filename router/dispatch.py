@@ -44,15 +44,15 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self._suspect = suspect
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
-        self._policies = build_all({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
-        exact = {policy for policy in self._policies.values() if isinstance(policy, CacheExact)}
-        self._pairing = self._policies["prefill"] if self._policies["prefill"] is self._policies["decode"] else None
+        self.policies = build_all({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
+        exact = {policy for policy in self.policies.values() if isinstance(policy, CacheExact)}
+        self._pairing = self.policies["prefill"] if self.policies["prefill"] is self.policies["decode"] else None
         self._watch = _watch(self, exact.pop()) if exact else None
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
                                 config.retry.retry_jitter_factor)
-        self._swept = [policy for policy in set(self._policies.values()) if hasattr(policy, "sweep")]
+        self._swept = [policy for policy in set(self.policies.values()) if hasattr(policy, "sweep")]
         self._pools: dict[Worker, UpstreamPool] = {}
         self._tls = worker_context(config.security)
         self._worker_key = config.security.worker_api_key
@@ -115,7 +115,7 @@ class Dispatcher:
 
     def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
         """What the role's policy decides a request by, for ``place``."""
-        return self._policies[role].read(request, found)
+        return self.policies[role].read(request, found)
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
@@ -130,7 +130,7 @@ class Dispatcher:
 
     def place(self, role: Role, workers: Sequence[Worker], subject: Subject) -> Reservation:
         """Choose one of ``workers`` (not empty) and reserve it."""
-        return self._reserve(role, *self._policies[role].choose(workers, subject))
+        return self._reserve(role, *self.policies[role].choose(workers, subject))
 
     def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
         self.metrics.decisions[role, reason] += 1

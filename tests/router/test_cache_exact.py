@@ -347,7 +347,7 @@ async def publishing():
 
 
 def policy_of(router) -> CacheExact:
-    return router.dispatcher._policies["regular"]
+    return router.dispatcher.policies["regular"]
 
 
 def depths(router, tokens) -> set[int]:
