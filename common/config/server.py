@@ -6,6 +6,7 @@ Flag names are SGLang's where the thing is the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ..api.errors import ConfigError
@@ -119,11 +120,44 @@ class EventsArgs:
 
 
 @dataclass(frozen=True)
+class ChatArgs:
+    tool_call_parser: str = flag("auto", help=(
+        "how the model writes tool calls: qwen25, llama3, mistral, deepseekv3, gpt-oss, ...; auto goes by its chat "
+        "template, none takes answers as they are"))
+    reasoning_parser: str | None = flag(None, help=(
+        "how the model writes its reasoning, to be told apart from the answer: deepseek-r1, qwen3, gpt-oss, ..."))
+
+
+@dataclass(frozen=True)
 class StorageArgs:
     file_storage_path: str | None = flag(None, help=(
         "folder for uploaded files and batches, which outlive the server; servers of one host may share it"))
     batch_concurrency: int = flag(16, help=(
         "requests of batches that run together at most; every other request that runs takes one of these places"))
+
+
+@dataclass(frozen=True)
+class ObserveArgs:
+    log_requests: bool = flag(False, help="log each request's beginning and end, as JSON")
+    log_requests_level: Literal[0, 1, 2, 3] = flag(2, help=(
+        "what --log-requests shows: 0 counts, 1 also sampling parameters, 2 also 2,048 ids of the prompt and "
+        "characters of the answer, 3 all of them"))
+    crash_dump_folder: str | None = flag(None, help=(
+        "folder that the requests of the last five minutes are written to when the engine dies"))
+    watchdog_timeout: float = flag(300.0, help=(
+        "seconds after which a rank whose loop stands still shows its threads' stacks and ends (0: never)"))
+
+    def __post_init__(self) -> None:
+        if self.watchdog_timeout < 0:
+            raise ConfigError(f"--watchdog-timeout must be 0 or more, not {self.watchdog_timeout}.")
+
+    @property
+    def log_level_of_requests(self) -> int | None:
+        return self.log_requests_level if self.log_requests else None
+
+    @property
+    def dump_folder(self) -> Path | None:
+        return None if self.crash_dump_folder is None else Path(self.crash_dump_folder).expanduser()
 
 
 @dataclass(frozen=True)
@@ -136,6 +170,8 @@ class ServerConfig:
     disaggregation: DisaggregationArgs
     http: HttpArgs
     events: EventsArgs = EventsArgs()
+    chat: ChatArgs = ChatArgs()
+    observe: ObserveArgs = ObserveArgs()
     storage: StorageArgs = StorageArgs()
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 from ..api import messages
@@ -15,6 +16,7 @@ from .control import Control
 from .kv_events import KVEventPublisher
 from .ledger import Ledger
 from .req import Req
+from .watchdog import Watchdog
 
 log = logging.getLogger("baton.engine")
 
@@ -64,7 +66,8 @@ class EngineLoop:
     """One rank's main loop over a scheduler. All ranks of a group run it in lockstep."""
 
     def __init__(self, ticker: Ticker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
-                 control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None):
+                 control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
+                 watchdog: Watchdog | None = None):
         self._ticker = ticker
         self._ledger = ledger
         self._scheduler = scheduler
@@ -72,6 +75,7 @@ class EngineLoop:
         self._control = control
         self._send = send
         self._events = events
+        self._watchdog = watchdog
         self._next_deadline_check = 0.0
         self._stopping = False
 
@@ -80,6 +84,8 @@ class EngineLoop:
         busy = False
         while not self._stopping:
             tick = self._ticker.next(self._wait_ms(busy))
+            if self._watchdog is not None:
+                self._watchdog.beat()
             for message in tick.messages:
                 self._handle(message, tick.now)
             self._end_overdue(tick.now)
@@ -149,7 +155,8 @@ class EngineLoop:
 
     def _carry_out(self, message: messages.Control) -> None:
         try:
-            told = self._control.carry_out(message.command, idle=self._scheduler.idle)
+            with self._watchdog.suspended() if self._watchdog else nullcontext():  # a checkpoint may load for minutes
+                told = self._control.carry_out(message.command, idle=self._scheduler.idle)
             self._send(Done(message.seq, told))
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.code))

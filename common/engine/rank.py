@@ -27,6 +27,7 @@ from .model_runner import ModelRunner
 from .ranks import RankSpec
 from .sampler import Sampler
 from .unified import UnifiedScheduler
+from .watchdog import Watchdog
 
 log = logging.getLogger("baton.engine")
 
@@ -81,7 +82,11 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
     control = Control(spec.config, tp, parts.runner, parts.batcher)
-    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, control, send, events).run()
+    timeout = spec.config.observe.watchdog_timeout
+    watchdog = Watchdog(timeout) if timeout else None
+    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, control, send, events, watchdog).run()
+    if watchdog is not None:
+        watchdog.close()
     if events is not None:
         events.close()
     channel.close()

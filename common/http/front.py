@@ -21,10 +21,13 @@ from ..openai.bootstrap import BootstrapFields, bootstraps, check_ranks
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, check_ids, output_limit
 from ..tokenizer.tokenizer import Tokenizer
+from .chat_formats import ChatFormats
+from .journal import Journal
 
 
 class Front:
-    """``ready`` and ``tokenizer`` are filled in while the server starts; ``stopping`` and ``dead`` end its service."""
+    """``ready``, ``tokenizer`` and ``chat_formats`` are filled in while the server starts; ``stopping`` and ``dead``
+    end its service."""
 
     def __init__(self, config: ServerConfig, model: ModelSpec, client: EngineClient):
         self.config = config
@@ -32,9 +35,11 @@ class Front:
         self.client = client
         self.metrics = ServerMetrics(config.model_name, config.mode)
         self.tokenizer: Tokenizer | None = None
+        self.chat_formats = ChatFormats(None, None)
         self.ready: Ready | None = None
         self.loading = Loading("starting", 0.0)
         self.stopping = False
+        self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.weights_path = config.model.model_path
         self.changing = asyncio.Lock()  # one change of the weights at a time
 
@@ -126,6 +131,7 @@ def plan(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str
         requests.append(Generate(
             rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=points[choice],
             return_logprob=logprobs[i].wanted, top_logprobs_num=logprobs[i].num_top,
+            token_ids_logprob=list(logprobs[i].token_ids),
             logprob_start_len=logprobs[i].start if logprobs[i].wanted else -1, priority=priority or 0))
     return requests
 

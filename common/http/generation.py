@@ -15,6 +15,7 @@ from ..obs.metrics import ServerMetrics
 from ..openai.logprobs import joined
 from ..tokenizer.text_stream import TextStream
 from ..tokenizer.tokenizer import Tokenizer
+from .journal import Journal
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,12 @@ class Generation:
     """All choices of one HTTP request. Use as a context manager: leaving it aborts what has not ended."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
-                 arrived: float, continued: Sequence[int] = ()):
+                 arrived: float, continued: Sequence[int] = (), journal: Journal | None = None):
         """``arrived``: when the HTTP request came, on the monotonic clock in seconds. ``continued``: output of the only
         choice that was answered elsewhere."""
         self._metrics = metrics
+        self._journal = journal
+        self._requests = requests
         self._stream: OutputStream = client.open(requests)
         self.choices = [Choice(index, request, tokenizer.text_stream(request.sampling), metrics, arrived)
                         for index, request in enumerate(requests)]
@@ -163,10 +166,12 @@ class Generation:
         self._failure: str | None = None  # the code of the error that ended it
 
     def __enter__(self) -> Generation:
+        if self._journal is not None:
+            self._journal.began(self._requests)
         try:
             self._stream.__enter__()
         except ServingError as error:
-            self._count_unended(error.code)
+            self._end(error.code)
             raise
         return self
 
@@ -181,12 +186,17 @@ class Generation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._stream.__exit__(kind, error, trace)
-        self._count_unended(self._failure or _outcome(error))
+        self._end(self._failure or _outcome(error))
 
-    def _count_unended(self, outcome: str) -> None:
+    def _end(self, outcome: str) -> None:
+        """``outcome`` is that of the choices that have not ended by themselves."""
         for choice in self.choices:
             if choice.ended is None:
                 self._metrics.ended(outcome)
+            if self._journal is not None:
+                self._journal.ended(
+                    choice.rid, choice.ended.reason if choice.ended else outcome, text=choice.text,
+                    num_output_tokens=choice.num_output_tokens, seconds=time.monotonic() - choice.arrived)
 
     @property
     def live(self) -> bool:

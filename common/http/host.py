@@ -18,6 +18,7 @@ from ..config.server import ServerConfig
 from ..engine.client import EngineClient
 from ..engine.ranks import RankProcesses, RankSpec, RankTarget
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
+from .chat_formats import ChatFormats
 from .front import Front
 
 log = logging.getLogger("baton.front")
@@ -100,6 +101,9 @@ class EngineHost:
         try:
             self.front.tokenizer = await asyncio.to_thread(_tokenizer, args.tokenizer_path or args.model_path,
                                                            args.revision, args.chat_template)
+            self.front.chat_formats = ChatFormats.named(
+                self.config.chat.tool_call_parser, self.config.chat.reasoning_parser,
+                self.front.tokenizer.chat_template)
         except ConfigError as error:
             self.finish(str(error))
         except Exception as error:  # whatever a broken tokenizer file makes transformers raise
@@ -132,6 +136,7 @@ class EngineHost:
             return
         reason = f"Rank {rank} of the engine ended with exit code {code}."
         log.error(reason)
+        self.front.journal.dump(reason)
         self.front.client.engine_died(reason)
         self.finish(reason)
 

@@ -1,0 +1,62 @@
+"""Ends a rank whose loop stands still: a hang that nobody sees is worse than a restart."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger("baton.engine")
+
+EXIT_CODE = 14
+_CHECKS_PER_TIMEOUT = 4
+
+
+class Watchdog:
+    """A thread that calls ``on_hang(seconds)`` once ``beat`` was not called for longer than ``timeout`` seconds."""
+
+    def __init__(self, timeout: float, on_hang: Callable[[float], None] | None = None):
+        self._timeout = timeout
+        self._on_hang = on_hang or _end_process
+        self._last = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """A turn of the loop begins."""
+        self._last = time.monotonic()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While something runs that may rightly take long."""
+        self._last = float("inf")
+        try:
+            yield
+        finally:
+            self.beat()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._timeout / _CHECKS_PER_TIMEOUT):
+            silent = time.monotonic() - self._last
+            if silent > self._timeout:
+                self._on_hang(silent)
+                return
+
+
+def _end_process(silent: float) -> None:
+    """The stacks of all threads go to stderr; the front then reports the rank's death, and the server ends."""
+    log.critical("the engine's loop stands still since %.0f s (--watchdog-timeout); its threads:", silent)
+    logging.shutdown()
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
