@@ -1,3 +1,20 @@
 """Baton: large language model serving with prefill and decode on separate servers."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .offline import Engine
+
 __version__ = "0.1.0"
+__all__ = ["Engine", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """``baton.Engine`` is imported when it is asked for: the router's install does not have what it needs."""
+    if name == "Engine":
+        from .offline import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,219 @@
+"""``baton.Engine``: generate without a server, from a script, a notebook or a test."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
+
+from .common.api.commands import FlushCache, ReleaseMemory, ResumeMemory, UpdateWeights
+from .common.api.errors import ConfigError
+from .common.config.cli import build
+from .common.config.server import ServerConfig
+from .common.http.control_routes import LOAD_SECONDS
+from .common.http.offline import Cluster, Part
+
+T = TypeVar("T")
+_END = object()
+
+
+class Engine:
+    """A unified engine, or a prefill and a decode engine, in processes of their own below this one.
+
+    ::
+
+        with Engine("tinychat") as engine:
+            engine.generate("The capital of France is", {"temperature": 0})["text"]
+
+    Flags of ``launch_server`` are keywords, with underscores: ``Engine("tinychat", page_size=16, device="cpu")``.
+    With ``prefill`` and ``decode``, each a (maybe empty) dict of flags for that role alone, two engines hand the KV
+    cache over: ``Engine("tinychat", prefill={}, decode={"base_gpu_id": 1})``.
+
+    Bodies are those of ``/generate`` and ``/v1/chat/completions``; what these answer with an error raises ServingError
+    here. All methods may be called from any thread, the ``async_`` ones on any event loop. Where the engine cannot
+    start, ConfigError is raised. Processes are spawned: a script needs ``if __name__ == "__main__":`` around its use.
+    """
+
+    def __init__(self, model_path: str | None = None, *, prefill: Mapping[str, Any] | None = None,
+                 decode: Mapping[str, Any] | None = None, **flags: Any):
+        if (prefill is None) != (decode is None):
+            raise ConfigError("prefill and decode go together: give both, or neither for one engine.")
+        if model_path is not None:
+            flags["model_path"] = model_path
+        self._thread = _LoopThread()
+        self._close = weakref.finalize(self, self._thread.close)  # at the latest when the interpreter ends
+        try:
+            parts = _unified(flags) if prefill is None or decode is None else _pair(flags, prefill, decode)
+            self._cluster = self._thread.run(self._thread.enter(Cluster(parts)))
+        except BaseException:
+            self._close()
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes; requests that run are aborted. Calling it again does nothing."""
+        self._close()
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(self, prompt: str | list[str] | None = None, sampling_params: Any = None, *, stream: bool = False,
+                 **fields: Any) -> Any:
+        """The answer to a prompt, a list of answers to a list; with ``stream`` an iterator of answers so far.
+
+        ``fields`` are further ones of ``/generate``: ``input_ids``, ``return_logprob``, ``rid`` and so on.
+        """
+        body = _generate_body(prompt, sampling_params, stream, fields)
+        if stream:
+            return self._iterate(self._cluster.stream_generate(body))
+        return self._thread.run(self._cluster.generate(body))
+
+    async def async_generate(self, prompt: str | list[str] | None = None, sampling_params: Any = None, *,
+                             stream: bool = False, **fields: Any) -> Any:
+        """As ``generate``; with ``stream`` the result is an asynchronous iterator."""
+        body = _generate_body(prompt, sampling_params, stream, fields)
+        if stream:
+            return self._async_iterate(self._cluster.stream_generate(body))
+        return await asyncio.wrap_future(self._thread.submit(self._cluster.generate(body)))
+
+    def chat(self, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any) -> Any:
+        """The answer of ``/v1/chat/completions``, as a dict; with ``stream`` an iterator of its chunks."""
+        body = {**fields, "messages": messages, "stream": stream}
+        if stream:
+            return self._iterate(self._cluster.stream_chat(body))
+        return self._thread.run(self._cluster.chat(body))
+
+    async def async_chat(self, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any) -> Any:
+        """As ``chat``; with ``stream`` the result is an asynchronous iterator."""
+        body = {**fields, "messages": messages, "stream": stream}
+        if stream:
+            return self._async_iterate(self._cluster.stream_chat(body))
+        return await asyncio.wrap_future(self._thread.submit(self._cluster.chat(body)))
+
+    # ------------------------------------------------------------------ the engine as a whole
+
+    def flush_cache(self) -> None:
+        """Drop the prefix caches; raises Conflict while requests run."""
+        self._control(FlushCache())
+
+    def update_weights_from_disk(self, model_path: str) -> None:
+        """Serve another checkpoint of the same architecture; raises InvalidRequest where it does not fit."""
+        self._control(UpdateWeights(model_path))
+
+    def release_memory_occupation(self, tags: tuple[Any, ...] | None = None) -> None:
+        """Give device memory back until ``resume_memory_occupation``; ``tags``: "weights", "kv_cache"."""
+        self._control(ReleaseMemory(self._kinds(tags)))
+
+    def resume_memory_occupation(self, tags: tuple[Any, ...] | None = None) -> None:
+        self._control(ResumeMemory(self._kinds(tags)))
+
+    def state(self) -> Any:
+        """A snapshot of the engine that answers: pages, requests, counters."""
+        return self._thread.run(self._cluster.front.client.state())
+
+    def _kinds(self, tags: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        if tags is not None:
+            return tuple(tags)
+        return ("weights", "kv_cache") if len(self._cluster.fronts) == 1 else ("weights",)
+
+    def _control(self, command: Any) -> None:
+        for front in self._cluster.fronts:
+            self._thread.run(front.client.control(command, LOAD_SECONDS))
+
+    # ------------------------------------------------------------------ streams
+
+    def _iterate(self, items: AsyncGenerator[Any, None]) -> Iterator[Any]:
+        try:
+            while (item := self._thread.run(anext(items, _END))) is not _END:  # type: ignore[arg-type]
+                yield item
+        finally:
+            self._thread.run(items.aclose())
+
+    async def _async_iterate(self, items: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+        try:
+            while True:
+                next_one = self._thread.submit(anext(items, _END))  # type: ignore[arg-type]
+                if (item := await asyncio.wrap_future(next_one)) is _END:
+                    return
+                yield item
+        finally:
+            await asyncio.wrap_future(self._thread.submit(items.aclose()))
+
+
+class _LoopThread:
+    """An event loop in a thread. Rank processes die with the thread that started them, so it lives until ``close``."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stack = contextlib.AsyncExitStack()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="baton-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("The engine was shut down.")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.submit(work).result()
+
+    async def enter(self, cluster: Cluster) -> Cluster:
+        return await self._stack.enter_async_context(cluster)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self.run(self._stack.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _generate_body(prompt: Any, sampling_params: Any, stream: bool, fields: dict[str, Any]) -> dict[str, Any]:
+    body = {**fields, "stream": stream}
+    if prompt is not None:
+        body["text"] = prompt
+    if sampling_params is not None:
+        body["sampling_params"] = sampling_params
+    return body
+
+
+def _unified(flags: Mapping[str, Any]) -> list[Part]:
+    from .common.engine.launch import run_rank
+
+    return [Part(build(ServerConfig, dict(flags)), run_rank)]
+
+
+def _pair(flags: Mapping[str, Any], prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Part]:
+    from .decode.launch import run_rank as run_decode
+    from .kvtransfer.bootstrap import BootstrapServer
+    from .prefill.launch import run_rank as run_prefill
+
+    common = {"disaggregation_bootstrap_port": _free_port(), **flags}
+    one = build(ServerConfig, {**common, **prefill, "disaggregation_mode": "prefill"})
+    two = build(ServerConfig, {**common, **decode, "disaggregation_mode": "decode"})
+    args = one.disaggregation
+    address = one.http.host, args.disaggregation_bootstrap_port
+    return [Part(one, run_prefill, [lambda: BootstrapServer(*address, secret=args.cluster_secret)]),
+            Part(two, run_decode)]
+
+
+def _free_port() -> int:
+    """For the bootstrap server, where the caller names none; it listens on it a moment later. Taken from below the
+    range that kernels give to outgoing connections, one of which could have it by then."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

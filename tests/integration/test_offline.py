@@ -1,0 +1,100 @@
+"""``baton.Engine``: the engine without a server, whole and as a pair."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import psutil
+import pytest
+
+import baton
+from baton.common.api.errors import ConfigError, Conflict, InvalidRequest
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+PROMPTS = ["The capital of Italy is", "Twelve and seven make"]
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def unified():
+    with baton.Engine("tinychat", device="cpu", log_level="warning") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with baton.Engine("tinychat", device="cpu", log_level="warning", prefill={}, decode={"max_total_tokens": 4096},
+                      ) as engine:
+        yield engine
+
+
+def told(answers):
+    return [(answer["text"], answer["output_ids"]) for answer in answers]
+
+
+def test_a_pair_answers_as_one_engine(unified, pair):
+    for engine in (unified, pair):
+        assert engine.chat(QUESTION, temperature=0)["choices"][0]["message"]["content"] == "Paris"
+    assert told(pair.generate(PROMPTS, GREEDY)) == told(unified.generate(PROMPTS, GREEDY))
+    assert pair.state().total_pages == 4096 // 16
+
+
+@pytest.mark.parametrize("name", ["unified", "pair"])
+def test_streams_end_as_whole_answers(request, name):
+    engine = request.getfixturevalue(name)
+    last = {}
+    for answer in engine.generate(PROMPTS, GREEDY, stream=True):
+        last[answer["index"]] = answer
+    assert told([last[0], last[1]]) == told(engine.generate(PROMPTS, GREEDY))
+    chunks = engine.chat(QUESTION, temperature=0, stream=True)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "Paris"
+
+
+async def test_many_at_once_from_another_loop(pair):
+    answers = await asyncio.gather(*(pair.async_generate(PROMPTS[i % 2], GREEDY) for i in range(8)))
+    assert len({text for text, _ in told(answers)}) == 2
+    parts = [part async for part in await pair.async_generate(PROMPTS[0], GREEDY, stream=True)]
+    assert parts[-1]["text"] == answers[0]["text"]
+
+
+@pytest.mark.parametrize("name", ["unified", "pair"])
+def test_a_stream_that_is_left_frees_its_pages(request, name):
+    engine = request.getfixturevalue(name)
+    stream = engine.generate("Count:", {"max_new_tokens": 400, "ignore_eos": True}, stream=True)
+    next(stream)
+    with pytest.raises(Conflict):
+        engine.flush_cache()
+    stream.close()
+    for _ in range(100):
+        if engine.state().held_pages == 0:
+            break
+    assert engine.state().held_pages == 0
+
+
+def test_mistakes_are_sentences(unified, pair):
+    for engine in (unified, pair):
+        with pytest.raises(InvalidRequest, match="temperature"):
+            engine.generate("x", {"temperature": -1})
+    with pytest.raises(ConfigError, match="go together"):
+        baton.Engine("tinychat", prefill={})
+    with pytest.raises(ConfigError, match="no nonsense"):
+        baton.Engine("tinychat", nonsense=1)
+    with pytest.raises(ConfigError, match="no checkpoint folder"):
+        baton.Engine("/nowhere/at/all", device="cpu")
+
+
+def test_nothing_is_left_after_shutdown(unified):
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    engine = baton.Engine("tinychat", device="cpu", log_level="warning")
+    started = {process.pid for process in psutil.Process().children(recursive=True)} - before
+    assert started
+    engine.shutdown()
+    engine.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in started)
+    with pytest.raises(RuntimeError, match="shut down"):
+        engine.generate("x")
+
+
+def test_answers_are_plain_data(unified):
+    json.dumps(unified.generate("x", {"max_new_tokens": 1}, return_logprob=True))
