@@ -29,7 +29,9 @@ from .parts import Parts
 from .pd import PairRelay
 from .registry import Role, Worker
 from .relay import Relay
-from .routes import ANY_METHOD, PAIR_PATHS, PREFIXES, RELAYED, label
+from .retry import Backoff, Retries
+from .routes import ANY_METHOD, CONTINUED_PATHS, ELSEWHERE, PAIR_PATHS, PREFIXES, RELAYED, label
+from .sticky import away, keeper, key_of, with_session_id
 from .tls import server_context
 from .tracing import Tracer, exporter_for
 from .wire import Response, check_method
@@ -234,7 +236,8 @@ class Router:
                 self._serve_own(connection, request)
                 return
             if methods is None:
-                raise NotFound(f"There is no {path.decode('latin-1')} here.")
+                instead = next((words for known, words in ELSEWHERE.items() if path.startswith(known)), None)
+                raise NotFound(f"There is no {path.decode('latin-1')} here{': ' + instead if instead else ''}.")
             check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
@@ -251,26 +254,42 @@ class Router:
         path = request.path
         pair = self.config.workers.pd_disaggregation and path in PAIR_PATHS
         found = require_object(request.body) if pair else peek(request.body) if request.body else None
+        kept = self._keeper_of(request)
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, label(path, _OWN_PATHS), self.metrics, self._log_access, span)
         relay: Relay | PairRelay
-        if self._continues and path in PAIR_PATHS and continuable(request.body):
+        if self._continues and path in CONTINUED_PATHS and continuable(request.body):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
             request.headers += ASK_FOR_IDS
-        if pair and self._local_prefill and self._prefills_alone(found):
+        if pair and self._local_prefill and kept is None and self._prefills_alone(found):
             subject = self.dispatcher.subject("decode", request, found)
             relay = Relay(self.dispatcher, exchange, "decode", subject, own=True)
         elif pair:
             assert found is not None
-            relay = PairRelay(self.dispatcher, exchange, found)
+            relay = PairRelay(self.dispatcher, exchange, found, only=kept)
         else:
             role = self._role_for(request)
-            relay = Relay(self.dispatcher, exchange, role, self.dispatcher.subject(role, request, found))
+            relay = Relay(self.dispatcher, exchange, role, self.dispatcher.subject(role, request, found), only=kept,
+                          retries=self._no_retries() if kept is not None else None)
         if self._gate is not None and request.method == b"POST":
             self._gate.start(exchange, relay)
             return
         connection.handler = relay
         relay.start()
+
+    def _keeper_of(self, request: Request) -> Worker | None:
+        """The one worker that can answer, where it is one; raises WorkerUnavailable while that one is away."""
+        if request.path == b"/open_session":
+            request.body = with_session_id(self.registry, self._home, request.body)
+        key = key_of(request.path, request.body)
+        worker = keeper(self.registry, self._home, key) if key is not None else None
+        if worker is not None and worker not in self.registry.available(self._home):
+            raise away()
+        return worker
+
+    def _no_retries(self) -> Retries:
+        """What a worker keeps may have changed by the request that failed."""
+        return Retries(Backoff(0, 0.0, 0.0, 1.0, 0.0), self._rng, self.dispatcher.loop)
 
     def _prefills_alone(self, found: Peek | None) -> bool:
         """Whether a prompt is so short that one of our decode servers computes it sooner than it would be sent."""

@@ -139,12 +139,15 @@ class Dispatcher:
             self.registry.probe(reservation)
         return reservation
 
-    def candidates(self, role: Role, retries: Retries | None, *, own: bool = False) -> Sequence[Worker]:
+    def candidates(self, role: Role, retries: Retries | None, *, own: bool = False,
+                   only: Worker | None = None) -> Sequence[Worker]:
         """Workers of a role that may be tried; those that failed this request only when no other is left.
 
-        ``own``: only our servers, for what no other understands.
+        ``own``: only our servers, for what no other understands. ``only``: none but this worker.
         """
         available: Sequence[Worker] = self.registry.available(role)
+        if only is not None:
+            available = [only] if only in available else []
         if own:
             available = [worker for worker in available if worker.is_baton]
         return (without(available, retries.excluded) or available) if retries is not None else available

@@ -127,7 +127,7 @@ class Exchange:
         logger.warning("An answer broke off: %s.", failure.detail,
                        extra={"fields": {"request_id": self.request.request_id.decode("latin-1")}})
         if self._event_stream and (failure.at_boundary or self.log is not None):
-            event = b"\n\n" + error_event(error)
+            event = b"\n\n" + error_event(error, self.request.path)
             self.connection.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if self._chunked else event)
         self._finish(self._status)
         self.connection.done(keep_alive=False)

@@ -12,7 +12,7 @@ from .body import Peek, bootstrap_fields, splice
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .ranks import tell_prefill_rank
-from .registry import Reservation, Role
+from .registry import Reservation, Role, Worker
 from .relay import Relay, error_of
 from .retry import RETRYABLE_STATUSES, Retries
 from .upstream import Call
@@ -79,9 +79,12 @@ class PairRelay:
     sent a cache). A half that fails cancels the other at once.
     """
 
-    __slots__ = ("_dispatcher", "_exchange", "_peek", "_retries", "_prefill", "_decode", "_relayed", "_paused")
+    __slots__ = ("_dispatcher", "_exchange", "_peek", "_retries", "_prefill", "_decode", "_relayed", "_paused",
+                 "_only")
 
-    def __init__(self, dispatcher: Dispatcher, exchange: Exchange, peek: Peek):
+    def __init__(self, dispatcher: Dispatcher, exchange: Exchange, peek: Peek, *, only: Worker | None = None):
+        """``only``: the decode worker that alone can answer."""
+        self._only = only
         self._dispatcher = dispatcher
         self._exchange = exchange
         self._peek: Peek | None = peek
@@ -97,7 +100,7 @@ class PairRelay:
         log = exchange.log if exchange.began else None
         self._relayed = None
         prefills = dispatcher.candidates("prefill", self._retries, own=log is not None)
-        decodes = dispatcher.candidates("decode", self._retries, own=log is not None)
+        decodes = dispatcher.candidates("decode", self._retries, own=log is not None, only=self._only)
         if not prefills and dispatcher.candidates("decode", self._retries, own=True):
             self._leave_to_decode()
             return
@@ -161,7 +164,8 @@ class PairRelay:
         """No prefill worker is there: one of our decode servers does all of the work."""
         exchange = self._exchange
         relay = Relay(self._dispatcher, exchange, "decode",
-                      self._dispatcher.subject("decode", exchange.request, self._peek), own=True, retries=self._retries)
+                      self._dispatcher.subject("decode", exchange.request, self._peek), own=True, retries=self._retries,
+                      only=self._only)
         exchange.connection.handler = relay
         if self._paused:
             relay.pause()

@@ -40,16 +40,17 @@ class Relay:
     """
 
     __slots__ = ("_dispatcher", "_exchange", "_role", "_subject", "_retries", "_reservation", "_call", "_paused",
-                 "_own")
+                 "_own", "_only")
 
     def __init__(self, dispatcher: Dispatcher, exchange: Exchange, role: Role, subject: Subject,
-                 *, own: bool = False, retries: Retries | None = None):
-        """``own``: for our servers only; ``retries`` are those of attempts made before."""
+                 *, own: bool = False, retries: Retries | None = None, only: Worker | None = None):
+        """``own``: for our servers only; ``only`` for this worker; ``retries`` are those of attempts made before."""
         self._dispatcher = dispatcher
         self._exchange = exchange
         self._role = role
         self._subject = subject
         self._own = own
+        self._only = only
         self._retries = retries
         self._reservation: Reservation | None = None
         self._call: Call | None = None
@@ -59,7 +60,8 @@ class Relay:
         """Make an attempt; answers 503 when no worker is available."""
         exchange = self._exchange
         log = exchange.log if exchange.began else None
-        workers = self._dispatcher.candidates(self._role, self._retries, own=self._own or log is not None)
+        workers = self._dispatcher.candidates(self._role, self._retries, own=self._own or log is not None,
+                                              only=self._only)
         if not workers:
             self._again("unavailable", nobody(self._role))
             return

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 _POST, _GET = (b"POST",), (b"GET", b"HEAD")
 
-PAIR_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/generate"))
+CONTINUED_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/generate"))
+"""Streams of these name their tokens, so that another worker can go on with them."""
+PAIR_PATHS = CONTINUED_PATHS | {b"/v1/responses", b"/v1/messages"}
 """In a cluster of pairs these need one; all others one worker of either role."""
 
 RELAYED: dict[bytes, tuple[bytes, ...]] = {
     **dict.fromkeys(PAIR_PATHS, _POST),
     **dict.fromkeys((b"/encode", b"/classify", b"/score", b"/rerank", b"/pooling", b"/tokenize", b"/detokenize",
-                     b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/classify", b"/v1/responses",
+                     b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/classify",
+                     b"/v1/tokenize", b"/v1/detokenize",
                      b"/open_session", b"/close_session", b"/separate_reasoning", b"/parse_function_call",
                      b"/vertex_generate"), _POST),
     **dict.fromkeys((b"/v1/models", b"/get_model_info", b"/model_info", b"/get_server_info", b"/server_info",
@@ -20,6 +23,14 @@ RELAYED: dict[bytes, tuple[bytes, ...]] = {
 
 PREFIXES = (b"/v1/", b"/v2/", b"/api/", b"/inference/")
 ANY_METHOD = (b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE")
+
+ELSEWHERE: dict[bytes, str] = {
+    b"/parse/function_call": "use /parse_function_call, which the workers answer",
+    b"/parse/reasoning": "use /separate_reasoning, which the workers answer",
+    b"/wasm": "this router runs no plug-ins",
+    b"/ha/": "processes of one router share their state by --router-workers; several routers need none in common",
+}
+"""Paths of sglang-router that are not served here, and what to do instead."""
 
 QUICK_BROADCASTS = (b"/flush_cache", b"/abort_request", b"/start_profile", b"/stop_profile", b"/pause_generation",
                     b"/continue_generation", b"/configure_logging", b"/set_internal_state", b"/reset_prefix_cache")

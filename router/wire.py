@@ -77,6 +77,12 @@ class SlowRequest(ServingError):
     code = "request_timeout"
 
 
-def error_event(error: ServingError) -> bytes:
-    """A server-sent event that tells a streaming client why its stream ends."""
-    return b"data: " + msgspec.json.encode(error.to_openai()) + b"\n\n"
+def error_event(error: ServingError, path: bytes) -> bytes:
+    """A server-sent event that tells a streaming client why its stream ends, in the form of the API that it speaks."""
+    if path == b"/v1/messages":
+        told: dict[str, Any] = {"type": "error", "error": {"type": "api_error", "message": error.message}}
+    elif path == b"/v1/responses":
+        told = {"type": "error", "code": error.code, "message": error.message, "param": None}
+    else:
+        return b"data: " + msgspec.json.encode(error.to_openai()) + b"\n\n"
+    return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
