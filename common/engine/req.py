@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output
+from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output, Stage, StageName
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageHold
 from .choosing import Choosing, WantedLogprobs
@@ -44,6 +45,7 @@ class Req:
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
     reported: bool = False
+    stages: list[Stage] | None = None  # that have ended and were not told yet; None where nobody asks
 
     @classmethod
     def from_message(cls, message: Generate, *, eos_ids: frozenset[int], now: float, timeout: float) -> Req:
@@ -135,11 +137,20 @@ class Req:
             self.finish = Finish("length")
         return [token_id]
 
+    def mark(self, name: StageName) -> None:
+        """The stage ends now."""
+        if self.stages is not None:
+            self.stages.append(Stage(name, time.monotonic()))
+
     def output(self, token_ids: list[int], logprobs: Logprobs | None) -> Output:
         """The message that tells the front of tokens gained; prompt logprobs travel with the first."""
         first, self.reported = not self.reported, True
+        stages: list[Stage] = []
+        if self.stages:
+            stages, self.stages = self.stages, []
         return Output(
             rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
-            logprobs=logprobs, prompt_logprobs=self.prompt_logprobs if first else None,
+            logprobs=logprobs if token_ids else None, prompt_logprobs=self.prompt_logprobs if first else None,
+            stages=stages,
         )

@@ -12,9 +12,11 @@ from ..api.messages import Generate, Logprobs
 from ..openai.continuation import continue_after
 from ..openai.logprobs import completion_logprobs, joined
 from ..openai.native import LogprobOptions
-from ..openai.prompts import parse_prompts
+from ..openai.prompts import Prompts, parse_prompts
 from ..openai.protocol import CompletionRequest, decode_completion, sampling_params
-from ..openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from ..openai.responses import Completion, CompletionChoice, Usage
+from .best_of import best
+from .echo import Echo
 from .front import Front, plan
 from .generation import Choice
 from .run import Run, respond
@@ -31,49 +33,61 @@ async def plan_completion(front: Front, body: CompletionRequest, *, arrived: flo
                           with_ids: bool = False) -> Run[Completion, Completion]:
     """See ``plan_chat``."""
     front.check_model(body.model)
-    requests = await _plan(front, body)
+    prompts = parse_prompts(body.prompt, "prompt")
+    requests = await _plan(front, body, prompts)
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
-    return Run(front, requests, _Answer(front, body, with_ids=with_ids), arrived=arrived, continued=continued)
+    echo = Echo(prompts, body.num_made, front.serving_tokenizer()) if body.echo else None
+    answer = _Answer(front, body, echo, with_ids=with_ids)
+    return Run(front, requests, answer, arrived=arrived, continued=continued)
 
 
-async def _plan(front: Front, body: CompletionRequest) -> list[Generate]:
-    ids = await front.prompt_ids(parse_prompts(body.prompt, "prompt"), "prompt")
+async def _plan(front: Front, body: CompletionRequest, prompts: Prompts) -> list[Generate]:
+    ids = await front.prompt_ids(prompts, "prompt")
     samplings = []
     for prompt in ids:
         room = front.room_for_output(prompt, body.max_tokens, "max_tokens")
         default = min(DEFAULT_TOKENS, room)
         samplings.append(sampling_params(body, body.max_tokens, default, vocab_size=front.model.vocab_size))
-    n = body.num_choices
-    points = front.meeting_points(body, len(ids), n)
-    logprobs = LogprobOptions(body.logprobs is not None, -1, body.logprobs or 0)
-    return plan(ids, samplings, n, body.rid, points, [logprobs] * len(ids), body.priority)
+    made = body.num_made
+    points = front.meeting_points(body, len(ids), made)
+    ranked = made > body.num_choices
+    start = 0 if body.echo and body.logprobs is not None else -1
+    logprobs = LogprobOptions(body.logprobs is not None or ranked, start, body.logprobs or 0)
+    return plan(ids, samplings, made, body.rid, points, [logprobs] * len(ids), body.priority)
 
 
 class _Answer:
     """Tells one text completion, see ``run.Answer``."""
 
-    def __init__(self, front: Front, body: CompletionRequest, *, with_ids: bool):
+    def __init__(self, front: Front, body: CompletionRequest, echo: Echo | None, *, with_ids: bool):
         begun = body.continuation
         self._id = (begun and begun.id) or f"cmpl-{uuid.uuid4().hex}"
         self._created = (begun and begun.created) or int(time.time())
         self._with_ids = with_ids
         self._model = body.model or front.config.model_name
         self._body = body
+        self._echo = echo
         self._piece = front.serving_tokenizer().piece
         self._offsets: list[int] = []  # of each choice's next token's text, for logprobs
         self._waiting: list[list[int]] = []  # ids of tokens whose text is held back
 
     def whole(self, choices: Sequence[Choice]) -> Completion:
-        return self._completion([self._choice(choice, choice.text, choice.logprobs, 0) for choice in choices],
-                                usage_of(choices, self._body.num_choices))
+        usage = usage_of(choices, self._body.num_made)
+        echoed = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
+        told = best(choices, self._body.num_made, self._body.num_choices)
+        return self._completion([self._choice(choice, echoed.get(choice.rid), choice.text, choice.logprobs, 0)
+                                 for choice in told], usage)
 
     def begin(self, choices: Sequence[Choice]) -> None:
         self._offsets = [0] * len(choices)
         self._waiting = [[] for _ in choices]
+        if self._echo is not None:
+            self._echo.begin(choices)
 
     def gained(self, choice: Choice) -> list[Completion]:
         delta = choice.take_delta()
-        said = self._choice(choice, delta.text, joined(delta.logprobs), self._offsets[choice.index])
+        echoed = None if self._echo is None else self._echo.take(choice)
+        said = self._choice(choice, echoed, delta.text, joined(delta.logprobs), self._offsets[choice.index])
         if said.logprobs is not None:
             self._offsets[choice.index] += sum(map(len, said.logprobs.tokens))
         waiting = self._waiting[choice.index]
@@ -86,15 +100,20 @@ class _Answer:
         return [self._completion([said])]
 
     def end(self, choices: Sequence[Choice]) -> list[Completion]:
-        return [self._completion([], usage_of(choices, self._body.num_choices))] if self._body.wants_usage else []
+        return [self._completion([], usage_of(choices, self._body.num_made))] if self._body.wants_usage else []
 
-    def _choice(self, choice: Choice, text: str, logprobs: Logprobs | None, offset: int) -> CompletionChoice:
+    def _choice(self, choice: Choice, echoed: str | None, text: str, logprobs: Logprobs | None,
+                offset: int) -> CompletionChoice:
+        """``text`` and ``logprobs`` of output; ``echoed`` is the prompt's text, where it is told now."""
         reason = None if choice.ended is None else choice.ended.reason
-        return CompletionChoice(choice.index, text, self._logprobs(choice.visible(logprobs), offset),
-                                reason)  # type: ignore[arg-type]
-
-    def _logprobs(self, found: Logprobs | None, offset: int) -> CompletionLogprobs | None:
-        return None if found is None else completion_logprobs(found, self._piece, offset)
+        found = choice.visible(logprobs)
+        if echoed is not None:
+            text = echoed + text
+            found = joined([part for part in (choice.prompt_logprobs, found) if part is not None])
+        if self._body.logprobs is None:
+            found = None
+        shown = None if found is None else completion_logprobs(found, self._piece, offset)
+        return CompletionChoice(choice.index, text, shown, reason)  # type: ignore[arg-type]
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         return Completion(self._id, self._created, self._model, choices, usage)

@@ -8,9 +8,9 @@ from typing import Any
 from aiohttp import web
 
 from ..api.errors import InvalidRequest
-from ..api.messages import Generate
+from ..api.messages import Generate, Logprobs
 from ..openai.continuation import continue_after
-from ..openai.logprobs import Piece, native_logprobs, native_top_logprobs
+from ..openai.logprobs import Piece, native_lists, native_logprobs
 from ..openai.native import GenerateAnswer, GenerateRequest, decode_generate, logprob_options
 from .front import Front, plan
 from .generation import Choice
@@ -48,7 +48,7 @@ async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bo
         samplings.append(sampling.params(min(DEFAULT_TOKENS, room), front.model.vocab_size))
     n = counts.pop()
     points = front.meeting_points(body, len(ids), n)
-    options = logprob_options(body, [len(prompt) for prompt in ids])
+    options = logprob_options(body, [len(prompt) for prompt in ids], front.model.vocab_size)
     return plan(ids, samplings, n, body.rid, points, options, body.priority), prompts.batched or n > 1
 
 
@@ -86,10 +86,13 @@ def _meta_info(choice: Choice, piece: Piece | None) -> dict[str, Any]:
     if choice.ended is not None:
         info["e2e_latency"] = choice.latency
     for side, found in (("input", choice.prompt_logprobs), ("output", choice.logprobs)):
-        if choice.request.return_logprob and found is not None:
+        if choice.request.return_logprob:
+            found = found or Logprobs([], [])
             info[f"{side}_token_logprobs"] = native_logprobs(found, piece)
             if choice.request.top_logprobs_num:
-                info[f"{side}_top_logprobs"] = native_top_logprobs(found, piece)
+                info[f"{side}_top_logprobs"] = native_lists(found.top, piece)
+            if choice.request.token_ids_logprob:
+                info[f"{side}_token_ids_logprobs"] = native_lists(found.of_ids, piece)
     return info
 
 

@@ -28,27 +28,40 @@ def chat_logprobs(found: Logprobs, piece: Piece) -> ChatLogprobs:
 
 
 def completion_logprobs(found: Logprobs, piece: Piece, offset: int) -> CompletionLogprobs:
-    """``offset``: characters of the choice's text before the first of these tokens."""
+    """``offset``: characters of the choice's text before the first of these tokens.
+
+    A prompt's first token, which nothing predicts, has null for its log-probabilities.
+    """
     tokens = [_text(piece(token)) for token in found.token_ids]
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
-    tops = [{_text(piece(other)): finite(theirs) for other, theirs in top} for top in found.top] if found.top else None
-    return CompletionLogprobs(tokens, [finite(value) for value in found.values], tops, offsets)
+    tops = [None if value is None else {_text(piece(other)): finite(theirs) for other, theirs in top}
+            for value, top in zip(found.values, found.top)] if found.top else None
+    return CompletionLogprobs(tokens, [_known(value) for value in found.values], tops, offsets)
 
 
-def native_logprobs(found: Logprobs, piece: Piece | None) -> list[tuple[float | None, int, str | None]]:
-    """SGLang's ``[logprob, token id, text]``; the text is null without ``piece``."""
+NativeLogprob = tuple[float | None, int, str | None]
+"""SGLang's ``[logprob, token id, text]``; the text is null where none is wanted."""
+
+
+def native_logprobs(found: Logprobs, piece: Piece | None) -> list[NativeLogprob]:
+    """No ``piece``: no texts."""
     return [_native(token, value, piece) for token, value in zip(found.token_ids, found.values)]
 
 
-def native_top_logprobs(found: Logprobs, piece: Piece | None) -> list[list[tuple[float | None, int, str | None]]]:
-    return [[_native(token, value, piece) for token, value in top] for top in found.top]
+def native_lists(lists: list[list[tuple[int, float]]], piece: Piece | None) -> list[list[NativeLogprob] | None]:
+    """``top`` or ``of_ids`` of log-probabilities; null where nothing predicts the token."""
+    return [[_native(token, value, piece) for token, value in one] or None for one in lists]
 
 
-def _native(token: int, value: float | None, piece: Piece | None) -> tuple[float | None, int, str | None]:
-    return None if value is None else finite(value), token, None if piece is None else _text(piece(token))
+def _native(token: int, value: float | None, piece: Piece | None) -> NativeLogprob:
+    return _known(value), token, None if piece is None else _text(piece(token))
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None else finite(value)
 
 
 def joined(parts: list[Logprobs]) -> Logprobs | None:

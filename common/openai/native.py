@@ -11,10 +11,12 @@ from ..api.sampling import SamplingParams
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
-from .prompts import Prompts, parse_prompts
-from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, check_range, refuse_unsupported, validated_params
+from .prompts import Prompts, check_ids, parse_prompts
+from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, refuse_unsupported, validated_params
 
 T = TypeVar("T")
+MAX_LISTED_IDS = 1024
+MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 14 MB of the 64 that a prefill server's result may have
 
 
 class NativeSampling(msgspec.Struct, kw_only=True):
@@ -32,11 +34,11 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    # refused where they would change the answer
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    # refused where they would change the answer
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -47,7 +49,9 @@ class NativeSampling(msgspec.Struct, kw_only=True):
         return validated_params(
             vocab_size, default_tokens if self.max_new_tokens is None else self.max_new_tokens, self.stop, self.top_k,
             self.stop_token_ids, min_new_tokens=self.min_new_tokens, temperature=self.temperature, top_p=self.top_p,
-            min_p=self.min_p, seed=self.sampling_seed if self.seed is None else self.seed, ignore_eos=self.ignore_eos,
+            min_p=self.min_p, frequency_penalty=self.frequency_penalty, presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty, logit_bias=biases(self.logit_bias),
+            seed=self.sampling_seed if self.seed is None else self.seed, ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens, no_stop_trim=self.no_stop_trim)
 
 
@@ -61,13 +65,13 @@ class GenerateRequest(BootstrapFields, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     continuation: Continuation | None = None  # Baton's own
     # refused where they would change the answer
     input_embeds: list[Any] | None = None
     image_data: Any = None
     audio_data: Any = None
-    token_ids_logprob: list[Any] | None = None
     return_hidden_states: bool | list[bool] | None = None
     lora_path: str | list[str | None] | None = None
     custom_logit_processor: str | list[str | None] | None = None
@@ -87,12 +91,11 @@ class GenerateRequest(BootstrapFields, kw_only=True):
 
 _REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None, []), "image_data": (None, [], ""), "audio_data": (None, [], ""),
-    "token_ids_logprob": (None, []), "return_hidden_states": (None, False), "lora_path": (None, ""),
+    "return_hidden_states": (None, False), "lora_path": (None, ""),
     "custom_logit_processor": (None, ""),
 }
 _REFUSED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}), "json_schema": (None, ""), "regex": (None, ""), "ebnf": (None, ""),
+    "json_schema": (None, ""), "regex": (None, ""), "ebnf": (None, ""),
     "structural_tag": (None, ""),
 }
 
@@ -117,21 +120,42 @@ class LogprobOptions(msgspec.Struct, frozen=True):
     wanted: bool = False
     start: int = -1
     num_top: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
-def logprob_options(request: GenerateRequest, prompt_lengths: list[int]) -> list[LogprobOptions]:
+def logprob_options(request: GenerateRequest, prompt_lengths: list[int], vocab_size: int) -> list[LogprobOptions]:
     """One entry per prompt; raises InvalidRequest for values out of range."""
     count = len(prompt_lengths)
     wanted = _per_prompt("return_logprob", request.return_logprob or False, count)
     start_len = -1 if request.logprob_start_len is None else request.logprob_start_len
     starts = _per_prompt("logprob_start_len", start_len, count)
     tops = _per_prompt("top_logprobs_num", request.top_logprobs_num or 0, count)
-    for start, top, length in zip(starts, tops, prompt_lengths):
+    listed = _listed_ids(request.token_ids_logprob or [], count, vocab_size)
+    for start, top, ids, length in zip(starts, tops, listed, prompt_lengths):
         check_range("top_logprobs_num", top, 0, MAX_TOP_LOGPROBS)
         if not -1 <= start < length:
             raise InvalidRequest(f"logprob_start_len must be -1 or below the prompt's {length} tokens, got {start}.",
                                  param="logprob_start_len")
-    return [LogprobOptions(*options) for options in zip(wanted, starts, tops)]
+        if start >= 0 and (length - start) * len(ids) > MAX_LISTED_LOGPROBS:
+            raise InvalidRequest(
+                f"token_ids_logprob asks for {len(ids)} logprobs at each of {length - start} prompt tokens, more than "
+                f"{MAX_LISTED_LOGPROBS} together; raise logprob_start_len.", param="token_ids_logprob")
+    return [LogprobOptions(*options) for options in zip(wanted, starts, tops, listed)]
+
+
+def _listed_ids(given: list[int | list[int] | None], count: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """``token_ids_logprob`` of each prompt: one list for all of them, or a list (or null) each."""
+    for_all = [item for item in given if isinstance(item, int)]
+    each = [item or [] for item in given if not isinstance(item, int)]
+    if for_all and each:
+        raise InvalidRequest("token_ids_logprob must not mix token ids and lists.", param="token_ids_logprob")
+    lists = _per_prompt("token_ids_logprob", each or [for_all] * count, count)
+    for ids in filter(None, lists):
+        if len(ids) > MAX_LISTED_IDS:
+            raise InvalidRequest(f"token_ids_logprob must name {MAX_LISTED_IDS} tokens at most, got {len(ids)}.",
+                                 param="token_ids_logprob")
+        check_ids(ids, vocab_size, "token_ids_logprob")
+    return [tuple(ids) for ids in lists]
 
 
 def _per_prompt(name: str, value: T | list[T], count: int) -> list[T]:

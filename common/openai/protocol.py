@@ -17,6 +17,7 @@ from .decoding import BodyDecoder
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
 MAX_STOPS = 64
 
 
@@ -36,7 +37,11 @@ class CommonFields(BootstrapFields, kw_only=True):
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     # SGLang's
+    repetition_penalty: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -49,10 +54,6 @@ class CommonFields(BootstrapFields, kw_only=True):
     # Baton's
     continuation: Continuation | None = None
     # refused where they would change the answer (see _REFUSED)
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -114,7 +115,10 @@ class ChatRequest(CommonFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
     @property
     def requested_tokens(self) -> int | None:
@@ -132,13 +136,17 @@ class CompletionRequest(CommonFields, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
 
+    @property
+    def num_made(self) -> int:
+        """Choices that are made of each prompt; ``num_choices`` of them are told."""
+        return self.num_choices if self.best_of is None else self.best_of
+
 
 # field -> the values under which it changes nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}), "response_format": (None, {"type": "text"}), "regex": (None, ""), "ebnf": (None, ""),
+    "response_format": (None, {"type": "text"}), "regex": (None, ""), "ebnf": (None, ""),
     "structural_tag": (None, ""), "lora_path": (None, ""), "return_hidden_states": (None, False),
-    "tool_choice": (None, "none", "auto"), "echo": (None, False), "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"), "suffix": (None, ""),
 }
 
 _chat = BodyDecoder(ChatRequest)
@@ -159,9 +167,11 @@ def decode_completion(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest."""
     request = _completion.decode(body)
     _check_common(request)
-    check_range("logprobs", request.logprobs, 0, MAX_TOP_LOGPROBS)
-    if request.best_of not in (None, request.num_choices):
-        raise InvalidRequest("best_of is not supported unless it equals n; leave it out.", param="best_of")
+    check_range("logprobs", request.logprobs, 0, MAX_COMPLETION_LOGPROBS)
+    check_range("best_of", request.best_of, request.num_choices, MAX_CHOICES)
+    if request.stream and request.num_made > request.num_choices:
+        raise InvalidRequest("best_of cannot be streamed: the best choice is known at the end; leave out either.",
+                             param="best_of")
     return request
 
 
@@ -196,6 +206,16 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
+def biases(given: dict[str, float] | None) -> dict[int, float] | None:
+    """OpenAI's ``logit_bias``, whose keys are token ids as strings. Raises InvalidRequest."""
+    if given is None:
+        return None
+    wrong = next((key for key in given if not (key.isascii() and key.isdigit())), None)
+    if wrong is not None:
+        raise InvalidRequest(f"logit_bias must have token ids as its keys, got {wrong[:80]!r}.", param="logit_bias")
+    return {int(key): value for key, value in given.items()}
+
+
 def sampling_params(request: CommonFields, requested_tokens: int | None, default_tokens: int, *, vocab_size: int,
                     tokens_name: str = "max_tokens") -> SamplingParams:
     """Sampling parameters, validated; ``default_tokens`` is the output's length where none is requested."""
@@ -208,6 +228,8 @@ def sampling_params(request: CommonFields, requested_tokens: int | None, default
     return validated_params(
         vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids,
         min_new_tokens=request.min_tokens, temperature=request.temperature, top_p=request.top_p, min_p=request.min_p,
+        frequency_penalty=request.frequency_penalty, presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty, logit_bias=biases(request.logit_bias),
         seed=request.seed, ignore_eos=request.ignore_eos, skip_special_tokens=request.skip_special_tokens,
         no_stop_trim=request.no_stop_trim)
 

@@ -24,11 +24,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
     def of(cls, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Usage:
@@ -66,7 +71,6 @@ class ToolCallOut(msgspec.Struct):
     id: str
     function: CalledFunction
     type: str = "function"
-    index: int | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct):
@@ -74,6 +78,7 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCallOut] | UnsetType = UNSET
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -93,10 +98,25 @@ class ChatCompletion(msgspec.Struct):
     object: str = "chat.completion"
 
 
+class CalledFunctionDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A call's first delta has ``id`` and name; later ones add to the arguments of the call at ``index``."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallOut] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -121,8 +141,8 @@ class ChatChunk(msgspec.Struct):
 
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from baton.common.api.errors import InvalidRequest
-from baton.common.api.messages import Bootstrap, Logprobs
+from baton.common.api.messages import Bootstrap, Generate, Logprobs, decode_to_engine
+from baton.common.api.messages import encode as encode_message
 from baton.common.openai.bootstrap import BootstrapFields, bootstraps, check_ranks
 from baton.common.openai.chat import template_messages, template_tools
-from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_logprobs
-from baton.common.openai.native import decode_generate
+from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
+from baton.common.openai.native import decode_generate, logprob_options
 from baton.common.openai.prompts import output_limit, parse_prompts
 from baton.common.openai.protocol import decode_chat, decode_completion, sampling_params
 from baton.common.openai.responses import encode
-from baton.common.openai.tool_calls import HermesParser, Part, ToolCall
 
 USER = {"role": "user", "content": "hi"}
 
@@ -42,8 +42,7 @@ def chat(**fields: object) -> bytes:
     (chat(top_logprobs=2), "needs logprobs", "top_logprobs"),
     (chat(logprobs=True, top_logprobs=21), "between 0 and 20", "top_logprobs"),
     (chat(stream_options={"include_usage": True}), "needs stream", "stream_options"),
-    (chat(frequency_penalty=0.5), "frequency_penalty is not supported", "frequency_penalty"),
-    (chat(logit_bias={"5": 1}), "logit_bias is not supported", "logit_bias"),
+    (chat(logit_bias={"5": "much"}), "logit_bias.*: expected float, got str", "logit_bias[...]"),
     (chat(response_format={"type": "json_object"}), "response_format is not supported", "response_format"),
     (chat(tool_choice="required"), "tool_choice is not supported", "tool_choice"),
 ])
@@ -59,16 +58,23 @@ def test_nulls_extras_and_harmless_values_are_accepted() -> None:
     assert request.num_choices == 1 and request.temperature is None
 
 
-@pytest.mark.parametrize("fields", [{"best_of": 3}, {"echo": True}, {"suffix": "end"}, {"logprobs": 50}])
+@pytest.mark.parametrize("fields", [
+    {"best_of": 3, "stream": True}, {"best_of": 2, "n": 3}, {"best_of": 129}, {"suffix": "end"}, {"logprobs": 6},
+    {"logprobs": -1}])
 def test_completion_fields_that_are_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(fields))):
+    with pytest.raises(InvalidRequest, match=next(iter(fields))) as error:
         decode_completion(json.dumps({"prompt": "hi", **fields}).encode())
+    assert error.value.param == next(iter(fields))
 
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"max_tokens": -1}, "max_tokens"), ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"),
     ({"top_k": -3}, "top_k"), ({"min_p": 2}, "min_p"), ({"seed": 2**70}, "seed"), ({"stop": ["a", ""]}, "stop"),
     ({"stop": ["x"] * 65}, "stop"), ({"stop_token_ids": [100]}, "stop_token_ids"), ({"min_tokens": 20}, "min_tokens"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty"), ({"presence_penalty": -3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"), ({"logit_bias": {"100": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 200}}, "logit_bias"),
 ])
 def test_sampling_values_out_of_range(fields: dict[str, object], param: str) -> None:
     request = decode_completion(json.dumps({"prompt": "hi", **fields}).encode())
@@ -82,6 +88,17 @@ def test_sampling_defaults_and_values() -> None:
     params = sampling_params(request, None, 16, vocab_size=100)
     assert (params.max_new_tokens, params.stop, params.top_k) == (16, ("x",), -1)
     assert (params.seed, params.min_new_tokens) == (5, 2)
+    assert not params.penalizes and params.logit_bias == {}
+
+
+def test_penalties_and_bias_from_either_api() -> None:
+    given = {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.2, "logit_bias": {"7": -100}}
+    completion = decode_completion(json.dumps({"prompt": "a", **given}).encode())
+    native = decode_generate(json.dumps({"text": "a", "sampling_params": given}).encode())
+    for params in (sampling_params(completion, None, 16, vocab_size=100), native.samplings(1)[0].params(16, 100)):
+        assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (0.5, -1.0, 1.2)
+        assert params.logit_bias == {7: -100.0} and params.penalizes
+        assert decode_to_engine(encode_message(Generate("r", [1], params))).sampling == params
 
 
 @pytest.mark.parametrize("body", [
@@ -199,49 +216,6 @@ def test_tools_are_offered_unless_declined() -> None:
         template_tools(decode_chat(chat(tools=[{"type": "browser", "function": {"name": "f"}}])).offered_tools)
 
 
-# ---------------------------------------------------------------- tool calls
-
-
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>'
-PARSED = ToolCall("f", '{"a": "é<"}')
-
-
-def merged(parts: list[Part]) -> list[Part]:
-    out: list[Part] = []
-    for part in parts:
-        if out and isinstance(part, str) and isinstance(out[-1], str):
-            out[-1] += part
-        else:
-            out.append(part)
-    return out
-
-
-@pytest.mark.parametrize(("text", "parts"), [
-    ("plain < text <tool", ["plain < text <tool"]),
-    (" keeps\n white space \n", [" keeps\n white space \n"]),
-    (CALL, [PARSED]),
-    (f"Sure. \n{CALL}\n\n{CALL}\n", ["Sure.", PARSED, PARSED]),
-    (f"{CALL} Done. ", [PARSED, "Done. "]),
-    ("<tool_call>not json</tool_call> x", ["<tool_call>not json</tool_call> x"]),
-    ('<tool_call>{"name": 5}</tool_call>', ['<tool_call>{"name": 5}</tool_call>']),
-    (f"{CALL}<tool_call>{{", [PARSED, "<tool_call>{"]),
-])
-def test_tool_calls_at_every_cut(text: str, parts: list[Part]) -> None:
-    for cut in range(len(text) + 1):
-        parser = HermesParser()
-        assert merged([*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.finish()]) == parts
-    parser = HermesParser()
-    by_char = [part for char in text for part in parser.push(char)]
-    assert merged([*by_char, *parser.finish()]) == parts
-
-
-def test_content_is_not_delayed() -> None:
-    parser = HermesParser()
-    assert parser.push("Hello wor") == ["Hello wor"]
-    assert parser.push("ld <") == ["ld"]
-    assert parser.push("3") == [" <3"]
-
-
 # ---------------------------------------------------------------- logprobs
 
 
@@ -259,3 +233,25 @@ def test_logprobs_in_each_shape() -> None:
         [7, 8], [{"a": -0.5, "é": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}])
     assert native_logprobs(Logprobs([1], [None]), None) == [(None, 1, None)]
     assert b"null" not in encode(chat_logprobs(found, piece).content)
+    assert native_lists([[], [(2, -0.25)]], piece) == [None, [(-0.25, 2, "é")]]
+    prompt = completion_logprobs(Logprobs([1, 2], [None, -1.0], [[], [(1, -1.5)]]), piece, 0)
+    assert (prompt.token_logprobs, prompt.top_logprobs) == ([None, -1.0], [None, {"a": -1.5}])
+
+
+@pytest.mark.parametrize(("given", "want"), [
+    (None, [(), ()]), ([], [(), ()]), ([3, 1], [(3, 1), (3, 1)]), ([[3], [1, 2]], [(3,), (1, 2)]),
+    ([None, [9]], [(), (9,)])])
+def test_listed_ids_of_each_prompt(given: object, want: object) -> None:
+    request = decode_generate(json.dumps({"text": ["a", "b"], "token_ids_logprob": given}).encode())
+    assert [options.token_ids for options in logprob_options(request, [4, 5], 10)] == want
+
+
+@pytest.mark.parametrize("fields", [
+    {"token_ids_logprob": [[1]]}, {"token_ids_logprob": [1, [2]]}, {"token_ids_logprob": [10]},
+    {"token_ids_logprob": [1] * 1025}, {"token_ids_logprob": [1] * 1000, "logprob_start_len": 0},
+    {"logprob_start_len": 5000}, {"top_logprobs_num": 21}])
+def test_logprob_options_out_of_range(fields: dict[str, object]) -> None:
+    request = decode_generate(json.dumps({"text": ["a", "b"], **fields}).encode())
+    with pytest.raises(InvalidRequest) as error:
+        logprob_options(request, [4, 2000], 10)
+    assert error.value.param in fields
