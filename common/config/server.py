@@ -5,6 +5,7 @@ Flag names are SGLang's where the thing is the same.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,8 @@ class ModelArgs:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
     random_seed: int = flag(0, help="seed of dummy weights and of unseeded sampling")
+    return_original_logprob: bool = flag(False, help=(
+        "tell log-probabilities of the output as they are before temperature (penalties and bias count in both cases)"))
     chat_template: str | None = flag(None, help="jinja file that replaces the checkpoint's chat template")
 
 
@@ -129,6 +132,36 @@ class ChatArgs:
 
 
 @dataclass(frozen=True)
+class GrammarArgs:
+    grammar_backend: Literal["xgrammar", "none"] = flag("xgrammar", help=(
+        "what keeps answers to a JSON schema, regular expression or grammar; none refuses such requests"))
+    constrained_json_whitespace_pattern: str | None = flag(None, help=(
+        "regular expression for the white space between the parts of JSON answers; without it any is allowed"))
+    constrained_json_disable_any_whitespace: bool = flag(False, help="no white space between the parts of JSON answers")
+
+    def __post_init__(self) -> None:
+        pattern = self.constrained_json_whitespace_pattern
+        if pattern is None:
+            return
+        if self.constrained_json_disable_any_whitespace:
+            raise ConfigError("--constrained-json-whitespace-pattern and --constrained-json-disable-any-whitespace "
+                              "exclude each other; give one of them.")
+        try:
+            matched = re.fullmatch(pattern, "") or re.fullmatch(pattern, " ") or re.fullmatch(pattern, "\n")
+        except re.error as error:
+            raise ConfigError(f"--constrained-json-whitespace-pattern {pattern!r} is no regular expression: "
+                              f"{error}.") from None
+        if not matched:
+            raise ConfigError(f"--constrained-json-whitespace-pattern {pattern!r} matches neither nothing, a space nor "
+                              "a newline; it is to match white space.")
+
+    @property
+    def whitespace(self) -> str | None:
+        """A regular expression for the white space in JSON; None for any."""
+        return "" if self.constrained_json_disable_any_whitespace else self.constrained_json_whitespace_pattern
+
+
+@dataclass(frozen=True)
 class StorageArgs:
     file_storage_path: str | None = flag(None, help=(
         "folder for uploaded files and batches, which outlive the server; servers of one host may share it"))
@@ -146,10 +179,19 @@ class ObserveArgs:
         "folder that the requests of the last five minutes are written to when the engine dies"))
     watchdog_timeout: float = flag(300.0, help=(
         "seconds after which a rank whose loop stands still shows its threads' stacks and ends (0: never)"))
+    enable_trace: bool = flag(False, help="trace requests to --otlp-traces-endpoint")
+    otlp_traces_endpoint: str | None = flag(None, help=(
+        "OpenTelemetry collector: HOST:PORT (gRPC) or http://HOST:PORT/v1/traces; turns tracing on (default with "
+        "--enable-trace: localhost:4317)"))
 
     def __post_init__(self) -> None:
         if self.watchdog_timeout < 0:
             raise ConfigError(f"--watchdog-timeout must be 0 or more, not {self.watchdog_timeout}.")
+
+    @property
+    def traces_to(self) -> str | None:
+        """The collector; None without tracing."""
+        return self.otlp_traces_endpoint or ("localhost:4317" if self.enable_trace else None)
 
     @property
     def log_level_of_requests(self) -> int | None:
@@ -172,6 +214,7 @@ class ServerConfig:
     events: EventsArgs = EventsArgs()
     chat: ChatArgs = ChatArgs()
     observe: ObserveArgs = ObserveArgs()
+    grammar: GrammarArgs = GrammarArgs()
     storage: StorageArgs = StorageArgs()
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
 from ..distributed.tp import TPGroup, init_tp
+from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..obs.logging import setup_logging
 from .batcher import Batcher
@@ -42,6 +43,7 @@ class EngineParts:
     batcher: Batcher
     executor: Executor
     ledger: Ledger
+    grammars: GrammarStore | None = None  # on rank 0
 
     @property
     def overlap(self) -> bool:
@@ -84,7 +86,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     control = Control(spec.config, tp, parts.runner, parts.batcher)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
-    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, control, send, events, watchdog).run()
+    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, control, send, events, watchdog,
+               parts.grammars).run()
     if watchdog is not None:
         watchdog.close()
     if events is not None:
@@ -107,8 +110,11 @@ def _build(spec: RankSpec, tp: TPGroup, send: Callable[[FromEngine], None],
         timeout=config.schedule.request_timeout,
         reserves_output=config.mode != "prefill",
     )
-    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed, tp)
-    return EngineParts(config, tp, runner, Batcher(cache, config.schedule), Executor(runner, sampler), ledger)
+    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed, tp,
+                      original_logprobs=config.model.return_original_logprob)
+    grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids) if tp.rank == 0 else None
+    return EngineParts(config, tp, runner, Batcher(cache, config.schedule), Executor(runner, sampler, grammars), ledger,
+                       grammars)
 
 
 def _join_group(spec: RankSpec) -> TPGroup:
