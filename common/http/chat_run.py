@@ -8,32 +8,38 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import UNSET
 
 from ..api.messages import Generate
 from ..openai.chat import template_messages, template_tools
 from ..openai.continuation import continue_after
-from ..openai.logprobs import chat_logprobs, joined
+from ..openai.logprobs import chat_logprobs
+from ..openai.logprobs import joined as logprobs_of
 from ..openai.native import LogprobOptions
+from ..openai.parts import Arguments, CallBegun, Part, Reader, Thought, joined
 from ..openai.prompts import Prompts
 from ..openai.protocol import ChatRequest, sampling_params
+from ..openai.reading import Reading, count_thought_tokens
 from ..openai.responses import (
     CalledFunction,
+    CalledFunctionDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
-    ChatLogprobs,
     ChatMessage,
+    CompletionTokensDetails,
     FinishReason,
+    ToolCallDelta,
     ToolCallOut,
+    Usage,
 )
-from ..openai.tool_calls import HermesParser, Part, ToolCallParser
+from .chat_formats import reading_of
 from .front import Front, plan
-from .generation import Choice, Delta
+from .generation import Choice
 from .run import Run
 from .usage import usage_of
 
@@ -46,125 +52,153 @@ async def plan_chat(front: Front, body: ChatRequest, *, arrived: float, with_ids
     Raises InvalidRequest, NotFound for another model, and WorkerUnavailable.
     """
     front.check_model(body.model)
-    requests = await _plan(front, body)
-    continued = continue_after(body.continuation, requests, front.model.vocab_size)
-    return ChatRun(front, requests, _Answer(front, body, with_ids=with_ids), arrived=arrived, continued=continued)
-
-
-async def _plan(front: Front, body: ChatRequest) -> list[Generate]:
     tokenizer = front.serving_tokenizer()
-    text = tokenizer.render_chat(
+    prompt = tokenizer.render_chat(
         template_messages(body), tools=template_tools(body.offered_tools),
         continue_final_message=bool(body.continue_final_message), options=body.chat_template_kwargs or {})
-    ids = await front.prompt_ids(Prompts(texts=[text]), "messages", add_special_tokens=False)
+    reading = reading_of(front.chat_formats, body, prompt)
+    requests = await _plan(front, body, prompt, reading)
+    continued = continue_after(body.continuation, requests, front.model.vocab_size)
+    answer = _Answer(front, body, reading, with_ids=with_ids)
+    return ChatRun(front, requests, answer, arrived=arrived, continued=continued)
+
+
+async def _plan(front: Front, body: ChatRequest, prompt: str, reading: Reading) -> list[Generate]:
+    ids = await front.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = front.room_for_output(ids[0], body.requested_tokens, name)
     params = sampling_params(body, body.requested_tokens, room, vocab_size=front.model.vocab_size, tokens_name=name)
+    if front.serving_tokenizer().any_special(reading.markers):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
     n = body.num_choices
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)
     return plan(ids, [params], n, body.rid, front.meeting_points(body, 1, n), [logprobs], body.priority)
 
 
-@dataclass
-class _Spoken:
-    """A streamed choice: its parser, the calls it has made, and token ids that wait for the next event."""
+class _Telling:
+    """What is told of one choice: its reader, the calls it has made, and token ids that wait for the next chunk."""
 
-    parser: ToolCallParser | None
-    num_calls: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    def __init__(self, reader: Reader):
+        self.reader = reader
+        self.num_calls = 0
+        self.token_ids: list[int] = []
+
+    def catch_up(self, text: str) -> None:
+        """Read what another server has told."""
+        self.num_calls = sum(isinstance(part, CallBegun) for part in self.reader.push(text))
+
+    def delta(self, part: Part) -> ChatDelta:
+        match part:
+            case Thought(text):
+                return ChatDelta(reasoning_content=text)
+            case CallBegun(name):
+                self.num_calls += 1
+                call = ToolCallDelta(self.num_calls - 1, CalledFunctionDelta("", name), _call_id(), "function")
+                return ChatDelta(tool_calls=[call])
+            case Arguments(text):
+                return ChatDelta(tool_calls=[ToolCallDelta(self.num_calls - 1, CalledFunctionDelta(text))])
+        return ChatDelta(content=part)
 
 
 class _Answer:
     """Tells one chat, see ``run.Answer``."""
 
-    def __init__(self, front: Front, body: ChatRequest, *, with_ids: bool):
+    def __init__(self, front: Front, body: ChatRequest, reading: Reading, *, with_ids: bool):
         begun = body.continuation
         self._id = (begun and begun.id) or f"chatcmpl-{uuid.uuid4().hex}"
         self._created = (begun and begun.created) or int(time.time())
         self._with_ids = with_ids
         self._model = body.model or front.config.model_name
         self._body = body
-        self._piece = front.serving_tokenizer().piece
-        self._spoken: list[_Spoken] = []
-
-    def _parser(self) -> ToolCallParser | None:
-        return HermesParser() if self._body.offered_tools else None
+        self._reading = reading
+        self._tokenizer = front.serving_tokenizer()
+        self._piece = self._tokenizer.piece
+        self._tellings: list[_Telling] = []
 
     # ------------------------------------------------------------------ whole
 
     def whole(self, choices: Sequence[Choice]) -> ChatCompletion:
-        return ChatCompletion(self._id, self._created, self._model, [self._choice(choice) for choice in choices],
-                              usage_of(choices, self._body.num_choices))
+        readers = [self._reading.reader() for _ in choices]
+        told = [self._choice(choice, reader) for choice, reader in zip(choices, readers)]
+        return ChatCompletion(self._id, self._created, self._model, told, self._usage(choices, readers))
 
-    def _choice(self, choice: Choice) -> ChatChoice:
+    def _choice(self, choice: Choice, reader: Reader) -> ChatChoice:
         assert choice.ended is not None
-        parser = self._parser()
-        parts: list[Part] = [choice.text] if parser is None else [*parser.push(choice.text), *parser.finish()]
-        calls = [_call(part.name, part.arguments) for part in parts if not isinstance(part, str)]
-        content = "".join(part for part in parts if isinstance(part, str))
-        message = ChatMessage(content if content or not calls else None, calls or UNSET)
+        message = message_of([*reader.push(choice.text), *reader.finish()])
         logprobs = choice.visible(choice.logprobs)
         return ChatChoice(choice.index, message, None if logprobs is None else chat_logprobs(logprobs, self._piece),
-                          _reason(choice, bool(calls)), choice.ended.matched)
+                          _reason(choice, bool(message.tool_calls)), choice.ended.matched)
 
     # ------------------------------------------------------------------ chunks
 
     def begin(self, choices: Sequence[Choice]) -> None:
-        self._spoken = [self._start(choice) for choice in choices]
-
-    def _start(self, choice: Choice) -> _Spoken:
-        """Where a choice stands: at its beginning, or behind what another server told."""
-        spoken = _Spoken(self._parser())
-        if spoken.parser is not None:
-            spoken.num_calls = sum(not isinstance(part, str) for part in spoken.parser.push(choice.text))
-        return spoken
+        self._tellings = [_Telling(self._reading.reader()) for _ in choices]
+        for choice, telling in zip(choices, self._tellings):
+            telling.catch_up(choice.text)
 
     def gained(self, choice: Choice) -> list[ChatChunk]:
-        spoken = self._spoken[choice.index]
+        telling = self._tellings[choice.index]
         first = not choice.started
         delta = choice.take_delta()
         events = [ChatChunkChoice(choice.index, ChatDelta(role="assistant", content=""))] if first else []
-        logprobs = self._logprobs(choice, delta)
-        for part in self._parts(choice, delta, spoken):
-            said = self._said(part, spoken)
-            events.append(ChatChunkChoice(choice.index, said, logprobs))
+        found = choice.visible(logprobs_of(delta.logprobs))
+        logprobs = chat_logprobs(found, self._piece) if found is not None and found.token_ids else None
+        parts = telling.reader.push(delta.text)
+        for part in joined([*parts, *telling.reader.finish()] if choice.ended else parts):
+            events.append(ChatChunkChoice(choice.index, telling.delta(part), logprobs))
             logprobs = None
         if logprobs is not None:  # tokens whose text is held back
             events.append(ChatChunkChoice(choice.index, ChatDelta(content=""), logprobs))
         if choice.ended is not None:
-            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _reason(choice, spoken.num_calls > 0)))
+            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _reason(choice, telling.num_calls > 0)))
         if self._with_ids:
-            spoken.token_ids += delta.token_ids
+            telling.token_ids += delta.token_ids
             if events:
-                events[-1].token_ids, spoken.token_ids = spoken.token_ids, []
+                events[-1].token_ids, telling.token_ids = telling.token_ids, []
         return [ChatChunk(self._id, self._created, self._model, [said]) for said in events]
 
     def end(self, choices: Sequence[Choice]) -> list[ChatChunk]:
         if not self._body.wants_usage:
             return []
-        return [ChatChunk(self._id, self._created, self._model, [], usage_of(choices, self._body.num_choices))]
+        usage = self._usage(choices, [telling.reader for telling in self._tellings])
+        return [ChatChunk(self._id, self._created, self._model, [], usage)]
 
-    def _parts(self, choice: Choice, delta: Delta, spoken: _Spoken) -> list[Part]:
-        if spoken.parser is None:
-            return [delta.text] if delta.text else []
-        parts = spoken.parser.push(delta.text)
-        return [*parts, *spoken.parser.finish()] if choice.ended else parts
+    def _usage(self, choices: Sequence[Choice], readers: Sequence[Reader]) -> Usage:
+        usage = usage_of(choices, self._body.num_choices)
+        if self._reading.reasoning is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(sum(
+                self._thought_tokens(choice, reader) for choice, reader in zip(choices, readers)))
+        return usage
 
-    def _said(self, part: Part, spoken: _Spoken) -> ChatDelta:
-        if isinstance(part, str):
-            return ChatDelta(content=part)
-        call = _call(part.name, part.arguments)
-        call.index = spoken.num_calls
-        spoken.num_calls += 1
-        return ChatDelta(tool_calls=[call])
-
-    def _logprobs(self, choice: Choice, delta: Delta) -> ChatLogprobs | None:
-        found = choice.visible(joined(delta.logprobs))
-        return chat_logprobs(found, self._piece) if found is not None and found.token_ids else None
+    def _thought_tokens(self, choice: Choice, reader: Reader) -> int:
+        spans = reader.thought_spans
+        if not spans:
+            return 0
+        hidden = self._tokenizer.special_ids if choice.request.sampling.skip_special_tokens else frozenset()
+        pieces = (b"" if token in hidden else self._piece(token) for token in choice.token_ids)
+        return count_thought_tokens(spans, choice.text, pieces)
 
 
-def _call(name: str, arguments: str) -> ToolCallOut:
-    return ToolCallOut(f"call_{uuid.uuid4().hex[:24]}", CalledFunction(name, arguments))
+def message_of(parts: list[Part]) -> ChatMessage:
+    """The message that the parts of a whole answer make."""
+    calls: list[ToolCallOut] = []
+    content = thought = ""
+    for part in joined(parts):
+        match part:
+            case Thought(text):
+                thought += text
+            case CallBegun(name):
+                calls.append(ToolCallOut(_call_id(), CalledFunction(name, "")))
+            case Arguments(text):
+                calls[-1].function.arguments += text
+            case _:
+                content += part
+    return ChatMessage(content if content or not calls else None, calls or UNSET,
+                       reasoning_content=thought or UNSET)
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _reason(choice: Choice, called: bool) -> FinishReason:

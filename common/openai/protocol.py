@@ -155,7 +155,11 @@ _completion = BodyDecoder(CompletionRequest)
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest."""
-    request = _chat.decode(body)
+    return check_chat(_chat.decode(body))
+
+
+def check_chat(request: ChatRequest) -> ChatRequest:
+    """The same request, whose values agree with each other. Raises InvalidRequest."""
     _check_common(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")

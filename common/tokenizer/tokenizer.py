@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,24 @@ class Tokenizer:
         except jinja2.TemplateError:
             pass  # a template may well reject this conversation
         return Tokenizer(self._hf, source)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source of the template for chats with tools, None where there is no template."""
+        if self._chat_template is not None:
+            return self._chat_template
+        found = self._hf.chat_template
+        if isinstance(found, dict):  # templates by name
+            found = found.get("tool_use") or found.get("default")
+        return found or None
+
+    @cached_property
+    def _special_texts(self) -> frozenset[str]:
+        return frozenset(self._hf.convert_ids_to_tokens(sorted(self.special_ids)))
+
+    def any_special(self, words: Iterable[str]) -> bool:
+        """Whether one of ``words`` is a special token, which ``skip_special_tokens`` leaves out of the text."""
+        return not self._special_texts.isdisjoint(words)
 
     @cached_property
     def longest_token(self) -> int:

@@ -22,7 +22,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server") / "log", "--model-path", str(checkpoint), "--api-key", "secret")
+    server = Server(tmp_path_factory.mktemp("server") / "log", "--model-path", str(checkpoint), "--api-key", "secret",
+                    "--tool-call-parser", "hermes")
     try:
         server.wait_ready()
         yield server

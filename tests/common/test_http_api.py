@@ -78,7 +78,11 @@ async def test_tool_calls(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(model="tiny", messages=user(call * 2), tools=tools, stream=True)
     choices = [chunk.choices[0] async for chunk in stream]
     calls = [call for choice in choices for call in choice.delta.tool_calls or []]
-    assert [(call.index, call.function and call.function.name) for call in calls] == [(0, "f"), (1, "f")]
+    begun = [call for call in calls if call.function and call.function.name]
+    assert [(call.index, call.function and call.function.name) for call in begun] == [(0, "f"), (1, "f")]
+    assert all(call.id and call.type == "function" for call in begun) and len({call.id for call in begun}) == 2
+    pieces = [call.function.arguments for call in calls if call.index == 1 and call.function]
+    assert "".join(piece or "" for piece in pieces) == '{"x": 1}' and len(pieces) > 2
     assert choices[-1].finish_reason == "tool_calls"
     declined = await client.chat.completions.create(model="tiny", messages=user(call), tools=tools, tool_choice="none")
     assert declined.choices[0].message.content == call and declined.choices[0].finish_reason == "stop"

@@ -1,0 +1,7 @@
+"""Reasoning in a model's answer: how each family of models writes it. No torch."""
+
+from .format import ReasoningFormat
+from .registry import REASONING
+from .think import ThinkReader, begins_inside
+
+__all__ = ["REASONING", "ReasoningFormat", "ThinkReader", "begins_inside"]

@@ -1,0 +1,25 @@
+"""``[{"name": ..., "parameters": {...}}, ...]``: what models without a format of their own are made to write."""
+
+from __future__ import annotations
+
+from ..cursor import Cursor, Step
+from .calls import Calls
+from .format import ToolFormat
+from .json_call import envelope
+
+
+def read(cursor: Cursor, calls: Calls) -> Step[None]:
+    yield from cursor.skip()
+    yield from cursor.take("[")
+    while (yield from envelope(cursor, calls)):
+        cursor.drop()
+        yield from cursor.skip(" \t\r\n,")
+        cursor.drop()
+        if (yield from cursor.take("]")):
+            cursor.drop()
+            break
+    cursor.to_content()
+    yield from cursor.content()
+
+
+JSON_ARRAY = ToolFormat(read)

@@ -1,0 +1,146 @@
+"""Calls whose arguments, or all of them, are JSON objects."""
+
+from __future__ import annotations
+
+import json
+
+from ..cursor import Cursor, Step
+from ..json_scanner import JsonScanner
+from .calls import Calls
+
+_NAME, _ARGUMENTS = "name", ("arguments", "parameters")
+
+
+def json_object(cursor: Cursor) -> Step[bool]:
+    """Whether a JSON object comes next, behind white space (which is read)."""
+    yield from cursor.skip()
+    while not cursor.next:
+        if not (yield from cursor.more()):
+            return False
+    return cursor.next == "{"
+
+
+def json_arguments(cursor: Cursor, calls: Calls, *ends: str) -> Step[None]:
+    """Tell the object that comes next, piece by piece.
+
+    Where it stops being JSON, the rest up to one of ``ends`` is told as the model wrote it: the call has begun, and
+    only its reader can make something of it.
+    """
+    scanner = JsonScanner()
+    while True:
+        end = scanner.feed(cursor.text, cursor.pos)
+        calls.arguments(cursor.text[cursor.pos: end])
+        cursor.pos = end
+        cursor.drop()
+        if scanner.done:
+            return
+        if scanner.wrong:
+            yield from cursor.until(*ends, tell=calls.arguments)
+            return
+        if not (yield from cursor.more()):
+            return
+
+
+def _value(cursor: Cursor) -> Step[str | None]:
+    """The JSON value that comes next, None where it breaks off."""
+    scanner = JsonScanner()
+    start = cursor.pos
+    while True:
+        cursor.pos = scanner.feed(cursor.text, cursor.pos)
+        if scanner.done:
+            return cursor.text[start: cursor.pos]
+        if scanner.wrong or not (yield from cursor.more()):
+            return None
+
+
+class _Envelope:
+    """``{"name": ..., "arguments": {...}}`` with the keys in any order; see ``envelope``."""
+
+    def __init__(self, cursor: Cursor, calls: Calls, ends: tuple[str, ...], any_name: bool):
+        self._cursor = cursor
+        self._calls = calls
+        self._ends = ends
+        self._any_name = any_name
+        self._name: str | None = None
+        self._early: str | None = None  # arguments that stand before the name
+        self.begun = False
+
+    def read(self) -> Step[bool]:
+        cursor = self._cursor
+        cursor.pos += 1
+        while True:
+            yield from cursor.skip()
+            if cursor.next == "}":
+                cursor.pos += 1
+                return self.begun or self._begin_without_rest()
+            key = (yield from _value(cursor)) if cursor.next == '"' else None
+            yield from cursor.skip()
+            if key is None or not (yield from cursor.take(":")):
+                return self.begun
+            if not (yield from self._member(json.loads(key))):
+                return self.begun
+            yield from cursor.skip()
+            if cursor.next == ",":
+                cursor.pos += 1
+            elif cursor.next != "}":
+                return self.begun
+
+    def _member(self, key: str) -> Step[bool]:
+        """Read one value; False where no call can come of it."""
+        cursor = self._cursor
+        is_arguments = key in _ARGUMENTS and not self.begun
+        if is_arguments and self._name is not None and (yield from json_object(cursor)):
+            if not self._acceptable():
+                return False
+            self._begin()
+            yield from json_arguments(cursor, self._calls, *self._ends)
+            return True
+        yield from cursor.skip()
+        text = yield from _value(cursor)
+        if text is None:
+            return False
+        if key == _NAME and not self.begun:
+            self._name = json.loads(text) if text.startswith('"') else None
+            return self._name is not None and self._acceptable()
+        if is_arguments:
+            self._early = _object_in(text)
+            return self._early is not None
+        return True
+
+    def _acceptable(self) -> bool:
+        return self._any_name or self._calls.offers(self._name or "")
+
+    def _begin(self) -> None:
+        assert self._name is not None
+        self._calls.begin(self._name)
+        self.begun = True
+
+    def _begin_without_rest(self) -> bool:
+        """At the envelope's end, where its arguments are missing, or stood in another form than an object."""
+        if self._name is None:
+            return False
+        self._begin()
+        self._calls.arguments(self._early or "{}")
+        return True
+
+
+def _object_in(text: str) -> str | None:
+    """The object that a JSON value is or holds as a string (null means an empty one), None for anything else."""
+    if text.startswith('"'):
+        text = json.loads(text).strip()
+    if text == "null":
+        return "{}"
+    try:
+        return text if isinstance(json.loads(text), dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def envelope(cursor: Cursor, calls: Calls, *ends: str, any_name: bool = True) -> Step[bool]:
+    """Tell the call that the object which comes next describes; False where it describes none (nothing is told).
+
+    Without ``any_name`` an object that names no offered tool describes none. ``ends``: see ``json_arguments``.
+    """
+    if not (yield from json_object(cursor)):
+        return False
+    return (yield from _Envelope(cursor, calls, ends, any_name).read())

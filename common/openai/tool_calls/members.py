@@ -1,0 +1,29 @@
+"""Building the JSON of a call's arguments, one key at a time."""
+
+from __future__ import annotations
+
+from .calls import Calls
+from .values import quoted
+
+
+class Members:
+    """Tells ``{"key": value, ...}`` while the keys and values come."""
+
+    def __init__(self, calls: Calls):
+        self._calls = calls
+        self._opened = False
+
+    def key(self, key: str) -> None:
+        self._calls.arguments(f"{', ' if self._opened else '{'}{quoted(key)}: ")
+        self._opened = True
+
+    def value(self, text: str) -> None:
+        """``text`` is JSON."""
+        self._calls.arguments(text)
+
+    def string_piece(self, text: str) -> None:
+        """A piece of a string's inside, unescaped."""
+        self._calls.arguments(quoted(text)[1:-1])
+
+    def close(self) -> None:
+        self._calls.arguments("}" if self._opened else "{}")

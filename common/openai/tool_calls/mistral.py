@@ -1,0 +1,58 @@
+"""``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` since tokenizer v11."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ..cursor import Cursor, Step
+from .calls import Calls
+from .format import Layout, Tag, ToolFormat
+from .json_call import envelope, json_arguments, json_object
+
+OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAME = re.compile(r"[\w.\-]*")
+
+
+def read(cursor: Cursor, calls: Calls) -> Step[None]:
+    while (yield from cursor.content(OPEN)):
+        yield from cursor.take(OPEN)
+        yield from cursor.skip()
+        read_calls = _array if (yield from cursor.take("[")) else _named
+        if (yield from read_calls(cursor, calls)):
+            cursor.drop()
+        else:
+            cursor.to_content()
+
+
+def _array(cursor: Cursor, calls: Calls) -> Step[bool]:
+    told = False
+    while (yield from envelope(cursor, calls, OPEN)):
+        told = True
+        cursor.drop()
+        yield from cursor.skip()
+        if not (yield from cursor.take(",")):
+            break
+        cursor.drop()
+    yield from cursor.skip()
+    if told:
+        yield from cursor.take("]")
+    return told
+
+
+def _named(cursor: Cursor, calls: Calls) -> Step[bool]:
+    name = yield from cursor.run(_NAME)
+    if name and (yield from cursor.take(CALL_ID)):
+        yield from cursor.run(_NAME)
+    if not name:
+        return False
+    yield from cursor.take(ARGS)
+    if not (yield from json_object(cursor)):
+        return False
+    calls.begin(name)
+    yield from json_arguments(cursor, calls, OPEN)
+    return True
+
+
+MISTRAL = ToolFormat(read, (OPEN, CALL_ID, ARGS), (frozenset((OPEN,)),), Layout(
+    lambda name: Tag(f'{{"name": {json.dumps(name)}, "arguments": ', "}"), OPEN, f"{OPEN} [", ", ", "]"))
