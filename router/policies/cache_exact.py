@@ -10,19 +10,19 @@ seconds (its pages are not stored yet), and where prompts were sent whose worker
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nlargest, nsmallest
+from heapq import nlargest
 from operator import itemgetter
 from typing import NamedTuple
 
 from ...common.api.kv_events import PROMPT_PAGES_HEADER, decode_pages
 from ..answer import AnswerHead
 from ..body import Peek
-from ..http_server import Request
 from ..registry import Worker
+from ..request import Request
 from ..residency import Residency
-from .base import Decision, by_load
+from .base import Decision
 from .cache_aware import BLOCK, PrefixMemory
-from .load_view import EXACT_UP_TO, LoadView
+from .load_view import LoadView
 from .text_pages import TextPages, text_blocks
 from .token_pages import TokenPages
 
@@ -109,6 +109,7 @@ class CacheExact:
         self._loads = LoadView()
         self._decode_loads = LoadView()
         self._fleets: dict[int, Fleet] = {}
+        self._joined: tuple[frozenset[int], frozenset[int], frozenset[int]] = (frozenset(), frozenset(), frozenset())
         self.recent = PrefixMemory()
         self.sent = PrefixMemory()
         self._mean_missing = LEAST_MEAN
@@ -133,7 +134,7 @@ class CacheExact:
         assert found is not None
         prompt = Prompt(len(text), text_blocks(text), text if _is_ids(text) else None)
         if prompt.ids is None and request.on_head is None and not self.texts.knows(prompt.blocks):
-            request.headers.append(_ASK)
+            request.headers += _ASK
             request.on_head = _Lesson(self.texts, prompt)
         return prompt
 
@@ -161,7 +162,7 @@ class CacheExact:
         """A prefill and a decode worker for one prompt, chosen together (neither sequence is empty)."""
         share = Share(self._mean_pages, {})
         if subject is not None:
-            share = self._share(subject, self._fleet(prefills).ids | self._fleet(decodes).ids)
+            share = self._share(subject, self._both(prefills, decodes))
         sides = [(worker, self._decoding(worker, share, TRANSFER), self._decoding(worker, share, TRANSFER_NEAR))
                  for worker in self._candidates(self._decode_loads, decodes, share)]
         best: tuple[float, Worker, Worker] | None = None
@@ -188,8 +189,7 @@ class CacheExact:
             return [loads.lightest(self.residency.sizes)]
         if len(workers) <= _FEW:
             return sorted(workers, key=lambda worker: self.residency.sizes.get(worker.id, 0))
-        light = ([loads.lightest(self.residency.sizes) for _ in range(_FEW // 2)] if len(workers) > EXACT_UP_TO
-                 else nsmallest(_FEW // 2, workers, key=by_load))
+        light = loads.light(_FEW // 2, self.residency.sizes)
         by_id = self._fleet(workers).by_id
         held = nlargest(_FEW, (item for item in share.cached.items() if item[0] in by_id), key=itemgetter(1))
         return [*light, *(by_id[worker_id] for worker_id, _ in held)]
@@ -240,6 +240,13 @@ class CacheExact:
             self._fleets[id(workers)] = fleet
         return fleet
 
+    def _both(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> frozenset[int]:
+        """The ids of two fleets; joining those of a thousand workers takes 30 us."""
+        one, other = self._fleet(prefills).ids, self._fleet(decodes).ids
+        if self._joined[:2] != (one, other):
+            self._joined = one, other, one | other
+        return self._joined[2]
+
     def _share(self, prompt: Prompt, among: frozenset[int]) -> Share:
         pages, cached = self._resident(prompt)
         per_block = pages / max(1, len(prompt.blocks) - 1)
@@ -284,7 +291,7 @@ class _Lesson:
         self._prompt = prompt
 
     def __call__(self, head: AnswerHead) -> AnswerHead:
-        start = head.folded.find(_LINE)
+        start = head.data[:head.size].lower().find(_LINE)
         if start < 0:
             return head
         end = head.data.index(b"\r\n", start + 2)
@@ -293,7 +300,7 @@ class _Lesson:
         except ValueError:
             return head
         self._texts.learn(self._prompt.blocks, self._prompt.size, pages)
-        return AnswerHead(head.status, head.data[:start] + head.data[end:], head.size - (end - start))
+        return AnswerHead(head.facts, head.data[:start] + head.data[end:], head.size - (end - start))
 
 
 def _is_ids(text: bytes) -> bool:
