@@ -15,6 +15,7 @@ from .collect import Answer, ask, get
 from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
+from .engine_metrics import merge
 from .http_server import Request
 from .ranks import report_of, server_url
 from .registry import Worker
@@ -90,10 +91,27 @@ async def broadcast(router: Router, request: Request) -> Response:
     slow = request.path in SLOW_BROADCASTS
     seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
     servers = _servers(router)
-    answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in servers.values()))
+    answers = await asyncio.gather(*(_tell(router, w, request, seconds) for w in servers.values()))
     success = all(answer.ok for answer in answers)
     return Response.json({"success": success, "workers": {url: a.status for url, a in zip(servers, answers)}},
                          200 if success else 502)
+
+
+async def _tell(router: Router, worker: Worker, request: Request, seconds: float) -> Answer:
+    """Show the worker the router's key, and where that does not open it the caller's: they may share an admin key."""
+    answer = await ask(router.dispatcher, worker, request, seconds)
+    if answer.status in (401, 403) and request.authorization_line:
+        answer = await ask(router.dispatcher, worker, request, seconds, own_key=False)
+    return answer
+
+
+async def engine_metrics(router: Router, request: Request) -> Response:
+    """The metrics of all servers, on one page; 502 when none answers."""
+    servers = _servers(router)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/metrics"), _REPORT_SECONDS)
+                                     for w in servers.values()))
+    pages = {url: answer.body for url, answer in zip(servers, answers) if answer.ok}
+    return Response(200 if pages or not servers else 502, merge(pages), "text/plain; version=0.0.4; charset=utf-8")
 
 
 async def loads(router: Router, request: Request) -> Response:
@@ -163,6 +181,7 @@ ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
     b"/liveness": ((b"GET",), liveness),
     b"/readiness": ((b"GET",), readiness),
     b"/metrics": ((b"GET",), metrics),
+    b"/engine_metrics": ((b"GET",), engine_metrics),
     b"/dashboard": ((b"GET",), dashboard.page),
     b"/dashboard/data": ((b"GET",), dashboard.data),
     b"/list_workers": ((b"GET",), list_workers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from copy import copy
 from typing import Any, NamedTuple
 
 import httptools
@@ -69,10 +70,16 @@ class _Collector:
             self.answer.set_result(answer)
 
 
-async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout: float) -> Answer:
-    """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does."""
+async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout: float, *,
+              own_key: bool = True) -> Answer:
+    """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does.
+
+    ``own_key``: a worker without a key of its own is shown the router's, not what stands in the request.
+    """
     collector = _Collector()
-    request.authorization_line = dispatcher.own_authorization or request.authorization_line
+    if own_key and dispatcher.own_authorization:
+        request = copy(request)
+        request.authorization_line = dispatcher.own_authorization
     call = dispatcher.send(worker, request, request.body, collector)
     try:
         return await asyncio.wait_for(collector.answer, timeout)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import msgspec
 
 from ..common.api.errors import NotFound
-from .admin import add_worker, drained, list_workers, removed
+from .admin import add_worker, drained, removed
 from .endpoint import Endpoint
 from .http_server import Request
 from .ranks import server_url
-from .registry import Worker
+from .registry import ROLES, Worker
 from .wire import Response, check_method
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def serve_workers(router: Router, request: Request) -> Response:
     name = request.path[len(WORKERS):].strip(b"/")
     if not name:
         check_method(request, (b"GET", b"HEAD", b"POST"))
-        return _created(add_worker(router, request)) if request.method == b"POST" else list_workers(router, request)
+        return _created(router, add_worker(router, request)) if request.method == b"POST" else _listed(router)
     if name.endswith(b"/drain"):
         check_method(request, (b"POST",))
         return drained(router, _find(router, name[:-len(b"/drain")]).endpoint.url)
@@ -39,12 +39,27 @@ def serve_workers(router: Router, request: Request) -> Response:
     worker = _find(router, name)
     if request.method == b"DELETE":
         return removed(router, request, worker.endpoint.url)
-    return Response.json(worker.describe())
+    return Response.json(_shown(worker))
 
 
-def _created(added: Response) -> Response:
+def _listed(router: Router) -> Response:
+    workers = [_shown(worker) for worker in router.registry]
+    counts = {f"{role}_count": sum(worker["role"] == role for worker in workers) for role in ROLES}
+    return Response.json({"workers": workers, "total": len(workers), "stats": counts})
+
+
+def _shown(worker: Worker) -> dict[str, Any]:
+    """As ``/list_workers`` shows it, and by the names that sglang-router has for it here."""
+    shown = worker.describe()
+    return {**shown, "worker_type": worker.role, "is_healthy": shown["healthy"],
+            "model_id": next(iter(worker.model_ids), "unknown"), "connection_mode": "HTTP"}
+
+
+def _created(router: Router, added: Response) -> Response:
     worker = msgspec.json.decode(added.body)["worker"]
-    return Response(201, msgspec.json.encode(worker), headers=(("location", f"/workers/{worker['id']}"),))
+    place = f"/workers/{worker['id']}"
+    body = {**_shown(router.registry.at(worker["url"])[0]), "worker_id": worker["id"], "location": place}
+    return Response(201, msgspec.json.encode(body), headers=(("location", place),))
 
 
 def _find(router: Router, name: bytes) -> Worker:

@@ -48,6 +48,59 @@ async def test_what_is_not_served_says_what_to_use(router, request_to, path, hin
     assert hint in reply.error["message"]
 
 
+async def test_metrics_of_all_servers_on_one_page(router, worker, request_to, script):
+    def tells(page, status=200):
+        async def tell(served):
+            served.answer(status, page)
+        return tell
+
+    first = await worker(tells(b'# TYPE x counter\nx_total{m="1"} 3\n'))
+    second = await worker(tells(b'# TYPE x counter\nx_total{m="1"} 4\n'))
+    front = await router(first, second, await worker(tells(b"<html>{", 404)), await worker(tells(b"no {page")))
+    reply = await request_to(front, "GET", "/engine_metrics")
+    assert (reply.status, reply.headers["content-type"].split(";")[0]) == (200, "text/plain")
+    lines = reply.body.decode().splitlines()
+    assert [line for line in lines if line.startswith("x_total")] == [
+        f'x_total{{m="1",worker_addr="{mock.url}"}} {value}' for mock, value in ((first, "3.0"), (second, "4.0"))]
+    assert lines.count("# TYPE x_total counter") == 1
+
+
+async def test_workers_are_told_under_the_key_that_opens_them(router, worker, request_to):
+    """Servers know the clients' key, and for what changes them an administrator's."""
+    async def guard(served):
+        key = dict(served.headers)[b"Authorization" if b"Authorization" in dict(served.headers) else b"authorization"]
+        served.answer(200 if key == b"Bearer admin" else 401)
+
+    mock = await worker(guard)
+    front = await router(mock, api_key="client", admin_api_key="admin")
+    for key, status, told in (("client", 401, 0), ("admin", 200, 2)):
+        reply = await request_to(front, "POST", "/flush_cache", b"", f"Authorization: Bearer {key}\r\n")
+        assert (reply.status, len(mock.posts)) == (status, told)
+
+
+async def test_workers_as_sglang_router_shows_them(router, worker, request_to):
+    mock = await worker()
+    found = (await request_to(await router(mock), "GET", "/workers")).json
+    assert (found["total"], found["stats"]) == (1, {"regular_count": 1, "prefill_count": 0, "decode_count": 0})
+    (shown,) = found["workers"]
+    assert shown | {"url": mock.url, "worker_type": "regular", "is_healthy": True, "load": 0, "model_id": "tiny",
+                    "connection_mode": "HTTP"} == shown
+
+
+QUESTIONS = """
+/liveness /readiness /health /health_generate /engine_metrics /v1/models /get_model_info /get_server_info /model_info
+/server_info /get_loads /get_load /workers /list_workers /metrics /v1/responses/resp_1 /v1/conversations/conv_1/items
+/v1/tokenizers
+""".split()
+
+
+@pytest.mark.parametrize("path", QUESTIONS)
+@pytest.mark.parametrize("pairs", [False, True])
+async def test_questions_of_sglang_router_s_clients_are_answered(router, worker, request_to, path, pairs):
+    front = await router(prefill=[await worker()], decode=[await worker()]) if pairs else await router(await worker())
+    assert (await request_to(front, "GET", path)).status == 200
+
+
 # ---------------------------------------------------------------------- what one worker keeps
 
 
