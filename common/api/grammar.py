@@ -1,4 +1,4 @@
-"""What an answer must look like, as a request states it."""
+"""What an answer must look like, as a request states it, and the tokens that it can be made of."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
 
     kind: GrammarKind
     text: str
+
+
+class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes that each token of the model adds to a text, ``pieces[token id]``; empty for ids without a token.
+
+    ``special_ids`` are markup such as the beginning of a message; ``stop_ids`` end every answer.
+    """
+
+    pieces: list[bytes]
+    special_ids: list[int]
+    stop_ids: list[int]

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from .commands import Command
+from .grammar import GrammarSpec, Vocabulary
 from .sampling import SamplingParams
 
 
@@ -68,7 +69,22 @@ class Shutdown(msgspec.Struct, tag=True):
     """Finish the step in flight, then leave the loop."""
 
 
-ToEngine = Generate | Abort | Control | GetState | Shutdown
+class PrepareGrammar(msgspec.Struct, tag=True):
+    """Compile a grammar, which requests that follow the answer (``Done``) may name. ``vocabulary`` comes with the
+    first."""
+
+    seq: int
+    spec: GrammarSpec
+    vocabulary: Vocabulary | None = None
+
+
+class DropGrammar(msgspec.Struct, tag=True):
+    """No request that follows names this grammar, unless it is prepared again."""
+
+    spec: GrammarSpec
+
+
+ToEngine = Generate | Abort | Control | GetState | PrepareGrammar | DropGrammar | Shutdown
 
 FinishReason = Literal["stop", "length", "abort"]
 

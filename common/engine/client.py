@@ -17,10 +17,12 @@ import zmq.asyncio
 
 from ..api.commands import Command
 from ..api.errors import Conflict, Overloaded, ServingError, WorkerUnavailable, from_code
+from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import (
     Abort,
     Control,
     Done,
+    DropGrammar,
     Failed,
     FromEngine,
     Generate,
@@ -28,6 +30,7 @@ from ..api.messages import (
     Loading,
     Output,
     Outputs,
+    PrepareGrammar,
     Ready,
     Shutdown,
     StartFailed,
@@ -38,6 +41,7 @@ from ..api.messages import (
 )
 
 _REPLY_SECONDS = 10.0
+_COMPILE_SECONDS = 120.0  # a grammar's; it waits for others, and with the first xgrammar is imported
 _RETRY_SECONDS = 0.005
 
 
@@ -219,7 +223,21 @@ class EngineClient:
             raise from_code(reply.code, reply.message)
         return reply.message
 
-    async def _ask(self, question: Control | GetState, seq: int, timeout: float = _REPLY_SECONDS) -> State | Done:
+    async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None) -> None:
+        """Returns when the engine takes requests with this grammar; raises ServingError. ``vocabulary`` must come with
+        the first."""
+        seq = next(self._seq)
+        reply = await self._ask(PrepareGrammar(seq, spec, vocabulary), seq, _COMPILE_SECONDS)
+        assert isinstance(reply, Done)
+        if reply.code is not None:
+            raise from_code(reply.code, reply.message)
+
+    def drop_grammar(self, spec: GrammarSpec) -> None:
+        """Let the engine forget a grammar that no further request will name."""
+        self._send(DropGrammar(spec))
+
+    async def _ask(self, question: Control | GetState | PrepareGrammar, seq: int,
+                   timeout: float = _REPLY_SECONDS) -> State | Done:
         if self._dead is not None:
             raise WorkerUnavailable(self._dead)
         reply = self._replies[seq] = asyncio.get_running_loop().create_future()

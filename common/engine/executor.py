@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from ..api.messages import Logprobs
-from .batcher import Batch
+from ..grammar.store import GrammarStore
+from .batcher import Batch, Chunk
+from .choosing import FillAllowed
 from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
 from .prompt_logprobs import PromptReport, prompt_rows
 from .req import Req
@@ -49,9 +51,11 @@ class Step:
 class Executor:
     """One rank's model and sampler. Launched steps run in order; what one samples, the next may compute on."""
 
-    def __init__(self, runner: ModelRunner, sampler: Sampler):
+    def __init__(self, runner: ModelRunner, sampler: Sampler, grammars: GrammarStore | None = None):
+        """``grammars``: those of requests with a matcher, on the rank that chooses tokens."""
         self._runner = runner
         self._sampler = sampler
+        self._grammars = grammars
         self._last: Step | None = None
 
     @property
@@ -63,7 +67,8 @@ class Executor:
         """Start computing the batch. Pending tokens are taken from the step launched before, on the device.
 
         ``after_group(g, event)`` is called once layer group g's keys and values are on their way into the pool;
-        ``event`` (None on a CPU) tells when they are there.
+        ``event`` (None on a CPU) tells when they are there. Where a request has a grammar, its mask is made while the
+        device runs the forward pass; that needs its pending token, so that the host then waits for the step before.
         """
         wanted = [] if batch.is_decode else prompt_rows(batch)
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
@@ -73,7 +78,9 @@ class Executor:
         sources = self._sources(batch)
         logits = self._runner.forward(self._build(batch, rows, sources), after_group)
         count = len(sampling)
-        choosing = [chunk.req.choosing(chunk.stop, sources.get(chunk.req)) for chunk in sampling]
+        allowed = self._allowed(sampling, sources)
+        choosing = [chunk.req.choosing(chunk.stop, sources.get(chunk.req), allowed.get(chunk.req))
+                    for chunk in sampling]
         sampled = self._sampler.launch(logits[:count], choosing, self._previous)
         report = PromptReport(wanted, logits[count:count + len(wanted)]) if wanted else None
         step = Step(batch, sampled, [chunk.req for chunk in sampling], report)
@@ -101,6 +108,17 @@ class Executor:
         assert self._last is not None, "a pending token comes from a step"
         places = {req: i for i, req in enumerate(self._last.sampling)}
         return {req: places[req] for req in pending}
+
+    def _allowed(self, chunks: list[Chunk], sources: dict[Req, int]) -> dict[Req, FillAllowed]:
+        """The masks of requests whose next token is bound by a grammar."""
+        bound = [(chunk.req, chunk.req.matcher) for chunk in chunks if chunk.req.matcher is not None]
+        if not bound:
+            return {}
+        assert self._grammars is not None
+        chosen = self._last.sampled.token_ids() if self._last and any(req in sources for req, _ in bound) else []
+        live = [(req, matcher) for req, matcher in bound
+                if matcher.advance(chosen[sources[req]] if req in sources else None)]
+        return dict(zip([req for req, _ in live], self._grammars.fill([matcher for _, matcher in live])))
 
     def _build(self, batch: Batch, logits_rows: list[int], sources: dict[Req, int]) -> ForwardBatch:
         runner, page_size = self._runner, self._runner.layout.page_size

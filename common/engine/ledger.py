@@ -19,7 +19,7 @@ class Ledger:
                  max_requests: int, timeout: float, reserves_output: bool = True):
         """``reserves_output``: whether this engine also decodes, so that prompt and output must both fit."""
         self._send = send
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
         self._max_request_tokens = max_request_tokens
         self._max_requests = max_requests
         self._timeout = timeout
@@ -36,7 +36,7 @@ class Ledger:
         except ServingError as error:
             self._send(Failed(message.rid, error.code, error.message))
             return None
-        req = Req.from_message(message, eos_ids=self._eos_ids, now=now, timeout=self._timeout)
+        req = Req.from_message(message, eos_ids=self.eos_ids, now=now, timeout=self._timeout)
         self.live[req.rid] = req
         return req
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from ..api import messages
 from ..api.errors import Aborted, DeadlineExceeded, ServingError
 from ..api.messages import Abort, Done, FromEngine, Generate, GetState, Shutdown, State, ToEngine
+from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from .channel import Ticker
 from .control import Control
@@ -67,7 +68,8 @@ class EngineLoop:
 
     def __init__(self, ticker: Ticker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
-                 watchdog: Watchdog | None = None):
+                 watchdog: Watchdog | None = None, grammars: GrammarStore | None = None):
+        """``grammars``: on the rank that chooses tokens."""
         self._ticker = ticker
         self._ledger = ledger
         self._scheduler = scheduler
@@ -76,6 +78,7 @@ class EngineLoop:
         self._send = send
         self._events = events
         self._watchdog = watchdog
+        self._grammars = grammars
         self._next_deadline_check = 0.0
         self._stopping = False
 
@@ -84,6 +87,8 @@ class EngineLoop:
         busy = False
         while not self._stopping:
             tick = self._ticker.next(self._wait_ms(busy))
+            for done in self._grammars.finished() if self._grammars else ():
+                self._send(done)
             if self._watchdog is not None:
                 self._watchdog.beat()
             for message in tick.messages:
@@ -104,7 +109,8 @@ class EngineLoop:
     def _wait_ms(self, busy: bool) -> int:
         if busy:
             return 0
-        return IDLE_WAIT_MS if self._scheduler.idle else TRANSFER_WAIT_MS
+        compiling = self._grammars is not None and self._grammars.busy
+        return IDLE_WAIT_MS if self._scheduler.idle and not compiling else TRANSFER_WAIT_MS
 
     def _handle(self, message: ToEngine, now: float) -> None:
         match message:
@@ -114,6 +120,12 @@ class EngineLoop:
                 self._abort(message)
             case messages.Control():
                 self._carry_out(message)
+            case messages.PrepareGrammar():
+                if self._grammars is not None:
+                    self._grammars.prepare(message)
+            case messages.DropGrammar():
+                if self._grammars is not None:
+                    self._grammars.drop(message.spec)
             case GetState():
                 self._send(self._state(message.seq))
             case Shutdown():
@@ -123,6 +135,8 @@ class EngineLoop:
         req = self._ledger.accept(message, now)
         if req is None:
             return
+        if req.sampling.grammar is not None and self._grammars is not None:
+            req.matcher = self._grammars.matcher(req, req.num_prompt_tokens - message.num_answered)
         try:
             self._control.check_serving()
             self._scheduler.add(req)

@@ -104,13 +104,18 @@ class RankProcesses:
         return True
 
 
-def _run_rank(target: RankTarget, spec: RankSpec, parent: int) -> None:
-    """First code of ours in the child: tie its life to the parent's, and leave Ctrl-C to the front."""
+def die_with(parent: int) -> None:
+    """Tie this process's life to that of process ``parent``, which started it, and leave Ctrl-C to that one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before prctl took effect
             os._exit(1)
+
+
+def _run_rank(target: RankTarget, spec: RankSpec, parent: int) -> None:
+    """First code of ours in the child."""
+    die_with(parent)
     target(spec)
     # Only destructors of libraries are left, and not all of them work: with the system's RDMA libraries installed,
     # those of NIXL 1.5.1 end in a segmentation fault.

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..api.errors import ServingError
 from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output, Stage, StageName
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageHold
-from .choosing import Choosing, WantedLogprobs
+from .choosing import Choosing, FillAllowed, WantedLogprobs
 from .logit_bias import LogitBias
 from .token_buffer import TokenBuffer
 from .token_history import TokenHistory
+
+if TYPE_CHECKING:
+    from ..grammar.matcher import Matcher
 
 
 @dataclass(eq=False)
@@ -36,6 +41,7 @@ class Req:
     logprobs: WantedLogprobs | None = None
     history: TokenHistory | None = None  # None: no penalties
     bias: LogitBias | None = None
+    matcher: Matcher | None = None  # on the rank that chooses tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is wanted
     # filled by the scheduler
     hold: PageHold | None = None
@@ -52,12 +58,14 @@ class Req:
         sampling = message.sampling
         wants_prompt = message.return_logprob and message.logprob_start_len >= 0
         tokens = TokenBuffer(message.input_ids)
+        # An answer by a grammar ends with an EOS token where nothing else may follow, whatever the request ignores.
+        ends = sampling.grammar is not None or not sampling.ignore_eos
         return cls(
             rid=message.rid,
             tokens=tokens,
             num_prompt_tokens=len(message.input_ids),
             sampling=sampling,
-            stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids),
+            stop_ids=frozenset(sampling.stop_token_ids) | (eos_ids if ends else frozenset()),
             arrived=now,
             deadline=now + (timeout if message.deadline is None else min(timeout, message.deadline)),
             bootstrap=message.bootstrap,
@@ -110,13 +118,14 @@ class Req:
             limit = min(limit, max(0, self.logprob_start - 1))
         return limit
 
-    def choosing(self, position: int, pending: int | None) -> Choosing:
+    def choosing(self, position: int, pending: int | None, allowed: FillAllowed | None = None) -> Choosing:
         """How the token at ``position`` is to be chosen: the one after all that the request has, pending ones too.
 
         ``pending`` is the index of the pending token, if there is one, among those that the step before chose.
+        ``allowed`` is the mask of its grammar, which also sees to ``min_new_tokens``.
         """
-        early = position - self.num_prompt_tokens < self.sampling.min_new_tokens
-        return Choosing(self.sampling, position, self.logprobs, tuple(self.stop_ids) if early else (), None,
+        early = self.sampling.grammar is None and position - self.num_prompt_tokens < self.sampling.min_new_tokens
+        return Choosing(self.sampling, position, self.logprobs, tuple(self.stop_ids) if early else (), allowed,
                         self.history, pending, self.bias)
 
     def take_pending(self, token_id: int) -> list[int]:
@@ -141,6 +150,14 @@ class Req:
         """The stage ends now."""
         if self.stages is not None:
             self.stages.append(Stage(name, time.monotonic()))
+
+    @property
+    def failure(self) -> ServingError | None:
+        """Why the output is not what was asked for, though it has ended; None where it is, and on ranks beside the one
+        that chooses tokens, which tell nobody."""
+        if self.matcher is None or self.finish is None or self.finish.reason != "stop":
+            return None
+        return self.matcher.error_at_end()
 
     def output(self, token_ids: list[int], logprobs: Logprobs | None) -> Output:
         """The message that tells the front of tokens gained; prompt logprobs travel with the first."""

@@ -154,5 +154,9 @@ class Launched:
         self._download = Download([tokens])
         self._report = LogprobReport(logits, tokens, wanted)
 
+    def token_ids(self) -> list[int]:
+        """Wait for the tokens alone."""
+        return self._download.wait()[0]
+
     def wait(self) -> Sampled:
         return Sampled(self._download.wait()[0], self._report.wait())

@@ -65,7 +65,10 @@ class UnifiedScheduler:
 
     def report(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
         """Tell the front of tokens that ``req`` has gained, and free it where they were the last."""
-        self.ledger.gain(req, token_ids, logprobs)
+        if failure := req.failure:
+            self.ledger.fail(req, failure)
+        else:
+            self.ledger.gain(req, token_ids, logprobs)
         if req.finish is None:
             return
         self.batcher.detach(req)

@@ -1,0 +1,107 @@
+"""Where an answer stands in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import xgrammar
+
+from ..api.errors import InvalidRequest, ServingError
+from ..api.sampling import SamplingParams
+from ..engine.token_buffer import TokenBuffer
+
+
+class Matcher:
+    """Follows one request's output, and says which tokens may come next.
+
+    ``stop_ids`` (the model's end-of-sequence tokens among them) end the request: they are allowed only where the
+    grammar may end, and there alone where it must. A matcher that fails, on tokens that its grammar forbids for
+    example, allows ``end_ids`` alone from then on: the request ends with the next token, and ``error`` says why.
+    """
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar | None, tokens: TokenBuffer, start: int,
+                 stop_ids: frozenset[int], end_ids: frozenset[int], sampling: SamplingParams,
+                 error: ServingError | None = None):
+        """The output begins at ``tokens[start]``. ``end_ids``: the end-of-sequence tokens, at least one of them.
+        ``compiled`` is None where there is an ``error`` already."""
+        self.grammar = None if compiled is None else xgrammar.GrammarMatcher(compiled)
+        self.error = error
+        self._tokens = tokens
+        self._start = start
+        self._stop_ids = stop_ids
+        self._end_ids = end_ids
+        self._sampling = sampling
+        self._accepted = start  # tokens before this one are behind the matcher
+
+    def advance(self, pending: int | None = None) -> bool:
+        """Take in what the request has gained; ``pending`` is a token more, which ``tokens`` do not hold yet.
+
+        False where no mask is wanted: ``pending`` has ended the request.
+        """
+        if pending is not None and pending in self._stop_ids:
+            return False
+        for token in self._tokens.view(self._accepted).tolist():
+            self._accept(token)
+        if pending is not None:
+            self._accept(pending)
+        return True
+
+    def _accept(self, token: int) -> None:
+        position, self._accepted = self._accepted, self._accepted + 1
+        if self.error is None and not (self.grammar is not None and self.grammar.accept_token(token)):
+            self._fail(f"Token {token}, number {position - self._start + 1} of the output, does not follow the "
+                       "grammar; servers that share an answer must be started with the same grammar flags.")
+
+    def finish_mask(self, mask: np.ndarray) -> None:
+        """Settle the tokens that end the request in ``mask`` (uint32 words, which ``grammar`` has filled)."""
+        if self.error is None and self.grammar is not None:
+            _set(mask, self._stop_ids, self.grammar.is_completed())
+            if self._must_go_on(mask):
+                return
+            if mask.any():
+                return
+            self._fail("No token of the model can follow in this grammar.")
+        mask[:] = 0
+        _set(mask, self._end_ids, True)
+
+    def _must_go_on(self, mask: np.ndarray) -> bool:
+        """Take the ends out of the mask where the request does not want to end yet and the grammar can go on."""
+        unwanted: frozenset[int] = frozenset()
+        if len(self) < self._sampling.min_new_tokens:
+            unwanted = self._stop_ids
+        elif self._sampling.ignore_eos:
+            unwanted = self._end_ids - set(self._sampling.stop_token_ids)
+        if not unwanted:
+            return False
+        kept = mask.copy()
+        _set(mask, unwanted, False)
+        if mask.any():
+            return True
+        mask[:] = kept
+        return False
+
+    def __len__(self) -> int:
+        """Tokens of the output that were taken in."""
+        return self._accepted - self._start
+
+    def error_at_end(self) -> ServingError | None:
+        """Why the output, which ends with one of ``stop_ids``, is not what the grammar describes."""
+        if self.error is None:
+            for token in self._tokens.view(self._accepted, len(self._tokens) - 1).tolist():
+                self._accept(token)
+        if self.error is None and self.grammar is not None and not self.grammar.is_completed():
+            self._fail("The output ended where its grammar may not end.")
+        return self.error
+
+    def _fail(self, reason: str) -> None:
+        self.error = self.error or InvalidRequest(reason, code="invalid_grammar")
+
+
+def _set(mask: np.ndarray, tokens: Iterable[int], allowed: bool) -> None:
+    for token in tokens:
+        bit = np.uint32(1 << token % 32)
+        if allowed:
+            mask[token // 32] |= bit
+        else:
+            mask[token // 32] &= ~bit
