@@ -36,5 +36,5 @@ endif
 	@touch $@
 
 $(VENV)/dev: pyproject.toml tests/requirements.txt $(VENV)/engine
-	$(BIN)/python -m pip install -q -r tests/requirements.txt -e '.[engine,dev]'
+	$(BIN)/python -m pip install -q -r tests/requirements.txt -e '.[engine,otel,k8s,dev]'
 	@touch $@

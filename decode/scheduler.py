@@ -86,6 +86,7 @@ class DecodeScheduler:
             if not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
                 return
             self.arrived.popleft()
+            req.mark("queue")
             self._ask_prefill(req)
 
     def _ask_prefill(self, req: Req) -> None:
@@ -117,6 +118,7 @@ class DecodeScheduler:
     def _start(self, half: Half) -> None:
         """Cache and first token are here: the request decodes from now on."""
         req = half.req
+        req.mark("transfer")
         result = self.receiver.result(half.room)
         self.rooms.close(half)
         assert req.hold is not None

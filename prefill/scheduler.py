@@ -116,6 +116,7 @@ class PrefillScheduler:
             self.ledger.fail(half.req, error)
         elif half.stage is Stage.MEETING and progress.phase >= Phase.RESERVED:
             half.stage = Stage.COMPUTING
+            half.req.mark("meeting")
             self.batcher.waiting.append(half.req)
         elif half.stage is Stage.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[half.req.rid]
@@ -133,6 +134,7 @@ class PrefillScheduler:
         """The prompt is computed: the first token follows its pages."""
         req = half.req
         half.stage = Stage.SENDING
+        req.mark("prefill")
         self._first_tokens[req.rid] = (req.take_pending(token_id), logprobs)
         req.finish = req.finish or Finish("length")
         self.sender.finish(half.room, PrefillResult(token_id, req.num_cached_tokens, logprobs, req.prompt_logprobs))

@@ -94,6 +94,8 @@ class Batcher:
             if not self._admit(self.waiting[0]):
                 break
             req = self.waiting.popleft()
+            if not req.reported:
+                req.mark("queue")
             self.prefilling.append(req)
             yield req
 

@@ -20,10 +20,12 @@ from . import (
     control_routes,
     file_routes,
     native_routes,
+    response_routes,
     tokenize_routes,
 )
 from .front import Front
 from .prompt_pages import tell_pages
+from .traces import TRACEPARENT
 from .web import error_response
 
 log = logging.getLogger("baton.front")
@@ -34,6 +36,9 @@ Route = Callable[[Front, web.Request], Awaitable[web.StreamResponse]]
 _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/chat/completions", chat_routes.chat_completions),
     ("POST", "/v1/completions", completion_routes.completions),
+    ("POST", "/v1/responses", response_routes.responses),
+    ("GET", "/v1/responses/{response_id}", response_routes.stored),
+    ("DELETE", "/v1/responses/{response_id}", response_routes.stored),
     ("POST", "/generate", native_routes.generate),
     ("POST", "/v1/tokenize", tokenize_routes.tokenize),
     ("POST", "/tokenize", tokenize_routes.tokenize),
@@ -109,6 +114,8 @@ def _guard(front: Front) -> Any:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if front.traces is not None:
+            TRACEPARENT.set(request.headers.get("traceparent"))
         try:
             wanted = expected_of_admin if request.path in _CONTROL_PATHS else expected
             if wanted is not None and request.path not in _OPEN_TO_ALL:

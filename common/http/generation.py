@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from ..api.errors import ServingError
-from ..api.messages import Generate, Logprobs, Output
+from ..api.messages import Generate, Logprobs, Output, Stage
 from ..engine.client import EngineClient, OutputStream
 from ..obs.metrics import ServerMetrics
 from ..openai.logprobs import joined
 from ..tokenizer.text_stream import TextStream
 from ..tokenizer.tokenizer import Tokenizer
 from .journal import Journal
+from .traces import Traces
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.prompt_logprobs: Logprobs | None = None
+        self.stages: list[Stage] = []
         self._total = Delta()
         self._texts: list[str] = []
         self._new = Delta()
@@ -113,6 +115,7 @@ class Choice:
         self.num_output_tokens = output.num_output_tokens + self._num_continued
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        self.stages += output.stages
         if text:
             self._texts.append(text)
             self._new.text += text
@@ -151,12 +154,15 @@ class Generation:
     """All choices of one HTTP request. Use as a context manager: leaving it aborts what has not ended."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
-                 arrived: float, continued: Sequence[int] = (), journal: Journal | None = None):
+                 arrived: float, continued: Sequence[int] = (), journal: Journal | None = None,
+                 traces: Traces | None = None):
         """``arrived``: when the HTTP request came, on the monotonic clock in seconds. ``continued``: output of the only
         choice that was answered elsewhere."""
         self._metrics = metrics
         self._journal = journal
+        self._traces = traces
         self._requests = requests
+        self._arrived = arrived
         self._stream: OutputStream = client.open(requests)
         self.choices = [Choice(index, request, tokenizer.text_stream(request.sampling), metrics, arrived)
                         for index, request in enumerate(requests)]
@@ -168,6 +174,8 @@ class Generation:
     def __enter__(self) -> Generation:
         if self._journal is not None:
             self._journal.began(self._requests)
+        if self._traces is not None:
+            self._traces.began(self._requests, self._arrived)
         try:
             self._stream.__enter__()
         except ServingError as error:
@@ -191,12 +199,15 @@ class Generation:
     def _end(self, outcome: str) -> None:
         """``outcome`` is that of the choices that have not ended by themselves."""
         for choice in self.choices:
+            reached = choice.ended.reason if choice.ended else outcome
             if choice.ended is None:
                 self._metrics.ended(outcome)
             if self._journal is not None:
-                self._journal.ended(
-                    choice.rid, choice.ended.reason if choice.ended else outcome, text=choice.text,
-                    num_output_tokens=choice.num_output_tokens, seconds=time.monotonic() - choice.arrived)
+                self._journal.ended(choice.rid, reached, num_output_tokens=choice.num_output_tokens, text=choice.text,
+                                    seconds=time.monotonic() - self._arrived)
+            if self._traces is not None:
+                self._traces.ended(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
+                                   num_output_tokens=choice.num_output_tokens)
 
     @property
     def live(self) -> bool:

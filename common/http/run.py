@@ -57,7 +57,7 @@ class Run(Generic[Whole, Chunk]):
         self._answer = answer
         self._interval = front.config.http.stream_interval
         self._generation = Generation(front.client, front.serving_tokenizer(), front.metrics, requests, arrived,
-                                      continued, front.journal if front.journal.active else None)
+                                      continued, front.journal if front.journal.active else None, front.traces)
 
     @property
     def live(self) -> bool:

@@ -18,8 +18,10 @@ from ..config.model import load_model_spec
 from ..config.server import ServerConfig
 from ..engine.ranks import RankTarget
 from ..obs.logging import setup_logging
+from ..obs.tracing import Tracing, exporter_for
 from .app import make_app
 from .host import EngineHost, Service
+from .traces import Traces
 
 log = logging.getLogger("baton.front")
 
@@ -31,7 +33,7 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
 
     ``rank_target`` runs in every rank's process. HTTP answers (``/health``: starting) while the ranks load.
     """
-    setup_logging(config.http.log_level, "server" if config.mode == "null" else config.mode)
+    setup_logging(config.http.log_level, _name(config))
     try:
         host = EngineHost(config, load_model_spec(config.model), rank_target, spare_torch=True)
         with _listen(config.http.host, config.http.port) as listener:
@@ -40,6 +42,11 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def _name(config: ServerConfig) -> str:
+    """What a server of this role is called in logs and traces."""
+    return "server" if config.mode == "null" else config.mode
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -73,6 +80,9 @@ class _Server:
             host = await stack.enter_async_context(self._host)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            if to := host.config.observe.traces_to:
+                host.front.traces = Traces(Tracing(f"baton-{_name(host.config)}", exporter_for(to)), host.config.mode)
+                stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
             site = await self._serve_http(stack, listener)
             await host.start(services)
             reason = await host.ended

@@ -1,0 +1,65 @@
+"""OpenTelemetry, as every process of ours uses it (install the extra ``otel``); imported by those that trace only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..api.errors import ConfigError
+
+_MISSING = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'baton-serve[otel]'."
+
+
+class Tracing:
+    """A process's tracer: spans are exported in the background, in batches. Raises ConfigError where OpenTelemetry is
+    not installed."""
+
+    def __init__(self, service: str, exporter: Any, *, batch: bool = True):
+        """``service`` is what the spans' process is called; without ``batch`` each is exported as it ends."""
+        try:
+            from opentelemetry import trace
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise ConfigError(_MISSING) from None
+        self._provider = TracerProvider(resource=Resource.create({"service.name": service}))
+        self._provider.add_span_processor((BatchSpanProcessor if batch else SimpleSpanProcessor)(exporter))
+        self._propagator = TraceContextTextMapPropagator()
+        self._in_span = trace.set_span_in_context
+        self.tracer = self._provider.get_tracer(service)
+        self.server_kind = trace.SpanKind.SERVER
+        self.failed = trace.Status(trace.StatusCode.ERROR)
+
+    def context_of(self, traceparent: str | None) -> Any:
+        """The context that a peer's ``traceparent`` header names; an empty one without it."""
+        return self._propagator.extract({"traceparent": traceparent} if traceparent else {})
+
+    def within(self, span: Any) -> Any:
+        """The context of a span's children."""
+        return self._in_span(span)
+
+    def traceparent_of(self, span: Any) -> str:
+        """The header that tells a peer of a span."""
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._in_span(span))
+        return carrier["traceparent"]
+
+    def close(self) -> None:
+        """Export what is left; waits for the collector at most as long as the exporter does."""
+        self._provider.shutdown()
+
+
+def exporter_for(endpoint: str) -> Any:
+    """``http(s)://HOST:PORT/PATH`` -> OTLP over HTTP; ``[http(s)://]HOST:PORT`` -> OTLP over gRPC."""
+    try:
+        _, separator, rest = endpoint.partition("://")
+        if separator and rest.rstrip("/").count("/"):
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+
+            return Http(endpoint=endpoint, timeout=5)
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
+
+        return Grpc(endpoint=endpoint, insecure=not endpoint.startswith("https://"), timeout=5)
+    except ImportError:
+        raise ConfigError(_MISSING) from None
