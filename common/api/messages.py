@@ -42,6 +42,18 @@ class Generate(msgspec.Struct, tag=True):
     bootstrap: Bootstrap | None = None
     priority: int = 0
     deadline: float | None = None
+    traced: bool = False  # the front wants to know of the request's stages
+
+
+StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
+
+
+class Stage(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a request's life in an engine, and its end on the host's monotonic clock in seconds. It began with the
+    end of the one before, the first with the request's arrival."""
+
+    name: StageName
+    end: float
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -119,6 +131,7 @@ class Output(msgspec.Struct):
     finish: Finish | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    stages: list[Stage] = []  # those that ended since the last output, of requests that are traced
 
 
 class Outputs(msgspec.Struct, tag=True):

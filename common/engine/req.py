@@ -74,6 +74,7 @@ class Req:
             history=TokenHistory(tokens, len(tokens) - message.num_answered) if sampling.penalizes else None,
             bias=LogitBias.of(sampling.logit_bias) if sampling.logit_bias else None,
             logprob_start=message.logprob_start_len if wants_prompt else None,
+            stages=[] if message.traced else None,
         )
 
     def __repr__(self) -> str:

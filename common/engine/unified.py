@@ -68,6 +68,11 @@ class UnifiedScheduler:
         if failure := req.failure:
             self.ledger.fail(req, failure)
         else:
+            if not req.reported and req.bootstrap is None:
+                req.mark("prefill")
+            if failure := req.failure:
+            self.ledger.fail(req, failure)
+        else:
             self.ledger.gain(req, token_ids, logprobs)
         if req.finish is None:
             return
