@@ -21,6 +21,7 @@ from . import (
     file_routes,
     native_routes,
     response_routes,
+    response_routes,
     tokenize_routes,
 )
 from .front import Front
@@ -36,6 +37,9 @@ Route = Callable[[Front, web.Request], Awaitable[web.StreamResponse]]
 _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/chat/completions", chat_routes.chat_completions),
     ("POST", "/v1/completions", completion_routes.completions),
+    ("POST", "/v1/responses", response_routes.responses),
+    ("GET", "/v1/responses/{response_id}", response_routes.stored),
+    ("DELETE", "/v1/responses/{response_id}", response_routes.stored),
     ("POST", "/v1/responses", response_routes.responses),
     ("GET", "/v1/responses/{response_id}", response_routes.stored),
     ("DELETE", "/v1/responses/{response_id}", response_routes.stored),

@@ -200,8 +200,7 @@ class BatchJob:
             return error.status, encode(error.to_openai())
         except Exception:
             log.exception("%s: line %r failed", self._batch.id, line.custom_id)
-            error = ServingError("The server failed to handle the request; its log says why.")
-            return error.status, encode(error.to_openai())
+            return 500, encode(ServingError("The server failed to handle the request; its log says why.").to_openai())
 
     async def _give_up(self, outcome: Status) -> None:
         async for number, line in self._unanswered():

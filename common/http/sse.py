@@ -35,13 +35,13 @@ async def stream_events(request: web.Request, events: AsyncGenerator[bytes, None
         except Exception as error:
             if response is None:
                 raise
-            await response.write(event(_shown(error).to_openai()))
+            await response.write(event(shown(error).to_openai()))
     assert response is not None, "a stream has at least one event"
     await response.write_eof()
     return response
 
 
-def _shown(error: Exception) -> ServingError:
+def shown(error: Exception) -> ServingError:
     """What the client is told: a bug's details stay in the log."""
     if isinstance(error, ServingError):
         return error
