@@ -21,7 +21,7 @@ from . import (
     file_routes,
     native_routes,
     response_routes,
-    response_routes,
+    session_routes,
     tokenize_routes,
 )
 from .front import Front
@@ -37,9 +37,6 @@ Route = Callable[[Front, web.Request], Awaitable[web.StreamResponse]]
 _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/chat/completions", chat_routes.chat_completions),
     ("POST", "/v1/completions", completion_routes.completions),
-    ("POST", "/v1/responses", response_routes.responses),
-    ("GET", "/v1/responses/{response_id}", response_routes.stored),
-    ("DELETE", "/v1/responses/{response_id}", response_routes.stored),
     ("POST", "/v1/responses", response_routes.responses),
     ("GET", "/v1/responses/{response_id}", response_routes.stored),
     ("DELETE", "/v1/responses/{response_id}", response_routes.stored),
@@ -67,6 +64,8 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/get_server_info", admin_routes.server_info),
     ("GET", "/server_info", admin_routes.server_info),
     ("POST", "/abort_request", admin_routes.abort_request),
+    ("POST", "/open_session", session_routes.open_session),
+    ("POST", "/close_session", session_routes.close_session),
     ("GET", "/metrics", admin_routes.metrics),
 )
 _CONTROL: tuple[tuple[str, str, Route], ...] = (

@@ -23,6 +23,7 @@ from ..openai.prompts import Prompts, check_ids, output_limit
 from ..tokenizer.tokenizer import Tokenizer
 from .chat_formats import ChatFormats
 from .journal import Journal
+from .sessions import Sessions
 from .traces import Traces
 
 
@@ -41,6 +42,7 @@ class Front:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
+        self.sessions = Sessions()
         self.traces: Traces | None = None
         self.weights_path = config.model.model_path
         self.changing = asyncio.Lock()  # one change of the weights at a time

@@ -15,6 +15,7 @@ from ..openai.native import GenerateAnswer, GenerateRequest, decode_generate, lo
 from .front import Front, plan
 from .generation import Choice
 from .run import Run, respond
+from .sessions import Turn
 
 DEFAULT_TOKENS = 128  # SGLang's
 NativeRun = Run[Any, GenerateAnswer]
@@ -26,18 +27,19 @@ async def generate(front: Front, request: web.Request) -> web.StreamResponse:
 
 async def plan_generate(front: Front, body: GenerateRequest, *, arrived: float, with_ids: bool = False) -> NativeRun:
     """See ``plan_chat``; answers tell their token ids always."""
-    requests, batched = await _plan(front, body)
+    requests, batched, turn = await _plan(front, body)
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
     piece = front.serving_tokenizer().piece if body.return_text_in_logprobs else None
-    return NativeRun(front, requests, _Answer(piece, batched), arrived=arrived, continued=continued)
+    return NativeRun(front, requests, _Answer(piece, batched, turn), arrived=arrived, continued=continued)
 
 
-async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bool]:
-    """The engine's requests, and whether the answer is a list."""
+async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bool, Turn | None]:
+    """The engine's requests, whether the answer is a list, and the turn of a session that it is."""
     prompts = body.prompts()
     ids = await front.prompt_ids(prompts, "text" if prompts.texts is not None else "input_ids")
+    turn = _turn(front, body, ids)
     given = body.samplings(len(ids))
     counts = {sampling.n or 1 for sampling in given}
     if len(counts) > 1:
@@ -47,20 +49,35 @@ async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bo
         room = front.room_for_output(prompt, sampling.max_new_tokens, "max_new_tokens")
         samplings.append(sampling.params(min(DEFAULT_TOKENS, room), front.model.vocab_size))
     n = counts.pop()
+    if turn is not None and n > 1:
+        raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
     points = front.meeting_points(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], front.model.vocab_size)
-    return plan(ids, samplings, n, body.rid, points, options, body.priority), prompts.batched or n > 1
+    return plan(ids, samplings, n, body.rid, points, options, body.priority), prompts.batched or n > 1, turn
+
+
+def _turn(front: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn | None:
+    """Of a session's request; its prompt in ``ids`` then begins with what the session remembers."""
+    if body.session_params is None:
+        return None
+    if len(ids) > 1 or body.bootstrap_host is not None:
+        raise InvalidRequest("session_params go with one prompt, and with one server.", param="session_params")
+    turn = front.sessions.turn(body.session_params, ids[0], front.serving_tokenizer().bos_id)
+    ids[0] = turn.prompt
+    return turn
 
 
 class _Answer:
     """Tells each choice's whole answer so far, as SGLang's clients expect; see ``run.Answer``."""
 
-    def __init__(self, piece: Piece | None, batched: bool):
+    def __init__(self, piece: Piece | None, batched: bool, turn: Turn | None):
+        self._turn = turn
         self._piece = piece
         self._batched = batched
 
     def whole(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
         answers = [_answer(choice, self._piece) for choice in choices]
+        self.end(choices)
         return answers if self._batched else answers[0]
 
     def begin(self, choices: Sequence[Choice]) -> None:
@@ -71,6 +88,8 @@ class _Answer:
         return [_answer(choice, self._piece, choice.index if self._batched else None)]
 
     def end(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
+        if self._turn is not None:
+            self._turn.ended(choices[0].rid, choices[0].token_ids)
         return []
 
 

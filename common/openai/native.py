@@ -55,6 +55,18 @@ class NativeSampling(msgspec.Struct, kw_only=True):
             skip_special_tokens=self.skip_special_tokens, no_stop_trim=self.no_stop_trim)
 
 
+class SessionParams(msgspec.Struct):
+    """``rid``: the request to go on from, None begins anew. ``offset``: how many of its tokens stay, -1 for all.
+    ``replace``: what went on from it before (without ``rid``: all there is) is forgotten.
+    ``drop_previous_output``: only its prompt stays."""
+
+    id: str
+    rid: str | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
 class GenerateRequest(BootstrapFields, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -67,6 +79,7 @@ class GenerateRequest(BootstrapFields, kw_only=True):
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
+    session_params: SessionParams | None = None
     continuation: Continuation | None = None  # Baton's own
     # refused where they would change the answer
     input_embeds: list[Any] | None = None

@@ -87,6 +87,11 @@ class Tokenizer:
         """Whether one of ``words`` is a special token, which ``skip_special_tokens`` leaves out of the text."""
         return not self._special_texts.isdisjoint(words)
 
+    @property
+    def bos_id(self) -> int | None:
+        """The token that a text begins with, None where the model has none."""
+        return self._hf.bos_token_id
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n characters has at least n / longest tokens."""
