@@ -70,9 +70,6 @@ class UnifiedScheduler:
         else:
             if not req.reported and req.bootstrap is None:
                 req.mark("prefill")
-            if failure := req.failure:
-            self.ledger.fail(req, failure)
-        else:
             self.ledger.gain(req, token_ids, logprobs)
         if req.finish is None:
             return
