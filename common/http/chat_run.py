@@ -20,7 +20,7 @@ from ..openai.logprobs import joined as logprobs_of
 from ..openai.native import LogprobOptions
 from ..openai.parts import Arguments, CallBegun, Part, Reader, Thought, joined
 from ..openai.prompts import Prompts
-from ..openai.protocol import ChatRequest, sampling_params
+from ..openai.protocol import ChatRequest, grammar_param, sampling_params
 from ..openai.reading import Reading, count_thought_tokens
 from ..openai.responses import (
     CalledFunction,
@@ -59,6 +59,7 @@ async def plan_chat(front: Front, body: ChatRequest, *, arrived: float, with_ids
     reading = reading_of(front.chat_formats, body, prompt)
     requests = await _plan(front, body, prompt, reading)
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
+    await front.prepare_grammars(requests, grammar_param(body))
     answer = _Answer(front, body, reading, with_ids=with_ids)
     return ChatRun(front, requests, answer, arrived=arrived, continued=continued)
 

@@ -13,7 +13,7 @@ from ..openai.continuation import continue_after
 from ..openai.logprobs import completion_logprobs, joined
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, parse_prompts
-from ..openai.protocol import CompletionRequest, decode_completion, sampling_params
+from ..openai.protocol import CompletionRequest, decode_completion, grammar_param, sampling_params
 from ..openai.responses import Completion, CompletionChoice, Usage
 from .best_of import best
 from .echo import Echo
@@ -36,6 +36,7 @@ async def plan_completion(front: Front, body: CompletionRequest, *, arrived: flo
     prompts = parse_prompts(body.prompt, "prompt")
     requests = await _plan(front, body, prompts)
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
+    await front.prepare_grammars(requests, grammar_param(body))
     echo = Echo(prompts, body.num_made, front.serving_tokenizer()) if body.echo else None
     answer = _Answer(front, body, echo, with_ids=with_ids)
     return Run(front, requests, answer, arrived=arrived, continued=continued)

@@ -16,6 +16,7 @@ from ..api.sampling import SamplingParams
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine.client import EngineClient
+from ..grammar.service import GrammarService
 from ..obs.metrics import ServerMetrics
 from ..openai.bootstrap import BootstrapFields, bootstraps, check_ranks
 from ..openai.native import LogprobOptions
@@ -39,6 +40,7 @@ class Front:
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
         self.ready: Ready | None = None
+        self.grammars = GrammarService(config.grammar, client, model.vocab_size, model.eos_token_ids)
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
@@ -103,6 +105,15 @@ class Front:
         if not all(found):
             raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
         return found
+
+    async def prepare_grammars(self, requests: Sequence[Generate], param: str | None) -> None:
+        """Make the engine ready for the requests' grammars; raises InvalidRequest for one that cannot be used.
+
+        ``param`` states the grammar; None where the parameter is called as its kind. Call it last before they are sent.
+        """
+        for spec in {request.sampling.grammar for request in requests}:
+            if spec is not None:
+                await self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind)
 
     def room_for_output(self, ids: Sequence[int], requested: int | None, tokens_name: str) -> int:
         """Tokens that may follow a prompt; raises InvalidRequest where the request exceeds that."""

@@ -56,6 +56,7 @@ class EngineHost:
         self._stack.push_async_callback(client.close)
         client.start()
         self.front = Front(self.config, self._model, client)
+        self._stack.callback(self.front.grammars.close)
         return self
 
     async def start(self, services: Sequence[Service] = ()) -> None:

@@ -31,6 +31,7 @@ async def plan_generate(front: Front, body: GenerateRequest, *, arrived: float, 
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
+    await front.prepare_grammars(requests, None)
     piece = front.serving_tokenizer().piece if body.return_text_in_logprobs else None
     return NativeRun(front, requests, _Answer(piece, batched, turn), arrived=arrived, continued=continued)
 

@@ -13,6 +13,7 @@ from .continuation import Continuation
 from .decoding import BodyDecoder
 from .prompts import Prompts, check_ids, parse_prompts
 from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, refuse_unsupported, validated_params
+from .structured import grammar_field
 
 T = TypeVar("T")
 MAX_LISTED_IDS = 1024
@@ -38,17 +39,18 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # refused where they would change the answer
-    json_schema: str | None = None
+    json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     def params(self, default_tokens: int, vocab_size: int) -> SamplingParams:
         """Validated; ``default_tokens`` is the output's length where none is requested."""
+        field = grammar_field(self)
         return validated_params(
             vocab_size, default_tokens if self.max_new_tokens is None else self.max_new_tokens, self.stop, self.top_k,
-            self.stop_token_ids, min_new_tokens=self.min_new_tokens, temperature=self.temperature, top_p=self.top_p,
+            self.stop_token_ids, grammar=field and field.spec, min_new_tokens=self.min_new_tokens,
+            temperature=self.temperature, top_p=self.top_p,
             min_p=self.min_p, frequency_penalty=self.frequency_penalty, presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty, logit_bias=biases(self.logit_bias),
             seed=self.sampling_seed if self.seed is None else self.seed, ignore_eos=self.ignore_eos,

@@ -14,6 +14,7 @@ from ..api.sampling import SamplingParams
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
+from .structured import grammar_field
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -53,11 +54,13 @@ class CommonFields(BootstrapFields, kw_only=True):
     priority: int | None = None
     # Baton's
     continuation: Continuation | None = None
-    # refused where they would change the answer (see _REFUSED)
+    # grammars: one at most (see structured.py)
     response_format: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    # refused where they would change the answer (see _REFUSED)
     lora_path: str | list[str | None] | None = None
     return_hidden_states: bool | None = None
 
@@ -144,8 +147,7 @@ class CompletionRequest(CommonFields, kw_only=True):
 
 # field -> the values under which it changes nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}), "regex": (None, ""), "ebnf": (None, ""),
-    "structural_tag": (None, ""), "lora_path": (None, ""), "return_hidden_states": (None, False),
+    "lora_path": (None, ""), "return_hidden_states": (None, False),
     "tool_choice": (None, "none", "auto"), "suffix": (None, ""),
 }
 
@@ -220,6 +222,12 @@ def biases(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(key): value for key, value in given.items()}
 
 
+def grammar_param(request: CommonFields) -> str:
+    """The parameter that states the answer's grammar, if there is one: tools, where none of the grammar fields does."""
+    field = grammar_field(request, request.response_format)
+    return "tools" if field is None else field.param
+
+
 def sampling_params(request: CommonFields, requested_tokens: int | None, default_tokens: int, *, vocab_size: int,
                     tokens_name: str = "max_tokens") -> SamplingParams:
     """Sampling parameters, validated; ``default_tokens`` is the output's length where none is requested."""
@@ -229,8 +237,9 @@ def sampling_params(request: CommonFields, requested_tokens: int | None, default
     if request.min_tokens is not None and not 0 <= request.min_tokens <= max_new_tokens:
         raise InvalidRequest(f"min_tokens must be between 0 and {tokens_name} ({max_new_tokens}), "
                              f"got {request.min_tokens}.", param="min_tokens")
+    field = grammar_field(request, request.response_format)
     return validated_params(
-        vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids,
+        vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids, grammar=field and field.spec,
         min_new_tokens=request.min_tokens, temperature=request.temperature, top_p=request.top_p, min_p=request.min_p,
         frequency_penalty=request.frequency_penalty, presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty, logit_bias=biases(request.logit_bias),
