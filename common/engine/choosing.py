@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from ..api.sampling import SamplingParams
 from .logit_bias import LogitBias
 from .token_history import TokenHistory
@@ -26,7 +28,7 @@ class WantedLogprobs(NamedTuple):
     token_ids: tuple[int, ...] = ()
 
 
-class Choosing(NamedTuple):
+class Choosing(msgspec.Struct, frozen=True, gc=False):
     """One row's choice. ``Sampler.launch`` takes one of these a row, and applies their parts in this order.
 
     1. ``allowed`` masks the row before anything else sees it: tokens whose bit it clears get a logit of -inf, for

@@ -60,23 +60,18 @@ class Sampler:
         if not rows or self._tp.rank > 0:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
             return Launched(self._tp.broadcast(tokens) if rows else tokens, [None] * len(rows), logits)
-        forbid_unallowed(logits, rows)
-        penalize(logits, rows, previous)
-        biased = [i for i, row in enumerate(rows) if row.bias is not None]
-        if biased:
-            add_bias(logits, biased, [bias for row in rows if (bias := row.bias) is not None])
-        _suppress(logits, rows)
+        if any(row.allowed or row.history or row.bias or row.suppressed for row in rows):
+            _adjust(logits, rows, previous)
         tokens = self._choose(logits, rows)
         self._tp.broadcast(tokens)
-        return Launched(tokens, [row.logprobs for row in rows], self._told(logits, rows))
+        wanted = [row.logprobs for row in rows]
+        return Launched(tokens, wanted, self._told(logits, rows) if any(wanted) else logits)
 
     def _told(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
         """``logits`` as log-probabilities see them: rows that want any are divided by their temperature, in place."""
-        if self._original_logprobs:
-            return logits
         heated = [i for i, row in enumerate(rows)
                   if row.logprobs is not None and row.params.temperature not in (0.0, 1.0)]
-        if heated:
+        if heated and not self._original_logprobs:
             index = self._tensor(heated)
             logits[index] = self._scaled(logits[index], [rows[i].params for i in heated])
         return logits
@@ -137,6 +132,16 @@ class Sampler:
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return upload(values, dtype, self._device)
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[Choosing], previous: torch.Tensor | None) -> None:
+    """What changes single logits: steps 1 to 3 of Choosing."""
+    forbid_unallowed(logits, rows)
+    penalize(logits, rows, previous)
+    biased = [(i, bias) for i, row in enumerate(rows) if (bias := row.bias) is not None]
+    if biased:
+        add_bias(logits, [i for i, _ in biased], [bias for _, bias in biased])
+    _suppress(logits, rows)
 
 
 def _suppress(logits: torch.Tensor, rows: Sequence[Choosing]) -> None:

@@ -23,6 +23,9 @@ CASES = {
     "completion": ("/v1/completions", {**PROMPT, "temperature": 0, "stream_options": {"include_usage": True}}),
     "completion with stop": ("/v1/completions", {**PROMPT, "temperature": 0.9, "seed": 3, "min_tokens": 4,
                                                  "stop": ["zzz", "e e"]}),
+    "completion with penalties": ("/v1/completions", {
+        **PROMPT, "temperature": 0.8, "seed": 4, "frequency_penalty": 0.9, "repetition_penalty": 1.1, "min_tokens": 9,
+        "presence_penalty": 0.4, "logit_bias": {"40": 2}, "echo": True}),
     "native": ("/generate", {"text": PROMPT["prompt"],
                              "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}),
 }
