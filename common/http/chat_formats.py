@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..api.errors import ConfigError
+from ..api.grammar import GrammarSpec
 from ..openai.protocol import ChatRequest
 from ..openai.reading import Reading
 from ..openai.reasoning import REASONING, ReasoningFormat, begins_inside
-from ..openai.tool_calls import FORMATS, ToolFormat, detect
+from ..openai.tool_calls import FORMATS, JSON_ARRAY, ToolFormat, detect
+from ..openai.tool_calls.demand import allow_calls, demand_calls, reasoning_before
+from ..openai.tool_choice import ToolChoice
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,30 @@ def _known(flag: str, name: str | None, formats: dict):
     return formats[name]
 
 
-def reading_of(formats: ChatFormats, body: ChatRequest, prompt: str) -> Reading:
-    """How to read an answer to ``prompt``, the rendered request."""
-    reasoning = formats.reasoning
-    return Reading(
-        formats.tools, {tool.function.name: tool.function.parameters or {} for tool in body.offered_tools},
-        max_calls=1 if body.parallel_tool_calls is False else None,
-        reasoning=reasoning, inside=reasoning is not None and begins_inside(reasoning, prompt),
-        separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
+@dataclass(frozen=True)
+class AnswerForm:
+    """How to read one request's answers, and the grammar that they obey for the sake of their calls."""
+
+    reading: Reading
+    grammar: GrammarSpec | None
+
+
+def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, prompt: str) -> AnswerForm:
+    """The form of answers to ``prompt``, the rendered request."""
+    reasoning, tools = formats.reasoning, formats.tools
+    if choice.required and (tools is None or tools.layout is None):
+        tools = JSON_ARRAY
+    inside = reasoning is not None and begins_inside(reasoning, prompt)
+    reading = Reading(tools, choice.schemas, choice.max_calls, reasoning, inside,
+                      separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
+    return AnswerForm(reading, _grammar(reading, choice))
+
+
+def _grammar(reading: Reading, choice: ToolChoice) -> GrammarSpec | None:
+    layout = reading.tools.layout if reading.tools is not None else None
+    if layout is None or not (choice.required or choice.strict):
+        return None
+    before, single = reasoning_before(reading.reasoning, reading.inside), choice.max_calls == 1
+    if choice.required:
+        return demand_calls(layout, choice.schemas, single=single, before=before)
+    return allow_calls(layout, choice.schemas, choice.strict, single=single, before=before)

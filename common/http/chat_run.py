@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
+from ..api.errors import InvalidRequest
 from ..api.messages import Generate
-from ..openai.chat import template_messages, template_tools
+from ..api.sampling import SamplingParams
 from ..openai.continuation import continue_after
 from ..openai.logprobs import chat_logprobs
 from ..openai.logprobs import joined as logprobs_of
@@ -37,7 +38,10 @@ from ..openai.responses import (
     ToolCallOut,
     Usage,
 )
-from .chat_formats import reading_of
+from ..openai.tool_choice import tool_choice
+from ..tokenizer.tokenizer import Tokenizer
+from .chat_formats import AnswerForm, answer_form
+from .chat_prompt import chat_prompt
 from .front import Front, plan
 from .generation import Choice
 from .run import Run
@@ -52,28 +56,37 @@ async def plan_chat(front: Front, body: ChatRequest, *, arrived: float, with_ids
     Raises InvalidRequest, NotFound for another model, and WorkerUnavailable.
     """
     front.check_model(body.model)
-    tokenizer = front.serving_tokenizer()
-    prompt = tokenizer.render_chat(
-        template_messages(body), tools=template_tools(body.offered_tools),
-        continue_final_message=bool(body.continue_final_message), options=body.chat_template_kwargs or {})
-    reading = reading_of(front.chat_formats, body, prompt)
-    requests = await _plan(front, body, prompt, reading)
+    choice = tool_choice(body)
+    prompt = chat_prompt(front.serving_tokenizer(), body, choice)
+    form = answer_form(front.chat_formats, body, choice, prompt)
+    requests = await _plan(front, body, prompt, form)
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
     await front.prepare_grammars(requests, grammar_param(body))
-    answer = _Answer(front, body, reading, with_ids=with_ids)
+    answer = _Answer(front, body, form.reading, with_ids=with_ids)
     return ChatRun(front, requests, answer, arrived=arrived, continued=continued)
 
 
-async def _plan(front: Front, body: ChatRequest, prompt: str, reading: Reading) -> list[Generate]:
+async def _plan(front: Front, body: ChatRequest, prompt: str, form: AnswerForm) -> list[Generate]:
     ids = await front.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = front.room_for_output(ids[0], body.requested_tokens, name)
     params = sampling_params(body, body.requested_tokens, room, vocab_size=front.model.vocab_size, tokens_name=name)
-    if front.serving_tokenizer().any_special(reading.markers):
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    params = _formed(params, form, front.serving_tokenizer())
     n = body.num_choices
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)
     return plan(ids, [params], n, body.rid, front.meeting_points(body, 1, n), [logprobs], body.priority)
+
+
+def _formed(params: SamplingParams, form: AnswerForm, tokenizer: Tokenizer) -> SamplingParams:
+    """The same for answers of a form. Raises InvalidRequest where the request asks for another form, too."""
+    if tokenizer.any_special(form.reading.markers):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    if form.grammar is None:
+        return params
+    if params.grammar is not None:
+        raise InvalidRequest("An answer cannot be made of tool calls (tool_choice, strict tools) and obey "
+                             "response_format or another grammar, too; leave one of them out.", param="tool_choice")
+    return msgspec.structs.replace(params, grammar=form.grammar)
 
 
 class _Telling:
@@ -151,7 +164,8 @@ class _Answer:
         if logprobs is not None:  # tokens whose text is held back
             events.append(ChatChunkChoice(choice.index, ChatDelta(content=""), logprobs))
         if choice.ended is not None:
-            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _reason(choice, telling.num_calls > 0)))
+            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _reason(choice, telling.num_calls > 0),
+                                          matched_stop=choice.ended.matched))
         if self._with_ids:
             telling.token_ids += delta.token_ids
             if events:

@@ -7,9 +7,9 @@ import asyncio
 from aiohttp import web
 from msgspec import UNSET
 
-from ..openai.chat import template_messages, template_tools
 from ..openai.prompts import check_ids
 from ..openai.tokenizing import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest, decode_detokenize, decode_tokenize
+from .chat_prompt import chat_prompt
 from .front import Front
 from .web import json_response
 
@@ -32,12 +32,7 @@ async def tokenize(front: Front, request: web.Request) -> web.Response:
 def _texts(front: Front, body: TokenizeRequest) -> list[str]:
     if body.prompt is not None:
         return body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    chat = body.chat()
-    return [front.serving_tokenizer().render_chat(
-        template_messages(chat), tools=template_tools(chat.offered_tools),
-        continue_final_message=bool(body.continue_final_message),
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-        options=body.chat_template_kwargs or {})]
+    return [chat_prompt(front.serving_tokenizer(), body.chat())]
 
 
 async def detokenize(front: Front, request: web.Request) -> web.Response:

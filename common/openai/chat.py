@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from ..api.errors import InvalidRequest
 from .protocol import ChatRequest, ContentPart, Message, MessageToolCall, Tool
 
 
-def template_messages(request: ChatRequest) -> list[dict[str, Any]]:
-    """Plain dicts with text content. Raises InvalidRequest for no messages and for parts that are no text."""
+def template_messages(request: ChatRequest, *, knows_developer: bool = True) -> list[dict[str, Any]]:
+    """Plain dicts with text content; to a template that does not know developers they are the system.
+
+    Raises InvalidRequest for no messages and for parts that are no text.
+    """
     if not request.messages:
         raise InvalidRequest("messages is empty; send at least one message.", param="messages")
     if request.continue_final_message and request.messages[-1].role != "assistant":
         raise InvalidRequest("continue_final_message needs a last message of the assistant.", param="messages")
-    return [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    found = [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    if not knows_developer:
+        for message in found:
+            if message["role"] == "developer":
+                message["role"] = "system"
+    return found
 
 
-def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
-    """Tool definitions, None where there are none. Raises InvalidRequest for a tool that is no function."""
+def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
+    """Tool definitions, None where there are none."""
     found = []
-    for i, tool in enumerate(tools):
-        if tool.type != "function":
-            raise InvalidRequest(f"tools[{i}].type must be 'function', got {tool.type!r}.", param=f"tools[{i}].type")
+    for tool in tools:
         function: dict[str, Any] = {"name": tool.function.name}
         if tool.function.description is not None:
             function["description"] = tool.function.description
         function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
         found.append({"type": "function", "function": function})
     return found or None
+
+
+def template_options(request: ChatRequest) -> dict[str, Any]:
+    """Further variables of the template: ``chat_template_kwargs``, and OpenAI's field that some templates know."""
+    options = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", request.reasoning_effort)
+    return options
+
+
+class CallArguments(dict[str, Any]):
+    """A call's arguments: an object to templates that print JSON themselves, its JSON to those that print a string."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
 
 
 def _plain(message: Message, path: str) -> dict[str, Any]:
@@ -59,7 +87,6 @@ def _text(content: str | list[str | ContentPart] | None, path: str) -> str:
 
 
 def _call(call: MessageToolCall, path: str) -> dict[str, Any]:
-    """Templates print arguments as JSON themselves, so they get an object and not OpenAI's string."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -69,4 +96,5 @@ def _call(call: MessageToolCall, path: str) -> dict[str, Any]:
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{path}.function.arguments must be a JSON object in a string.",
                                  param=f"{path}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {
+        "name": call.function.name, "arguments": CallArguments(arguments)}}

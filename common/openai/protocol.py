@@ -117,8 +117,11 @@ class ChatRequest(CommonFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    # SGLang's and vLLM's
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
@@ -126,10 +129,6 @@ class ChatRequest(CommonFields, kw_only=True):
     @property
     def requested_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def offered_tools(self) -> list[Tool]:
-        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class CompletionRequest(CommonFields, kw_only=True):
@@ -148,7 +147,7 @@ class CompletionRequest(CommonFields, kw_only=True):
 # field -> the values under which it changes nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_path": (None, ""), "return_hidden_states": (None, False),
-    "tool_choice": (None, "none", "auto"), "suffix": (None, ""),
+    "suffix": (None, ""),
 }
 
 _chat = BodyDecoder(ChatRequest)

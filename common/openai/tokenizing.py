@@ -35,7 +35,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     def chat(self) -> ChatRequest:
         assert self.messages is not None
         return ChatRequest(messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs,
-                           continue_final_message=self.continue_final_message)
+                           continue_final_message=self.continue_final_message,
+                           add_generation_prompt=None if self.continue_final_message else self.add_generation_prompt)
 
 
 class TokenizeAnswer(msgspec.Struct):

@@ -9,7 +9,7 @@ from baton.common.api.errors import InvalidRequest
 from baton.common.api.messages import Bootstrap, Generate, Logprobs, decode_to_engine
 from baton.common.api.messages import encode as encode_message
 from baton.common.openai.bootstrap import BootstrapFields, bootstraps, check_ranks
-from baton.common.openai.chat import template_messages, template_tools
+from baton.common.openai.chat import template_messages
 from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.openai.native import decode_generate, logprob_options
 from baton.common.openai.prompts import output_limit, parse_prompts
@@ -44,7 +44,6 @@ def chat(**fields: object) -> bytes:
     (chat(stream_options={"include_usage": True}), "needs stream", "stream_options"),
     (chat(logit_bias={"5": "much"}), "logit_bias.*: expected float, got str", "logit_bias[...]"),
     (chat(response_format={"type": "json_object"}), "response_format is not supported", "response_format"),
-    (chat(tool_choice="required"), "tool_choice is not supported", "tool_choice"),
 ])
 def test_bad_chat_bodies(body: bytes, sentence: str, param: str | None) -> None:
     with pytest.raises(InvalidRequest, match=sentence) as error:
@@ -205,15 +204,6 @@ def test_messages_for_the_template() -> None:
 def test_messages_that_are_refused(fields: dict[str, object], sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
         template_messages(decode_chat(chat(**fields)))
-
-
-def test_tools_are_offered_unless_declined() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert template_tools(decode_chat(chat(tools=tools)).offered_tools) == [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-    assert template_tools(decode_chat(chat(tools=tools, tool_choice="none")).offered_tools) is None
-    with pytest.raises(InvalidRequest, match="must be 'function'"):
-        template_tools(decode_chat(chat(tools=[{"type": "browser", "function": {"name": "f"}}])).offered_tools)
 
 
 # ---------------------------------------------------------------- logprobs

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..cursor import Cursor, Step
 from .calls import Calls
 
-Schema = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Tag:
-    """How one call is written around its arguments: as xgrammar's structural tags want it.
-
-    ``content`` is the kind of a structural tag's content that holds the arguments' schema.
-    """
+    """What stands around one call's arguments; they are JSON, or xgrammar's ``style`` of writing an object."""
 
     begin: str
     end: str
-    content: str = "json_schema"
+    style: str = "json"
 
 
 @dataclass(frozen=True)
 class Layout:
     """How calls are written one after the other, where their form can be demanded of the model.
 
-    ``trigger`` begins every ``Tag.begin``; ``before``, ``between`` and ``after`` stand around and between the calls.
+    ``before``, ``between`` and ``after`` stand around and between the calls. ``trigger``: free text must not hold it
+    unless calls follow, None where text may be anything. ``single``: one call ends the answer.
     """
 
     tag: Callable[[str], Tag]
-    trigger: str
     before: str = ""
     between: str = ""
     after: str = ""
+    trigger: str | None = None
+    single: bool = False
 
 
 @dataclass(frozen=True)

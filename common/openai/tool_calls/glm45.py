@@ -9,7 +9,7 @@ import re
 
 from ..cursor import Cursor, Step
 from .calls import Calls
-from .format import ToolFormat
+from .format import Layout, Tag, ToolFormat
 from .members import Members
 from .values import is_string, to_json
 
@@ -75,4 +75,5 @@ def _pair(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
     return True
 
 
-GLM45 = ToolFormat(read, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), (frozenset((KEY, VALUE)),))
+GLM45 = ToolFormat(read, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), (frozenset((KEY, VALUE)),), Layout(
+    lambda name: Tag(f"{OPEN}{name}\n", f"\n{CLOSE}", "glm_xml"), between="\n", trigger=OPEN))

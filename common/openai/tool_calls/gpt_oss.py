@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..cursor import Cursor, Step
-from ..harmony import CALL, CHANNEL, CONSTRAIN, MARKERS, MESSAGE, START, Harmony
+from ..harmony import CHANNEL, CONSTRAIN, MARKERS, MESSAGE, Harmony
 from .calls import Calls
 from .format import Layout, Tag, ToolFormat
 
@@ -12,7 +12,6 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
     yield from Harmony(with_calls=True, as_part=None).read(cursor, calls)
 
 
-_BEGIN = f"{CHANNEL}commentary to=functions."
-
+# <|call|> is one of the model's stop tokens: it ends the answer, so that there is one call.
 GPT_OSS = ToolFormat(read, MARKERS, (frozenset((CHANNEL, MESSAGE)),), Layout(
-    lambda name: Tag(f"{_BEGIN}{name} {CONSTRAIN}json{MESSAGE}", CALL), _BEGIN, between=f"{START}assistant"))
+    lambda name: Tag(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", ""), single=True))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from ..cursor import Cursor, Step
 from .calls import Calls
-from .format import ToolFormat
+from .format import Layout, Tag, ToolFormat
 from .json_call import envelope
 
 
@@ -22,4 +24,5 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
     yield from cursor.content()
 
 
-JSON_ARRAY = ToolFormat(read)
+JSON_ARRAY = ToolFormat(read, layout=Layout(
+    lambda name: Tag(f'{{"name": {json.dumps(name)}, "parameters": ', "}"), "[", ", ", "]"))

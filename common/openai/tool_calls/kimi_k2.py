@@ -37,4 +37,4 @@ def _call(cursor: Cursor, calls: Calls) -> Step[bool]:
 
 
 KIMI_K2 = ToolFormat(read, (ALL_BEGIN, ALL_END, BEGIN, SEP, END), (frozenset((ALL_BEGIN,)),), Layout(
-    lambda name: Tag(f"{BEGIN}functions.{name}:0{SEP}", END), BEGIN, ALL_BEGIN, "", ALL_END))
+    lambda name: Tag(f"{BEGIN}functions.{name}:0{SEP}", END), ALL_BEGIN, "", ALL_END, ALL_BEGIN))

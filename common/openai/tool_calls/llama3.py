@@ -36,4 +36,4 @@ def _row(cursor: Cursor, calls: Calls, *, any_name: bool) -> Step[None]:
 
 
 LLAMA3 = ToolFormat(read, (TAG,), (frozenset((TAG,)), frozenset(('{"name": function name, "parameters"',))), Layout(
-    lambda name: Tag(f'{{"name": {json.dumps(name)}, "parameters": ', "}"), "{", between="; "))
+    lambda name: Tag(f'{{"name": {json.dumps(name)}, "parameters": ', "}"), between="; "))

@@ -55,4 +55,4 @@ def _named(cursor: Cursor, calls: Calls) -> Step[bool]:
 
 
 MISTRAL = ToolFormat(read, (OPEN, CALL_ID, ARGS), (frozenset((OPEN,)),), Layout(
-    lambda name: Tag(f'{{"name": {json.dumps(name)}, "arguments": ', "}"), OPEN, f"{OPEN} [", ", ", "]"))
+    lambda name: Tag(f'{{"name": {json.dumps(name)}, "arguments": ', "}"), f"{OPEN} [", ", ", "]", trigger=OPEN))

@@ -79,5 +79,5 @@ def _parameter(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
 
 
 QWEN3_CODER = ToolFormat(read, (OPEN, CLOSE), (frozenset((FUNCTION, PARAMETER)),), Layout(
-    lambda name: Tag(f"{OPEN}\n{FUNCTION}{name}>\n", f"\n{FUNCTION_END}\n{CLOSE}", "qwen_xml_parameter"), OPEN,
-    between="\n"))
+    lambda name: Tag(f"{OPEN}\n{FUNCTION}{name}>\n", f"\n{FUNCTION_END}\n{CLOSE}", "qwen_xml"), between="\n",
+    trigger=OPEN))
