@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from ..common.api.kv_events import Cleared, Event, Hash, Removed, Stored, page_hashes
+from .holders import NOBODY, HolderSets
 
 MOST_PAGES = 2**20
 """Pages remembered a worker, 200 MB at worst: 16 million tokens in pages of 16, more than a GPU holds."""
 
-_MOST_SETS = 10_000
-
-_NOBODY: frozenset[int] = frozenset()
-
+MOST_HOLDERS = 64
+"""Workers named of those that hold equally much: looking at a thousand would take longer than what is gained."""
 
 class Residency:
     """Page hash -> ids of the workers that hold it, kept up to date by their events.
@@ -22,8 +22,9 @@ class Residency:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[int, frozenset[int]] = {}
-        self._sets: dict[frozenset[int], frozenset[int]] = {}
+        self._holders: dict[int, int] = {}
+        self._sets = HolderSets()
+        self._turn = 0
         self._pages: dict[int, dict[Hash, int]] = {}
         self.sizes: dict[int, int] = {}
         """Pages of each worker that ever stored one."""
@@ -64,34 +65,42 @@ class Residency:
         """How many leading pages each worker holds, for workers that hold any.
 
         ``chain`` yields ``(number of pages up to its end, hash)`` from the prompt's beginning on, of all pages or of
-        some; it is read no further than some worker holds it.
+        some; it is read no further than some worker holds it. Of many workers that hold equally much only
+        MOST_HOLDERS are named, others each time.
         """
         found: dict[int, int] = {}
-        holders, last = _NOBODY, None
-        reached = 0
+        get, sets = self._holders.get, self._sets.by_number
+        holders: frozenset[int] = frozenset()
+        last, reached = -1, 0
         for pages, value in chain:
-            now = self._holders.get(value, _NOBODY)
-            if now is not last:
-                if last is None:
-                    holders = now
+            now = get(value, NOBODY)
+            if now != last:
+                held = sets[now]
+                if last < 0:
+                    holders = held
                 else:
-                    for worker_id in holders - now:
-                        found[worker_id] = reached
-                    holders &= now
+                    self._name(found, holders - held, reached)
+                    holders &= held
                 last = now
-            if not holders:
-                return found
+                if not holders:
+                    return found
             reached = pages
+        self._name(found, holders, reached)
+        return found
+
+    def _name(self, found: dict[int, int], holders: frozenset[int], reached: int) -> None:
+        if len(holders) > MOST_HOLDERS:
+            self._turn = (self._turn + MOST_HOLDERS) % (len(holders) - MOST_HOLDERS + 1)
+            holders = frozenset(islice(holders, self._turn, self._turn + MOST_HOLDERS))
         for worker_id in holders:
             found[worker_id] = reached
-        return found
 
     def _store(self, worker_id: int, event: Stored, native: bool) -> None:
         known = self._pages.setdefault(worker_id, {})
         self.page_sizes[worker_id] = event.page_size
         pages = self._own_hashes(known, event, native)
-        alone = self._shared(frozenset((worker_id,)))
-        holders = self._holders
+        holders, sets = self._holders, self._sets
+        alone = sets.alone(worker_id)
         for theirs, page in zip(event.hashes, pages):
             if len(known) >= MOST_PAGES:
                 return
@@ -99,8 +108,9 @@ class Residency:
             present = holders.get(page)
             if present is None:
                 holders[page] = alone
-            elif worker_id not in present:
-                holders[page] = self._shared(present | alone)
+            elif worker_id not in sets.by_number[present]:
+                holders[page] = sets.take(sets.by_number[present] | sets.by_number[alone])
+                sets.drop(present)
 
     @staticmethod
     def _own_hashes(known: dict[Hash, int], event: Stored, native: bool) -> Sequence[int]:
@@ -121,14 +131,12 @@ class Residency:
                 self._drop(page, worker_id)
 
     def _drop(self, page: int, worker_id: int) -> None:
-        present = self._holders.get(page, _NOBODY)
-        if worker_id in present:
-            if len(present) == 1:
-                del self._holders[page]
+        sets = self._sets
+        present = self._holders.get(page, NOBODY)
+        if worker_id in sets.by_number[present]:
+            rest = sets.by_number[present] - {worker_id}
+            if rest:
+                self._holders[page] = sets.take(rest)
             else:
-                self._holders[page] = self._shared(present - {worker_id})
-
-    def _shared(self, holders: frozenset[int]) -> frozenset[int]:
-        if len(self._sets) > _MOST_SETS:  # Sets of workers long gone: sharing begins anew.
-            self._sets.clear()
-        return self._sets.setdefault(holders, holders)
+                del self._holders[page]
+            sets.drop(present)

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 
+from ..holders import HolderSets
 from ..registry import Worker
 from .base import Decision, by_load, prompt_text
-from .load_view import LoadView
+from .load_view import EXACT_UP_TO, LoadView
 
 BLOCK = 256
 """Bytes of a block: 16 lookups for a 4 KB prompt, and a match is blind to at most 255 bytes."""
 LONG_BLOCK = 4096
 FINE_BYTES = 64 * 1024
 """From here on blocks are long: a prompt of 4 MB then costs 1,300 lookups instead of 16,000."""
+MOST_BLOCKS = 2**20
+"""Of all workers together: 100 MB of the router's memory, however many workers there are."""
 SHARDS = 16
 """Dictionaries of a generation. One of a million entries grows for 37 ms and is freed for 23 ms, in which
 every stream would stand still; a sixteenth of it takes 2 ms."""
@@ -45,19 +49,36 @@ def block_hashes(text: bytes) -> list[int]:
     return hashes
 
 
+class _Shard:
+    """One generation of a part of the memory: block hash -> number of the set of its holders."""
+
+    __slots__ = ("blocks", "sets")
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, int] = {}
+        self.sets = HolderSets()
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def join(self, block: int, holders: frozenset[int]) -> None:
+        """Put a block whose holders are several."""
+        before = self.blocks.get(block)
+        self.blocks[block] = self.sets.take(holders)
+        if before is not None:
+            self.sets.drop(before)
+
+
 class PrefixMemory:
     """Which workers were sent which prefixes: block hash -> ids of its holders.
 
     Two generations bound it at no cost a request: writes and hits go to the young one, and when that
-    is half of the capacity the old one is forgotten (shard by shard). Sets of holders are shared
-    between entries, so an entry costs about 100 bytes.
+    is half of the capacity the old one is forgotten (shard by shard). An entry costs about 100 bytes.
     """
 
     def __init__(self) -> None:
-        self._young: list[dict[int, frozenset[int]]] = [{} for _ in range(SHARDS)]
-        self._old: list[dict[int, frozenset[int]]] = [{} for _ in range(SHARDS)]
-        self._sets: dict[frozenset[int], frozenset[int]] = {}
-        self._alone: dict[int, frozenset[int]] = {}
+        self._young = [_Shard() for _ in range(SHARDS)]
+        self._old = [_Shard() for _ in range(SHARDS)]
         self._capacity = 0
         self._num_aged = 0
         self.sent: Counter[int] = Counter()
@@ -66,16 +87,25 @@ class PrefixMemory:
     def __len__(self) -> int:
         return sum(map(len, self._young)) + sum(map(len, self._old))
 
+    @property
+    def num_sets(self) -> int:
+        """Distinct sets of holders, counted once a shard."""
+        return sum(len(shard.sets) for shard in self._young + self._old)
+
     def longest(self, hashes: list[int], among: frozenset[int]) -> tuple[frozenset[int], int]:
         """``(ids in among that hold the longest known prefix, its length in blocks)``."""
         young, old = self._young, self._old
         owners, depth = among, 0
         last = None
         for value in hashes:
-            shard = value % SHARDS
-            holders = young[shard].get(value) or old[shard].get(value)
-            if holders is None:
-                break
+            shard = young[value % SHARDS]
+            number = shard.blocks.get(value)
+            if number is None:
+                shard = old[value % SHARDS]
+                number = shard.blocks.get(value)
+                if number is None:
+                    break
+            holders = shard.sets.by_number[number]
             if holders is not last:
                 narrowed = owners & holders
                 if not narrowed:
@@ -86,23 +116,24 @@ class PrefixMemory:
 
     def record(self, hashes: list[int], worker_id: int, capacity: int) -> None:
         """Note that a worker was sent the prefix; keeps at most ``capacity`` blocks in all."""
-        alone = self._alone.get(worker_id)
-        if alone is None:
-            alone = self._alone[worker_id] = self._shared(frozenset((worker_id,)))
         self._capacity = capacity
         most = capacity // (2 * SHARDS)
         for value in hashes:
-            shard = value % SHARDS
-            young = self._young[shard]
-            holders = young.get(value)
-            if holders is None:
-                if len(young) >= most:
-                    self._age(shard)
-                    young = self._young[shard]
-                holders = self._old[shard].get(value)
-                young[value] = alone if holders is None else self._joined(holders, worker_id)
-            elif worker_id not in holders:
-                young[value] = self._joined(holders, worker_id)
+            index = value % SHARDS
+            shard = self._young[index]
+            number = shard.blocks.get(value)
+            if number is None:
+                if len(shard.blocks) >= most:
+                    self._age(index)
+                    shard = self._young[index]
+                old = self._old[index]
+                number = old.blocks.get(value)
+                if number is None or old.sets.by_number[number] == {worker_id}:
+                    shard.blocks[value] = shard.sets.alone(worker_id)
+                else:
+                    shard.join(value, old.sets.by_number[number] | {worker_id})
+            elif worker_id not in shard.sets.by_number[number]:
+                shard.join(value, shard.sets.by_number[number] | {worker_id})
         self.sent[worker_id] += len(hashes)
 
     def evict(self) -> None:
@@ -110,27 +141,20 @@ class PrefixMemory:
 
         Worth its while from a quarter of the capacity on; so at least that much is always kept.
         """
-        for shard, young in enumerate(self._young):
-            if len(young) > self._capacity // (4 * SHARDS):
-                self._age(shard)
+        for index, shard in enumerate(self._young):
+            if len(shard) > self._capacity // (4 * SHARDS):
+                self._age(index)
 
     def turn(self) -> None:
         """Forget what was not seen since the last call."""
         if len(self):
-            for shard in range(SHARDS):
-                self._age(shard)
+            for index in range(SHARDS):
+                self._age(index)
 
-    def _joined(self, holders: frozenset[int], worker_id: int) -> frozenset[int]:
-        return holders if worker_id in holders else self._shared(holders | {worker_id})
-
-    def _shared(self, holders: frozenset[int]) -> frozenset[int]:
-        return self._sets.setdefault(holders, holders)
-
-    def _age(self, shard: int) -> None:
-        self._old[shard], self._young[shard] = self._young[shard], {}
+    def _age(self, index: int) -> None:
+        self._old[index], self._young[index] = self._young[index], _Shard()
         self._num_aged += 1
         if self._num_aged % SHARDS == 0:
-            self._sets, self._alone = {}, {}
             self.sent = Counter({worker: count // 2 for worker, count in self.sent.items() if count > 1})
 
 
@@ -146,17 +170,19 @@ class CacheAware:
     - Else the least loaded worker, of equals the one that was sent the fewest blocks.
 
     Every ``eviction_interval`` seconds old prefixes are forgotten; at most ``max_tree_size`` bytes of
-    text a worker are remembered at any time.
+    text a worker are remembered at any time, and at most ``most_blocks`` blocks in all.
     """
 
     read = staticmethod(prompt_text)
 
     def __init__(self, *, cache_threshold: float = 0.5, balance_abs_threshold: int = 32,
-                 balance_rel_threshold: float = 1.0001, max_tree_size: int = 2**24, eviction_interval: float = 60.0):
+                 balance_rel_threshold: float = 1.0001, max_tree_size: int = 2**24, eviction_interval: float = 60.0,
+                 most_blocks: int = MOST_BLOCKS):
         self._cache_threshold = cache_threshold
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._blocks_per_worker = max_tree_size // BLOCK
+        self._most_blocks = most_blocks
         self._interval = eviction_interval
         self._next_eviction: float | None = None
         self.memory = PrefixMemory()
@@ -165,12 +191,14 @@ class CacheAware:
         self._workers: Sequence[Worker] = ()
         self._by_id: dict[int, Worker] = {}
         self._ids: frozenset[int] = frozenset()
+        self._turn = 0
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
         hashes = block_hashes(subject)
         decision = self._choose(workers, hashes)
         if hashes:
-            self.memory.record(hashes, decision.worker.id, self._blocks_per_worker * len(workers))
+            capacity = min(self._most_blocks, self._blocks_per_worker * len(workers))
+            self.memory.record(hashes, decision.worker.id, capacity)
         return decision
 
     def sweep(self, now: float) -> None:
@@ -192,13 +220,21 @@ class CacheAware:
                 self._learn(workers)
             owners, depth = self.memory.longest(hashes, self._ids)
             if depth and depth >= self._cache_threshold * len(hashes):
-                holders = [self._by_id[owner] for owner in owners]
-                holder = holders[0] if len(holders) == 1 else min(holders, key=by_load)
+                holder = self._lightest(owners)
                 shared = self._branches.note(hashes[depth - 1])
                 if shared and holder.load - loads.least > self._abs // 8:
                     return Decision(loads.lightest(sent), "balance")
                 return Decision(holder, "cache_hit")
         return Decision(loads.lightest(sent), "cache_miss")
+
+    def _lightest(self, owners: frozenset[int]) -> Worker:
+        """The least loaded of them; of very many, of some, others each time: all would take longer than is gained."""
+        first = 0
+        if len(owners) > EXACT_UP_TO:
+            self._turn += EXACT_UP_TO
+            first = self._turn % (len(owners) - EXACT_UP_TO + 1)
+        holders = [self._by_id[owner] for owner in islice(owners, first, first + EXACT_UP_TO)]
+        return holders[0] if len(holders) == 1 else min(holders, key=by_load)
 
     def _learn(self, workers: Sequence[Worker]) -> None:
         self._workers = workers

@@ -24,7 +24,7 @@ from .base import Decision
 from .cache_aware import BLOCK, PrefixMemory
 from .load_view import LoadView
 from .text_pages import TextPages, text_blocks
-from .token_pages import TokenPages
+from .token_pages import Pieces, TokenPages, cut
 
 TRANSFER = 0.1
 """Cost of sending a page from prefill to decode, in pages computed: an 8B model computes 16 tokens in 0.4 ms on
@@ -51,8 +51,8 @@ class Prompt(NamedTuple):
     size: int
     """Bytes of its text."""
     blocks: list[int]
-    ids: bytes | None
-    """A JSON list of token ids without its closing bracket, where the prompt came as such."""
+    ids: Pieces | None
+    """Token ids, where the prompt came as such."""
 
 
 class Share(NamedTuple):
@@ -132,8 +132,11 @@ class CacheExact:
         if not text:
             return None
         assert found is not None
-        prompt = Prompt(len(text), text_blocks(text), text if _is_ids(text) else None)
-        if prompt.ids is None and request.on_head is None and not self.texts.knows(prompt.blocks):
+        if _is_ids(text):
+            ids = cut(text)
+            return Prompt(len(text), ids.keys, ids)
+        prompt = Prompt(len(text), text_blocks(text), None)
+        if request.on_head is None and not self.texts.knows(prompt.blocks):
             request.headers += _ASK
             request.on_head = _Lesson(self.texts, prompt)
         return prompt
@@ -251,7 +254,7 @@ class CacheExact:
         pages, cached = self._resident(prompt)
         per_block = pages / max(1, len(prompt.blocks) - 1)
         for memory in (self.recent, self.sent):
-            owners, depth = memory.longest(prompt.blocks, among) if len(memory) else (among, 0)
+            owners, depth = memory.longest(prompt.blocks, among)
             if depth:
                 for worker_id in owners:
                     cached[worker_id] = max(cached.get(worker_id, 0), round(depth * per_block))
@@ -268,7 +271,7 @@ class CacheExact:
         sizes = set(self.residency.page_sizes.values())
         for size in sizes:
             cached.update(self.residency.depths(self.tokens.chain(prompt.ids, size)))
-        return (prompt.ids.count(b",") + 1) / max(sizes, default=16), cached
+        return prompt.ids.num_tokens / max(sizes, default=16), cached
 
     def _note(self, share: Share, cached: int) -> None:
         missing = max(0.0, share.pages - cached)

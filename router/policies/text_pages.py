@@ -20,6 +20,9 @@ from .cache_aware import BLOCK, FINE_BYTES, LONG_BLOCK, block_hashes
 Page = tuple[int, int]
 """Number of pages from the prompt's beginning to the end of this one, and its hash."""
 
+_BITS = 24
+_MOST = 2**_BITS - 1
+
 
 def text_blocks(text: bytes) -> list[int]:
     """Hashes of the text's blocks and, last, of the whole text."""
@@ -33,13 +36,16 @@ def _end_of(index: int) -> int:
 
 
 class TextPages:
-    """Block hash -> page, in two generations of ``capacity // 2`` entries (about 200 bytes each)."""
+    """Block hash -> page, in two generations of ``capacity // 2`` entries (about 130 bytes each).
+
+    A page is kept as one number, ``hash << _BITS | pages``: the garbage collector would walk as many tuples.
+    """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self._half = max(1, capacity // 2)
-        self._young: dict[int, Page] = {}
-        self._old: dict[int, Page] = {}
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
         self.bytes_per_page = 64.0
         """Text bytes that come to a page, of late: 16 tokens of 4 bytes until something is known."""
 
@@ -59,17 +65,17 @@ class TextPages:
             page = young.get(block) or old.get(block)
             if page is None:
                 break
-            if page[0] > reached:
-                found.append(page)
-                reached = page[0]
+            if page & _MOST > reached:
+                reached = page & _MOST
+                found.append((reached, page >> _BITS))
         whole = young.get(blocks[-1]) or old.get(blocks[-1])
-        if whole is not None and whole[0] > reached:
-            found.append(whole)
+        if whole is not None and whole & _MOST > reached:
+            found.append((whole & _MOST, whole >> _BITS))
         return found
 
     def learn(self, blocks: list[int], size: int, pages: PromptPages) -> None:
         """Take in the pages of a text of ``size`` bytes."""
-        if not pages.told or not size:
+        if not pages.told or not size or not 0 < pages.pages <= _MOST or pages.told[0][0] < 1:
             return
         self.bytes_per_page += (size / pages.pages - self.bytes_per_page) * 0.05
         told = dict(pages.told)
@@ -79,15 +85,17 @@ class TextPages:
             most = pages.pages if last else int(min(1.0, _end_of(index) / size) * pages.pages)
             present = self._young.get(block) or self._old.get(block)
             if present is not None and not last:
-                if told.get(present[0]) == present[1]:
+                number = present & _MOST
+                if told.get(number) == present >> _BITS:
                     self._keep(block, present)
                     continue
-                most = min(most, present[0] - 1 if present[0] in told else present[0])
+                most = min(most, number - 1 if number in told else number)
             at = bisect_right(numbers, most)
             if at:
-                self._keep(block, (numbers[at - 1], told[numbers[at - 1]]))
+                number = numbers[at - 1]
+                self._keep(block, told[number] << _BITS | number)
 
-    def _keep(self, block: int, page: Page) -> None:
+    def _keep(self, block: int, page: int) -> None:
         if len(self._young) >= self._half and block not in self._young:
             self._old, self._young = self._young, {}
         self._young[block] = page

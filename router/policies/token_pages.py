@@ -8,8 +8,7 @@ before them only, and what a piece came to is found again by one hash of its tex
 from __future__ import annotations
 
 import struct
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,65 +18,86 @@ from ...common.api.kv_events import chained, token_bytes
 PIECE = 1024
 """Bytes of text of a piece, at least: about 170 ids, 10 pages of 16."""
 MOST_PIECES = 2**15
-"""Pieces remembered, in two generations: 15 MB for 32 MB of prompts."""
+"""Pieces remembered, in two generations: 10 MB for 32 MB of prompts."""
 
+_COUNT = struct.Struct("<I")
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
-class _Piece(NamedTuple):
-    """What a piece comes to, after all pieces before it."""
+class Pieces(NamedTuple):
+    """A text like ``[5, 17, 4``: a JSON list of ids without its closing bracket, cut at some of its commas."""
 
-    hashes: array[int]
-    """Of the pages that end in it."""
-    rest: bytes
-    """Tokens after the last of them, little-endian int32."""
+    text: bytes
+    ends: list[int]
+    """Where pieces end, but for the last one."""
+    keys: list[int]
+    """Hashes of the text up to each end, and of all of it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.text.count(b",") + 1
+
+
+def cut(text: bytes) -> Pieces:
+    ends, keys = [], []
+    key, start, size = 0, 1, len(text)
+    while (end := text.find(b",", start + PIECE, size)) >= 0:
+        key = hash((key, text[start:end]))
+        ends.append(end)
+        keys.append(key)
+        start = end + 1
+    keys.append(hash((key, text[start:], 1)))
+    return Pieces(text, ends, keys)
 
 
 class TokenPages:
-    """Pages of texts like ``[5, 17, 4``: a JSON list of ids without its closing bracket."""
+    """The pages of prompts that were cut into pieces.
+
+    A piece is remembered, after all pieces before it, as one bytes object (the garbage collector would walk
+    thousands of tuples): the hashes of the pages that end in it, and the tokens after the last of them.
+    """
 
     def __init__(self, most_pieces: int = MOST_PIECES) -> None:
         self._half = max(1, most_pieces // 2)
-        self._young: dict[int, _Piece] = {}
-        self._old: dict[int, _Piece] = {}
+        self._young: dict[int, bytes] = {}
+        self._old: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def chain(self, text: bytes, page_size: int) -> Iterator[tuple[int, int]]:
+    def chain(self, cut: Pieces, page_size: int) -> Iterator[tuple[int, int]]:
         """``(number of pages up to its end, hash)`` of each full page in turn, for those who stop early.
 
         Ends where the text is no list of 32-bit integers any more.
         """
         young, old = self._young, self._old
-        key, number, parent, rest = page_size, 0, None, b""
-        start, size = 1, len(text)
-        while start < size:
-            end = text.find(b",", start + PIECE)
-            whole = end >= 0
-            piece = text[start:end] if whole else text[start:]
-            key = hash((key, piece))
-            found = young.get(key) or old.get(key)
+        start, number, rest = 1, 0, b""
+        parent: int | None = None
+        hashes: Sequence[int]
+        for end, key in zip((*cut.ends, len(cut.text)), cut.keys):
+            found = young.get(key ^ page_size) or old.get(key ^ page_size)
             if found is None:
                 try:
-                    tokens = rest + token_bytes(_decode_ids(b"[" + piece + b"]"))
+                    tokens = rest + token_bytes(_decode_ids(b"[" + cut.text[start:end] + b"]"))
                 except (msgspec.DecodeError, struct.error):
                     return
                 hashes = chained(tokens, 4 * page_size, parent)
-                found = _Piece(array("q", hashes), tokens[4 * page_size * len(hashes):])
-                if whole:  # The last one, unfinished, is another one in the next turn.
-                    self._keep(key, found)
-            for value in found.hashes:
+                count = len(hashes)
+                found = struct.pack(f"<I{count}q", count, *hashes) + tokens[4 * page_size * count:]
+                if end < len(cut.text):  # The last one, unfinished, is another one in the next turn.
+                    self._keep(key ^ page_size, found)
+            else:
+                (count,) = _COUNT.unpack_from(found)
+                hashes = struct.unpack_from(f"<{count}q", found, _COUNT.size)
+            for value in hashes:
                 number += 1
                 yield number, value
-            if found.hashes:
-                parent = value
-            rest = found.rest
-            if not whole:
-                return
+            if count:
+                parent = hashes[-1]
+            rest = found[_COUNT.size + 8 * count:]
             start = end + 1
 
-    def _keep(self, key: int, piece: _Piece) -> None:
+    def _keep(self, key: int, piece: bytes) -> None:
         if len(self._young) >= self._half:
             self._old, self._young = self._young, {}
         self._young[key] = piece

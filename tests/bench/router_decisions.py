@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import multiprocessing
 import platform
@@ -183,6 +184,8 @@ def decisions(policy: str, workers: int, nodes: int, kind: str, pairs: bool, cou
     router = Router(policy, workers, pairs=pairs, tree=max(2**24, 4 * nodes * BLOCK // workers))
     known = fill(router, kind, nodes, rng) if nodes else [KINDS[kind][0](rng) for _ in range(KNOWN)]
     wall, cpu = [], []
+    gc.collect()
+    gc.freeze()  # The prompts made here, millions of numbers, are no part of a router: its collector must not walk them.
     for body in prompts(kind, known, count, rng):
         request, found = asked(body)
         began, spent = perf_counter_ns(), thread_time_ns()
