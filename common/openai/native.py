@@ -109,10 +109,6 @@ _REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (None, False), "lora_path": (None, ""),
     "custom_logit_processor": (None, ""),
 }
-_REFUSED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "json_schema": (None, ""), "regex": (None, ""), "ebnf": (None, ""),
-    "structural_tag": (None, ""),
-}
 
 _decoder = BodyDecoder(GenerateRequest)
 
@@ -124,7 +120,6 @@ def decode_generate(body: bytes) -> GenerateRequest:
     check_range("priority", request.priority, -(2**31), 2**31)
     given = request.sampling_params
     for sampling in given if isinstance(given, list) else [given or NativeSampling()]:
-        refuse_unsupported(sampling, _REFUSED_SAMPLING)
         check_range("n", sampling.n, 1, MAX_CHOICES)
     return request
 
