@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ..anthropic.answer import error_body
 from ..api.errors import NotFound, ServingError, TooLarge, Unauthorized
 from . import (
     admin_routes,
@@ -19,6 +20,7 @@ from . import (
     completion_routes,
     control_routes,
     file_routes,
+    message_routes,
     native_routes,
     response_routes,
     session_routes,
@@ -38,6 +40,8 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/chat/completions", chat_routes.chat_completions),
     ("POST", "/v1/completions", completion_routes.completions),
     ("POST", "/v1/responses", response_routes.responses),
+    ("POST", "/v1/messages", message_routes.messages),
+    ("POST", "/v1/messages/count_tokens", message_routes.count_tokens),
     ("GET", "/v1/responses/{response_id}", response_routes.stored),
     ("DELETE", "/v1/responses/{response_id}", response_routes.stored),
     ("POST", "/generate", native_routes.generate),
@@ -125,37 +129,45 @@ def _guard(front: Front) -> Any:
                 _check_key(request, wanted)
             return await handler(request)
         except ServingError as error:
-            return error_response(error)
+            return _told(request, error)
         except web.HTTPException as error:
             return _http_error(request, error, http.max_payload_size)
         except ConnectionError:
             raise  # the client left
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            return error_response(ServingError("The server failed to handle the request; its log says why."))
+            return _told(request, ServingError("The server failed to handle the request; its log says why."))
 
     return guard
 
 
 def _check_key(request: web.Request, expected: bytes) -> None:
     given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    if not given:  # Anthropic's clients have a header of their own
+        given = b"Bearer " + request.headers.get("x-api-key", "").encode("utf-8", "surrogateescape")
     if not hmac.compare_digest(given, expected):
         raise Unauthorized("The API key is missing or wrong; send it as 'Authorization: Bearer <key>'.")
 
 
+def _told(request: web.Request, error: ServingError) -> web.Response:
+    """In the words of the API that was asked."""
+    anthropic = request.path.startswith(message_routes.PATH)
+    return error_response(error, error_body(error) if anthropic else None)
+
+
 def _http_error(request: web.Request, error: web.HTTPException, max_payload: int) -> web.Response:
     if isinstance(error, web.HTTPNotFound):
-        return error_response(NotFound(f"There is no route {request.method} {request.path}."))
+        return _told(request, NotFound(f"There is no route {request.method} {request.path}."))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        response = error_response(MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
+        response = _told(request, MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
         response.headers["Allow"] = allowed
         return response
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return error_response(TooLarge(f"The request body is larger than --max-payload-size ({max_payload} bytes)."))
+        return _told(request, TooLarge(f"The request body is larger than --max-payload-size ({max_payload} bytes)."))
     failure = ServingError(f"{error.reason}.")
     failure.status = error.status
-    return error_response(failure)
+    return _told(request, failure)
 
 
 def _request_id(request: web.Request) -> str:

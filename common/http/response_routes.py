@@ -132,7 +132,7 @@ class _Answer:
         match change:
             case Opened():
                 part = OutputText("") if is_text else ReasoningText("")
-                return [make("response.output_item.added", output_index=block.index, item=self._item(block)),
+                return [make("response.output_item.added", output_index=block.index, item=self._opened(block)),
                         make("response.content_part.added", part=part, **at)]
             case Grown(_, piece, logprobs):
                 return [make(f"{kind}.delta", delta=piece, **at, **({"logprobs": logprobs} if is_text else {}))]
@@ -147,7 +147,7 @@ class _Answer:
         block, make = change.block, self._events.make
         match change:
             case Opened():
-                return [make("response.output_item.added", output_index=block.index, item=self._item(block))]
+                return [make("response.output_item.added", output_index=block.index, item=self._opened(block))]
             case Grown(_, piece, _):
                 return [make("response.function_call_arguments.delta", delta=piece, **at)]
             case Closed():
@@ -183,6 +183,12 @@ class _Answer:
 
     def _item_id(self, block: Block) -> str:
         return self._ids.setdefault(block, f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
+
+    def _opened(self, block: Block) -> OutputItem:
+        item_id = self._item_id(block)
+        if block.kind == "call":
+            return OutputCall(item_id, block.call_id, block.name, "", "in_progress")
+        return (OutputMessage if block.kind == "text" else OutputReasoning)(item_id, [], "in_progress")
 
     def _item(self, block: Block) -> OutputItem:
         closed = block in self._closed

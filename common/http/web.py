@@ -18,7 +18,7 @@ def json_response(value: Any, status: int = 200) -> web.Response:
     return json_bytes(encode(value), status)
 
 
-def error_response(error: ServingError) -> web.Response:
-    """OpenAI's error object, with Retry-After where the error knows it."""
+def error_response(error: ServingError, body: Any = None) -> web.Response:
+    """OpenAI's error object, or ``body``, with Retry-After where the error knows it."""
     headers = None if error.retry_after is None else {"Retry-After": str(max(1, round(error.retry_after)))}
-    return json_bytes(encode(error.to_openai()), error.status, headers)
+    return json_bytes(encode(error.to_openai() if body is None else body), error.status, headers)

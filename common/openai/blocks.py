@@ -35,6 +35,8 @@ class Block:
 
 
 class Opened(NamedTuple):
+    """The block may hold text by the time that this is read: tell it as empty."""
+
     block: Block
 
 

@@ -125,6 +125,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    matched_stop: int | str | None | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):

@@ -51,6 +51,7 @@ async def test_a_stream(client: openai.AsyncOpenAI) -> None:
     assert last.response.usage is not None and last.response.usage.output_tokens > 3
     assert events[0].type == "response.created" and events[0].response.status == "in_progress"
     assert events[0].response.id == last.response.id
+    assert events[2].type == "response.output_item.added" and events[2].item.content == []  # type: ignore[union-attr]
 
 
 async def test_the_clients_own_accumulation(client: openai.AsyncOpenAI) -> None:

@@ -1,0 +1,152 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: a chat told as Anthropic's messages"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from aiohttp import web
+
+from ..anthropic.answer import (
+    AnswerBlock,
+    AnswerMessage,
+    MessageUsage,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    TokenCount,
+    ToolUseBlock,
+    error_body,
+    event,
+)
+from ..anthropic.request import MessagesRequest, as_chat, decode_count, decode_messages
+from ..openai.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from ..openai.prompts import Prompts
+from ..openai.protocol import check_chat
+from ..openai.responses import ChatChoice, ChatChunk, ChatChunkChoice, Usage, encode
+from .chat_prompt import chat_prompt
+from .chat_run import ChatRun, plan_chat
+from .front import Front
+from .prompt_pages import note_pages
+from .sse import shown, stream_events
+from .web import json_bytes, json_response
+
+PATH = "/v1/messages"
+
+
+async def messages(front: Front, request: web.Request) -> web.StreamResponse:
+    arrived = time.monotonic()
+    with front.counting_refusals():
+        front.serving_tokenizer()  # a server that is starting reads no bodies
+        body = decode_messages(await request.read())
+        run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived)
+        note_pages(front, request, run.requests)
+    answer = _Answer(front, body, len(run.requests[0].input_ids))
+    if body.stream:
+        return await stream_events(request, answer.events(run))
+    return json_bytes(encode(await answer.whole(run)))
+
+
+async def count_tokens(front: Front, request: web.Request) -> web.Response:
+    tokenizer = front.serving_tokenizer()
+    chat = as_chat(decode_count(await request.read()))
+    front.check_model(chat.model)
+    prompt = chat_prompt(tokenizer, chat)
+    ids = await front.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
+    return json_response(TokenCount(len(ids[0])))
+
+
+class _Answer:
+    def __init__(self, front: Front, body: MessagesRequest, num_prompt_tokens: int):
+        self._blocks = Blocks()
+        self._message = AnswerMessage(f"msg_{uuid.uuid4().hex}", body.model or front.config.model_name, [],
+                                      MessageUsage(num_prompt_tokens, 0))
+
+    async def whole(self, run: ChatRun) -> AnswerMessage:
+        answer = await run.whole()
+        choice = answer.choices[0]
+        self._message.content = [_block(block, block.text) for block in Blocks.of(choice.message, []).blocks]
+        self._stop(choice)
+        self._count(answer.usage)
+        return self._message
+
+    async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
+        """The stream begins with the first chunk: what fails before it has a status of its own."""
+        begun = False
+        try:
+            async with aclosing(run.chunks()) as chunks:
+                async for ready in chunks:
+                    said = [] if begun else [event("message_start", message=self._message), event("ping")]
+                    begun = True
+                    for chunk in ready:
+                        said += self._say(chunk)
+                    if not run.live:
+                        said += self._end()
+                    if said:
+                        yield b"".join(said)
+        except Exception as error:
+            if not begun or isinstance(error, ConnectionError):
+                raise
+            yield event("error", error=error_body(shown(error)).error)
+
+    def _say(self, chunk: ChatChunk) -> list[bytes]:
+        self._count(chunk.usage)
+        said: list[bytes] = []
+        for choice in chunk.choices:
+            self._stop(choice)
+            said += [_tell(change) for change in self._blocks.take(choice.delta, [])]
+        return said
+
+    def _end(self) -> list[bytes]:
+        message = self._message
+        return [*[_tell(change) for change in self._blocks.end()],
+                event("message_delta", usage=message.usage,
+                      delta={"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}),
+                event("message_stop")]
+
+    def _stop(self, choice: ChatChoice | ChatChunkChoice) -> None:
+        if choice.finish_reason is None:
+            return
+        reasons: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
+        self._message.stop_reason = reasons.get(choice.finish_reason, "end_turn")
+        if choice.finish_reason == "stop" and isinstance(choice.matched_stop, str):
+            self._message.stop_reason, self._message.stop_sequence = "stop_sequence", choice.matched_stop
+
+    def _count(self, usage: Usage | None) -> None:
+        if usage is not None:
+            cached = usage.prompt_tokens_details.cached_tokens
+            self._message.usage = MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _tell(change: Change) -> bytes:
+    block = change.block
+    match change:
+        case Opened():
+            return event("content_block_start", index=block.index, content_block=_block(block, ""))
+        case Grown(_, piece, _):
+            delta = {"text": {"type": "text_delta", "text": piece},
+                     "reasoning": {"type": "thinking_delta", "thinking": piece},
+                     "call": {"type": "input_json_delta", "partial_json": piece}}[block.kind]
+            return event("content_block_delta", index=block.index, delta=delta)
+        case Closed():
+            return event("content_block_stop", index=block.index)
+
+
+def _block(block: Block, text: str) -> AnswerBlock:
+    if block.kind == "text":
+        return TextBlock(text)
+    if block.kind == "reasoning":
+        return ThinkingBlock(text)
+    return ToolUseBlock(block.call_id, block.name, _input(text))
+
+
+def _input(arguments: str) -> msgspec.Raw | dict[str, object]:
+    """The call's arguments as they are; a model that wrote no JSON object is told as having given none."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return {}
+    return msgspec.Raw(arguments.encode())
