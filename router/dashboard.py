@@ -17,6 +17,7 @@ import msgspec
 
 from .http_server import Request
 from .metrics import SECONDS, Histogram
+from .registry import Role
 from .wire import Response
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One second: counts are of that second, ``running`` is of its end, times are in seconds (None: none seen)."""
+    """One second: counts are of that second, times are in seconds (None: none seen).
+
+    Of its end: ``running``, ``queued`` and the workers that take requests (``healthy``: decode workers or whole ones;
+    ``healthy_prefill``: None where workers are whole).
+    """
 
     at: int
     requests: int
@@ -36,7 +41,11 @@ class Sample(msgspec.Struct, frozen=True):
     retries: int
     broken: int
     left: int
+    refused: int
     running: int
+    queued: int
+    healthy: int
+    healthy_prefill: int | None
     decisions: int
     hits: int
     ttft_p50: float | None
@@ -72,10 +81,15 @@ class Sampler:
         ttft = [a - b for a, b in zip(now["ttft"], last["ttft"])]
         itl = [a - b for a, b in zip(now["itl"], last["itl"])]
         counts = {name: now[name] - last[name] for name in ("requests", "failures", "retries", "broken", "left",
-                                                            "decisions", "hits")}
-        role = "decode" if self._router.config.workers.pd_disaggregation else "regular"
-        running = sum(worker.load for worker in self._router.registry if worker.role == role)
+                                                            "refused", "decisions", "hits")}
+        registry, admission = self._router.registry, self._router.metrics.admission
+        pairs = self._router.config.workers.pd_disaggregation
+        role: Role = "decode" if pairs else "regular"
+        running = sum(worker.load for worker in registry if worker.role == role)
         self.samples.append(Sample(int(time.time()), running=running, **counts,
+                                   queued=admission.queued if admission is not None else 0,
+                                   healthy=len(registry.available(role)),
+                                   healthy_prefill=len(registry.available("prefill")) if pairs else None,
                                    ttft_p50=quantile(ttft, 0.5), ttft_p99=quantile(ttft, 0.99),
                                    itl_p50=quantile(itl, 0.5), itl_p99=quantile(itl, 0.99)))
 
@@ -85,7 +99,9 @@ class Sampler:
             "requests": sum(metrics.requests.values()),
             "failures": sum(count for (_, status), count in metrics.requests.items() if status >= 500),
             "retries": sum(metrics.retries.values()), "broken": metrics.broken_streams,
-            "left": metrics.client_disconnects, "decisions": sum(metrics.decisions.values()),
+            "left": metrics.client_disconnects,
+            "refused": sum(metrics.admission.refused.values()) if metrics.admission is not None else 0,
+            "decisions": sum(count for (_, reason), count in metrics.decisions.items() if reason != "only"),
             "hits": sum(count for (_, reason), count in metrics.decisions.items() if reason == "cache_hit"),
             "ttft": _summed(metrics.first_tokens.values()), "itl": _summed(metrics.inter_tokens.values()),
         }

@@ -41,6 +41,30 @@ async def test_samples(router, worker, request_to, chat, script):
     assert (await request_to(front, "GET", f"/dashboard/data?since={sample['at']}")).json["samples"] == []
 
 
+async def test_samples_of_the_queue(router, worker, connect, chat, script):
+    mock = await worker(script.silence)
+    front = await router(mock, max_concurrent_requests=1, queue_size=2)
+    clients = [await connect(front) for _ in range(3)]
+    for client in clients:
+        client.send("POST", "/generate", b"{}")
+    await script.until(lambda: mock.posts and front._gate.admission.queued == 2)
+    assert (await chat(front)).status == 429
+    front.sampler.take()
+    sample = front.sampler.samples[-1]
+    assert (sample.running, sample.queued, sample.refused, sample.healthy, sample.healthy_prefill) == (1, 2, 1, 1, None)
+    for client in reversed(clients):
+        client.leave()
+    await script.until(lambda: not front._gate.admission.queued)
+    front.sampler.take()
+    assert (front.sampler.samples[-1].queued, front.sampler.samples[-1].refused) == (0, 0)
+
+
+async def test_samples_of_pairs(router, worker):
+    front = await router(prefill=[await worker()], decode=[await worker(), await worker()])
+    front.sampler.take()
+    assert (front.sampler.samples[-1].healthy, front.sampler.samples[-1].healthy_prefill) == (2, 1)
+
+
 async def test_page_is_open_and_its_data_is_not(router, request_to):
     front = await router(api_key="k")
     page = await request_to(front, "GET", "/dashboard")
@@ -112,6 +136,39 @@ async def shows(browser: Browser, expression: str) -> None:
             return
         await asyncio.sleep(0.1)
     raise AssertionError(await asyncio.to_thread(browser.run, "return document.body.innerText"))
+
+
+CURVES = ["Requests per second", "Running requests", "Queue", "Cache hit rate", "Time to first token",
+          "Inter-token latency", "Healthy workers", "Failures", "Retries and leavers"]
+
+
+async def test_curves_in_a_browser(router, worker, chat, connect, script, browser):
+    """Pairs under load: every curve has a line, tiles and rows say what runs where."""
+    p, d, other = await worker(), *[await worker(script.stream("a", "b", pause=0.02)) for _ in range(2)]
+    front = await router(prefill=[p], decode=[d, other], max_concurrent_requests=1, queue_size=2)
+    for _ in range(3):
+        await chat(front, messages=[{"role": "user", "content": "same " * 200}])
+    d.behaviour = other.behaviour = script.silence
+    clients = [await connect(front) for _ in range(3)]
+    for client in clients:
+        client.send("POST", "/generate", b'{"text": "a"}')
+    await script.until(lambda: front._gate.admission.queued == 2)
+    assert (await chat(front)).status == 429
+    await asyncio.to_thread(browser.open, f"http://127.0.0.1:{front.port}/dashboard")
+    titles = "[...document.querySelectorAll('.chart h2')].map(title => title.textContent)"
+    assert await asyncio.to_thread(browser.run, f"return {titles}") == CURVES
+    await shows(browser, "samples.length > 2 && [...document.querySelectorAll('.chart svg')].every(svg => "
+                         "svg.querySelector('path')?.getAttribute('d').length > 10)")
+    assert await asyncio.to_thread(browser.run, "return samples[samples.length - 1].queued") == 2
+    await shows(browser, "[...document.querySelectorAll('.tile')].some(tile => tile.innerText.replace(/\\s+/g, ' ')"
+                         ".startsWith('Waiting 2'))")
+    for mock, role in ((p, "prefill"), (d, "decode")):
+        row = f"document.querySelector('tr[data-url=\"{mock.url}\"]').innerText"
+        assert (await asyncio.to_thread(browser.run, f"return {row}")).split()[:4] == [mock.url, role, "●", "healthy"]
+    if folder := os.environ.get("BATON_SCREENSHOTS"):
+        (Path(folder) / "curves.png").write_bytes(await asyncio.to_thread(browser.picture))
+    for client in reversed(clients):
+        client.leave()
 
 
 async def test_page_in_a_browser(router, worker, chat, script, browser):

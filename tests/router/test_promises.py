@@ -41,7 +41,7 @@ async def test_bodies_pass_untouched_but_for_injected_fields(router, worker, req
 
 @pytest.mark.parametrize("kind", ["pair", "continued"])
 async def test_a_slow_reader_holds_back_the_worker(router, worker, connect, script, kind):
-    """Bytes of a stream that nobody reads stay bounded, of pairs too, and where the router keeps track of the stream."""
+    """Bytes of a stream that nobody reads stay bounded, of pairs too, and where the router follows the stream."""
     produced = 0
     event = b"data: " + b'{"choices":[{"token_ids":[1]}],"x":"%b"}' % (b"x" * 2**15) + b"\n\n"
     chunk = b"%x\r\n%b\r\n" % (len(event), event)
