@@ -31,11 +31,13 @@ class LogprobReport:
         self._asking = [(row, one) for row, one in enumerate(wanted) if one is not None]
         if not self._asking:
             return
-        index = upload([row for row, _ in self._asking], torch.int64, logits.device)
-        scores = logits[index].log_softmax(-1)
+        if len(self._asking) < self._size:
+            index = upload([row for row, _ in self._asking], torch.int64, logits.device)
+            logits, tokens = logits[index], tokens[index]
+        scores = logits.log_softmax(-1)
         most = min(max(one.num_top for _, one in self._asking), logits.shape[-1])
         values, ids = scores.topk(most, dim=-1)
-        tensors = [scores.gather(-1, tokens[index, None])[:, 0], values, ids]
+        tensors = [scores.gather(-1, tokens[:, None])[:, 0], values, ids]
         pairs = [(i, token) for i, (_, one) in enumerate(self._asking) for token in one.token_ids]
         if pairs:
             rows, listed = upload(pairs, torch.int64, logits.device).unbind(-1)

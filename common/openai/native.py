@@ -17,7 +17,7 @@ from .structured import grammar_field
 
 T = TypeVar("T")
 MAX_LISTED_IDS = 1024
-MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 14 MB of the 64 that a prefill server's result may have
+MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 15 MB of the 64 that a prefill server's result may have
 
 
 class NativeSampling(msgspec.Struct, kw_only=True):

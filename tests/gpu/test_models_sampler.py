@@ -7,7 +7,10 @@ import torch
 
 from baton.common.api.sampling import SamplingParams
 from baton.common.engine.choosing import Choosing, WantedLogprobs
+from baton.common.engine.logit_bias import LogitBias
 from baton.common.engine.sampler import Sampler
+from baton.common.engine.token_buffer import TokenBuffer
+from baton.common.engine.token_history import TokenHistory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -23,6 +26,27 @@ def test_seeded_choice_equals_the_cpus():
     assert chosen[0].token_ids == chosen[1].token_ids
     cpu, cuda = ([found.value for found in one.logprobs] for one in chosen)
     assert cpu == pytest.approx(cuda, abs=1e-4)
+
+
+def test_adjusted_logits_equal_the_cpus():
+    """Penalties with a pending token, bias and suppression; no row of the first batch has any output yet."""
+    generator = torch.Generator().manual_seed(2)
+    previous = torch.randint(0, 50, (64,), generator=generator)
+    params = SamplingParams(temperature=0, frequency_penalty=0.3, presence_penalty=0.2, repetition_penalty=1.3)
+    for length in (0, 300):
+        outputs = torch.randint(0, 400, (64, length), generator=generator).tolist()
+        logits = torch.randn(64, VOCAB, generator=generator) * 3
+        adjusted = []
+        for device in ("cpu", "cuda"):
+            rows = []
+            for row, output in enumerate(outputs):
+                history = TokenHistory(TokenBuffer([row, 7, *output]), 2)
+                rows.append(Choosing(params, 1, suppressed=(3,) if row % 2 else (), history=history,
+                                     pending=row if row % 3 else None, bias=LogitBias.of({5: 2.0, 90: -100.0})))
+            mine = logits.to(device, copy=True)
+            Sampler(VOCAB, device, 0).sample(mine, rows, previous.to(device))
+            adjusted.append(mine.cpu())
+        assert torch.allclose(*adjusted, atol=1e-5) and not torch.equal(adjusted[0], logits)
 
 
 def test_unseeded_frequencies():
