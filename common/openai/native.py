@@ -159,7 +159,8 @@ def _listed_ids(given: list[int | list[int] | None], count: int, vocab_size: int
     each = [item or [] for item in given if not isinstance(item, int)]
     if for_all and each:
         raise InvalidRequest("token_ids_logprob must not mix token ids and lists.", param="token_ids_logprob")
-    lists = _per_prompt("token_ids_logprob", each or [for_all] * count, count)
+    lists = each or [for_all] * count
+    _check_count("token_ids_logprob", lists, count)
     for ids in filter(None, lists):
         if len(ids) > MAX_LISTED_IDS:
             raise InvalidRequest(f"token_ids_logprob must name {MAX_LISTED_IDS} tokens at most, got {len(ids)}.",
@@ -170,9 +171,13 @@ def _listed_ids(given: list[int | list[int] | None], count: int, vocab_size: int
 
 def _per_prompt(name: str, value: T | list[T], count: int) -> list[T]:
     values = value if isinstance(value, list) else [value] * count
+    _check_count(name, values, count)
+    return values
+
+
+def _check_count(name: str, values: list[Any], count: int) -> None:
     if len(values) != count:
         raise InvalidRequest(f"{name} holds {len(values)} entries for {count} prompts.", param=name)
-    return values
 
 
 class GenerateAnswer(msgspec.Struct, omit_defaults=True):
