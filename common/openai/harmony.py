@@ -76,6 +76,7 @@ class Harmony:
                 self._tell(cursor)
 
         yield from cursor.until(*_BODY_ENDS, tell=think)
+        self.thought_spans[-1] = (start, cursor.offset)
         self._tell(cursor)
 
     def _tell(self, cursor: Cursor) -> None:
