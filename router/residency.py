@@ -61,30 +61,29 @@ class Residency:
         self.page_sizes.pop(worker_id, None)
         self.sizes.pop(worker_id, None)
 
-    def depths(self, chain: Iterable[tuple[int, int]]) -> dict[int, int]:
+    def depths(self, runs: Iterable[tuple[int, Sequence[int]]]) -> dict[int, int]:
         """How many leading pages each worker holds, for workers that hold any.
 
-        ``chain`` yields ``(number of pages up to its end, hash)`` from the prompt's beginning on, of all pages or of
-        some; it is read no further than some worker holds it. Of many workers that hold equally much only
-        MOST_HOLDERS are named, others each time.
+        ``runs`` yields ``(number of pages up to its end, hashes)`` from the prompt's beginning on, of all pages or of
+        some; it is read no further than some worker holds it. Of a run the last page is looked at first: who holds it
+        holds the others. Of many workers that hold equally much only MOST_HOLDERS are named, others each time.
         """
         found: dict[int, int] = {}
         get, sets = self._holders.get, self._sets.by_number
         holders: frozenset[int] = frozenset()
         last, reached = -1, 0
-        for pages, value in chain:
-            now = get(value, NOBODY)
-            if now != last:
-                held = sets[now]
-                if last < 0:
-                    holders = held
-                else:
-                    self._name(found, holders - held, reached)
-                    holders &= held
-                last = now
-                if not holders:
-                    return found
-            reached = pages
+        for end, run in runs:
+            if get(run[-1], NOBODY) != last:
+                for pages, value in enumerate(run, end - len(run) + 1):
+                    now = get(value, NOBODY)
+                    if now != last:
+                        self._name(found, holders - sets[now], reached)
+                        holders = sets[now] if last < 0 else holders & sets[now]
+                        last = now
+                        if not holders:
+                            return found
+                    reached = pages
+            reached = end
         self._name(found, holders, reached)
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import islice
 
 from ..holders import HolderSets
@@ -28,11 +29,12 @@ SHARDS = 16
 every stream would stand still; a sixteenth of it takes 2 ms."""
 
 
+@lru_cache(maxsize=2)  # Both halves of a pair are chosen by the same prompt.
 def block_hashes(text: bytes) -> list[int]:
     """Hashes of the prefixes of ``text`` that end on a block's end.
 
     An unfinished last block is left out, as the next turn of a conversation would change it; a
-    text below one block counts as one.
+    text below one block counts as one. Not to be changed by callers.
     """
     size = len(text)
     if 0 < size < BLOCK:

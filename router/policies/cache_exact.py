@@ -111,6 +111,8 @@ class CacheExact:
         self._fleets: dict[int, Fleet] = {}
         self._joined: tuple[frozenset[int], frozenset[int], frozenset[int]] = (frozenset(), frozenset(), frozenset())
         self.recent = PrefixMemory()
+        self.recent_decode = PrefixMemory()
+        """Apart from the others: a set of holders for each pair would be made anew with every decision."""
         self.sent = PrefixMemory()
         self._mean_missing = LEAST_MEAN
         self._mean_pages = LEAST_MEAN
@@ -123,6 +125,7 @@ class CacheExact:
     def sweep(self, now: float) -> None:
         """Called every second or so: what was sent two calls ago is cached by now, or is not."""
         self.recent.turn()
+        self.recent_decode.turn()
 
     # ------------------------------------------------------------------ what a request is
 
@@ -253,7 +256,7 @@ class CacheExact:
     def _share(self, prompt: Prompt, among: frozenset[int]) -> Share:
         pages, cached = self._resident(prompt)
         per_block = pages / max(1, len(prompt.blocks) - 1)
-        for memory in (self.recent, self.sent):
+        for memory in (self.recent, self.recent_decode, self.sent):
             owners, depth = memory.longest(prompt.blocks, among)
             if depth:
                 for worker_id in owners:
@@ -266,11 +269,11 @@ class CacheExact:
             chain = self.texts.chain(prompt.blocks)
             estimate = prompt.size / self.texts.bytes_per_page
             pages = max(estimate, chain[-1][0]) if chain else estimate
-            return pages, self.residency.depths(chain)
+            return pages, self.residency.depths((page, (hashed,)) for page, hashed in chain)
         cached: dict[int, int] = {}
         sizes = set(self.residency.page_sizes.values())
         for size in sizes:
-            cached.update(self.residency.depths(self.tokens.chain(prompt.ids, size)))
+            cached.update(self.residency.depths(self.tokens.runs(prompt.ids, size)))
         return prompt.ids.num_tokens / max(sizes, default=16), cached
 
     def _note(self, share: Share, cached: int) -> None:
@@ -279,7 +282,8 @@ class CacheExact:
         self._mean_pages += (max(share.pages, LEAST_MEAN) - self._mean_pages) * 0.02
 
     def _record(self, prompt: Prompt, worker: Worker, fleet: int) -> None:
-        self.recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
+        recent = self.recent_decode if worker.role == "decode" else self.recent
+        recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
         if worker.id not in self.followed:
             self.sent.record(prompt.blocks, worker.id, self._blocks_per_worker * fleet)
 

@@ -25,14 +25,14 @@ from baton.common.api.kv_events import (
 )
 from baton.common.engine.kv_events import KVEventPublisher
 from baton.common.kvcache.manager import KVCacheManager
-from baton.router.answer import AnswerHead
+from baton.router.answer import AnswerFacts, AnswerHead
 from baton.router.body import peek
 from baton.router.endpoint import Endpoint
-from baton.router.http_server import Request
 from baton.router.kv_watch import Source, source_of
 from baton.router.policies.cache_exact import CacheExact, Memory
 from baton.router.policies.text_pages import TextPages, text_blocks
 from baton.router.registry import Worker
+from baton.router.request import Request
 from baton.router.residency import Residency
 from baton.tests.ports import free_ports
 
@@ -54,7 +54,7 @@ def stored(tokens: list[int]) -> Stored:
 
 
 def numbered(tokens: list[int]):
-    return enumerate(page_hashes(tokens, PAGE), 1)
+    return ((page, [value]) for page, value in enumerate(page_hashes(tokens, PAGE), 1))
 
 
 def read(policy: CacheExact, body: dict):
@@ -242,14 +242,14 @@ def test_a_lesson_is_taken_out_of_the_answer():
     plain = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-a: b\r\n\r\n{}"
     line = f"X-Baton-Prompt-Pages: {encode_pages(tokens, PAGE)}\r\n".encode()
     told = plain.replace(b"x-a", line + b"x-a")
-    head = request.on_head(AnswerHead(200, told, told.index(b"\r\n\r\n") + 4))
+    head = request.on_head(AnswerHead(AnswerFacts.read(200, plain), told, told.index(b"\r\n\r\n") + 4))
     assert (head.data, head.size) == (plain, len(plain) - 2)
     assert policy.texts.knows(subject.blocks)
     assert read(policy, {"text": text})[1].on_head is None
     _, again = read(policy, {"text": text + "more"})
-    assert again.on_head(AnswerHead(200, plain, len(plain) - 2)).data == plain
+    assert again.on_head(AnswerHead(AnswerFacts.read(200, plain), plain, len(plain) - 2)).data == plain
     broken = plain.replace(b"x-a", b"x-baton-prompt-pages: 1;x\r\nx-a")
-    assert again.on_head(AnswerHead(200, broken, len(broken) - 2)).data == broken
+    assert again.on_head(AnswerHead(AnswerFacts.read(200, plain), broken, len(broken) - 2)).data == broken
 
 
 @pytest.mark.parametrize("body", [{"input_ids": ["a"]}, {"prompt": [1, "a"]}, {"input_ids": [2**40]}, {"prompt": 5},

@@ -1,0 +1,76 @@
+"""Policies of one process that know what the policies of the others did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ...common.api.kv_events import PromptPages
+from ..policies import Policy
+from ..policies.cache_aware import CacheAware, PrefixMemory
+from ..policies.cache_exact import CacheExact
+from ..policies.text_pages import TextPages
+from .board import TURNS, Board, SharedCount
+from .ring import Apply, RingReader, RingWriter
+
+
+class SharedPrefixes(PrefixMemory):
+    """A prefix memory that tells the other processes what it records, and takes in what they recorded."""
+
+    def __init__(self, ring: RingWriter, kind: int):
+        super().__init__()
+        self._ring = ring
+        self._kind = kind
+
+    def record(self, hashes: list[int], worker_id: int, capacity: int) -> None:
+        super().record(hashes, worker_id, capacity)
+        self._ring.write(self._kind, worker_id, capacity, hashes)
+
+    def heard(self, worker_id: int, capacity: int, hashes: list[int]) -> None:
+        """Another process recorded this."""
+        super().record(hashes, worker_id, capacity)
+
+
+class SharedTexts(TextPages):
+    """The pages of texts, learnt from answers in any process."""
+
+    def __init__(self, capacity: int, ring: RingWriter, kind: int):
+        super().__init__(capacity)
+        self._ring = ring
+        self._kind = kind
+
+    def learn(self, blocks: list[int], size: int, pages: PromptPages) -> None:
+        super().learn(blocks, size, pages)
+        told = [word for pair in pages.told for word in pair]
+        self._ring.write(self._kind, size, len(blocks), [pages.pages, pages.page_size, *blocks, *told])
+
+    def heard(self, size: int, count: int, words: list[int]) -> None:
+        """Another process learnt this."""
+        blocks, told = words[2:2 + count], words[2 + count:]
+        if len(blocks) == count and count and len(told) % 2 == 0 and words[0] > 0:
+            super().learn(blocks, size, PromptPages(words[0], words[1], list(zip(told[::2], told[1::2]))))
+
+
+def share(policies: Iterable[Policy], board: Board, child: int) -> list[RingReader]:
+    """Join the policies of this process with those of the others, which were built alike; returns what is to be read
+    before each decision."""
+    ring = RingWriter(board, child)
+    apply: dict[int, Apply] = {}
+    for index, policy in enumerate(dict.fromkeys(policies)):
+        if isinstance(policy, CacheAware):
+            policy.memory = _prefixes(ring, apply)
+        elif isinstance(policy, CacheExact):
+            policy.recent, policy.sent = _prefixes(ring, apply), _prefixes(ring, apply)
+            policy.recent_decode = _prefixes(ring, apply)
+            policy.texts = texts = SharedTexts(policy.texts.capacity, ring, len(apply) + 1)
+            apply[len(apply) + 1] = texts.heard
+        elif hasattr(policy, "turns"):
+            cells: Sequence[memoryview] = [board.cells(other) for other in range(board.count)]
+            policy.turns = SharedCount(cells, child, TURNS + index)
+    return [RingReader(board, other, apply) for other in range(board.count) if other != child and apply]
+
+
+def _prefixes(ring: RingWriter, apply: dict[int, Apply]) -> SharedPrefixes:
+    kind = len(apply) + 1
+    memory = SharedPrefixes(ring, kind)
+    apply[kind] = memory.heard
+    return memory
