@@ -94,7 +94,7 @@ def test_every_role_is_started_by_compose_and_manifests():
     for prefix in ("compose.yaml", "kubernetes/base", "kubernetes/tinychat"):
         started = {command.words[0] for command in COMMANDS if command.where.startswith(prefix)}
         assert started >= {"launch_prefill", "launch_decode"}, prefix
-    assert sum(command.words[0] == "launch_router" for command in COMMANDS) == 3  # compose, manifest, image
+    assert sum(command.words[0] == "launch_router" for command in COMMANDS) == 4  # compose, manifests, image
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.where)
