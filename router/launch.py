@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import resource
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 import uvloop
 
@@ -19,6 +18,10 @@ from . import logs
 from .app import Router, serve
 from .compat import translate
 from .config import RouterConfig
+from .process import prepare
+
+if TYPE_CHECKING:
+    from .processes.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,10 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logs.configure(config.logs.log_level, config.logs.log_dir)
     except ConfigError as error:
         _refuse(error)
-    _raise_descriptor_limit()
-    # Requests leave no reference cycles behind; at Python's default of 700 objects the collector still runs
-    # over the live ones every 40 requests, which costs up to 2 us each.
-    gc.set_threshold(50_000, 20, 50)
+    prepare()
     try:
         uvloop.run(_run(config))
     except ConfigError as error:
@@ -50,7 +50,12 @@ async def _run(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stop)
-    await serve(config, ready=_announce, stop=stop)
+    if config.http.router_workers > 1:
+        from .processes import supervisor
+
+        await supervisor.serve(config, ready=partial(_announce, config), stop=stop)
+    else:
+        await serve(config, ready=partial(_announce, config), stop=stop)
 
 
 def _stop(stop: asyncio.Event) -> None:
@@ -59,17 +64,11 @@ def _stop(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _raise_descriptor_limit() -> None:
-    """A request holds two or three descriptors; the usual soft limit of 1,024 ends at some 400 streams."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _announce(router: Router) -> None:
+def _announce(config: RouterConfig, router: Router | Supervisor) -> None:
+    processes = f", in {config.http.router_workers} processes" if config.http.router_workers > 1 else ""
     logging.getLogger("baton.router").info(
-        "Listening on %s://%s:%d with %d workers.", "https" if router.config.security.ssl_certfile else "http",
-        router.config.http.host, router.port, len(router.registry))
+        "Listening on %s://%s:%d with %d workers%s.", "https" if config.security.ssl_certfile else "http",
+        config.http.host, router.port, len(router.registry), processes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""The connection between the parent and one child: whole messages, in order, over a stream socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+_LENGTH = 4
+
+
+class Link(asyncio.Protocol):
+    """``received`` gets each message of type ``kind``; ``lost`` is called once, when the other side is gone."""
+
+    def __init__(self, kind: Any, received: Callable[[Any], None], lost: Callable[[], None]):
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._received = received
+        self._lost = lost
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._closed = asyncio.Event()
+
+    @classmethod
+    async def over(cls, sock: socket.socket, kind: Any, received: Callable[[Any], None],
+                   lost: Callable[[], None]) -> Link:
+        """Speak over a connected socket, which becomes the link's."""
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_connection(lambda: cls(kind, received, lost), sock=sock)
+        return link
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message; nothing happens when the other side is gone."""
+        if self._transport is not None:
+            payload = self._encode(message)
+            self._transport.write(len(payload).to_bytes(_LENGTH, "big") + payload)
+
+    async def close(self) -> None:
+        """Send what is under way, then hang up; ``lost`` is not called any more."""
+        self._lost = _nothing
+        if self._transport is not None:
+            self._transport.close()
+            await self._closed.wait()
+
+    async def ended(self) -> None:
+        """Wait until the other side has hung up and all it said is received."""
+        await self._closed.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) - at >= _LENGTH:
+            end = at + _LENGTH + int.from_bytes(buffer[at:at + _LENGTH], "big")
+            if len(buffer) < end:
+                break
+            message = self._decode(bytes(buffer[at + _LENGTH:end]))
+            at = end
+            self._received(message)
+        del buffer[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._closed.set()
+        self._lost()
+
+
+def _nothing() -> None:
+    pass

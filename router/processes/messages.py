@@ -1,0 +1,146 @@
+"""What parent and children tell each other: msgpack structs, each with its name as tag."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from ..circuit import CircuitState
+from ..config import RouterConfig
+from ..registry import Role, State
+
+
+class WorkerNews(msgspec.Struct, frozen=True):
+    """One worker, as the parent knows it. ``root`` is the id of the worker whose ranks belong together."""
+
+    id: int
+    row: int
+    server: str
+    rank: int | None
+    root: int
+    api_key: str | None
+    role: Role
+    bootstrap_port: int | None
+    model_ids: tuple[str, ...]
+    state: State
+    draining: bool
+    is_baton: bool
+    circuit: CircuitState
+    troubled: bool
+    probing: bool
+
+    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "state", "draining", "is_baton")
+    """Fields that are attributes of a worker and may change."""
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+# ---------------------------------------------------------------------- to a child
+
+
+class News(Message):
+    """Workers that came or changed, and the ids of those that left; with ``cut`` their requests are cut."""
+
+    version: int
+    changed: tuple[WorkerNews, ...]
+    gone: tuple[int, ...] = ()
+    cut: tuple[int, ...] = ()
+
+
+class Begin(Message):
+    """The first message: who the child is, and with what it runs. ``signals`` are the children's event descriptors."""
+
+    config: RouterConfig
+    child: int
+    count: int
+    board: int
+    signals: tuple[int, ...]
+    news: News
+
+
+class Answered(Message):
+    number: int
+    status: int
+    body: bytes
+    content_type: str
+    headers: tuple[tuple[str, str], ...]
+
+
+class Count(Message):
+    """Tell what you counted."""
+
+    number: int
+
+
+class End(Message):
+    """Accept no more, let the running requests end, and exit."""
+
+
+# ---------------------------------------------------------------------- to the parent
+
+
+class Listens(Message):
+    """The child accepts connections."""
+
+
+class Refuses(Message):
+    """The child cannot start: a sentence for the user."""
+
+    sentence: str
+
+
+class Knows(Message):
+    """The child has taken in all news up to a version."""
+
+    version: int
+
+
+class Asks(Message):
+    """A request to the router itself that the parent answers."""
+
+    number: int
+    method: bytes
+    path: bytes
+    query: bytes
+    body: bytes
+
+
+class Counted(Message):
+    number: int
+    counts: bytes
+    cached_tokens: dict[int, int]
+
+
+class Suspects(Message):
+    """A request failed on a worker below HTTP."""
+
+    worker: int
+    reason: str
+    detail: str
+    refused: bool
+
+
+class Failed(Message):
+    """A worker failed a request."""
+
+    worker: int
+
+
+class Served(Message):
+    """A worker that had failed requests answered one."""
+
+    worker: int
+
+
+class Probed(Message):
+    """The probe of a half-open circuit begins, or ended."""
+
+    worker: int
+    runs: bool
+
+
+ToChild = Begin | News | Answered | Count | End
+ToParent = Listens | Refuses | Knows | Asks | Counted | Suspects | Failed | Served | Probed

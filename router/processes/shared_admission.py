@@ -1,0 +1,303 @@
+"""Admission over all processes of a router: the same limits, exact, with the counts on the board.
+
+Far from the limit no lock is taken. A child counts its request first and reads the sum then; what it may fail to see
+is one request of each other child that does so in the same instant, so it goes ahead while as many places are left.
+Else, and where rates or keys have limits, it decides under the lock.
+
+Whoever waits does so in its own process. A place that comes free goes to the first of all that wait, by priority, then
+by arrival: its process is signalled. Where two processes let go at once, the order of equals may be the other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from ...common.api.errors import ServingError
+from ..admission import Admission, AdmissionRules, Ticket, TokenBucket, TtftEstimate, Waiting, _Key
+from .board import HEAD_PRIORITY, HEAD_SINCE, LEVEL, MOST_KEYS, PACE, TTFT_WAITING, Board, SharedCount
+
+_LOOK_SECONDS = 0.05
+"""How often those that wait look for a place by themselves: a process may die between freeing one and saying so."""
+_MOST_PRIORITY = 2**62
+
+
+class SharedBucket(TokenBucket):
+    """A bucket on the board: two doubles, of which the second is 0 until somebody fills it."""
+
+    __slots__ = ("_words", "_at_word")
+
+    def __init__(self, rate: float, now: float, words: memoryview, at: int):
+        self._words = words
+        self._at_word = at
+        level, since = words[at], words[at + 1]
+        super().__init__(rate, now)
+        if since:
+            self._level, self._at = level, since
+
+    def _get_level(self) -> float:
+        return self._words[self._at_word]
+
+    def _set_level(self, level: float) -> None:
+        self._words[self._at_word] = level
+
+    def _get_at(self) -> float:
+        return self._words[self._at_word + 1]
+
+    def _set_at(self, at: float) -> None:
+        self._words[self._at_word + 1] = at
+
+    _level = property(_get_level, _set_level)  # type: ignore[assignment]
+    _at = property(_get_at, _set_at)  # type: ignore[assignment]
+
+
+class SharedEstimate(TtftEstimate):
+    """Who waits for a first token anywhere, and the pace that all have seen."""
+
+    __slots__ = ("_count", "_common")
+
+    def __init__(self, board: Board, child: int):
+        self._count = SharedCount([board.cells(other) for other in range(board.count)], child, TTFT_WAITING)
+        self._common = board.common
+
+    def _get_waiting(self) -> int:
+        return self._count.value
+
+    def _set_waiting(self, waiting: int) -> None:
+        self._count.value = waiting
+
+    def _get_pace(self) -> float:
+        return self._common[PACE]
+
+    def _set_pace(self, pace: float) -> None:
+        self._common[PACE] = pace
+
+    waiting = property(_get_waiting, _set_waiting)  # type: ignore[assignment]
+    _pace = property(_get_pace, _set_pace)  # type: ignore[assignment]
+
+
+class SharedKey(_Key):
+    """One API key's share, over all processes."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, running: SharedCount, bucket: TokenBucket | None):
+        self._count = running
+        self.bucket = bucket
+
+    def _get_running(self) -> int:
+        return self._count.value
+
+    def _set_running(self, running: int) -> None:
+        self._count.value = running
+
+    running = property(_get_running, _set_running)  # type: ignore[assignment]
+
+
+class KeyTable:
+    """The keys' rows on the board, found by digest. Only for the holder of the lock."""
+
+    def __init__(self, board: Board, child: int, rate: float):
+        self._board = board
+        self._child = child
+        self._rate = rate
+        self._columns: Sequence[memoryview] = [board.key_running(other) for other in range(board.count)]
+        self._rows: dict[bytes, tuple[int, int]] = {}
+        """Digest and row of each key seen; a row may have passed to another key since."""
+
+    def find(self, key: bytes, now: float) -> SharedKey | None:
+        """The key's share; None when there is no room for one more key."""
+        digest, row = self._rows.get(key) or (self._digest(key), -1)
+        if row < 0 or self._board.digests[row] != digest:
+            found = self._look_up(digest)
+            if found is None:
+                found = self._look_up(0)
+                if found is None and self._make_room(now):
+                    found = self._look_up(0)
+                if found is None:
+                    return None
+                self._board.digests[found] = digest
+                self._board.key_levels[2 * found + 1] = 0.0
+            row = found
+            if len(self._rows) >= MOST_KEYS:
+                self._rows.clear()
+            self._rows[key] = digest, row
+        return self._share(row, now)
+
+    def _share(self, row: int, now: float) -> SharedKey:
+        bucket = SharedBucket(self._rate, now, self._board.key_levels, 2 * row) if self._rate else None
+        return SharedKey(SharedCount(self._columns, self._child, row), bucket)
+
+    def _digest(self, key: bytes) -> int:
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True) or 1
+
+    def _look_up(self, digest: int) -> int | None:
+        start, end = self._board.digests_at
+        at, wanted = start, digest.to_bytes(8, "little", signed=True)
+        while (at := self._board.memory.find(wanted, at, end)) >= 0:
+            if not (at - start) % 8:
+                return (at - start) // 8
+            at += 1
+        return None
+
+    def _make_room(self, now: float) -> bool:
+        """Forget keys that have nothing running and a full bucket; returns whether there were any."""
+        freed = False
+        for row in range(MOST_KEYS):
+            share = self._share(row, now)
+            if not share.running and (share.bucket is None or share.bucket.full(now)):
+                self._board.digests[row] = 0
+                freed = True
+        return freed
+
+
+class SharedAdmission(Admission):
+    """One child's part. ``signals`` are the children's event descriptors: writing to one makes it look for a place."""
+
+    def __init__(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop, board: Board, child: int,
+                 signals: Sequence[int]):
+        self._board = board
+        self._child = child
+        self._running = SharedCount(_singles(board.running), child, 0)
+        self._queued = SharedCount(_singles(board.queued), child, 0)
+        super().__init__(rules, loop.time)
+        self._loop = loop
+        self._signals = signals
+        self._cells = [board.cells(other) for other in range(board.count)]
+        self._all_running, self._all_queued = board.running, board.queued
+        self._safe = rules.max_concurrent - (board.count - 1)
+        self._plain = not (rules.rate or rules.per_key or rules.slo_ttft)
+        self._table = KeyTable(board, child, rules.rate_per_key)
+        self.ttft = SharedEstimate(board, child)
+        if rules.rate:
+            with board.lock:
+                self._bucket = SharedBucket(rules.rate, loop.time(), board.common, LEVEL)
+        self._timer: asyncio.TimerHandle | None = None
+        loop.add_reader(signals[child], self._signalled)
+
+    def _get_running(self) -> int:
+        return self._running.value
+
+    def _set_running(self, running: int) -> None:
+        self._running.value = running
+
+    def _get_queued(self) -> int:
+        return self._queued.value
+
+    def _set_queued(self, queued: int) -> None:
+        self._queued.value = queued
+
+    running = property(_get_running, _set_running)  # type: ignore[assignment]
+    queued = property(_get_queued, _set_queued)  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._signals[self._child])
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def enter(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Ticket], None],
+              refuse: Callable[[ServingError], None]) -> Ticket | Waiting:
+        if self._plain:
+            running = self._all_running
+            running[self._child] += 1
+            if sum(running) <= self._safe and not sum(self._all_queued):
+                assert self._common is not None
+                return self._common
+            running[self._child] -= 1
+        with self._board.lock:
+            found = super().enter(key, streamed, lambda: _bounded(priority()), start, refuse)
+            if isinstance(found, Waiting):
+                self._publish()
+        if isinstance(found, Waiting):  # What seemed to hold the last place may just have been turned away itself.
+            self._loop.call_soon(self._pass_on)
+            self._look_again()
+        return found
+
+    def leave(self) -> None:
+        self._all_running[self._child] -= 1
+        if sum(self._all_queued):
+            self._pass_on()
+
+    # ------------------------------------------------------------------ inside
+
+    def _full(self) -> bool:
+        """Others that wait go first, even where a place is free this moment."""
+        return super()._full() or (self.rules.max_concurrent > 0 and self.queued > 0)
+
+    def _owner(self, key: bytes, now: float) -> _Key:
+        owner = self._table.find(key, now)
+        if owner is None:
+            raise self._refusal("key", "Too many API keys have requests at once.", 1.0)
+        return owner
+
+    def _unqueue(self, waiting: Waiting) -> None:
+        super()._unqueue(waiting)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Tell who is the first of this process to go."""
+        while self._heap and not self._heap[0][2].queued:
+            heapq.heappop(self._heap)
+        if self._heap:
+            minus_priority, _, waiting = self._heap[0]
+            cells = self._cells[self._child]
+            cells[HEAD_PRIORITY], cells[HEAD_SINCE] = minus_priority, int(waiting.since * 1e6)
+
+    def _first(self) -> int:
+        """The process whose first is the first of all; this one where nobody waits."""
+        heads = [(cells[HEAD_PRIORITY], cells[HEAD_SINCE], child) for child, cells in enumerate(self._cells)
+                 if self._all_queued[child]]
+        return min(heads)[2] if heads else self._child
+
+    def _pass_on(self) -> None:
+        """Give free places to those that wait: here, or in the process that is signalled."""
+        if self._starting:  # A request that fails at once ends within start(): the loop goes on.
+            return
+        self._starting = True
+        try:
+            while sum(self._all_queued):
+                child = self._first()
+                if child != self._child:
+                    os.eventfd_write(self._signals[child], 1)
+                    return
+                waiting = self._take()
+                if waiting is None:
+                    return
+                waiting.start(self._common or Ticket(self, waiting.key, waiting.place, waiting.since))
+        finally:
+            self._starting = False
+
+    def _take(self) -> Waiting | None:
+        """Move the first that waits here to a free place, if there is one."""
+        with self._board.lock:
+            if not self._all_queued[self._child] or sum(self._all_running) >= self.rules.max_concurrent:
+                return None
+            waiting = heapq.heappop(self._heap)[2]
+            self.running += 1
+            self._unqueue(waiting)
+            return waiting
+
+    def _signalled(self) -> None:
+        os.eventfd_read(self._signals[self._child])
+        self._pass_on()
+
+    def _look_again(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._pass_on()
+        if self._all_queued[self._child]:
+            self._look_again()
+
+
+def _singles(words: memoryview) -> list[memoryview]:
+    return [words[child:child + 1] for child in range(len(words))]
+
+
+def _bounded(priority: int) -> int:
+    return max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY))

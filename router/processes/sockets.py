@@ -1,0 +1,46 @@
+"""The port that all children accept on."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from ...common.api.errors import ConfigError
+
+
+def reserve(host: str, port: int) -> tuple[list[socket.socket], int]:
+    """Sockets that keep a port for this router while children come and go, and the port (chosen where it is 0).
+
+    They do not listen, so no connection goes to them. Raises ConfigError where another program has the port: with
+    SO_REUSEPORT alone two routers of one user would share it without a word.
+    """
+    kept: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM,
+                                                           flags=socket.AI_PASSIVE):
+            address = (address[0], port, *address[2:])
+            if port:
+                _bind(family, address, shared=False).close()
+            kept.append(_bind(family, address, shared=True))
+            port = kept[-1].getsockname()[1]
+    except OSError as error:
+        for sock in kept:
+            sock.close()
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
+    return kept, port
+
+
+def _bind(family: int, address: tuple, *, shared: bool) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
