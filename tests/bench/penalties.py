@@ -2,9 +2,10 @@
 
     python -m baton.tests.bench.penalties [--rows 256] [--tokens 1000] [--vocab 128256]
 
-Each row has an output of so many tokens; every step appends one to each. ``host`` is what the host does whatever the
-device: counting the new tokens, joining the batch's (id, count) pairs, and the small uploads. ``all`` includes the
-gathers and scatters, which a GPU would run. ``plain`` is a step's choices for rows without penalties or bias.
+Each row has an output of so many tokens behind a prompt of as many; every step appends one to each. ``host`` is what
+the host does whatever the device: counting the new tokens and joining the batch's (id, count) pairs. ``all`` includes
+the gathers and scatters, which a GPU would run. ``plain`` is a step's choices for rows without penalties or bias. Times
+are this thread's own, medians.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 import torch
 
 from ...common.api.sampling import SamplingParams
-from ...common.engine import penalties
 from ...common.engine.choosing import Choosing
+from ...common.engine.host_copies import upload_joined
+from ...common.engine.penalties import penalize
 from ...common.engine.sampler import Sampler
 from ...common.engine.token_buffer import TokenBuffer
 from ...common.engine.token_history import TokenHistory
@@ -27,14 +29,14 @@ from ...common.engine.token_history import TokenHistory
 def median_ms(step: Callable[[], object], steps: int) -> float:
     times = []
     for _ in range(steps):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         step()
-        times.append(time.perf_counter() - begin)
+        times.append(time.thread_time() - begin)
     return 1e3 * float(np.median(times))
 
 
 class Rows:
-    """``count`` requests with ``tokens`` tokens of output, half of them distinct, behind a prompt of as many."""
+    """``count`` requests with ``tokens`` random tokens of output, behind a prompt of as many."""
 
     def __init__(self, count: int, tokens: int, vocab: int, params: SamplingParams):
         self._rng = np.random.default_rng(0)
@@ -43,7 +45,7 @@ class Rows:
         self.buffers = [TokenBuffer(self._draw(tokens)) for _ in range(count)]
         self.histories = [TokenHistory(buffer, tokens) for buffer in self.buffers]
         for buffer in self.buffers:
-            for token in self._draw(tokens // 2) + self._draw(tokens - tokens // 2):
+            for token in self._draw(tokens):
                 buffer.append(token)
 
     def _draw(self, count: int) -> list[int]:
@@ -77,11 +79,14 @@ def main() -> None:
 
         def host(rows: Rows = rows) -> None:
             rows.grow()
-            penalties._output_entries(rows.histories, device)
+            for history in rows.histories:
+                history.advance()
+            upload_joined([history.ids for history in rows.histories], torch.int32, device)
+            upload_joined([history.counts for history in rows.histories], torch.int32, device)
 
         def everything(rows: Rows = rows) -> None:
             rows.grow()
-            penalties.penalize(logits, rows.choosing(), None)
+            penalize(logits, rows.choosing(), None)
 
         growing = median_ms(rows.grow, args.steps)
         print(f"{name}: host {median_ms(host, args.steps) - growing:.2f} ms, "

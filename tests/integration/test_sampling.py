@@ -9,6 +9,7 @@ import urllib.request
 import aiohttp
 import pytest
 
+from baton.tests.integration import test_continuation as continued
 from baton.tests.integration.harness import post_json
 
 PROMPT = "What is the capital of France? What is the capital of Italy?"
@@ -149,6 +150,18 @@ def test_token_ids_logprobs_are_those_of_the_distribution(unified):
     listed = ask(unified, GENERATE, {**CASES["native"][1], "token_ids_logprob": likeliest})["meta_info"]
     for step, top in enumerate(info["output_top_logprobs"]):
         assert listed["output_token_ids_logprobs"][step][step] == pytest.approx(top[0], abs=1e-4)
+
+
+async def test_a_pair_goes_on_with_an_answer_as_it_would_have_gone(relay):
+    """Output that was answered before counts as output for penalties, on prefill as on decode."""
+    body = {key: value for key, value in CASES["sampled with all"][1].items() if key != "logprobs"} | {
+        "min_tokens": 10, "frequency_penalty": 1.5, "ignore_eos": False}
+    async with aiohttp.ClientSession(relay.url) as http:
+        whole = await continued.stream(http, COMPLETIONS, body)
+        ids = [token for event in whole for token in continued.ids_of(event)]
+        for count in (1, 5, len(ids) - 1):
+            rest = await continued.stream(http, COMPLETIONS, {**body, "continuation": {"token_ids": ids[:count]}})
+            assert [token for event in rest for token in continued.ids_of(event)] == ids[count:]
 
 
 async def test_refusals_name_the_parameter(unified):
