@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 
 from ..common.api.errors import NotFound, Unauthorized
-from .http_server import Request
+from .request import Request
 from .wire import Response
 
 
@@ -62,12 +62,10 @@ class Cors:
         """The answer to a browser that asks before it sends; raises NotFound for origins that are not allowed."""
         if b"access-control-allow-origin" not in request.reply_headers:
             raise NotFound("This origin is not among --cors-allowed-origins.")
-        asked = b"".join(request.headers).split(b"\r\n")
-        names = [line.partition(b":")[2].strip() for line in asked
-                 if line.lower().startswith(b"access-control-request-headers:")]
+        names = request.header(b"access-control-request-headers")
         return Response(204, headers=(
             ("access-control-allow-methods", "GET, POST, PUT, PATCH, DELETE"), ("access-control-max-age", "600"),
-            *((("access-control-allow-headers", names[0].decode("latin-1")),) if names else ())))
+            *((("access-control-allow-headers", names.decode("latin-1")),) if names else ())))
 
 
 def without_grants(head: bytes) -> bytes:

@@ -16,9 +16,9 @@ from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
 from .engine_metrics import merge
-from .http_server import Request
 from .ranks import report_of, server_url
 from .registry import Worker
+from .request import Request
 from .routes import QUICK_BROADCASTS, SLOW_BROADCASTS
 from .wire import Response
 

@@ -17,35 +17,49 @@ class Failure(NamedTuple):
     """The answer's bytes so far end where one more event may follow."""
 
 
+class AnswerFacts(NamedTuple):
+    """What relaying depends on in an answer's head."""
+
+    status: int
+    chunked: bool
+    delimited: bool
+    """Whether the answer says where it ends; otherwise the end of the connection does."""
+    event_stream: bool
+    names_request: bool
+    """Whether it carries an x-request-id."""
+    line_size: int
+    """Bytes of the status line."""
+
+    @classmethod
+    def read(cls, status: int, head: bytes) -> AnswerFacts:
+        folded = head.lower()
+        chunked = b"\r\ntransfer-encoding:" in folded
+        start = folded.find(b"\r\ncontent-type:")
+        events = start >= 0 and b"text/event-stream" in folded[start:folded.find(b"\r\n", start + 2)]
+        return cls(status, chunked, chunked or b"\r\ncontent-length:" in folded or status in (204, 304), events,
+                   b"\r\nx-request-id:" in folded, folded.find(b"\r\n") + 2)
+
+
 class AnswerHead:
-    """The start of an answer: its status and the facts about framing that relaying depends on."""
+    """The start of an answer."""
 
-    __slots__ = ("status", "data", "size", "folded")
+    __slots__ = ("facts", "data", "size")
 
-    def __init__(self, status: int, data: bytes, size: int):
-        self.status = status
+    def __init__(self, facts: AnswerFacts, data: bytes, size: int):
+        self.facts = facts
         self.data = data
         """All bytes so far: the head and what of the body came along."""
         self.size = size
         """Bytes of the head, blank line included."""
-        self.folded = data[:size].lower()
 
     @property
-    def chunked(self) -> bool:
-        return b"\r\ntransfer-encoding:" in self.folded
+    def status(self) -> int:
+        return self.facts.status
 
     @property
-    def delimited(self) -> bool:
-        """Whether the answer says where it ends; otherwise the end of the connection does."""
-        return (b"\r\ncontent-length:" in self.folded or b"\r\ntransfer-encoding:" in self.folded
-                or self.status in (204, 304))
-
-    @property
-    def event_stream(self) -> bool:
-        if b"text/event-stream" not in self.folded:
-            return False
-        start = self.folded.find(b"\r\ncontent-type:")
-        return start >= 0 and b"text/event-stream" in self.folded[start:self.folded.find(b"\r\n", start + 2)]
+    def starts_stream(self) -> bool:
+        """Whether a stream of events follows that another worker's stream may continue, or be continued by."""
+        return self.facts.status == 200 and self.facts.event_stream and self.facts.chunked
 
 
 class Sink(Protocol):

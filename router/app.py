@@ -23,12 +23,14 @@ from .discovery import Discovery
 from .endpoint import Endpoint
 from .exchange import Exchange
 from .gate import Gate
-from .http_server import ClientConnection, HeadRules, Request, Serve
+from .http_server import ClientConnection, Serve
 from .metrics import Metrics
 from .parts import Parts
 from .pd import PairRelay
 from .registry import Role, Worker
 from .relay import Relay
+from .request import Request
+from .request_reader import HeadRules
 from .retry import Backoff, Retries
 from .routes import ANY_METHOD, CONTINUED_PATHS, ELSEWHERE, PAIR_PATHS, PREFIXES, RELAYED, label
 from .sticky import away, keeper, key_of, with_session_id

@@ -11,8 +11,8 @@ import msgspec
 
 from .answer import AnswerHead, Failure
 from .dispatch import Dispatcher
-from .http_server import Request
 from .registry import Worker
+from .request import Request
 
 
 class Answer(NamedTuple):
@@ -91,9 +91,6 @@ async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout:
 
 def get(target: str) -> Request:
     """A request of the router's own."""
-    request = Request()
-    request.method = b"GET"
-    request.target = target.encode()
-    request.body = b""
+    request = Request(b"GET", target.encode())
     request.request_id = b"router"
     return request

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-ASK_FOR_IDS = (b"x-baton-token-ids", b": ", b"1", b"\r\n")
+ASK_FOR_IDS = b"x-baton-token-ids: 1\r\n"
 _END_OF_CHUNK = b"\n\n\r\n"
 """Our servers end a chunk with an event; within one, JSON has no line breaks."""
 _ERROR_EVENT = b'data: {"error":'

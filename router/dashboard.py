@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .http_server import Request
 from .metrics import SECONDS, Histogram
 from .registry import Role
+from .request import Request
 from .wire import Response
 
 if TYPE_CHECKING:

@@ -12,15 +12,17 @@ from ..common.api.errors import ConfigError, WorkerUnavailable
 from .answer import Failure, Sink
 from .body import Peek
 from .config import RouterConfig
-from .http_server import Request
+from .heads import KnownHeads
 from .metrics import Metrics
 from .policies import Subject, build_all
 from .policies.cache_exact import CacheExact
+from .pool import UpstreamPool, plain_answer
 from .ranks import tell_rank
 from .registry import ROLES, Registry, Reservation, Role, Worker, without
+from .request import Request
 from .retry import Backoff, Retries
 from .tls import worker_context
-from .upstream import Call, UpstreamPool
+from .upstream import Call
 
 if TYPE_CHECKING:
     from .kv_watch import KVWatch
@@ -55,6 +57,7 @@ class Dispatcher:
         self._swept = [policy for policy in set(self.policies.values()) if hasattr(policy, "sweep")]
         self._pools: dict[Worker, UpstreamPool] = {}
         self._tls = worker_context(config.security)
+        self._known = KnownHeads(plain_answer)
         self._worker_key = config.security.worker_api_key
         own_key = next(iter(config.security.client_keys), None)
         self.own_authorization = bearer(own_key) if own_key else b""
@@ -66,7 +69,7 @@ class Dispatcher:
         key = worker.api_key or self._worker_key
         self._pools[worker] = pool = UpstreamPool(
             worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
-            tls=self._tls if worker.endpoint.scheme == "https" else None)
+            tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known)
         if self._watch is not None:
             self._watch.join(worker)
         return pool
@@ -106,7 +109,7 @@ class Dispatcher:
         pool = self._pools[worker]
         version = b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n"
         length = b"content-length: %d\r\n\r\n" % len(body) if body or request.method == b"POST" else b"\r\n"
-        head = b"".join((request.method, b" ", pool.prefix, request.target, version, pool.host_line, *request.headers,
+        head = b"".join((request.method, b" ", pool.prefix, request.target, version, pool.host_line, request.headers,
                          pool.authorization or request.authorization_line, b"x-request-id: ", request.request_id,
                          b"\r\n", length))
         return pool.send(sink, head, body, bodiless=request.head_only, resend=resend)

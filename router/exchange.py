@@ -10,8 +10,9 @@ from .access import without_grants
 from .admission import Ticket
 from .answer import AnswerHead, Failure
 from .continuation import StreamLog
-from .http_server import ClientConnection, Request
+from .http_server import ClientConnection
 from .metrics import Metrics
+from .request import Request
 from .tracing import RequestSpan
 from .wire import Response, error_event
 
@@ -55,27 +56,27 @@ class Exchange:
         self.request.body = b""  # Nothing is sent again.
         if self.request.on_head is not None:
             head = self.request.on_head(head)
-        self._status = head.status
-        self._keep_alive = head.delimited and self.request.keep_alive
-        self._event_stream = head.event_stream
-        self._chunked = self._event_stream and head.chunked
+        facts = head.facts
+        self._status = facts.status
+        self._keep_alive = facts.delimited and self.request.keep_alive
+        self._event_stream = facts.event_stream
+        self._chunked = facts.event_stream and facts.chunked
         if self.log is not None:
             self._follow(self.log, head)
         data = head.data
         if len(data) > head.size:
             self._first_token()
-        added = b"" if b"\r\nx-request-id:" in head.folded else b"x-request-id: %b\r\n" % self.request.request_id
+        added = b"" if facts.names_request else b"x-request-id: %b\r\n" % self.request.request_id
         if self.request.reply_headers:
             added += self.request.reply_headers
             data = without_grants(data[:head.size]) + data[head.size:]
         if added:
-            line_end = data.find(b"\r\n") + 2
-            data = b"%b%b%b" % (data[:line_end], added, data[line_end:])
+            data = b"%b%b%b" % (data[:facts.line_size], added, data[facts.line_size:])
         self.connection.transport.write(data)
 
     def _follow(self, log: StreamLog, head: AnswerHead) -> None:
         """Keep what is needed to go on with a stream elsewhere; of any other answer, nothing."""
-        if self._chunked and head.status == 200:
+        if head.starts_stream:
             head.data = head.data[:head.size] + log.take(head.data[head.size:])
         else:
             self.log = None

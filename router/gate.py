@@ -9,9 +9,9 @@ import msgspec
 from ..common.api.errors import ServingError
 from .admission import Admission, Ticket, Waiting
 from .exchange import Exchange
-from .http_server import Request
 from .pd import PairRelay
 from .relay import Relay
+from .request import Request
 
 
 class _Fields(msgspec.Struct):
@@ -31,13 +31,11 @@ def _peek(body: bytes) -> _Fields:
 
 def priority_of(request: Request) -> int:
     """The ``x-priority`` header, else the body's ``priority``, else 0."""
-    lines = request.headers
-    for i in range(0, len(lines) - 2, 4):  # name, colon, value, line end
-        if lines[i].lower() == b"x-priority":
-            try:
-                return int(lines[i + 2])
-            except ValueError:
-                return 0
+    if named := request.header(b"x-priority"):
+        try:
+            return int(named)
+        except ValueError:
+            return 0
     return _peek(request.body).priority or 0
 
 

@@ -13,9 +13,9 @@ from .answer import Failure
 from .config import RouterConfig
 from .dispatch import Dispatcher
 from .health import HealthMonitor
-from .http_server import Request
 from .metrics import Metrics
 from .registry import Registry, Worker
+from .request import Request
 from .wire import Response, check_method
 from .worker_routes import serve_workers
 

@@ -150,7 +150,7 @@ class PairRelay:
 
     def _half_continued(self, half: Half, head: AnswerHead) -> None:
         """A pair that goes on with a broken stream answers."""
-        if head.status == 200 and head.event_stream and head.chunked:
+        if head.starts_stream:
             self._relayed = half
             self._exchange.go_on(head)
             if self._paused and half.call is not None:

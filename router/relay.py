@@ -93,7 +93,7 @@ class Relay:
                 self._subject = None  # No retry any more; a long stream need not hold its prompt.
 
     def _answer_continued(self, head: AnswerHead) -> None:
-        if head.status == 200 and head.event_stream and head.chunked:
+        if head.starts_stream:
             self._exchange.go_on(head)
         else:
             self._may_move_on()

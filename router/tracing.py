@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..common.api.errors import ConfigError
-from .http_server import Request
+from .request import Request
 
 if TYPE_CHECKING:
     from .exchange import Exchange
@@ -45,7 +45,7 @@ class Tracer:
             "baton.request_id": request.request_id.decode("latin-1")})
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._in_span(span))
-        request.headers.append(b"traceparent: " + carrier["traceparent"].encode() + b"\r\n")
+        request.headers += b"traceparent: " + carrier["traceparent"].encode() + b"\r\n"
         return RequestSpan(span, self._failed)
 
     def close(self) -> None:

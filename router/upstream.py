@@ -1,7 +1,7 @@
-"""Connections to workers: raw, pooled, and read only as far as framing needs.
+"""A connection to a worker: raw, and read only as far as framing needs.
 
-An answer's bytes reach the sink as they came. llhttp runs over them to learn where the head and the
-message end; nothing is decoded or rebuilt.
+An answer's bytes reach the sink as they came; nothing is decoded or rebuilt. Of an answer with a known head
+(``KnownHeads``) the bytes are counted; llhttp runs over all others to learn where head and message end.
 
 Contract with the sink (``Sink``): after ``UpstreamPool.send`` returned (never before), zero or one
 ``answer_head``, then any number of ``answer_data``, then exactly one of ``answer_end`` and
@@ -12,19 +12,16 @@ its reader to close the connection, or ended with it.
 from __future__ import annotations
 
 import asyncio
-import errno
-import ssl
+from typing import TYPE_CHECKING
 
 import httptools
 
-from .answer import AnswerHead, Failure, Sink
-from .endpoint import Endpoint
+from .answer import AnswerFacts, AnswerHead, Failure, Sink
 
-IDLE_SECONDS = 4.0
-"""uvicorn closes a connection that idles for 5 s; one used later than this may be closed under our request."""
+if TYPE_CHECKING:
+    from .pool import UpstreamPool
+
 _MAX_HEAD = 128 * 1024
-_NOBODY_THERE = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
-"""Not among them: what we lack ourselves (descriptors, ports), which must not take every worker out."""
 _JOINED = 16 * 1024
 """Bodies up to this are copied behind their head: a second buffer costs more than so small a copy."""
 
@@ -69,7 +66,7 @@ class Call:
             return
         self.paused = False
         if self.connection is not None:
-            self.connection.heard_at = self.pool.loop.time()
+            self.connection.heard = True
             self.connection.transport.resume_reading()
 
     def ended(self, reusable: bool) -> None:
@@ -86,8 +83,8 @@ class Call:
 class UpstreamConnection(asyncio.Protocol):
     """One keep-alive connection to a worker; carries one call at a time."""
 
-    __slots__ = ("_pool", "_parser", "_pending", "_head", "_head_complete", "_done", "_keep_alive", "transport",
-                 "call", "reused", "heard_at", "idle_since")
+    __slots__ = ("_pool", "_parser", "_pending", "_head", "_head_complete", "_missing", "_done", "_keep_alive",
+                 "transport", "call", "reused", "heard", "silent_since", "idle_since")
 
     transport: asyncio.Transport
 
@@ -97,18 +94,19 @@ class UpstreamConnection(asyncio.Protocol):
         self._pending = b""
         self._head: AnswerHead | None = None
         self._head_complete = self._done = self._keep_alive = False
+        self._missing = 0
+        """Bytes to come of an answer with a known head; the parser sees nothing of it."""
         self.call: Call | None = None
         self.reused = False
-        self.heard_at = self.idle_since = 0.0
+        self.heard = True
+        """Whether anything came since the last sweep: cheaper than a time noted with each piece."""
+        self.silent_since = self.idle_since = 0.0
 
     def carry(self, call: Call) -> None:
         """Send a call's request and deliver its answer."""
         self.call = call
         call.connection = self
-        self._pending = b""
-        self._head = None
-        self._head_complete = self._done = False
-        self.heard_at = self._pool.loop.time()
+        self.heard = True
         self._pool.busy.add(self)
         if call.paused:
             self.transport.pause_reading()
@@ -154,7 +152,39 @@ class UpstreamConnection(asyncio.Protocol):
         if call is None:  # A worker that talks unasked: nothing it says belongs to a request.
             self.transport.abort()
             return
-        self.heard_at = self._pool.loop.time()
+        self.heard = True
+        if self._head is None:
+            if not self._pending and not call.bodiless and (found := self._pool.known.find(data)) is not None:
+                facts, size, length = found
+                missing = length + size - len(data)
+                if missing >= 0:
+                    self._missing = missing
+                    self._head = head = AnswerHead(facts, data, size)
+                    call.body = b""
+                    if call.sink is not None:
+                        call.sink.answer_head(head)
+                    if not missing and self.call is call:
+                        self._finish(call, True)
+                    return
+        elif self._missing:
+            self._count(call, data)
+            return
+        self._parse(call, data)
+
+    def _count(self, call: Call, data: bytes) -> None:
+        """More of an answer with a known head."""
+        missing = self._missing - len(data)
+        if missing < 0:
+            self.fail(Failure("malformed", f"{self._pool.url} sent more than it announced"))
+            return
+        self._missing = missing
+        if call.sink is not None:
+            call.sink.answer_data(data)
+        if not missing and self.call is call:
+            self._finish(call, True)
+
+    def _parse(self, call: Call, data: bytes) -> None:
+        """More of any other answer."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -165,7 +195,8 @@ class UpstreamConnection(asyncio.Protocol):
         elif call.sink is not None:
             call.sink.answer_data(data)
         if self._done and self.call is call:
-            self._finish(call)
+            self._done = self._head_complete = False
+            self._finish(call, self._keep_alive)
 
     def _read_head(self, call: Call, data: bytes) -> None:
         if self._pending:
@@ -181,20 +212,24 @@ class UpstreamConnection(asyncio.Protocol):
             self.fail(Failure("malformed", f"{self._pool.url} sent an answer that cannot be relayed (status {status})"))
             return
         self._pending = call.body = b""
-        self._head = head = AnswerHead(status, data, size)
+        self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
         if call.bodiless:
             self._done, self._keep_alive = True, False  # The parser waits for a body, so the connection is spent.
         if call.sink is not None:
             call.sink.answer_head(head)
 
-    def _finish(self, call: Call) -> None:
-        reusable = self._keep_alive
+    def _finish(self, call: Call, reusable: bool) -> None:
+        self._head = None
         self._detach()
         if reusable and not call.paused:
             self._pool.park(self)
         else:
             self.transport.close()
         call.ended(reusable)
+
+    def eof_received(self) -> None:
+        """The worker closes; the connection is lost in a moment, and must not be taken for a call before."""
+        self._pool.unpark(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.unpark(self)
@@ -211,7 +246,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._pool.connect(call)
             else:
                 call.lost(Failure("stale", f"{self._pool.url} closed an idle connection"))
-        elif self._head is not None and not self._head.delimited and exc is None:
+        elif self._head is not None and not self._head.facts.delimited and exc is None:
             call.ended(False)
         else:
             call.lost(Failure("lost", f"{self._pool.url} closed the connection before the end of its answer",
@@ -222,104 +257,11 @@ class UpstreamConnection(asyncio.Protocol):
 
         The parser does not tell; but between chunks, and only there, a last chunk ends the message.
         """
-        if self._head is None or not self._head.chunked:
-            return self._head is not None and not self._head.delimited
+        if self._head is None or not self._head.facts.chunked:
+            return self._head is not None and not self._head.facts.delimited
         self._done = False
         try:
             self._parser.feed_data(b"0\r\n\r\n")
         except httptools.HttpParserError:
             return False
         return self._done
-
-
-class UpstreamPool:
-    """The connections to one worker; idle ones are reused newest first and dropped after IDLE_SECONDS."""
-
-    def __init__(self, endpoint: Endpoint, *, connect_timeout: float, authorization: bytes = b"",
-                 tls: ssl.SSLContext | None = None, loop: asyncio.AbstractEventLoop | None = None):
-        self.endpoint = endpoint
-        self.url = endpoint.url
-        self.host_line = b"host: " + endpoint.authority.encode() + b"\r\n"
-        self.prefix = endpoint.prefix.encode()
-        self.authorization = authorization
-        """The header line of the worker's key, in place of the client's; empty: the client's goes through."""
-        self.loop = loop or asyncio.get_running_loop()
-        self.busy: set[UpstreamConnection] = set()
-        self._idle: list[UpstreamConnection] = []
-        self._connect_timeout = connect_timeout
-        self._tls = tls
-        self._closed = False
-
-    def send(self, sink: Sink, head: bytes, body: bytes, *, bodiless: bool = False, resend: bool = True) -> Call:
-        """Send a request, given as its bytes; the answer goes to ``sink``, nothing of it before this returns."""
-        call = Call(self, sink, head, body, bodiless, resend)
-        connection = self._take()
-        if connection is not None:
-            connection.carry(call)
-        else:
-            self.connect(call)
-        return call
-
-    def connect(self, call: Call) -> None:
-        """Carry a call on a new connection."""
-        call.connecting = self.loop.create_task(self._connect(call))
-
-    def park(self, connection: UpstreamConnection) -> None:
-        if self._closed:
-            connection.transport.close()
-            return
-        connection.reused = True
-        connection.idle_since = self.loop.time()
-        self._idle.append(connection)
-
-    def unpark(self, connection: UpstreamConnection) -> None:
-        if connection in self._idle:
-            self._idle.remove(connection)
-
-    def cut(self, failure: Failure) -> None:
-        """Fail all calls that have a connection."""
-        for connection in list(self.busy):
-            connection.fail(failure)
-
-    def close(self) -> None:
-        """Drop the idle connections, and busy ones as soon as their answer ended."""
-        self._closed = True
-        while self._idle:
-            self._idle.pop().transport.close()
-
-    def sweep(self, silence_limit: float) -> None:
-        """Drop connections that idle too long, and fail calls whose worker is silent for ``silence_limit`` s.
-
-        A call that is paused is not silent: it is us who do not read.
-        """
-        now = self.loop.time()
-        while self._idle and now - self._idle[0].idle_since > IDLE_SECONDS:
-            self._idle.pop(0).transport.close()
-        if not silence_limit:
-            return
-        for connection in list(self.busy):
-            if now - connection.heard_at > silence_limit and connection.call and not connection.call.paused:
-                connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
-
-    def _take(self) -> UpstreamConnection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if self.loop.time() - connection.idle_since <= IDLE_SECONDS and not connection.transport.is_closing():
-                return connection
-            connection.transport.close()
-        return None
-
-    async def _connect(self, call: Call) -> None:
-        host, port = self.endpoint.host, self.endpoint.port
-        try:
-            _, connection = await asyncio.wait_for(
-                self.loop.create_connection(lambda: UpstreamConnection(self), host, port, ssl=self._tls),
-                self._connect_timeout)
-        except (OSError, asyncio.TimeoutError) as error:
-            call.connecting = None
-            detail = "no answer" if isinstance(error, asyncio.TimeoutError) else (error.strerror or str(error))
-            call.lost(Failure("connect", f"cannot connect to {self.url}: {detail}",
-                              refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
-            return
-        call.connecting = None
-        connection.carry(call)

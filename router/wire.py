@@ -12,7 +12,7 @@ import msgspec
 from ..common.api.errors import ServingError
 
 if TYPE_CHECKING:
-    from .http_server import Request
+    from .request import Request
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
 

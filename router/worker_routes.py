@@ -10,9 +10,9 @@ import msgspec
 from ..common.api.errors import NotFound
 from .admin import add_worker, drained, removed
 from .endpoint import Endpoint
-from .http_server import Request
 from .ranks import server_url
 from .registry import ROLES, Worker
+from .request import Request
 from .wire import Response, check_method
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from ..body import Peek
-from ..http_server import Request
 from ..registry import Worker
+from ..request import Request
 
 by_load = attrgetter("load")
 

@@ -16,8 +16,8 @@ from itertools import count
 import msgspec
 
 from ..body import Peek
-from ..http_server import Request
 from ..registry import Worker
+from ..request import Request
 from .base import Decision, least_loaded
 
 POINTS = 160
@@ -99,7 +99,7 @@ class ConsistentHash:
     """
 
     def __init__(self, hash_header: str = "x-session-id"):
-        self._prefix = hash_header.lower().encode() + b":"
+        self._header = hash_header.lower().encode()
         self._ring = Ring()
         self._workers: Sequence[Worker] = ()
         self._by_url: dict[str, Worker] = {}
@@ -107,10 +107,8 @@ class ConsistentHash:
 
     def read(self, request: Request, found: Peek | None) -> bytes:
         """The session's key, b"" where there is none."""
-        size = len(self._prefix)
-        for line in request.headers:
-            if line[:size].lower() == self._prefix:
-                return line[size:].strip()
+        if named := request.header(self._header):
+            return named
         if found is None:
             return b""
         try:

@@ -23,7 +23,8 @@ import uvloop
 from baton.common.config.cli import build
 from baton.router.app import Router
 from baton.router.config import RouterConfig
-from baton.router.http_server import ClientConnection, HeadRules
+from baton.router.http_server import ClientConnection
+from baton.router.request_reader import HeadRules
 from baton.router.upstream import UpstreamConnection
 
 CHAT = (b'{"model":"mock-model","messages":[{"role":"user","content":"%b"}],"max_tokens":64,"temperature":0,'

@@ -15,12 +15,12 @@ from baton.common.api.errors import ConfigError
 from baton.router.body import peek
 from baton.router.config.policy import PolicyArgs
 from baton.router.endpoint import Endpoint
-from baton.router.http_server import Request
 from baton.router.policies.cache_aware import BLOCK, SHARDS, CacheAware, block_hashes
 from baton.router.policies.consistent_hash import ConsistentHash
 from baton.router.policies.least_loaded import LeastLoaded
 from baton.router.policies.load_view import EXACT_UP_TO, LoadView
 from baton.router.registry import Worker
+from baton.router.request import Request
 
 
 def workers(count: int, *loads: int) -> tuple[Worker, ...]:
@@ -32,7 +32,7 @@ def workers(count: int, *loads: int) -> tuple[Worker, ...]:
 
 def request(body: dict | None = None, *headers: bytes) -> Request:
     made = Request()
-    made.headers = list(headers)
+    made.headers = b"".join(headers)
     made.body = json.dumps(body or {}).encode()
     return made
 

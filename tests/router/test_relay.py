@@ -315,7 +315,7 @@ async def test_large_body_arrives_whole(router, worker, request_to):
 
 
 async def test_idle_upstream_connections_are_dropped_before_the_worker_does(router, worker, chat, monkeypatch, script):
-    monkeypatch.setattr("baton.router.upstream.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("baton.router.pool.IDLE_SECONDS", 0.2)
     mock = await worker()
     front = await router(mock, health_check_interval_secs=60, request_timeout_secs=0.4)
     await chat(front)

@@ -1,0 +1,145 @@
+"""The connections to one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+
+import httptools
+
+from .answer import AnswerFacts, Failure, Sink
+from .endpoint import Endpoint
+from .heads import KnownHeads
+from .upstream import Call, UpstreamConnection
+
+IDLE_SECONDS = 3.0
+"""uvicorn closes a connection that idles for 5 s; one used later than that may be closed under our request. Counted
+from the sweep before it became idle, so none idles longer than this and a second."""
+_NOBODY_THERE = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
+"""Not among them: what we lack ourselves (descriptors, ports), which must not take every worker out."""
+
+
+class _Probe:
+    """llhttp's view of one answer, for ``plain_answer``."""
+
+    def __init__(self) -> None:
+        self.head_complete = self.reusable = False
+        self.body = b""
+        self.messages = 0
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_headers_complete(self) -> None:
+        self.head_complete = True
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.messages += 1
+        self.reusable = self.parser.should_keep_alive()
+
+
+def plain_answer(head: bytes) -> AnswerFacts | None:
+    """What ``KnownHeads.read`` is for answers: see there."""
+    probe = _Probe()
+    try:
+        probe.parser.feed_data(head)
+        if not probe.head_complete or probe.body or probe.messages:
+            return None
+        facts = AnswerFacts.read(probe.parser.get_status_code(), head)
+        probe.parser.feed_data(b"x")
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        return None
+    plain = probe.messages == 1 and probe.body == b"x" and probe.reusable and facts.status >= 200 and not facts.chunked
+    return facts if plain else None
+
+
+class UpstreamPool:
+    """The connections to one worker; idle ones are reused newest first and dropped after IDLE_SECONDS."""
+
+    def __init__(self, endpoint: Endpoint, *, connect_timeout: float, authorization: bytes = b"",
+                 tls: ssl.SSLContext | None = None, known: KnownHeads[AnswerFacts] | None = None):
+        self.endpoint = endpoint
+        self.url = endpoint.url
+        self.host_line = b"host: " + endpoint.authority.encode() + b"\r\n"
+        self.prefix = endpoint.prefix.encode()
+        self.authorization = authorization
+        """The header line of the worker's key, in place of the client's; empty: the client's goes through."""
+        self.loop = asyncio.get_running_loop()
+        self.known = known or KnownHeads(plain_answer)
+        """Heads of answers met before; workers of one kind may share them."""
+        self.busy: set[UpstreamConnection] = set()
+        self._idle: list[UpstreamConnection] = []
+        self._connect_timeout = connect_timeout
+        self._tls = tls
+        self._closed = False
+        self._swept_at = self.loop.time()
+
+    def send(self, sink: Sink, head: bytes, body: bytes, *, bodiless: bool = False, resend: bool = True) -> Call:
+        """Send a request, given as its bytes; the answer goes to ``sink``, nothing of it before this returns."""
+        call = Call(self, sink, head, body, bodiless, resend)
+        if self._idle:
+            self._idle.pop().carry(call)
+        else:
+            self.connect(call)
+        return call
+
+    def connect(self, call: Call) -> None:
+        """Carry a call on a new connection."""
+        call.connecting = self.loop.create_task(self._connect(call))
+
+    def park(self, connection: UpstreamConnection) -> None:
+        if self._closed:
+            connection.transport.close()
+            return
+        connection.reused = True
+        connection.idle_since = self._swept_at
+        self._idle.append(connection)
+
+    def unpark(self, connection: UpstreamConnection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def cut(self, failure: Failure) -> None:
+        """Fail all calls that have a connection."""
+        for connection in list(self.busy):
+            connection.fail(failure)
+
+    def close(self) -> None:
+        """Drop the idle connections, and busy ones as soon as their answer ended."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().transport.close()
+
+    def sweep(self, silence_limit: float) -> None:
+        """Drop connections that idle too long, and fail calls whose worker is silent for ``silence_limit`` s.
+
+        Called every second or so. A call that is paused is not silent: it is us who do not read.
+        """
+        self._swept_at = now = self.loop.time()
+        while self._idle and now - self._idle[0].idle_since > IDLE_SECONDS:
+            self._idle.pop(0).transport.close()
+        if not silence_limit:
+            return
+        for connection in list(self.busy):
+            if connection.heard or connection.call is None or connection.call.paused:
+                connection.heard = False
+                connection.silent_since = now
+            elif now - connection.silent_since > silence_limit:
+                connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
+
+    async def _connect(self, call: Call) -> None:
+        host, port = self.endpoint.host, self.endpoint.port
+        try:
+            _, connection = await asyncio.wait_for(
+                self.loop.create_connection(lambda: UpstreamConnection(self), host, port, ssl=self._tls),
+                self._connect_timeout)
+        except (OSError, asyncio.TimeoutError) as error:
+            call.connecting = None
+            detail = "no answer" if isinstance(error, asyncio.TimeoutError) else (error.strerror or str(error))
+            call.lost(Failure("connect", f"cannot connect to {self.url}: {detail}",
+                              refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
+            return
+        call.connecting = None
+        connection.carry(call)
