@@ -120,6 +120,8 @@ def as_chat(request: Conversation) -> ChatRequest:
         continue_final_message=bool(messages) and messages[-1].role == "assistant" or None,
         chat_template_kwargs=_template_options(request), response_format=_response_format(request),
         **{name: getattr(request, name) for name in BootstrapFields.__struct_fields__})
+    if request.output_config is not None:
+        chat.reasoning_effort = request.output_config.effort
     if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use:
         chat.parallel_tool_calls = False
     if isinstance(request, MessagesRequest):

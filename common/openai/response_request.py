@@ -143,6 +143,7 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
         chat_template_kwargs=request.chat_template_kwargs, tools=tools, tool_choice=choice,
         response_format=_response_format(request.text), logprobs=with_logprobs or None,
         top_logprobs=request.top_logprobs if with_logprobs else None, parallel_tool_calls=request.parallel_tool_calls,
+        reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
         **{name: getattr(request, name) for name in BootstrapFields.__struct_fields__})
 
 
@@ -196,9 +197,7 @@ class _Conversation:
     def _add_message(self, item: InputItem, path: str) -> None:
         role = _required(item.role, f"{path}.role")
         text = _text(item.content, f"{path}.content")
-        if role == "developer":
-            role = "system"  # templates know no other name for it
-        if role == "system" and len(self.messages) == 1 and self.messages[0].role == "system":
+        if role in ("system", "developer") and len(self.messages) == 1 and self.messages[0].role == "system":
             self.messages[0].content = f"{self.messages[0].content}\n\n{text}"  # many templates take one, in front
         elif role == "assistant" and (last := self._open_turn()) is not None and last.content is None \
                 and not last.tool_calls:
