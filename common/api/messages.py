@@ -23,6 +23,10 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
     room: int
 
 
+Pooling = Literal["last", "mean"]
+"""Whether a prompt's vector is its last token's hidden state, or the average of all of them."""
+
+
 class Generate(msgspec.Struct, tag=True):
     """Run one prompt. ``deadline`` is in seconds from arrival, None for the server's default.
 
@@ -43,6 +47,7 @@ class Generate(msgspec.Struct, tag=True):
     priority: int = 0
     deadline: float | None = None
     traced: bool = False  # the front wants to know of the request's stages
+    pooling: Pooling | None = None  # of an embedding server: what the answer is made of
 
 
 StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
@@ -131,6 +136,7 @@ class Output(msgspec.Struct):
     finish: Finish | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    embedding: bytes | None = None  # float32, of a request with ``pooling``; labels' scores of a model that has labels
     stages: list[Stage] = []  # those that ended since the last output, of requests that are traced
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..kvcache.layout import DTYPE_BYTES
@@ -26,12 +26,17 @@ class Architecture:
     window_flag: bool = False  # the sliding window counts only with ``use_sliding_window``
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(biases_in_config=True),
-    "MistralForCausalLM": Architecture(),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window_flag=True),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True, biases_in_config=True, window_flag=True),
+Head = Literal["words", "labels", "none"]
+
+_FAMILIES = {
+    "Llama": Architecture(biases_in_config=True),
+    "Mistral": Architecture(),
+    "Qwen2": Architecture(qkv_bias=True, window_flag=True),
+    "Qwen3": Architecture(qk_norm=True, biases_in_config=True, window_flag=True),
 }
+_HEADS: dict[str, Head] = {"ForCausalLM": "words", "ForSequenceClassification": "labels", "Model": "none"}
+ARCHITECTURES = {family + head: found for head in _HEADS for family, found in _FAMILIES.items()}
+"""By transformers' names."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class ModelSpec:
 
     ``rope_scaling`` is None for plain rotary embeddings, else a dict with ``rope_type`` and that type's
     parameters under transformers' names. ``dtype`` is the checkpoint's. ``context_length`` is the longest prompt
-    plus output in tokens.
+    plus output in tokens. ``head`` is what hidden
+    states become: scores of words, of ``num_labels`` labels, or nothing else.
     """
 
     architecture: str
@@ -64,6 +70,8 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
     context_length: int
+    head: Head = "words"
+    num_labels: int = 0
 
     def check_tp(self, size: int) -> None:
         """Raises ConfigError where ``size`` ranks cannot share the model evenly."""
@@ -94,6 +102,15 @@ def resolve_checkpoint(args: ModelArgs) -> Path:
     return _download(args)
 
 
+def pooling_of(args: ModelArgs) -> Literal["last", "mean"]:
+    """``--pooling``, or what the checkpoint says in sentence-transformers' form; raises ConfigError as
+    ``resolve_checkpoint`` does."""
+    if args.pooling != "auto":
+        return args.pooling
+    found = _read_json(resolve_checkpoint(args) / "1_Pooling" / "config.json") or {}
+    return "mean" if found.get("pooling_mode_mean_tokens") else "last"
+
+
 def _download(args: ModelArgs) -> Path:
     try:
         from huggingface_hub import snapshot_download
@@ -101,7 +118,7 @@ def _download(args: ModelArgs) -> Path:
     except ImportError:
         raise ConfigError(f"--model-path {args.model_path} is no local folder, and huggingface-hub is not "
                           f"installed to download it.") from None
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
+    patterns = ["*.json", "1_Pooling/*.json", "*.jinja", "*.txt", "*.model"]
     if args.load_format != "dummy":
         patterns.append("*.safetensors")
     try:
@@ -144,7 +161,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelArgs) -> ModelSpec:
     architecture = _check_supported(config)
-    family = ARCHITECTURES[architecture]
+    family, head = ARCHITECTURES[architecture], _head(architecture, args)
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     theta, scaling = _rope(config)
@@ -166,8 +183,21 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         attention_bias=family.qkv_bias or attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
         sliding_window=window, dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
-        context_length=context_length,
+        context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
     )
+
+
+def _head(architecture: str, args: ModelArgs) -> Head:
+    """Raises ConfigError for a model that cannot generate on a server that is to."""
+    head = next(head for suffix, head in _HEADS.items() if architecture.endswith(suffix))
+    if head != "words" and not args.is_embedding:
+        raise ConfigError(f"{architecture} does not generate text: serve it with --is-embedding.")
+    return head
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    """As transformers counts them, which writes the count only where it differs from the labels' names."""
+    return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels", 2))
 
 
 def _check_supported(config: dict[str, Any]) -> str:
@@ -175,7 +205,7 @@ def _check_supported(config: dict[str, Any]) -> str:
     found = next((name for name in named if name in ARCHITECTURES), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
-                          f"{', '.join(ARCHITECTURES)}.")
+                          f"{', '.join(name for name in ARCHITECTURES if name.endswith('ForCausalLM'))}.")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"Activation {act!r} is not supported: use a checkpoint with hidden_act 'silu'.")
     if "quantization_config" in config:

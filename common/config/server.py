@@ -30,6 +30,10 @@ class ModelArgs:
     context_length: int | None = flag(None, help="longest prompt plus output in tokens; the default is the model's")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
+    is_embedding: bool = flag(False, help="serve vectors of texts (or a classifier's scores) instead of generating")
+    pooling: Literal["auto", "last", "mean"] = flag("auto", help=(
+        "what --is-embedding makes a vector of: the last token's hidden state, or the mean of all; auto reads the "
+        "checkpoint's 1_Pooling/config.json, and is last without it"))
     random_seed: int = flag(0, help="seed of dummy weights and of unseeded sampling")
     return_original_logprob: bool = flag(False, help=(
         "tell log-probabilities of the output as they are before temperature (penalties and bias count in both cases)"))
@@ -232,6 +236,8 @@ class ServerConfig:
         if self.storage.file_storage_path is not None and self.mode == "prefill":
             raise ConfigError("--file-storage-path is for unified and decode servers: a prefill server answers no "
                               "requests by itself, so it cannot run batches.")
+        if self.model.is_embedding and self.mode != "null":
+            raise ConfigError("--is-embedding has nothing to hand over: leave --disaggregation-mode at null.")
         if not 0 < self.cache.mem_fraction_static < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 import numpy as np
@@ -82,7 +82,8 @@ class ModelRunner:
         if device.type == "cuda":
             runner._warm_up(progress)
             # NCCL's collectives are captured only where they have been seen to work: with several ranks, not yet.
-            runner._captures = config.mode != "prefill" and not config.kernels.disable_cuda_graph and tp.size == 1
+            decodes = config.mode != "prefill" and not config.model.is_embedding
+            runner._captures = decodes and not config.kernels.disable_cuda_graph and tp.size == 1
             if runner._captures:
                 runner._capture(progress)
         progress("ready", 1.0)
@@ -91,6 +92,9 @@ class ModelRunner:
     def _warm_up(self, progress: Progress) -> None:
         """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
         page = np.zeros(1, np.int32)
+        if self._config.model.is_embedding:
+            self.hidden(build_forward_batch([Row([0], 0, page)], self.layout.page_size, self.device, False))
+            return
         for done, is_decode in enumerate((False, True), 1):
             self.forward(build_forward_batch([Row([0], 0, page)], self.layout.page_size, self.device, is_decode))
             torch.cuda.synchronize(self.device)
@@ -151,7 +155,23 @@ class ModelRunner:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
         self._attention.plan(batch)
+        return self._model.forward(batch, self._attention, self._telling(after_group))
 
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states ``[R, hidden]`` of ``batch.logits_rows``, behind the model's last norm."""
+        self._attention.plan(batch)
+        return self._model.hidden(batch, self._attention, self._telling(None))
+
+    @torch.inference_mode()
+    def score(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Of a classifier, its labels' scores ``[R, labels]`` of pooled hidden states; else the states themselves.
+        Float32 both."""
+        labels = self._model.labels
+        return pooled if labels is None else labels(pooled)
+
+    def _telling(self, after_group: AfterGroup | None) -> Callable[[int], None]:
+        """Tells ``after_group`` of the layer groups that end, by their last layer."""
         def after_layer(layer: int) -> None:
             group = self._group_ending.get(layer)
             if group is None or after_group is None:
@@ -162,7 +182,7 @@ class ModelRunner:
                 event.record(torch.cuda.current_stream(self.device))
             after_group(group, event)
 
-        return self._model.forward(batch, self._attention, after_layer)
+        return after_layer
 
 
 def _silent(stage: str, fraction: float) -> None:

@@ -20,6 +20,7 @@ from ..obs.logging import setup_logging
 from .batcher import Batcher
 from .channel import FrontChannel, Ticker
 from .control import Control
+from .embedding import EmbeddingScheduler
 from .executor import Executor
 from .kv_events import start_publisher
 from .ledger import Ledger
@@ -56,7 +57,13 @@ SchedulerFactory = Callable[[EngineParts], Scheduler]
 
 def main(spec: RankSpec) -> None:
     """Entry of a unified server's rank."""
-    run_rank(spec, lambda parts: UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap))
+    run_rank(spec, _make_scheduler)
+
+
+def _make_scheduler(parts: EngineParts) -> Scheduler:
+    if parts.config.model.is_embedding:
+        return EmbeddingScheduler(parts.batcher, parts.runner, parts.ledger)
+    return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap)
 
 
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..api.errors import ServingError
-from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output, Stage, StageName
+from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output, Pooling, Stage, StageName
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageHold
 from .choosing import Choosing, FillAllowed, WantedLogprobs
@@ -50,7 +50,9 @@ class Req:
     num_pending: int = 0
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
+    pooling: Pooling | None = None
     reported: bool = False
+    embedding: bytes | None = None
     stages: list[Stage] | None = None  # that have ended and were not told yet; None where nobody asks
 
     @classmethod
@@ -75,6 +77,7 @@ class Req:
             bias=LogitBias.of(sampling.logit_bias) if sampling.logit_bias else None,
             logprob_start=message.logprob_start_len if wants_prompt else None,
             stages=[] if message.traced else None,
+            pooling=message.pooling,
         )
 
     def __repr__(self) -> str:
@@ -114,6 +117,8 @@ class Req:
 
         The last token must be computed for its logits, as must every position whose prompt logprob is wanted.
         """
+        if self.pooling == "mean":
+            return 0  # the average is over computed hidden states, and the cache holds none
         limit = len(self.tokens) - 1
         if self.logprob_start is not None and self.prompt_logprobs is None:
             limit = min(limit, max(0, self.logprob_start - 1))
@@ -170,5 +175,5 @@ class Req:
             rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
             logprobs=logprobs if token_ids else None, prompt_logprobs=self.prompt_logprobs if first else None,
-            stages=stages,
+            stages=stages, embedding=self.embedding,
         )

@@ -71,7 +71,7 @@ async def model_info(front: Front, request: web.Request) -> web.Response:
     args = front.config.model
     return json_response({
         "model_path": front.weights_path, "tokenizer_path": args.tokenizer_path or args.model_path,
-        "is_generation": True,
+        "is_generation": not args.is_embedding,
         "served_model_name": front.config.model_name, "architecture": front.model.architecture,
         "context_length": front.model.context_length, "vocab_size": front.model.vocab_size})
 

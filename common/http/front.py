@@ -7,13 +7,14 @@ import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import msgspec
 
 from ..api.errors import InvalidRequest, NotFound, ServingError, WorkerUnavailable
-from ..api.messages import Bootstrap, Generate, Loading, Ready
+from ..api.messages import Bootstrap, Generate, Loading, Pooling, Ready
 from ..api.sampling import SamplingParams
-from ..config.model import ModelSpec
+from ..config.model import ModelSpec, pooling_of
 from ..config.server import ServerConfig
 from ..engine.client import EngineClient
 from ..grammar.service import GrammarService
@@ -86,6 +87,17 @@ class Front:
             return self.model.context_length
         return min(self.model.context_length, self.ready.max_request_tokens)
 
+    @cached_property
+    def pooling(self) -> Pooling:
+        """What an embedding server makes vectors of."""
+        return pooling_of(self.config.model)
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest on a server of embeddings."""
+        if self.config.model.is_embedding:
+            raise InvalidRequest("This server was started with --is-embedding and generates no text; use "
+                                 "/v1/embeddings.")
+
     def check_model(self, name: str | None) -> None:
         """Raises NotFound for a model that this server does not serve."""
         served = self.config.model_name
@@ -122,6 +134,7 @@ class Front:
     def meeting_points(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Bootstrap | None]:
         """One entry per choice. A unified server ignores bootstrap fields, a prefill server needs them, and a decode
         server computes the prompt itself where there are none. Raises InvalidRequest."""
+        self.check_generates()
         mode = self.config.mode
         check_ranks(fields)
         if mode == "null":

@@ -52,6 +52,7 @@ class Choice:
         self.num_output_tokens = 0
         self.prompt_logprobs: Logprobs | None = None
         self.stages: list[Stage] = []
+        self.embedding: bytes | None = None
         self._total = Delta()
         self._texts: list[str] = []
         self._new = Delta()
@@ -116,6 +117,7 @@ class Choice:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.stages += output.stages
+        self.embedding = output.embedding or self.embedding
         if text:
             self._texts.append(text)
             self._new.text += text
@@ -129,6 +131,9 @@ class Choice:
             self._end(Ended(output.finish.reason, output.finish.matched))
 
     def _measure(self, output: Output) -> None:
+        if output.embedding is not None:
+            self._metrics.prompt_tokens.inc(output.num_prompt_tokens)
+            self._metrics.cached_tokens.inc(output.num_cached_tokens)
         if not output.token_ids:
             return
         now = time.monotonic()

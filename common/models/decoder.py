@@ -11,6 +11,7 @@ from ..attention.base import AttentionBackend
 from ..config.model import ModelSpec
 from ..distributed.tp import TPGroup
 from ..engine.forward_batch import ForwardBatch
+from ..layers.labels import LabelHead
 from ..layers.linear import ColumnLinear, Columns, RowLinear
 from ..layers.norm import RMSNorm
 from ..layers.rotary import rotary_table
@@ -91,14 +92,24 @@ class DenseDecoder:
         self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, tp, allocate)
         self.layers = [DecoderLayer(index, spec, tp, allocate) for index in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.head = self.embedding
-        if not spec.tie_word_embeddings:
+        self.labels = LabelHead("score", spec.num_labels, spec.hidden_size, allocate) if spec.num_labels else None
+        self.head: VocabTable | None = None
+        if spec.head == "words":
+            self.head = self.embedding
+        if spec.head == "words" and not spec.tie_word_embeddings:
             self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, tp, allocate)
         self.cos_sin = rotary_table(spec, device)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend,
                 after_layer: Callable[[int], None]) -> torch.Tensor:
-        """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``. ``attention`` has planned ``batch``.
+        """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``, see ``hidden``."""
+        assert self.head is not None
+        return self.head.logits(self.hidden(batch, attention, after_layer))
+
+    def hidden(self, batch: ForwardBatch, attention: AttentionBackend,
+               after_layer: Callable[[int], None]) -> torch.Tensor:
+        """Hidden states ``[R, hidden]`` of ``batch.logits_rows`` behind the last norm. ``attention`` has planned
+        ``batch``.
 
         ``after_layer(i)`` is called once layer i has been enqueued: its keys and values are in the pool by then.
         """
@@ -110,12 +121,13 @@ class DenseDecoder:
             assert residual is not None
             x, residual = x[batch.logits_rows], residual[batch.logits_rows]
         x, _ = self.norm.add(x, residual)
-        return self.head.logits(x)
+        return x
 
     def slots(self) -> Iterator[Slot]:
         yield from self.embedding.slots()
         for layer in self.layers:
             yield from layer.slots()
         yield from self.norm.slots()
-        if self.head is not self.embedding:
-            yield from self.head.slots()
+        for head in (self.head, self.labels):
+            if head is not None and head is not self.embedding:
+                yield from head.slots()

@@ -6,18 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from ..config.model import ModelSpec
+from ..config.model import ARCHITECTURES, ModelSpec
 from ..distributed.tp import TPGroup
 from .decoder import DenseDecoder
 
 ModelFactory = Callable[[ModelSpec, TPGroup, torch.dtype, torch.device], DenseDecoder]
 
-MODELS: dict[str, ModelFactory] = {
-    "LlamaForCausalLM": DenseDecoder,
-    "MistralForCausalLM": DenseDecoder,
-    "Qwen2ForCausalLM": DenseDecoder,
-    "Qwen3ForCausalLM": DenseDecoder,
-}
+MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, DenseDecoder)
 
 
 def build_model(spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> DenseDecoder:

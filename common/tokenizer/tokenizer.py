@@ -100,6 +100,10 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._hf.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Two texts as the tokenizer joins them, for models that judge pairs."""
+        return self._hf.encode(first, second)
+
     async def encode_many(self, texts: Sequence[str], *, limit: int,
                           add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text; large ones are encoded off the event loop.

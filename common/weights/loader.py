@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
     missing = set(wanted)
     for file in _files(folder):
         for name, source in _tensors(file):
-            slot = wanted.get(name)
+            slot = _slot_of(name, wanted)
             if slot is None:
                 if not _redundant(name, tied):
                     unexpected.append(name)
                 continue
             _fill(slot, source, file)
-            missing.discard(name)
+            missing.discard(slot.name)
             done += slot.target.numel()
             progress("weights", min(done / total, 1.0))
     if missing:
@@ -53,9 +53,10 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool) -> Non
     missing = set(wanted)
     for file in _files(folder):
         for name, source in _tensors(file):
-            if name in wanted:
-                _check_shape(wanted[name], source, file)
-                missing.discard(name)
+            slot = _slot_of(name, wanted)
+            if slot is not None:
+                _check_shape(slot, source, file)
+                missing.discard(slot.name)
             elif not _redundant(name, tied):
                 raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
     if missing:
@@ -118,6 +119,11 @@ def _check_shape(slot: Slot, source: Any, file: Path) -> None:
     if shape != slot.shape:
         raise ConfigError(f"{slot.name} in {file.name} has shape {list(shape)}, but config.json asks for "
                           f"{list(slot.shape)}.")
+
+
+def _slot_of(name: str, wanted: Mapping[str, Slot]) -> Slot | None:
+    """Checkpoints of a model without a head leave out the name of the part that all others have."""
+    return wanted.get(name) or wanted.get(f"model.{name}")
 
 
 def _redundant(name: str, tied: bool) -> bool:

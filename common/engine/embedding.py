@@ -1,0 +1,101 @@
+"""The scheduler of an embedding server: prompts are computed, their hidden states pooled, nothing is sampled."""
+
+from __future__ import annotations
+
+import torch
+
+from ..api.errors import ServingError
+from ..api.messages import Finish
+from .batcher import Batch, Batcher
+from .forward_batch import ForwardBatch, Row, build_forward_batch
+from .ledger import Ledger
+from .model_runner import ModelRunner
+from .req import Req
+
+
+class EmbeddingScheduler:
+    """``last`` pooling takes the hidden state of a prompt's last token, ``mean`` the average over all of them.
+
+    A step's results are taken in before the next one: a step is a whole batch of prompts, beside which the host's work
+    between two of them is small.
+    """
+
+    num_transferring = 0
+
+    def __init__(self, batcher: Batcher, runner: ModelRunner, ledger: Ledger):
+        self.batcher = batcher
+        self.ledger = ledger
+        self._runner = runner
+        self._sums: dict[Req, torch.Tensor] = {}  # of prompts that are averaged and not computed to their end
+
+    @property
+    def idle(self) -> bool:
+        return self.batcher.idle
+
+    @property
+    def num_running(self) -> int:
+        return len(self.batcher.prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.batcher.waiting)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def add(self, req: Req) -> None:
+        assert req.pooling is not None
+        self.batcher.waiting.append(req)
+
+    def abort(self, req: Req, error: ServingError) -> None:
+        self._sums.pop(req, None)
+        self.batcher.finish(req)
+
+    def settle(self) -> None:
+        """No step is ever in flight between two turns."""
+
+    def close(self) -> None:
+        """Nothing to let go of beside the process's memory."""
+
+    def step(self, now: float) -> bool:
+        batch = self.batcher.next_prefill()
+        if batch is None:
+            return False
+        vectors = self._pooled(batch)
+        self.batcher.launched(batch)
+        ended = [chunk.req for chunk in batch.chunks if chunk.samples]
+        for req, vector in zip(ended, vectors):
+            req.num_pending -= 1
+            req.finish, req.embedding = Finish("stop"), vector
+            self.ledger.gain(req, [], None)
+            self.batcher.finish(req)
+        return True
+
+    def _pooled(self, batch: Batch) -> list[bytes]:
+        """The pooled float32 vectors of the chunks that end their prompt."""
+        hidden = self._runner.hidden(self._build(batch))
+        pooled, offset = [], 0
+        for chunk in batch.chunks:
+            rows = hidden[offset:offset + chunk.stop - chunk.start]
+            offset += len(rows)
+            if chunk.req.pooling == "mean":
+                total = self._sums.pop(chunk.req, 0) + rows.sum(0, dtype=torch.float32)
+                if chunk.samples:
+                    pooled.append(total / chunk.stop)
+                else:
+                    self._sums[chunk.req] = total
+            elif chunk.samples:
+                pooled.append(rows[-1].float())
+        if not pooled:
+            return []
+        return [vector.tobytes() for vector in self._runner.score(torch.stack(pooled)).cpu().numpy()]
+
+    def _build(self, batch: Batch) -> ForwardBatch:
+        page_size = self._runner.layout.page_size
+        rows = []
+        for chunk in batch.chunks:
+            assert chunk.req.hold is not None
+            rows.append(Row(chunk.req.tokens.view(chunk.start, chunk.stop), chunk.start, chunk.req.hold.ids))
+        num_tokens = sum(row.num_tokens for row in rows)
+        return build_forward_batch(rows, page_size, self._runner.device, False, list(range(num_tokens)))
