@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from ..common.api.kv_events import Cleared, Event, Hash, Removed, Stored, page_hashes
 from .holders import NOBODY, HolderSets
@@ -89,10 +89,11 @@ class Residency:
 
     def _name(self, found: dict[int, int], holders: frozenset[int], reached: int) -> None:
         if len(holders) > MOST_HOLDERS:
-            self._turn = (self._turn + MOST_HOLDERS) % (len(holders) - MOST_HOLDERS + 1)
-            holders = frozenset(islice(holders, self._turn, self._turn + MOST_HOLDERS))
-        for worker_id in holders:
-            found[worker_id] = reached
+            self._turn = (self._turn + MOST_HOLDERS) % len(holders)
+            some = islice(chain(holders, holders), self._turn, self._turn + MOST_HOLDERS)
+            found.update(dict.fromkeys(some, reached))
+        else:
+            found.update(dict.fromkeys(holders, reached))
 
     def _store(self, worker_id: int, event: Stored, native: bool) -> None:
         known = self._pages.setdefault(worker_id, {})

@@ -8,9 +8,9 @@ equal prefixes and one dictionary lookup a block finds the longest prefix that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 
 from ..holders import HolderSets
 from ..registry import Worker
@@ -231,11 +231,11 @@ class CacheAware:
 
     def _lightest(self, owners: frozenset[int]) -> Worker:
         """The least loaded of them; of very many, of some, others each time: all would take longer than is gained."""
-        first = 0
+        some: Iterable[int] = owners
         if len(owners) > EXACT_UP_TO:
-            self._turn += EXACT_UP_TO
-            first = self._turn % (len(owners) - EXACT_UP_TO + 1)
-        holders = [self._by_id[owner] for owner in islice(owners, first, first + EXACT_UP_TO)]
+            self._turn = (self._turn + EXACT_UP_TO) % len(owners)
+            some = islice(chain(owners, owners), self._turn, self._turn + EXACT_UP_TO)
+        holders = [self._by_id[owner] for owner in some]
         return holders[0] if len(holders) == 1 else min(holders, key=by_load)
 
     def _learn(self, workers: Sequence[Worker]) -> None:

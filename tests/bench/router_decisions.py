@@ -147,16 +147,16 @@ def hold(exact: CacheExact, prompt: list | str, worker: Worker, rng: Random) -> 
     return hashes
 
 
-def fill(router: Router, kind: str, nodes: int, rng: Random) -> list[list | str]:
-    """Let the policies know prompts until they remember ``nodes`` blocks or pages; returns some of the prompts."""
+def fill(router: Router, kind: str, nodes: int, rng: Random, most: int = KNOWN) -> list[list | str]:
+    """Let the policies know prompts until they remember ``nodes`` blocks or pages; returns ``most`` of the prompts."""
     new, _, body = KINDS[kind]
     known: list[list | str] = []
     holders = router.prefills + router.decodes
-    while len(known) < KNOWN or router.nodes() < nodes:
+    while len(known) < most or router.nodes() < nodes:
         prompt = new(rng)
         if router.exact is None:
             router.decide(*asked(body(prompt)))
-        elif len(known) < KNOWN:
+        elif len(known) < most:
             worker = rng.choice(holders)
             hold(router.exact, prompt, worker, rng)
             router.exact.followed.add(worker.id)
@@ -164,7 +164,7 @@ def fill(router: Router, kind: str, nodes: int, rng: Random) -> list[list | str]
             worker = rng.choice(holders)
             router.exact.residency.apply(
                 worker.id, [Stored([rng.getrandbits(63) for _ in range(16 * PAGES)], None, (), PAGE)])
-        if len(known) < KNOWN:
+        if len(known) < most:
             known.append(prompt)
     return known
 
@@ -181,16 +181,17 @@ def prompts(kind: str, known: list[list | str], count: int, rng: Random) -> Iter
             yield body(rng.choice(again) + more(rng))
 
 
-def decisions(policy: str, workers: int, nodes: int, kind: str, pairs: bool, count: int) -> dict[str, object]:
+def decisions(policy: str, workers: int, nodes: int, kind: str, pairs: bool, count: int,
+              known: int = KNOWN) -> dict[str, object]:
     rng = Random(1)
     router = Router(policy, workers, pairs=pairs, tree=max(2**24, 4 * nodes * BLOCK // workers))
-    known = fill(router, kind, nodes, rng) if nodes else [KINDS[kind][0](rng) for _ in range(KNOWN)]
-    for prompt in 4 * known[KNOWN // 2:]:
+    back = fill(router, kind, nodes, rng, known) if nodes else [KINDS[kind][0](rng) for _ in range(known)]
+    for prompt in 4 * back[known // 2:]:
         router.decide(*asked(KINDS[kind][2](prompt)))
     wall, cpu = [], []
     gc.collect()
     gc.freeze()  # The prompts made here are no part of a router: its collector must not walk millions of numbers.
-    for body in prompts(kind, known, count, rng):
+    for body in prompts(kind, back, count, rng):
         request, found = asked(body)
         began, spent = perf_counter_ns(), thread_time_ns()
         router.decide(request, found)
