@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -9,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..api.messages import State
+from .twins import Throughput, WithTwins, derived_gauges
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,13 +39,17 @@ class EngineCollector(Collector):
         self._names = list(labels)
         self._values = list(labels.values())
         self.state: State | None = None
+        self._throughput = Throughput()
 
     def collect(self) -> Iterable[Metric]:
         state = self.state
         if state is None:
             return
         gauges = {name: (getattr(state, field), help) for name, (field, help) in _GAUGES.items()}
-        gauges.update({name: (value, "Reported by the engine") for name, value in state.gauges.items()})
+        derived = derived_gauges(state)
+        generated = state.counters.get("generation_tokens", 0.0)
+        derived["gen_throughput"] = self._throughput.rate(generated, time.monotonic())
+        gauges.update({name: (value, "Reported by the engine") for name, value in (state.gauges | derived).items()})
         for name, (value, help) in gauges.items():
             gauge = GaugeMetricFamily(f"baton:{name}", help, labels=self._names)
             gauge.add_metric(self._values, value)
@@ -86,6 +92,8 @@ class ServerMetrics:
         self._requests = Counter("baton:num_requests", "Requests by outcome: a finish reason, an error code, or "
                                  "'disconnected'", [*labels, "outcome"], registry=self.registry)
         self._labels = labels
+        self._exposed = CollectorRegistry()
+        self._exposed.register(WithTwins(self.registry))  # type: ignore[arg-type]
 
     def ended(self, outcome: str) -> None:
         """Count one request that ended as ``stop``, ``length``, an error's code, or ``disconnected``."""
@@ -94,4 +102,4 @@ class ServerMetrics:
     def render(self, state: State | None) -> bytes:
         """The text exposition; ``state`` is a fresh snapshot of the engine, None while it has none."""
         self.engine.state = state
-        return generate_latest(self.registry)
+        return generate_latest(self._exposed)

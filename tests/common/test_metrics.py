@@ -20,3 +20,25 @@ def test_failed_transfers_are_one_metric_by_code():
 def test_other_counters_are_metrics_of_their_own():
     assert scrape({"kv_transfers_done": 3.0, "prompt_tokens": 9.0}) == {
         'baton:engine_kv_transfers_done_total{mode="decode",model_name="m"} 3.0'}
+
+
+def test_what_sglang_knows_is_told_under_its_name_too():
+    metrics = ServerMetrics("m", "null")
+    metrics.ttft.observe(0.3)
+    metrics.ended("stop")
+    state = State(seq=0, total_pages=4, free_pages=2, held_pages=1, cached_pages=1, page_size=16, num_running=2,
+                  num_waiting=3, num_transferring=0, gauges={"token_usage": 0.25},
+                  counters={"prompt_tokens": 8.0, "cached_tokens": 2.0, "generation_tokens": 10.0})
+    told = dict(line.rsplit(" ", 1) for line in metrics.render(state).decode().splitlines() if line[0] != "#")
+    assert not any(name.startswith("sglang:") and name.replace("sglang:", "baton:") in told
+                   and told[name] != told[name.replace("sglang:", "baton:")] for name in told)
+    labels = '{mode="null",model_name="m"}'
+    for name, value in {"num_running_reqs": 2, "num_queue_reqs": 3, "token_usage": 0.25, "num_used_tokens": 16,
+                        "max_total_num_tokens": 64, "cache_hit_rate": 0.25, "gen_throughput": 0,
+                        "time_to_first_token_seconds_sum": 0.3, "time_to_first_token_seconds_count": 1}.items():
+        assert float(told[f"sglang:{name}{labels}"]) == value, name
+    assert told['sglang:num_requests_total{mode="null",model_name="m",outcome="stop"}'] == "1.0"
+    again = State(seq=1, total_pages=4, free_pages=4, held_pages=0, cached_pages=0, page_size=16, num_running=0,
+                  num_waiting=0, num_transferring=0, counters={"generation_tokens": 1e6})
+    told = dict(line.rsplit(" ", 1) for line in metrics.render(again).decode().splitlines() if line[0] != "#")
+    assert float(told[f"sglang:gen_throughput{labels}"]) > 1000

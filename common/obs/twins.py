@@ -1,0 +1,69 @@
+"""Metrics under the names that SGLang gives to the same things, so that its dashboards and alerts work unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from ..api.messages import State
+
+SGLANG_NAMES: Mapping[str, str] = {
+    "baton:prompt_tokens": "sglang:prompt_tokens",
+    "baton:cached_tokens": "sglang:cached_tokens",
+    "baton:generation_tokens": "sglang:generation_tokens",
+    "baton:num_requests": "sglang:num_requests",
+    "baton:time_to_first_token_seconds": "sglang:time_to_first_token_seconds",
+    "baton:inter_token_latency_seconds": "sglang:inter_token_latency_seconds",
+    "baton:e2e_request_latency_seconds": "sglang:e2e_request_latency_seconds",
+    "baton:num_requests_running": "sglang:num_running_reqs",
+    "baton:num_requests_waiting": "sglang:num_queue_reqs",
+    "baton:num_used_tokens": "sglang:num_used_tokens",
+    "baton:max_total_num_tokens": "sglang:max_total_num_tokens",
+    "baton:token_usage": "sglang:token_usage",
+    "baton:cache_hit_rate": "sglang:cache_hit_rate",
+    "baton:gen_throughput": "sglang:gen_throughput",
+}
+"""Our family's name -> SGLang's; what has no twin there is told once."""
+
+
+class WithTwins(Collector):
+    """Tells the families of ``source``, and each that SGLang knows a second time under its name."""
+
+    def __init__(self, source: Collector):
+        self._source = source
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._source.collect():
+            yield family
+            name = SGLANG_NAMES.get(family.name)
+            if name is not None:
+                twin = Metric(name, family.documentation, family.type)
+                for sample in family.samples:
+                    twin.samples.append(sample._replace(name=name + sample.name[len(family.name):]))
+                yield twin
+
+
+class Throughput:
+    """Tokens generated a second, between one look and the next."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def rate(self, total: float, now: float) -> float:
+        """``total`` tokens by ``now``, on a monotonic clock in seconds; 0 at the first look."""
+        before, self._before = self._before, (total, now)
+        if before is None or now <= before[1]:
+            return 0.0
+        return (total - before[0]) / (now - before[1])
+
+
+def derived_gauges(state: State) -> dict[str, float]:
+    """Gauges that follow from others in a state; the hit rate is over all prompts so far."""
+    total = state.total_pages * state.page_size
+    prompts = state.counters.get("prompt_tokens", 0.0)
+    return {
+        "max_total_num_tokens": total, "num_used_tokens": round(state.gauges.get("token_usage", 0.0) * total),
+        "cache_hit_rate": state.counters.get("cached_tokens", 0.0) / prompts if prompts else 0.0,
+    }
