@@ -13,6 +13,8 @@ from ..api.grammar import GrammarSpec, Vocabulary
 # What xgrammar puts wherever JSON may have white space. In a string of a schema these characters would be escaped.
 _ANY_WHITESPACE = r"[ \n\r\t]*"
 _LONGEST_REASON = 500
+# xgrammar 0.2.8 prints a grammar's "ße" as \\xdfe, and reads that as one character.
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 
 class Compiler:
@@ -65,8 +67,12 @@ class Compiler:
     def _respaced(self, grammar: xgrammar.Grammar) -> xgrammar.Grammar:
         assert self._whitespace is not None
         pattern = self._whitespace.replace("\\", "\\\\").replace('"', '\\"')
-        text = str(grammar).replace(_ANY_WHITESPACE, "json_whitespace")
+        text = _ESCAPE.sub(_four_digits, str(grammar)).replace(_ANY_WHITESPACE, "json_whitespace")
         return xgrammar.Grammar.from_ebnf(f'{text}\njson_whitespace ::= Regex("{pattern}")\n')
+
+
+def _four_digits(escape: re.Match[str]) -> str:
+    return escape[0] if escape[1] is None else f"\\u00{escape[1]}"
 
 
 def _reason(error: Exception) -> str:

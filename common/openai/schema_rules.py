@@ -26,7 +26,7 @@ _OF_TYPES = {
 }
 _CHOICES = ("$ref", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ONES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+_ONES = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 
 
@@ -56,6 +56,8 @@ def _parts(part: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
     for name in _ONES:
         if name in part:
             yield part[name], f"{path}.{name}"
+    if isinstance(part.get("propertyNames"), dict):
+        yield {"type": "string", **part["propertyNames"]}, f"{path}.propertyNames"
 
 
 def _problems(part: dict[str, Any]) -> Iterator[str]:
