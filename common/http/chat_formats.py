@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..api.errors import ConfigError
+from ..api.errors import ConfigError, InvalidRequest
 from ..api.grammar import GrammarSpec
 from ..openai.protocol import ChatRequest
 from ..openai.reading import Reading
 from ..openai.reasoning import REASONING, ReasoningFormat, begins_inside
+from ..openai.reasoning.grammar import answer_head, reasoning_before
+from ..openai.structural import Node, either, node_of, sequence, spec
 from ..openai.tool_calls import FORMATS, JSON_ARRAY, ToolFormat, detect
-from ..openai.tool_calls.demand import allow_calls, demand_calls, reasoning_before
+from ..openai.tool_calls.demand import allow_calls, demand_calls, loosened
 from ..openai.tool_choice import ToolChoice
 
 
@@ -40,28 +42,48 @@ def _known(flag: str, name: str | None, formats: dict):
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How to read one request's answers, and the grammar that they obey for the sake of their calls."""
+    """How to read one request's answers, and the grammar that they obey."""
 
     reading: Reading
     grammar: GrammarSpec | None
 
 
-def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, prompt: str) -> AnswerForm:
-    """The form of answers to ``prompt``, the rendered request."""
+def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, prompt: str,
+                asked: GrammarSpec | None = None) -> AnswerForm:
+    """The form of answers to ``prompt``, the rendered request; ``asked`` is the grammar that its fields state.
+
+    Raises InvalidRequest where answers would have to be calls and obey another grammar, too.
+    """
     reasoning, tools = formats.reasoning, formats.tools
     if choice.required and (tools is None or tools.layout is None):
         tools = JSON_ARRAY
     inside = reasoning is not None and begins_inside(reasoning, prompt)
     reading = Reading(tools, choice.schemas, choice.max_calls, reasoning, inside,
                       separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
-    return AnswerForm(reading, _grammar(reading, choice))
+    answer = _answer(reading, choice, asked)
+    if answer is None:
+        return AnswerForm(reading, asked)
+    return AnswerForm(reading, spec([*reasoning_before(reasoning, inside), answer]))
 
 
-def _grammar(reading: Reading, choice: ToolChoice) -> GrammarSpec | None:
+def _answer(reading: Reading, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:
+    """The grammar behind an answer's reasoning, None where ``asked`` (or nothing) is all that there is."""
     layout = reading.tools.layout if reading.tools is not None else None
-    if layout is None or not (choice.required or choice.strict):
-        return None
-    before, single = reasoning_before(reading.reasoning, reading.inside), choice.max_calls == 1
+    single = choice.max_calls == 1
     if choice.required:
-        return demand_calls(layout, choice.schemas, single=single, before=before)
-    return allow_calls(layout, choice.schemas, choice.strict, single=single, before=before)
+        if asked is not None:
+            raise InvalidRequest("tool_choice demands tool calls, which cannot obey response_format or another "
+                                 "grammar; leave one of them out.", param="tool_choice")
+        assert layout is not None
+        return demand_calls(layout, choice.schemas, single=single)
+    calls = layout if choice.tools else None
+    if asked is None:
+        return allow_calls(calls, choice.schemas, choice.strict, single=single) if calls and choice.strict else None
+    node = node_of(asked)
+    if node is None or (calls is None and reading.reasoning is None):
+        return None
+    harmony = reading.reasoning is not None and reading.reasoning.harmony
+    words = sequence([answer_head(harmony), node])
+    if calls is None:
+        return words
+    return either([demand_calls(calls, loosened(choice.schemas, choice.strict), single=single), words])

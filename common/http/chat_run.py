@@ -12,16 +12,14 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from ..api.errors import InvalidRequest
 from ..api.messages import Generate
-from ..api.sampling import SamplingParams
 from ..openai.continuation import continue_after
 from ..openai.logprobs import chat_logprobs
 from ..openai.logprobs import joined as logprobs_of
 from ..openai.native import LogprobOptions
 from ..openai.parts import Arguments, CallBegun, Part, Reader, Thought, joined
 from ..openai.prompts import Prompts
-from ..openai.protocol import ChatRequest, grammar_param, sampling_params
+from ..openai.protocol import ChatRequest, sampling_params
 from ..openai.reading import Reading, count_thought_tokens
 from ..openai.responses import (
     CalledFunction,
@@ -38,8 +36,8 @@ from ..openai.responses import (
     ToolCallOut,
     Usage,
 )
+from ..openai.structured import grammar_field
 from ..openai.tool_choice import tool_choice
-from ..tokenizer.tokenizer import Tokenizer
 from .chat_formats import AnswerForm, answer_form
 from .chat_prompt import chat_prompt
 from .front import Front, plan
@@ -58,10 +56,11 @@ async def plan_chat(front: Front, body: ChatRequest, *, arrived: float, with_ids
     front.check_model(body.model)
     choice = tool_choice(body)
     prompt = chat_prompt(front.serving_tokenizer(), body, choice)
-    form = answer_form(front.chat_formats, body, choice, prompt)
+    asked = grammar_field(body, body.response_format)
+    form = answer_form(front.chat_formats, body, choice, prompt, asked and asked.spec)
     requests = await _plan(front, body, prompt, form)
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
-    await front.prepare_grammars(requests, grammar_param(body))
+    await front.prepare_grammars(requests, asked.param if asked else "tools")
     answer = _Answer(front, body, form.reading, with_ids=with_ids)
     return ChatRun(front, requests, answer, arrived=arrived, continued=continued)
 
@@ -71,22 +70,12 @@ async def _plan(front: Front, body: ChatRequest, prompt: str, form: AnswerForm) 
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = front.room_for_output(ids[0], body.requested_tokens, name)
     params = sampling_params(body, body.requested_tokens, room, vocab_size=front.model.vocab_size, tokens_name=name)
-    params = _formed(params, form, front.serving_tokenizer())
+    params = msgspec.structs.replace(params, grammar=form.grammar)
+    if front.serving_tokenizer().any_special(form.reading.markers):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
     n = body.num_choices
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)
     return plan(ids, [params], n, body.rid, front.meeting_points(body, 1, n), [logprobs], body.priority)
-
-
-def _formed(params: SamplingParams, form: AnswerForm, tokenizer: Tokenizer) -> SamplingParams:
-    """The same for answers of a form. Raises InvalidRequest where the request asks for another form, too."""
-    if tokenizer.any_special(form.reading.markers):
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
-    if form.grammar is None:
-        return params
-    if params.grammar is not None:
-        raise InvalidRequest("An answer cannot be made of tool calls (tool_choice, strict tools) and obey "
-                             "response_format or another grammar, too; leave one of them out.", param="tool_choice")
-    return msgspec.structs.replace(params, grammar=form.grammar)
 
 
 class _Telling:

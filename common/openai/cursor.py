@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import TypeVar
 
 from .parts import Part
@@ -16,15 +17,18 @@ T = TypeVar("T")
 Step = Generator[None, None, T]
 Script = Callable[["Cursor"], Step[None]]
 
+_SETTLED = 4096  # characters that are kept at most, or as many as are still of use
+
 
 class Cursor:
-    """``text[:pos]`` is read but not settled: it is markup once ``drop`` is called, or else becomes content."""
+    """``read`` is the text that is read but not settled: it is markup once ``drop`` is called, or else content."""
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
         self.ended = False
         self.parts: list[Part] = []
+        self._start = 0  # of what is not settled
         self._offset = 0  # characters before ``text``
         self._space = ""  # told as content where the markup behind it turns out to be none
         self._trim = False  # white space that comes next belongs to markup
@@ -39,23 +43,37 @@ class Cursor:
         """The next character, empty where it is not there yet."""
         return self.text[self.pos: self.pos + 1]
 
+    @property
+    def read(self) -> str:
+        return self.text[self._start: self.pos]
+
+    @property
+    def unread(self) -> str:
+        return self.text[self.pos:]
+
     def tell(self, part: Part) -> None:
         self.parts.append(part)
 
     def drop(self) -> None:
-        """What is read was markup, and so is the white space around it."""
-        self._offset += self.pos
-        self.text, self.pos = self.text[self.pos:], 0
+        """What is read was markup, and so is the white space around it. Positions kept from before are void."""
+        self._settle()
         self._space, self._trim = "", True
 
     def to_content(self) -> None:
         """What is read was content after all."""
-        content = self._space + self.text[: self.pos]
+        content = self._space + self.read
         trim = self._trim and not content
         if content:
             self.tell(content)
         self.drop()
         self._trim = trim
+
+    def _settle(self) -> None:
+        self._start = self.pos
+        if self._start > _SETTLED and self._start > len(self.text) // 2:
+            self._offset += self._start
+            self.text = self.text[self._start:]
+            self._start = self.pos = 0
 
     # ------------------------------------------------------------------ steps; all wait for the text they need
 
@@ -77,7 +95,7 @@ class Cursor:
     def take(self, literal: str) -> Step[bool]:
         """Read ``literal`` if it comes next."""
         while len(self.text) - self.pos < len(literal):
-            if not literal.startswith(self.text[self.pos:]) or not (yield from self.more()):
+            if not literal.startswith(self.unread) or not (yield from self.more()):
                 return False
         if not self.text.startswith(literal, self.pos):
             return False
@@ -98,67 +116,68 @@ class Cursor:
         ``tell`` gets the text in pieces as it becomes certain, and what is told is settled; with ``trim`` it lacks the
         white space before the marker.
         """
-        searched = self.pos
+        pattern, searched = _any_of(markers), self.pos
         while True:
-            found = _first(self.text, markers, searched)
+            found = pattern.search(self.text, searched)
             if found is not None:
-                at, marker = found
-                self._pass(at, tell, self.text[self.pos: at].rstrip() if trim else self.text[self.pos: at])
-                return marker
-            certain = len(self.text) - _begun(self.text, markers, self.pos)
+                self._pass(found.start(), tell, trim)
+                return found[0]
+            searched = max(self.pos, len(self.text) - _begun(self.text, markers, self.pos))
             if tell is not None:
-                piece = self.text[self.pos: certain]
-                piece = piece.rstrip() if trim else piece
-                self._pass(self.pos + len(piece), tell, piece)
+                self._pass_certain(searched, tell, trim)
                 searched = self.pos
-            else:
-                searched = max(self.pos, certain)
             if not (yield from self.more()):
-                rest = self.text[self.pos:]
-                self._pass(len(self.text), tell, rest.rstrip() if trim else rest)
+                self._pass(len(self.text), tell, trim)
                 return None
 
-    def _pass(self, end: int, tell: Callable[[str], object] | None, piece: str) -> None:
+    def _pass(self, end: int, tell: Callable[[str], object] | None, trim: bool) -> None:
+        """Read up to ``end``, where a marker or the text's end stands."""
+        piece = self.text[self.pos: end] if tell is not None else ""
         self.pos = end
         if tell is not None:
-            if piece:
+            if piece := piece.rstrip() if trim else piece:
                 tell(piece)
             self.drop()
 
+    def _pass_certain(self, end: int, tell: Callable[[str], object], trim: bool) -> None:
+        """Read up to ``end``, or to the white space before it."""
+        piece = self.text[self.pos: end]
+        piece = piece.rstrip() if trim else piece
+        self._pass(self.pos + len(piece), tell, False)
+
     def content(self, *openers: str) -> Step[str | None]:
         """Tell content up to the first of ``openers``, which comes next then; None where the text ends before."""
+        pattern = _any_of(openers)
         while True:
             if self._trim:
                 yield from self.skip()
                 self.drop()
                 self._trim = not self.next
-            found = _first(self.text, openers, 0)
-            end = found[0] if found else len(self.text) if self.ended else (
-                len(self.text) - _begun(self.text, openers, 0))
-            piece = self.text[:end]
-            if found or not self.ended:
-                piece = piece.rstrip()
-            self._tell_content(piece)
-            if found:
-                self._space = self.text[: found[0] - len(piece)]
-                self._offset += len(self._space)
-                self.text = self.text[len(self._space):]
-                return found[1]
-            if not (yield from self.more()):
-                self._tell_content(self.text)
+            found = pattern.search(self.text, self.pos) if openers else None
+            if found is not None:
+                before = self.text[self.pos: found.start()]
+                self._tell_content(before.rstrip())
+                self._space = before[len(before.rstrip()):]
+                self.pos += len(self._space)
+                self._settle()
+                return found[0]
+            if self.ended:
+                self._tell_content(self.unread)
                 return None
+            certain = len(self.text) - _begun(self.text, openers, self.pos)
+            self._tell_content(self.text[self.pos: certain].rstrip())
+            yield from self.more()
 
     def _tell_content(self, piece: str) -> None:
         if piece:
             self.tell(piece)
-            self._offset += len(piece)
-            self.text = self.text[len(piece):]
+            self.pos += len(piece)
+            self._settle()
 
 
-def _first(text: str, markers: tuple[str, ...], start: int) -> tuple[int, str] | None:
-    """Where the first of ``markers`` stands, and which it is."""
-    found = [(at, marker) for marker in markers if (at := text.find(marker, start)) >= 0]
-    return min(found) if found else None
+@lru_cache(maxsize=256)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
 
 
 def _begun(text: str, markers: tuple[str, ...], start: int) -> int:

@@ -34,7 +34,7 @@ class ToolChoice:
 def tool_choice(request: ChatRequest) -> ToolChoice:
     """What a request says of tools. Raises InvalidRequest for tools and choices that mean nothing."""
     tools = tuple(request.tools or ())
-    _check(tools)
+    check_tools(tools)
     max_calls = 1 if request.parallel_tool_calls is False else None
     choice = request.tool_choice
     if choice is None or choice == "auto":
@@ -62,7 +62,8 @@ def _named(choice: str | dict[str, Any]) -> str:
                          "{\"type\": \"function\", \"function\": {\"name\": ...}}.", param="tool_choice")
 
 
-def _check(tools: Sequence[Tool]) -> None:
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequest for tools that are no functions, or whose names cannot be told apart in an answer."""
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         name = tool.function.name

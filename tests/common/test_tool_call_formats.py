@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -107,3 +108,14 @@ def test_any_json_passes_as_it_is(value: Any, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(text)))
     expected: list[Part] = call("add", arguments)
     assert of_pieces(Reading(FORMATS["hermes"], SCHEMAS), [text[:at], text[at:]]) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_floods_of_markup_take_linear_time(name: str) -> None:
+    """A model that repeats itself, or a text sent to /parse_function_call, must not stop a server's event loop."""
+    began = time.process_time()
+    for word in (*FORMATS[name].markers, "[", "{", '"'):
+        text = word * 20_000
+        parts = of_pieces(Reading(FORMATS[name], SCHEMAS), [text])
+        assert parts in ([text], [])
+    assert time.process_time() - began < 20

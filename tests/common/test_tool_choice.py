@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from reading_cases import of_pieces
 
-from baton.common.api.errors import InvalidRequest
+from baton.common.api.errors import ConfigError, InvalidRequest
+from baton.common.api.grammar import GrammarSpec
 from baton.common.http.chat_formats import ChatFormats, answer_form
 from baton.common.openai.parts import Arguments, CallBegun, Thought
 from baton.common.openai.protocol import decode_chat
@@ -140,3 +141,49 @@ def test_strict_tools_of_an_answer_that_may_be_text(name: str) -> None:
                 assert isinstance(given, Arguments) and set(json.loads(given.text)) == {"n", "word"}
     lax = request(tools=[TOOLS[1]])
     assert answer_form(ChatFormats.named(name, None, None), lax, tool_choice(lax), "").grammar is None
+
+
+def accepts(spec, text: str) -> bool:
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string
+    return _is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(spec.text), text)
+
+
+def test_response_format_beside_tools_and_behind_reasoning() -> None:
+    asked = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": {"x": {"type": "integer"}},
+                                                   "required": ["x"]}))
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": 1, "word": "red"}}\n</tool_call>'
+    body = request()
+    form = answer_form(ChatFormats.named("hermes", "qwen3", None), body, tool_choice(body), "", asked)
+    for text in ('{"x": 1}', call, '<think>hm</think>\n\n{"x": 1}', f"<think>hm</think>{call}"):
+        assert accepts(form.grammar, text), text
+    for text in ("hello", '{"x": "1"}', call.replace("red", "green"), f'{call}{{"x": 1}}'):
+        assert not accepts(form.grammar, text), text
+    plain = request(tools=None)
+    alone = answer_form(ChatFormats.named("hermes", None, None), plain, tool_choice(plain), "", asked)
+    assert alone.grammar == asked
+    thinking = answer_form(ChatFormats.named("hermes", "deepseek-r1", None), plain, tool_choice(plain), "", asked)
+    assert accepts(thinking.grammar, 'Hm.</think>{"x": 1}') and not accepts(thinking.grammar, '{"x": 1}')
+    harmony = answer_form(ChatFormats.named("gpt-oss", "gpt-oss", None), plain, tool_choice(plain), "", asked)
+    assert accepts(harmony.grammar, '<|channel|>analysis<|message|>Hm<|end|><|start|>assistant'
+                                    '<|channel|>final<|message|>{"x": 1}')
+    demanding = request(tool_choice="required")
+    with pytest.raises(InvalidRequest, match="cannot obey response_format"):
+        answer_form(ChatFormats.named("hermes", None, None), demanding, tool_choice(demanding), "", asked)
+
+
+@pytest.mark.parametrize("asked", [GrammarSpec("regex", "[a-c]+"), GrammarSpec("ebnf", 'root ::= "abc"')])
+def test_other_grammars_behind_reasoning(asked: GrammarSpec) -> None:
+    body = request(tools=None)
+    form = answer_form(ChatFormats.named(None, "qwen3", None), body, tool_choice(body), "", asked)
+    assert accepts(form.grammar, "<think>x</think>abc") and accepts(form.grammar, "abc")
+    assert not accepts(form.grammar, "xyz")
+
+
+def test_formats_by_name() -> None:
+    assert ChatFormats.named("none", None, "[TOOL_CALLS]") == ChatFormats(None, None)
+    assert ChatFormats.named("auto", "qwen3", "[TOOL_CALLS]").tools is FORMATS["mistral"]
+    assert ChatFormats.named("auto", None, None).tools is None
+    for names in (("perl", None), (None, "perl")):
+        with pytest.raises(ConfigError, match="parser perl is unknown; it is one of "):
+            ChatFormats.named(*names, None)

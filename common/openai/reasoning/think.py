@@ -49,7 +49,7 @@ class ThinkReader:
             next(self._steps)
         except StopIteration:
             self._thinking = False
-            return [*self._told(), *self._rest.push(cursor.text)]
+            return [*self._told(), *self._rest.push(cursor.read + cursor.unread)]
         return self._told() if self._stream else []
 
     def finish(self) -> list[Part]:
@@ -72,7 +72,7 @@ class ThinkReader:
         if not opened and not self._inside:
             return
         if not self._separate:
-            self._thought.append(cursor.text[: cursor.pos])
+            self._thought.append(cursor.read)
             cursor.drop()
         else:
             yield from cursor.skip()

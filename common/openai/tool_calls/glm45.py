@@ -69,7 +69,7 @@ def _pair(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
     else:
         if not (yield from cursor.until(VALUE_END)):
             return False
-        members.value(to_json(cursor.text[: cursor.pos], schema))
+        members.value(to_json(cursor.read, schema))
     yield from cursor.take(VALUE_END)
     cursor.drop()
     return True

@@ -71,7 +71,7 @@ def _parameter(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
     else:
         if not (yield from cursor.until(*_VALUE_ENDS)):
             return False
-        members.value(to_json(cursor.text[: cursor.pos], schema))
+        members.value(to_json(cursor.read, schema))
     yield from cursor.take("\n")
     yield from cursor.take(PARAMETER_END)
     cursor.drop()
