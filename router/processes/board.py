@@ -58,7 +58,7 @@ class Board:
         self.memory = mmap.mmap(file, 8 * size)
         self.lock = Lock(file)
         self._words = memoryview(self.memory).cast("q")
-        self._floats = memoryview(self.memory).cast("d")
+        self._floats: memoryview[float] = memoryview(self.memory).cast("d")
         self.running = self._view("running")
         self.queued = self._view("queued")
         self.digests = self._view("digests")
@@ -108,7 +108,7 @@ class Board:
         start, words = self._parts[name]
         return self._words[start:start + words]
 
-    def _float_view(self, name: str) -> memoryview:
+    def _float_view(self, name: str) -> memoryview[float]:
         start, words = self._parts[name]
         return self._floats[start:start + words]
 

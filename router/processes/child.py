@@ -156,7 +156,7 @@ class Child(Parts):
 
     def dispatcher(self, *args: Any) -> Dispatcher:
         dispatcher = super().dispatcher(*args)
-        self._rings = share(dispatcher.policies, self._board, self._begin.child)
+        self._rings = share(dispatcher.policies.values(), self._board, self._begin.child)
         self._dispatcher = dispatcher
         for message in (self._begin.news, *self._early):
             self.received(message)

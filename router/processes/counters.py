@@ -48,12 +48,12 @@ class Totals:
         for name, entries in _sum([*self._ended, *self._latest]).items():
             if name == _PARENTS:
                 continue
-            counts = refused if name == _ADMISSION else getattr(metrics, name)
+            counts: Any = refused if name == _ADMISSION else getattr(metrics, name)
             for key, numbers in entries:
                 if isinstance(counts, int):
                     setattr(metrics, name, int(numbers[0]))
                 elif len(numbers) > 1:
-                    histogram: Histogram = counts[_unkey(key)]
+                    histogram = counts[_unkey(key)]
                     histogram.counts, histogram.total = [int(number) for number in numbers[:-1]], numbers[-1]
                 else:
                     counts[_unkey(key)] = int(numbers[0])

@@ -34,14 +34,10 @@ class WorkerNews(msgspec.Struct, frozen=True):
     """Fields that are attributes of a worker and may change."""
 
 
-class Message(msgspec.Struct, tag=True, frozen=True):
-    pass
-
-
 # ---------------------------------------------------------------------- to a child
 
 
-class News(Message):
+class News(msgspec.Struct, tag=True, frozen=True):
     """Workers that came or changed, and the ids of those that left; with ``cut`` their requests are cut."""
 
     version: int
@@ -50,7 +46,7 @@ class News(Message):
     cut: tuple[int, ...] = ()
 
 
-class Begin(Message):
+class Begin(msgspec.Struct, tag=True, frozen=True):
     """The first message: who the child is, and with what it runs. ``signals`` are the children's event descriptors."""
 
     config: RouterConfig
@@ -61,7 +57,7 @@ class Begin(Message):
     news: News
 
 
-class Answered(Message):
+class Answered(msgspec.Struct, tag=True, frozen=True):
     number: int
     status: int
     body: bytes
@@ -69,36 +65,36 @@ class Answered(Message):
     headers: tuple[tuple[str, str], ...]
 
 
-class Count(Message):
+class Count(msgspec.Struct, tag=True, frozen=True):
     """Tell what you counted."""
 
     number: int
 
 
-class End(Message):
+class End(msgspec.Struct, tag=True, frozen=True):
     """Accept no more, let the running requests end, and exit."""
 
 
 # ---------------------------------------------------------------------- to the parent
 
 
-class Listens(Message):
+class Listens(msgspec.Struct, tag=True, frozen=True):
     """The child accepts connections."""
 
 
-class Refuses(Message):
+class Refuses(msgspec.Struct, tag=True, frozen=True):
     """The child cannot start: a sentence for the user."""
 
     sentence: str
 
 
-class Knows(Message):
+class Knows(msgspec.Struct, tag=True, frozen=True):
     """The child has taken in all news up to a version."""
 
     version: int
 
 
-class Asks(Message):
+class Asks(msgspec.Struct, tag=True, frozen=True):
     """A request to the router itself that the parent answers."""
 
     number: int
@@ -108,13 +104,13 @@ class Asks(Message):
     body: bytes
 
 
-class Counted(Message):
+class Counted(msgspec.Struct, tag=True, frozen=True):
     number: int
     counts: bytes
     cached_tokens: dict[int, int]
 
 
-class Suspects(Message):
+class Suspects(msgspec.Struct, tag=True, frozen=True):
     """A request failed on a worker below HTTP."""
 
     worker: int
@@ -123,19 +119,19 @@ class Suspects(Message):
     refused: bool
 
 
-class Failed(Message):
+class Failed(msgspec.Struct, tag=True, frozen=True):
     """A worker failed a request."""
 
     worker: int
 
 
-class Served(Message):
+class Served(msgspec.Struct, tag=True, frozen=True):
     """A worker that had failed requests answered one."""
 
     worker: int
 
 
-class Probed(Message):
+class Probed(msgspec.Struct, tag=True, frozen=True):
     """The probe of a half-open circuit begins, or ended."""
 
     worker: int

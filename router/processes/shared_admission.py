@@ -30,7 +30,7 @@ class SharedBucket(TokenBucket):
 
     __slots__ = ("_words", "_at_word")
 
-    def __init__(self, rate: float, now: float, words: memoryview, at: int):
+    def __init__(self, rate: float, now: float, words: memoryview[float], at: int):
         self._words = words
         self._at_word = at
         level, since = words[at], words[at + 1]

@@ -59,7 +59,8 @@ def share(policies: Iterable[Policy], board: Board, child: int) -> list[RingRead
         if isinstance(policy, CacheAware):
             policy.memory = _prefixes(ring, apply)
         elif isinstance(policy, CacheExact):
-            policy.recent, policy.sent = _prefixes(ring, apply), _prefixes(ring, apply)
+            policy.recent, policy.recent_decode = _prefixes(ring, apply), _prefixes(ring, apply)
+            policy.sent = _prefixes(ring, apply)
             policy.recent_decode = _prefixes(ring, apply)
             policy.texts = texts = SharedTexts(policy.texts.capacity, ring, len(apply) + 1)
             apply[len(apply) + 1] = texts.heard

@@ -1,0 +1,426 @@
+"""A router of two processes, started by its command line, beside scripted workers: they decide as one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.tests.ports import free_port
+
+CHAT = "/v1/chat/completions"
+
+
+class Front:
+    """A running router: its port, its processes and what it logged."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, log: Path):
+        self.process = process
+        self.port = port
+        self.log = log
+
+    @property
+    def children(self) -> list[int]:
+        try:
+            return sorted(map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+                              .split()))
+        except OSError:
+            return []
+
+    def owner(self, port: int) -> int | None:
+        """The process that has accepted the connection from a client's port."""
+        here, there = f"0100007F:{self.port:04X}", f"0100007F:{port:04X}"
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if (fields[1], fields[2]) == (here, there):
+                for pid in self.children:
+                    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                        try:
+                            if os.readlink(descriptor) == f"socket:[{fields[9]}]":
+                                return pid
+                        except OSError:
+                            continue
+        return None
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+async def several(tmp_path, script):
+    """``await several(*workers, **flags)`` starts a router of two processes and waits for its workers."""
+    started: list[Front] = []
+
+    async def start(*workers, wait=True, **flags) -> Front:
+        port = free_port()
+        flags = {"health_check_interval_secs": 0.2, "shutdown_grace_secs": 3.0, **flags}
+        argv = ["--port", str(port), "--router-workers", "2"]
+        if workers:
+            argv += ["--worker-urls", *(mock.url for mock in workers)]
+        for name, value in flags.items():
+            for one in value if isinstance(value, list) else [value]:
+                argv += ["--" + name.replace("_", "-"), *([] if one is True else str(one).split())]
+        log = tmp_path / f"router-{port}.log"
+        with log.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(sys.executable, "-m", "baton.router.launch", *argv,
+                                                           stderr=stderr)
+        front = Front(process, port, log)
+        started.append(front)
+        await script.until(lambda: process.returncode is not None or "Listening on" in log.read_text(), 20)
+        assert process.returncode is None, log.read_text()
+        if wait:
+            await script.until(lambda: log.read_text().count("takes requests") >= len(workers), 10)
+            await asyncio.sleep(0.1)  # Until the children know.
+        return front
+
+    yield start
+    for front in started:
+        if front.process.returncode is None:
+            children = front.children
+            front.process.terminate()
+            assert await asyncio.wait_for(front.process.wait(), 15) == 0, front.log.read_text()
+            assert not any(map(runs, children))
+        assert "Traceback" not in front.log.read_text(), front.log.read_text()
+
+
+@pytest.fixture
+def on_each(connect, script):
+    """``await on_each(front, count)``: ``count`` connections to each process, by process."""
+
+    async def open_clients(front: Front, count: int = 1) -> list[list]:
+        found: dict[int, list] = {pid: [] for pid in front.children}
+        assert len(found) == 2
+        for _ in range(400):
+            client = await connect(front)
+            port = client.writer.get_extra_info("sockname")[1]
+            await script.until(lambda port=port: front.owner(port))
+            of_process = found[front.owner(port)]
+            if len(of_process) < count:
+                of_process.append(client)
+            else:
+                client.leave()
+            if all(len(clients) == count for clients in found.values()):
+                return [found[pid] for pid in sorted(found)]
+        raise AssertionError("one process gets no connections")
+
+    return open_clients
+
+
+async def ask(client, method: str, path: str, body=None, headers: str = ""):
+    client.send(method, path, b"" if body is None else json.dumps(body).encode(), headers)
+    return await client.reply()
+
+
+async def workers_seen(client) -> dict[str, dict]:
+    return {shown["url"]: shown for shown in (await ask(client, "GET", "/list_workers")).json["workers"]}
+
+
+def chat(text: str, **more) -> dict:
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def gated():
+    """A behaviour that streams "one", waits for the gate, and streams "two"; and the gate."""
+    gate = asyncio.Event()
+
+    async def behave(served):
+        served.head()
+        served.event("one")
+        await gate.wait()
+        served.event("two")
+        served.end()
+
+    return behave, gate
+
+
+async def test_loads_are_of_all_processes_and_a_drain_waits_for_all(several, worker, on_each, script):
+    behave, gate = gated()
+    first, second = await worker(behave), await worker(behave)
+    front = await several(first, second, policy="least_loaded")
+    streams = [client for pair in zip(*await on_each(front, 4)) for client in pair]
+    for number, client in enumerate(streams, 1):
+        client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
+        await script.until(lambda number=number: len(first.posts) + len(second.posts) == number)
+        assert abs(len(first.posts) - len(second.posts)) <= 1
+    (one,), (other,) = await on_each(front)
+    for client in (one, other):
+        assert {shown["load"] for shown in (await workers_seen(client)).values()} == {4}
+        text = (await ask(client, "GET", "/metrics")).body.decode()
+        assert f'inflight_requests{{role="regular",worker="{first.url}"}} 4.0' in text
+        assert "baton_router_running_requests 8.0" in text
+    drained = await ask(one, "POST", f"/drain_worker?url={first.url}")
+    assert drained.json["running"] == 4
+    for client in (one, other):
+        assert (await workers_seen(client))[first.url]["draining"]
+    more = [client for clients in await on_each(front, 2) for client in clients]
+    for client in more:
+        client.send("POST", CHAT, json.dumps(chat("y", stream=True)).encode())
+    await script.until(lambda: len(second.posts) == 8)
+    assert len(first.posts) == 4
+    gate.set()
+    for client in streams + more:
+        assert (await client.reply()).body.endswith(b"data: two\n\n")
+    for client in (one, other):
+        while first.url in await workers_seen(client):
+            await asyncio.sleep(0.02)
+    assert (await workers_seen(one))[second.url]["load"] == 0
+    text = (await ask(other, "GET", "/metrics")).body.decode()
+    assert f'requests_total{{route="{CHAT}",status="200"}} 12.0' in text
+    assert f'request_duration_seconds_count{{route="{CHAT}"}} 12.0' in text
+    data = (await ask(one, "GET", "/dashboard/data")).json
+    assert [shown["url"] for shown in data["workers"]] == [second.url]
+
+
+async def test_what_one_process_sent_where_the_other_knows(several, worker, on_each):
+    mocks = [await worker() for _ in range(3)]
+    front = await several(*mocks, policy="cache_aware")
+    (one,), (other,) = await on_each(front)
+    for number in range(6):
+        prompt = chat(f"{number} " * 2000)
+        before = [len(mock.posts) for mock in mocks]
+        for client in (one, other, other):
+            assert (await ask(client, "POST", CHAT, prompt)).status == 200
+        assert sorted(len(mock.posts) - was for mock, was in zip(mocks, before)) == [0, 0, 3]
+    text = (await ask(one, "GET", "/metrics")).body.decode()
+    assert 'policy_decisions_total{reason="cache_hit",role="regular"} 12.0' in text
+
+
+async def test_turns_go_round_over_all_processes(several, worker, on_each):
+    mocks = [await worker() for _ in range(3)]
+    front = await several(*mocks, policy="round_robin")
+    (one,), (other,) = await on_each(front)
+    for _ in range(3):
+        before = [len(mock.posts) for mock in mocks]
+        for client in (one, other, other):
+            await ask(client, "POST", CHAT, chat("x"))
+        assert [len(mock.posts) - was for mock, was in zip(mocks, before)] == [1, 1, 1]
+
+
+async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
+    mock = await worker()
+    front = await several(health_check_interval_secs=60)
+    checks = []
+    handle = mock.handle
+
+    async def counted(served):
+        if served.target == b"/health":
+            checks.append(served)
+        await handle(served)
+
+    mock.handle = counted
+    (one,), (other,) = await on_each(front)
+    assert (await ask(other, "POST", CHAT, chat("x"))).status == 503
+    made = await ask(one, "POST", "/workers", {"url": mock.url})
+    assert made.status == 201
+    assert list(await workers_seen(other)) == [mock.url]
+    assert (await ask(other, "POST", f"/add_worker?url={mock.url}")).status == 409
+    for client in (one, other):
+        while not (await workers_seen(client))[mock.url]["healthy"]:
+            await asyncio.sleep(0.02)
+        assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
+        assert (await ask(client, "GET", "/readiness")).status == 200
+        assert (await ask(client, "GET", made.headers["location"])).json["models"] == ["tiny"]
+    assert len(checks) == 1
+    assert (await ask(other, "POST", f"/remove_worker?url={mock.url}")).status == 200
+    for client in (one, other):
+        assert (await ask(client, "POST", CHAT, chat("x"))).status == 503
+    assert (await ask(one, "POST", f"/remove_worker?url={mock.url}")).status == 404
+    assert (await ask(one, "GET", "/add_worker")).status == 405
+
+
+async def test_a_worker_that_fails_one_process_is_kept_from_all(several, worker, on_each, script):
+    failing, good, dying = await worker(script.status(500)), await worker(), await worker()
+    front = await several(failing, good, dying, policy="consistent_hash", disable_retries=True, cb_failure_threshold=4,
+                          health_check_interval_secs=60, cb_timeout_duration_secs=1.5)
+    (one,), (other,) = await on_each(front)
+    session = {}
+    for number in range(100):
+        if len(session) == 3:
+            break
+        header = f"x-session-id: {number}\r\n"
+        await ask(one, "POST", "/generate", {}, header)
+        session[next(m for m in (failing, good, dying) if m.posts)] = header
+        for mock in (failing, good, dying):
+            mock.posts.clear()
+        if session.keys() & {failing}:  # Count its failures from nothing.
+            await ask(one, "POST", f"/remove_worker?url={failing.url}")
+            await ask(one, "POST", f"/add_worker?url={failing.url}")
+            while not (await workers_seen(one))[failing.url]["healthy"]:
+                await asyncio.sleep(0.02)
+    for client in (one, other):
+        for _ in range(2):
+            assert (await workers_seen(other))[failing.url]["circuit"] == "closed"
+            assert (await ask(client, "POST", "/generate", {}, session[failing])).status == 500
+    while [(await workers_seen(client))[failing.url]["circuit"] for client in (one, other)] != ["open"] * 2:
+        await asyncio.sleep(0.01)
+    text = (await ask(one, "GET", "/metrics")).body.decode()
+    assert re.search(rf'circuits_opened_total{{worker="{failing.url}"}} [1-9]', text)
+    failing.behaviour = script.answer
+    while (await workers_seen(other))[failing.url]["circuit"] == "open":
+        await asyncio.sleep(0.02)
+    for client in (one, other, one, other):
+        assert (await ask(client, "POST", "/generate", {}, session[failing])).status == 200
+        await asyncio.sleep(0.05)
+    assert (await workers_seen(one))[failing.url]["circuit"] == "closed"
+
+    await dying.stop()
+    assert (await ask(one, "POST", "/generate", {}, session[dying])).status == 503
+    while (await workers_seen(other))[dying.url]["healthy"]:
+        await asyncio.sleep(0.01)
+    assert (await ask(other, "POST", "/generate", {}, session[dying])).status == 200
+
+
+async def test_a_killed_process_takes_its_load_along_and_comes_back(several, worker, on_each, script):
+    behave, gate = gated()
+    mock = await worker(behave)
+    front = await several(mock, max_concurrent_requests=2, queue_size=1)
+    (one, running), (other, waiting) = await on_each(front, 2)
+    killed, survivor = front.owner(one.writer.get_extra_info("sockname")[1]), front.children
+    for client in (one, running):
+        client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
+    await script.until(lambda: len(mock.posts) == 2)
+    waiting.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
+    while "queued_requests 1.0" not in (await ask(other, "GET", "/metrics")).body.decode():
+        await asyncio.sleep(0.02)
+    assert (await workers_seen(other))[mock.url]["load"] == 2
+    os.kill(killed, signal.SIGKILL)
+    await script.until(lambda: len(mock.posts) == 3)  # The places of the dead are free.
+    while (await workers_seen(other))[mock.url]["load"] != 1:
+        await asyncio.sleep(0.02)
+    gate.set()
+    assert (await waiting.reply()).complete
+    await script.until(lambda: len(front.children) == 2 and killed not in front.children, 15)
+    assert set(survivor) & set(front.children)
+    await script.until(lambda: front.log.read_text().count("another one starts") == 1)
+    for (client,) in await on_each(front):
+        assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
+        assert (await workers_seen(client))[mock.url]["load"] == 0
+
+
+async def test_limits_are_exact_over_all_processes(several, worker, on_each, script):
+    running, most = 0, 0
+
+    async def slow(served):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        served.answer()
+
+    mock = await worker(slow)
+    front = await several(mock, max_concurrent_requests=4, queue_size=40)
+    clients = [client for pair in zip(*await on_each(front, 12)) for client in pair]
+    for _ in range(3):
+        assert {reply.status for reply in await asyncio.gather(
+            *(ask(client, "POST", CHAT, chat("x")) for client in clients))} == {200}
+    assert most == 4
+    text = (await ask(clients[0], "GET", "/metrics")).body.decode()
+    assert "running_requests 0.0" in text and "queued_requests 0.0" in text
+
+
+async def test_the_queue_and_the_shares_of_keys_are_common(several, worker, on_each, script):
+    behave, gate = gated()
+    mock = await worker(behave)
+    front = await several(mock, max_concurrent_requests=3, queue_size=2, max_concurrent_requests_per_key=2)
+    ones, others = await on_each(front, 5)
+
+    def begin(client, key: str) -> None:
+        client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode(), f"authorization: Bearer {key}\r\n")
+
+    begin(ones[0], "a")
+    begin(others[0], "a")
+    await script.until(lambda: len(mock.posts) == 2)
+    begin(ones[1], "a")
+    assert (await ones[1].reply()).status == 429
+    begin(others[1], "b")
+    await script.until(lambda: len(mock.posts) == 3)
+    begin(ones[2], "c")  # These two wait, one in each process.
+    begin(others[2], "d")
+    while "queued_requests 2.0" not in (await ask(ones[4], "GET", "/metrics")).body.decode():
+        await asyncio.sleep(0.02)
+    begin(others[3], "e")
+    refused = await others[3].reply()
+    assert (refused.status, "queue is full" in refused.error["message"]) == (429, True)
+    assert len(mock.posts) == 3
+    gate.set()
+    for client in (ones[0], others[0], others[1], ones[2], others[2]):
+        assert (await client.reply()).body.endswith(b"data: two\n\n")
+    text = (await ask(others[4], "GET", "/metrics")).body.decode()
+    for line in ('refused_requests_total{reason="key"} 1.0', 'refused_requests_total{reason="queue_full"} 1.0'):
+        assert line in text
+    assert (await ask(ones[1], "POST", CHAT, chat("x"), "authorization: Bearer a\r\n")).status == 200
+
+
+async def test_a_rate_is_one_for_all_processes(several, worker, on_each):
+    front = await several(await worker(), rate_limit_tokens_per_second=0.05)
+    (one,), (other,) = await on_each(front)
+    assert [(await ask(client, "POST", CHAT, chat("x"))).status for client in (one, other, one)] == [200, 429, 429]
+
+
+async def test_pairs_and_a_stream_that_goes_on_elsewhere(several, worker, on_each, script):
+    p, d = await worker(), await worker(script.stream("one", "two"))
+    front = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url])
+    await script.until(lambda: front.log.read_text().count("takes requests") == 2, 10)
+    for (client,) in await on_each(front):
+        while not all(shown["healthy"] for shown in (await workers_seen(client)).values()):
+            await asyncio.sleep(0.02)
+        reply = await ask(client, "POST", CHAT, chat("x", stream=True))
+        assert reply.body == b"data: one\n\ndata: two\n\n"
+    rooms = [[served.json["bootstrap_room"] for served in mock.posts] for mock in (p, d)]
+    assert rooms[0] == rooms[1]
+    assert len(set(rooms[0])) == 2
+
+
+async def test_running_requests_end_before_the_processes_do(several, worker, on_each, script):
+    behave, gate = gated()
+    mock = await worker(behave)
+    front = await several(mock)
+    (one,), (other,) = await on_each(front)
+    for client in (one, other):
+        client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
+    await script.until(lambda: len(mock.posts) == 2)
+    front.process.send_signal(signal.SIGINT)
+    await script.until(lambda: _refuses(front.port), 5)
+    assert len(front.children) == 2
+    gate.set()
+    for client in (one, other):
+        assert (await client.reply()).body.endswith(b"data: two\n\n")
+    assert await asyncio.wait_for(front.process.wait(), 10) == 0
+
+
+def _refuses(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+async def test_the_parent_s_death_is_the_children_s(several, script):
+    front = await several()
+    children = front.children
+    front.process.kill()
+    await front.process.wait()
+    await script.until(lambda: not any(map(runs, children)), 5)
+
+
+async def test_an_occupied_port_and_a_broken_setting_end_with_a_sentence(worker):
+    mock = await worker()
+    broken = ["--ssl-certfile", "/none", "--ssl-keyfile", "/none"]
+    for port, flags, sentence in ((mock.port, [], "Cannot listen on"), (free_port(), broken, "/none")):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "baton.router.launch", "--router-workers", "2", "--port", str(port), *flags,
+            stderr=asyncio.subprocess.PIPE)
+        _, stderr = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 2
+        lines = stderr.decode().splitlines()
+        assert lines[-1].startswith("launch_router: error:") and sentence in lines[-1], lines
