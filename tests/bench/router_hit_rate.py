@@ -1,11 +1,14 @@
 """How much of their prompts workers find cached, by the router's policy, and what a worker's restart does to it.
 
-    python -m baton.tests.bench.router_hit_rate --out results.json
+    python -m baton.tests.bench.router_hit_rate --out results.json --peer-python /path/with/sglang-router/bin/python
 
 Four whole tinychat servers on this machine's CPU share the work behind one router. Prompts are texts of a few dozen
 families with one long beginning each; all beginnings together fill two thirds of the four caches, so a policy has to
-part them among the workers. Three phases: all four workers; one is killed and three go on; it is back, empty. The hit
-rate is the workers' own count (``cached_tokens / prompt_tokens`` of each answer), beside the most that was possible.
+part them among the workers. Three phases: all four workers, cold; one is killed and three go on; it is back, empty. The
+hit rate is the workers' own count (``cached_tokens / prompt_tokens`` of each answer). ``--peer-python`` adds
+sglang-router's cache_aware before the same workers with the same prompts. Other prompts with every seed; each policy
+has its turn with a seed before the next seed begins. Exit status 1 where, over the medians of a phase, our cache_aware
+is below the peer's, or cache_exact is not the highest.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import asyncio
 import datetime
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -30,6 +34,7 @@ WORDS = ("river", "stone", "window", "garden", "morning", "letter", "bridge", "w
          "yellow", "kitchen", "shadow", "village", "thunder", "pocket", "mirror", "ocean")
 POOL_TOKENS = 4096
 PHASES = ("four workers", "one is down", "it is back, empty")
+PEER = "sglang-router"
 
 
 def text(seed: int, count: int) -> str:
@@ -42,7 +47,7 @@ class Cluster:
 
     def __init__(self, logs: Path):
         ports = free_ports(4)
-        events = range(21000, 21400, 100)
+        events = free_ports(8)[::2]  # and the next one each, where they are asked for what was missed
         flags = ["server", "--model-path", "tinychat", "--device", "cpu", "--max-total-tokens", str(POOL_TOKENS),
                  "--max-running-requests", "16", "--log-level", "warning"]
         self.workers = [Server("baton.launch", [*flags, "--kv-events-port", str(event)], port, logs / f"worker-{i}.log",
@@ -60,10 +65,20 @@ class Cluster:
             status, body = post_json(worker.url + "/flush_cache")
             assert status == 200, body
 
-    def router(self, policy: str) -> Server:
-        argv = ["--policy", policy, "--log-level", "warning", "--health-check-interval-secs", "0.5", "--worker-urls",
-                *(worker.url for worker in self.workers)]
-        return Server("baton.router.launch", argv, free_port(), self.logs / f"router-{policy}.log")
+    def router(self, policy: str, peer_python: str) -> Server:
+        urls = [worker.url for worker in self.workers]
+        log = self.logs / f"router-{policy}.log"
+        if policy == PEER:
+            argv = ["--policy", "cache_aware", "--log-level", "warn", "--health-check-interval-secs", "1",
+                    "--health-failure-threshold", "1", "--health-success-threshold", "1",
+                    "--prometheus-port", str(free_port()), "--worker-urls", *urls]
+            server = Server("sglang_router.launch_router", argv, free_port(), log)
+            server.argv[0] = peer_python
+            server.probe = "/health"
+            return server
+        argv = ["--policy", policy, "--log-level", "warning", "--health-check-interval-secs", "0.5",
+                "--worker-urls", *urls]
+        return Server("baton.router.launch", argv, free_port(), log)
 
     def stop(self) -> None:
         for worker in self.workers:
@@ -91,27 +106,29 @@ async def run_phase(url: str, prompts: list[str], concurrency: int) -> dict[str,
     return total
 
 
-def workload(families: int, words: int, requests: int) -> list[list[str]]:
+def workload(families: int, words: int, requests: int, seed: int) -> list[list[str]]:
     """Three phases' prompts: a family's beginning, then words of its own."""
-    rng = Random(7)
-    beginnings = [text(1000 + family, words) for family in range(families)]
-    return [[f"{rng.choice(beginnings)} {text(10_000 + phase * requests + i, 12)}" for i in range(requests)]
+    rng = Random(seed)
+    base = 100_000 * seed
+    beginnings = [text(base + family, words) for family in range(families)]
+    return [[f"{rng.choice(beginnings)} {text(base + 10_000 + phase * requests + i, 12)}" for i in range(requests)]
             for phase in range(len(PHASES))]
 
 
-def measure(cluster: Cluster, policy: str, phases: list[list[str]], concurrency: int) -> dict[str, object]:
+def measure(cluster: Cluster, router: Server, policy: str, phases: list[list[str]],
+            concurrency: int) -> dict[str, object]:
     cluster.flush()
-    router = cluster.router(policy).start().wait_ready()
+    router.start().wait_ready()
     try:
-        until_available(router, 4)
+        until_available(router, policy, 4)
         found: dict[str, object] = {"policy": policy}
         for name, prompts in zip(PHASES, phases):
             if name == PHASES[1]:
                 cluster.workers[0].kill()
-                until_available(router, 3)
+                until_available(router, policy, 3)
             if name == PHASES[2]:
                 cluster.workers[0].start().wait_ready()
-                until_available(router, 4)
+                until_available(router, policy, 4)
             total = asyncio.run(run_phase(router.url, prompts, concurrency))
             found[name] = {**total, "hit_rate": round(total["cached_tokens"] / max(1, total["prompt_tokens"]), 4)}
         return found
@@ -119,7 +136,11 @@ def measure(cluster: Cluster, policy: str, phases: list[list[str]], concurrency:
         router.stop()
 
 
-def until_available(router: Server, count: int) -> None:
+def until_available(router: Server, policy: str, count: int) -> None:
+    """Wait until the router counts ``count`` healthy workers; the peer gets three of its checks' time."""
+    if policy == PEER:
+        time.sleep(4)
+        return
     for _ in range(300):
         listed = get_json(router.url + "/list_workers")["workers"]
         if sum(worker["healthy"] for worker in listed) == count:
@@ -129,31 +150,60 @@ def until_available(router: Server, count: int) -> None:
     raise AssertionError(f"never {count} workers: {router!r}")
 
 
+def medians(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Policy -> phase -> the median hit rate over the seeds."""
+    policies = dict.fromkeys(row["policy"] for row in rows)
+    return {policy: {phase: statistics.median(row[phase]["hit_rate"] for row in rows if row["policy"] == policy)
+                     for phase in PHASES} for policy in policies}
+
+
+def missed(found: dict[str, dict[str, float]]) -> list[str]:
+    """What the medians should show and do not."""
+    ours, exact, peer = found.get("cache_aware"), found.get("cache_exact"), found.get(PEER)
+    wrong = []
+    for phase in PHASES:
+        if ours is not None and peer is not None and ours[phase] < peer[phase]:
+            wrong.append(f"{phase}: cache_aware {ours[phase]:.1%} is below {PEER}'s {peer[phase]:.1%}")
+        if exact is not None and any(exact[phase] < other[phase] for other in found.values()):
+            wrong.append(f"{phase}: cache_exact's {exact[phase]:.1%} is not the highest")
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--policies", nargs="+", default=["round_robin", "cache_aware", "cache_exact"])
+    parser.add_argument("--peer-python", default="", help=f"an interpreter with sglang-router: adds {PEER}")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=240, help="a phase")
-    parser.add_argument("--families", type=int, default=24)
+    parser.add_argument("--families", type=int, default=32)
     parser.add_argument("--words", type=int, default=300, help="of a family's beginning")
     parser.add_argument("--concurrency", type=int, default=6)
     args = parser.parse_args()
-    phases = workload(args.families, args.words, args.requests)
+    policies = [*args.policies, *([PEER] if args.peer_python else [])]
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="hit-rate-")))
-    report: dict[str, object] = {
-        "date": datetime.date.today().isoformat(), "command": " ".join(["router_hit_rate", *sys.argv[1:]]),
-        "workers": 4, "pool_tokens": POOL_TOKENS, "families": args.families, "requests_a_phase": args.requests,
-        "concurrency": args.concurrency}
+    rows: list[dict] = []
     try:
         cluster.start()
-        report["rows"] = rows = []
-        for policy in args.policies:
-            rows.append(measure(cluster, policy, phases, args.concurrency))
-            print(json.dumps(rows[-1]), flush=True)
+        for seed in range(1, args.seeds + 1):
+            phases = workload(args.families, args.words, args.requests, seed)
+            for policy in policies:
+                router = cluster.router(policy, args.peer_python)
+                rows.append({"seed": seed, **measure(cluster, router, policy, phases, args.concurrency)})
+                print(json.dumps(rows[-1]), flush=True)
     finally:
         cluster.stop()
+    found = medians(rows)
+    for policy, rates in found.items():
+        print(f"{policy:15s}", *(f"{phase}: {rate:.1%}" for phase, rate in rates.items()), sep="  ")
     if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        args.out.write_text(json.dumps({
+            "date": datetime.date.today().isoformat(), "command": " ".join(["router_hit_rate", *sys.argv[1:]]),
+            "workers": 4, "pool_tokens": POOL_TOKENS, "families": args.families, "requests_a_phase": args.requests,
+            "concurrency": args.concurrency, "medians": found, "rows": rows}, indent=1) + "\n")
+    wrong = missed(found)
+    print("FAIL: " + "; ".join(wrong) if wrong else "PASS")
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
