@@ -17,7 +17,7 @@ RELAYED: dict[bytes, tuple[bytes, ...]] = {
                      b"/open_session", b"/close_session", b"/separate_reasoning", b"/parse_function_call",
                      b"/vertex_generate"), _POST),
     **dict.fromkeys((b"/v1/models", b"/get_model_info", b"/model_info", b"/get_server_info", b"/server_info",
-                     b"/health_generate"), _GET),
+                     b"/health_generate", b"/openapi.json"), _GET),
 }
 """Relayed to one worker. Under ``PREFIXES`` all else is relayed too, so that a worker may offer more."""
 

@@ -62,14 +62,14 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class ErrorDetails(msgspec.Struct):
+class MessagesErrorDetails(msgspec.Struct):
     type: str
     message: str
     param: str | None | UnsetType = UNSET
 
 
-class ErrorBody(msgspec.Struct):
-    error: ErrorDetails
+class MessagesError(msgspec.Struct):
+    error: MessagesErrorDetails
     type: str = "error"
 
 
@@ -80,9 +80,9 @@ _ERROR_TYPES = {
 }
 
 
-def error_body(error: ServingError) -> ErrorBody:
+def error_body(error: ServingError) -> MessagesError:
     param = UNSET if error.param is None else error.param
-    return ErrorBody(ErrorDetails(_ERROR_TYPES.get(error.status, "api_error"), error.message, param))
+    return MessagesError(MessagesErrorDetails(_ERROR_TYPES.get(error.status, "api_error"), error.message, param))
 
 
 def event(kind: str, **fields: Any) -> bytes:

@@ -51,6 +51,7 @@ async def health_generate(front: Front, request: web.Request) -> web.Response:
 
 
 async def models(front: Front, request: web.Request) -> web.Response:
+    """The model that is served, as a list."""
     return json_response({"object": "list", "data": [_model(front)]})
 
 

@@ -28,10 +28,11 @@ from . import (
     session_routes,
     tokenize_routes,
 )
+from .api_document import api_document
 from .front import Front
 from .prompt_pages import tell_pages
 from .traces import TRACEPARENT
-from .web import error_response
+from .web import error_response, json_bytes
 
 log = logging.getLogger("baton.front")
 
@@ -117,6 +118,12 @@ def make_app(front: Front) -> web.Application:
 
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(tell_pages)
+    document = functools.cache(lambda: api_document((*_ROUTES, *_CONTROL), _OPEN_TO_ALL))
+
+    async def openapi(request: web.Request) -> web.Response:
+        return json_bytes(document())
+
+    app.router.add_get("/openapi.json", openapi)
     storage = front.config.storage
     if storage.file_storage_path is not None:
         batched = {path: route for method, path, route in _ROUTES if path in batch_routes.ENDPOINTS}

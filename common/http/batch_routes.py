@@ -24,6 +24,7 @@ ENDPOINTS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/embedding
 
 
 async def create(front: Front, request: web.Request) -> web.Response:
+    """Answer the requests of an uploaded file, in the background."""
     storage = storage_of(request)
     body = decode_create(await request.read(), request.app[_ENDPOINTS])
     batch = await storage.batches.create(body)
@@ -32,16 +33,19 @@ async def create(front: Front, request: web.Request) -> web.Response:
 
 
 async def batches(front: Front, request: web.Request) -> web.Response:
+    """A page of the batches, newest first."""
     storage = storage_of(request)
     query = PageQuery.read(request.query, 20, 100)
     return json_response(Page.of(await storage.batches.page(query), query.limit))
 
 
 async def batch(front: Front, request: web.Request) -> web.Response:
+    """Where a batch stands."""
     return json_response(await storage_of(request).batches.get(request.match_info["batch_id"]))
 
 
 async def cancel(front: Front, request: web.Request) -> web.Response:
+    """Stop a batch; what is answered stays."""
     return json_response(await storage_of(request).batches.cancel(request.match_info["batch_id"]))
 
 

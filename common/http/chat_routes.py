@@ -11,4 +11,5 @@ from .run import respond
 
 
 async def chat_completions(front: Front, request: web.Request) -> web.StreamResponse:
+    """OpenAI's chat completions."""
     return await respond(front, request, decode_chat, plan_chat)

@@ -26,6 +26,7 @@ DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(front: Front, request: web.Request) -> web.StreamResponse:
+    """OpenAI's text completions."""
     return await respond(front, request, decode_completion, plan_completion)
 
 

@@ -38,6 +38,7 @@ PATH = "/v1/messages"
 
 
 async def messages(front: Front, request: web.Request) -> web.StreamResponse:
+    """A chat in Anthropic's form."""
     arrived = time.monotonic()
     with front.counting_refusals():
         front.serving_tokenizer()  # a server that is starting reads no bodies
@@ -51,6 +52,7 @@ async def messages(front: Front, request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(front: Front, request: web.Request) -> web.Response:
+    """How many tokens the prompt of such a chat has."""
     tokenizer = front.serving_tokenizer()
     chat = as_chat(decode_count(await request.read()))
     front.check_model(chat.model)

@@ -22,6 +22,7 @@ NativeRun = Run[Any, GenerateAnswer]
 
 
 async def generate(front: Front, request: web.Request) -> web.StreamResponse:
+    """SGLang's own form of both."""
     return await respond(front, request, decode_generate, plan_generate)
 
 

@@ -39,6 +39,7 @@ _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
 async def responses(front: Front, request: web.Request) -> web.StreamResponse:
+    """A chat told as items."""
     arrived = time.monotonic()
     with front.counting_refusals():
         front.serving_tokenizer()  # a server that is starting reads no bodies
@@ -55,6 +56,7 @@ async def responses(front: Front, request: web.Request) -> web.StreamResponse:
 
 
 async def stored(front: Front, request: web.Request) -> web.Response:
+    """404: no response is stored."""
     raise NotFound("This server stores no responses.", param="response_id", code="response_not_found")
 
 

@@ -17,6 +17,7 @@ _MANY_TOKENS = 10_000  # more are decoded off the event loop
 
 
 async def tokenize(front: Front, request: web.Request) -> web.Response:
+    """Token ids of a text, of several, or of a chat as its template renders it."""
     tokenizer = front.serving_tokenizer()
     body = decode_tokenize(await request.read())
     front.check_model(body.model)
@@ -36,6 +37,7 @@ def _texts(front: Front, body: TokenizeRequest) -> list[str]:
 
 
 async def detokenize(front: Front, request: web.Request) -> web.Response:
+    """The text of token ids."""
     tokenizer = front.serving_tokenizer()
     body = decode_detokenize(await request.read())
     front.check_model(body.model)
