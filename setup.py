@@ -24,6 +24,7 @@ setup(
     version=re.search(r'__version__ = "(.+?)"', Path("__init__.py").read_text()).group(1),
     package_dir={"baton": "."},
     packages=["baton", *PACKAGES],
-    package_data={"baton.common.tinychat": ["checkpoint/*"], "baton.router": ["dashboard.html"]},
+    package_data={"baton.common.tinychat": ["checkpoint/*"], "baton.common.tokenizer": ["chat_templates/*.jinja"],
+                  "baton.router": ["dashboard.html"]},
     cmdclass={"build_py": BuildPackages},
 )

@@ -37,7 +37,8 @@ class ModelArgs:
     random_seed: int = flag(0, help="seed of dummy weights and of unseeded sampling")
     return_original_logprob: bool = flag(False, help=(
         "tell log-probabilities of the output as they are before temperature (penalties and bias count in both cases)"))
-    chat_template: str | None = flag(None, help="jinja file that replaces the checkpoint's chat template")
+    chat_template: str | None = flag(None, help=(
+        "jinja file, or the name of a template that ships with Baton, in place of the checkpoint's chat template"))
 
 
 @dataclass(frozen=True)

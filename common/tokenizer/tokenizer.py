@@ -11,6 +11,7 @@ from typing import Any
 from ..api.errors import ConfigError, InvalidRequest
 from ..api.sampling import SamplingParams
 from .pieces import piece_decoder
+from .templates import template_source
 from .text_stream import TextStream
 
 _LARGE_TEXT = 20_000  # characters; encoding takes about a microsecond each, and nobody else is served meanwhile
@@ -53,18 +54,15 @@ class Tokenizer:
         added = getattr(hf, "added_tokens_decoder", {})
         self.special_ids = frozenset(hf.all_special_ids) | {i for i, token in added.items() if token.special}
 
-    def with_chat_template(self, path: str) -> Tokenizer:
-        """The same tokenizer with the jinja file at ``path`` as its template; raises ConfigError."""
+    def with_chat_template(self, name: str) -> Tokenizer:
+        """The same tokenizer with another template, a shipped one or a jinja file; raises ConfigError."""
         import jinja2
+        source = template_source(name)
         try:
-            source = Path(path).expanduser().read_text(encoding="utf-8")
             self._hf.apply_chat_template([{"role": "user", "content": "Hello"}], chat_template=source, tokenize=False)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"Cannot read --chat-template {path}: {reason}.") from None
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}, {error.message}"
-            raise ConfigError(f"--chat-template {path} is not valid jinja: {where}.") from None
+            raise ConfigError(f"--chat-template {name} is not valid jinja: {where}.") from None
         except jinja2.TemplateError:
             pass  # a template may well reject this conversation
         return Tokenizer(self._hf, source)

@@ -1,0 +1,25 @@
+"""Chat templates by name and from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..api.errors import ConfigError
+
+_FOLDER = Path(__file__).parent / "chat_templates"
+
+
+def shipped() -> list[str]:
+    """Names of the templates that come with Baton."""
+    return sorted(path.stem for path in _FOLDER.glob("*.jinja"))
+
+
+def template_source(name: str) -> str:
+    """The jinja source of a shipped template, or of the file at ``name``; raises ConfigError."""
+    path = _FOLDER / f"{name}.jinja" if name in shipped() else Path(name).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"Cannot read --chat-template {name}: {reason}; give a jinja file, or one of "
+                          f"{', '.join(shipped())}.") from None
