@@ -17,7 +17,7 @@ from baton.common.api.messages import State
 from baton.common.config.cli import parse
 from baton.common.config.server import HttpArgs, ServerConfig
 from baton.common.engine.ledger import Ledger
-from baton.common.http import server as front
+from baton.common.http import host
 from baton.common.obs.metrics import ServerMetrics
 from baton.kvtransfer.receiving import ReceiverCore
 from baton.kvtransfer.sending import SenderCore
@@ -162,7 +162,7 @@ def test_probes_ask_for_paths_that_exist():
 
 
 def test_stops_wait_for_the_drain():
-    drain = HttpArgs().shutdown_grace_secs + front._RANK_GRACE_SECONDS
+    drain = HttpArgs().shutdown_grace_secs + host._RANK_GRACE_SECONDS
     for name, service in compose()["services"].items():
         if service["image"].startswith("baton-"):
             needed = router_config("compose.yaml").http.shutdown_grace_secs if name == "router" else drain
