@@ -1,0 +1,202 @@
+"""Grammars on their way into the engine: tried apart, bounded, cached, let go of."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from baton.common.api.errors import ConfigError, InvalidRequest, Overloaded
+from baton.common.api.grammar import GrammarSpec
+from baton.common.api.messages import DropGrammar, PrepareGrammar, decode_to_engine, encode
+from baton.common.config.server import GrammarArgs
+from baton.common.grammar import service as service_module
+from baton.common.grammar.service import GrammarService
+from baton.common.grammar.store import GrammarStore
+from baton.common.grammar.trial import Trial
+from baton.tests.common.grammar_engine import schema_spec, tokenizer, vocabulary
+
+HEAVY = GrammarSpec("regex", "(" + "|".join(f"w{i}" for i in range(60_000)) + ")*")
+
+
+@pytest.fixture(scope="module")
+def trial():
+    trial = Trial(vocabulary(), None, compile_seconds=0.7)
+    trial.check(GrammarSpec("regex", "warm"))
+    yield trial
+    trial.close()
+
+
+@pytest.mark.parametrize(("spec", "reason"), [
+    (GrammarSpec("regex", "(a"), "parenthesis is not closed"),
+    (GrammarSpec("regex", "(?=a)b"), "Lookahead"),
+    (GrammarSpec("ebnf", 'root ::= "a" other'), 'Rule "other" is not defined'),
+    (GrammarSpec("ebnf", 'start ::= "a"'), 'name "root" is not found'),
+    (GrammarSpec("ebnf", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000), "Nest layer"),
+    (schema_spec({"type": "strnig"}), 'Unsupported type "strnig"'),
+    (schema_spec({"$ref": "#/$defs/none"}), "$defs"),
+    (schema_spec({"type": "integer", "minimum": 5, "maximum": 3}), "minimum greater than maximum"),
+    (schema_spec(False), "cannot accept any value"),
+    (GrammarSpec("structural_tag", '{"type":"structural_tag","format":{"type":"nope"}}'), "nope"),
+    (GrammarSpec("structural_tag", "{}"), "structural"),
+], ids=lambda value: value.kind if isinstance(value, GrammarSpec) else "")
+def test_a_mistake_is_told_in_a_sentence(trial, spec, reason):
+    with pytest.raises(InvalidRequest) as caught:
+        trial.check(spec)
+    message = caught.value.message
+    assert reason in message and message.endswith(".") and "/project/" not in message and len(message) < 700
+
+
+def test_what_takes_too_long_is_given_up_and_the_next_is_not_harmed(trial):
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match="takes longer than 0.7 s"):
+        trial.check(HEAVY)
+    assert time.monotonic() - began < 10
+    assert trial.check(GrammarSpec("regex", "x+")) > 0
+
+
+def test_a_process_that_dies_is_started_again(trial):
+    trial.check(GrammarSpec("regex", "a"))
+    os.kill(trial._process.pid, signal.SIGSTOP)
+    os.kill(trial._process.pid, signal.SIGKILL)
+    with pytest.raises(InvalidRequest, match="too large or too deeply nested"):
+        trial.check(GrammarSpec("regex", "b"))
+    assert trial.check(GrammarSpec("regex", "c")) > 0
+
+
+class Engine:
+    """Takes grammars and tells what it was asked."""
+
+    def __init__(self):
+        self.prepared: list[GrammarSpec] = []
+        self.dropped: list[GrammarSpec] = []
+        self.vocabularies = 0
+
+    async def prepare_grammar(self, spec, vocabulary):
+        self.vocabularies += vocabulary is not None
+        self.prepared.append(spec)
+        await asyncio.sleep(0)
+
+    def drop_grammar(self, spec):
+        self.dropped.append(spec)
+
+
+class FakeTrial:
+    """In place of a process: 'bad' is refused, other grammars take 100 bytes."""
+
+    checked: list[GrammarSpec] = []
+
+    def __init__(self, vocabulary, whitespace):
+        self.vocabulary = vocabulary
+
+    def check(self, spec):
+        self.checked.append(spec)
+        time.sleep(0.02)
+        if spec.text == "bad":
+            raise InvalidRequest("It is bad.")
+        return 100
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+async def service(engine, monkeypatch):
+    monkeypatch.setattr(service_module, "Trial", FakeTrial)
+    monkeypatch.setattr(FakeTrial, "checked", [])
+    service = GrammarService(GrammarArgs(), engine, 4096, [2])
+    yield service
+    service.close()
+
+
+def regex(text: str) -> GrammarSpec:
+    return GrammarSpec("regex", text)
+
+
+async def test_equal_grammars_are_compiled_once(service, engine):
+    await asyncio.gather(*[service.prepare(regex(text), tokenizer(), "regex") for text in "aabab"])
+    await service.prepare(regex("a"), tokenizer(), "regex")
+    assert FakeTrial.checked == engine.prepared == [regex("a"), regex("b")]
+    assert engine.vocabularies == 1
+
+
+async def test_a_refusal_is_remembered_and_names_the_parameter(service, engine):
+    for param in ("regex", "tools"):
+        with pytest.raises(InvalidRequest, match="It is bad") as caught:
+            await service.prepare(regex("bad"), tokenizer(), param)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_grammar")
+    assert len(FakeTrial.checked) == 1 and not engine.prepared
+
+
+async def test_the_oldest_grammars_make_room(service, engine, monkeypatch):
+    monkeypatch.setattr(service_module, "CACHE_BYTES", 250)
+    for text in ("a", "b", "a", "bad", "c"):
+        try:
+            await service.prepare(regex(text), tokenizer(), "regex")
+        except InvalidRequest:
+            assert text == "bad"
+    assert [spec.text for spec in engine.dropped] == ["b"]
+    await service.prepare(regex("b"), tokenizer(), "regex")
+    assert [spec.text for spec in engine.dropped] == ["b", "a"] and [s.text for s in engine.prepared] == list("abcb")
+
+
+async def test_a_client_that_leaves_does_not_spoil_it_for_others(service):
+    first = asyncio.create_task(service.prepare(regex("a"), tokenizer(), "regex"))
+    second = asyncio.create_task(service.prepare(regex("a"), tokenizer(), "regex"))
+    await asyncio.sleep(0.001)
+    first.cancel()
+    await second
+    assert len(FakeTrial.checked) == 1
+
+
+async def test_the_loop_goes_on_meanwhile_and_the_queue_is_bounded(service, monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_WAITING", 3)
+    waiting = [asyncio.create_task(service.prepare(regex(text), tokenizer(), None)) for text in "abc"]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await service.prepare(regex("d"), tokenizer(), None)
+    await asyncio.gather(*waiting)
+    await service.prepare(regex("d"), tokenizer(), None)
+
+
+async def test_what_no_server_takes(engine):
+    for args, stop_ids, spec, words in (
+            (GrammarArgs(grammar_backend="none"), [2], regex("a"), "--grammar-backend"),
+            (GrammarArgs(), [], regex("a"), "end-of-sequence"),
+            (GrammarArgs(), [2], regex("a" * 300_000), "characters")):
+        with pytest.raises(InvalidRequest, match=words):
+            await GrammarService(args, engine, 4096, stop_ids).prepare(spec, tokenizer(), "regex")
+
+
+@pytest.mark.parametrize("args", [
+    {"constrained_json_whitespace_pattern": "["}, {"constrained_json_whitespace_pattern": "x+"},
+    {"constrained_json_whitespace_pattern": " ", "constrained_json_disable_any_whitespace": True}])
+def test_flags_that_make_no_sense_are_refused(args):
+    with pytest.raises(ConfigError, match="--constrained-json-whitespace-pattern"):
+        GrammarArgs(**args)
+
+
+def test_the_store_compiles_beside_and_forgets():
+    store = GrammarStore(None, 4096, frozenset([2]))
+    message = PrepareGrammar(7, regex("a+"), vocabulary())
+    assert decode_to_engine(encode(message)) == message
+    store.prepare(message)
+    store.prepare(PrepareGrammar(8, regex("(a")))
+    answers = []
+    while store.busy:
+        answers += store.finished()
+        time.sleep(0.01)
+    assert [(done.seq, done.code) for done in answers] == [(7, None), (8, "invalid_request")]
+    assert list(store._compiled) == [regex("a+")]
+    store.drop(decode_to_engine(encode(DropGrammar(regex("a+")))).spec)
+    store.drop(regex("never seen"))
+    assert not store._compiled
+    store.close()
