@@ -112,3 +112,40 @@ async def test_drain_of_a_resource(router, worker, request_to):
     (known,) = front.registry
     assert (await request_to(front, "POST", f"/workers/{known.id}/drain")).status == 200
     assert len(front.registry) == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_half_that_is_removed_by_force_ends_its_pair(router, worker, script, connect, request_to, role):
+    """The other half is told at once, and the request is tried elsewhere, where there is another worker."""
+    mocks = {"prefill": [await worker(script.silence)], "decode": [await worker(script.silence)]}
+    mocks[role].append(await worker(script.silence))
+    front = await router(**mocks)
+    client = await connect(front)
+    client.send("POST", "/generate", b'{"text": "a"}')
+    await script.until(lambda: all(any(mock.posts for mock in halves) for halves in mocks.values()))
+    gone, kept = sorted(mocks[role], key=lambda mock: -len(mock.posts))
+    (other,) = mocks["decode" if role == "prefill" else "prefill"]
+    assert (await request_to(front, "POST", f"/remove_worker?url={gone.url}&force=true")).status == 200
+    await script.until(lambda: (gone.left, other.left) == (1, 1))
+    await script.until(lambda: kept.posts and len(other.posts) == 2)
+    assert kept.posts[0].json["bootstrap_room"] == other.posts[1].json["bootstrap_room"]
+    assert kept.posts[0].json["bootstrap_room"] != other.posts[0].json["bootstrap_room"]
+    client.leave()
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+async def test_a_router_starts_empty_and_fills(router, worker, script, chat, request_to, pairs):
+    front = await router(wait=False, pd_disaggregation=pairs)
+    assert (await request_to(front, "GET", "/readiness")).status == 503
+    assert (await request_to(front, "GET", "/list_workers")).json == {"urls": [], "workers": []}
+    assert (await chat(front)).status == 503
+    for role in ("prefill", "decode") if pairs else ("regular",):
+        mock = await worker()
+        assert (await request_to(front, "POST", "/add_worker", {"url": mock.url, "role": role})).status == 200
+    await script.until(lambda: front.registry.ready(pairs=pairs))
+    assert (await request_to(front, "GET", "/readiness")).status == 200
+    assert (await chat(front)).status == 200
+    for shown in (await request_to(front, "GET", "/list_workers")).json["workers"]:
+        assert shown["role"] in (("prefill", "decode") if pairs else ("regular",))
+        assert shown | {"state": "healthy", "healthy": True, "load": 0, "circuit": "closed", "draining": False,
+                        "cached_tokens": None, "dp_rank": None} == shown
