@@ -106,6 +106,7 @@ class HealthMonitor:
             worker.model_ids = tuple(str(m["id"]) for m in models if isinstance(m, dict) and "id" in m)
         info = (await ask(dispatcher, worker, get("/get_server_info"), self._timeout)).json_object()
         worker.is_baton = info.get("stream_continuation") is True
+        worker.keeps_files = bool(info.get("file_storage_path"))
         if self._on_ranks is not None and info:
             self._on_ranks(worker, count_of(info))
         if worker.asks_role or (worker.role == "prefill" and worker.asks_port):

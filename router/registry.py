@@ -25,7 +25,8 @@ class Worker:
     Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row.
     Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
     ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids``, and ``is_baton``:
-    one of our servers, which prefills what it is sent alone and goes on with the answers of others.
+    one of our servers, which prefills what it is sent alone and goes on with the answers of others;
+    ``keeps_files``: it was given a folder for them.
     One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
     ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
     Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is told of each release.
@@ -36,7 +37,7 @@ class Worker:
 
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port", "model_ids",
                  "state", "failures", "successes", "load", "on_release", "draining", "is_baton", "circuit",
-                 "cached_tokens", "rank", "root")
+                 "cached_tokens", "rank", "root", "keeps_files")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
@@ -59,6 +60,7 @@ class Worker:
         self.on_release: Callable[[Reservation], None] | None = None
         self.draining = False
         self.is_baton = False
+        self.keeps_files = False
         self.circuit = Circuit(CircuitRules())
         self.cached_tokens: int | None = None
 

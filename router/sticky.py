@@ -4,7 +4,8 @@ What is kept is found again by a consistent choice, not by a table: of the worke
 the thing's key hash highest (rendezvous hashing). So any router finds it, also after its own restart, and a worker that
 joins or leaves moves only what falls to it.
 
-- Files and batches have one key, as a batch names its files and lists name them all: one worker keeps them.
+- Files and batches have one key, as a batch names its files and lists name them all: one worker keeps them, of those
+  that say that they keep files (``file_storage_path`` of ``/get_server_info``), where some do.
 - A session's key is its id. Where ``/open_session`` brings none, the router gives it one.
 
 While a worker that keeps things is away, so are they (503 with Retry-After): another one would not know them. They
@@ -22,6 +23,7 @@ import msgspec
 from ..common.api.errors import WorkerUnavailable
 from .registry import Registry, Role, Worker
 
+FILES = b"files"
 STORES = (b"/v1/files", b"/v1/batches", b"/v1/uploads")
 _SESSION = b'"session_params"'
 
@@ -46,7 +48,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def key_of(path: bytes, body: bytes) -> bytes | None:
     """What a request speaks of that one worker keeps; None: any worker can answer."""
     if path.startswith(STORES):
-        return b"files"
+        return FILES
     if path in (b"/open_session", b"/close_session"):
         found = _read(_session, body)
         name = found.session_id if found is not None else None
@@ -80,6 +82,8 @@ def with_session_id(registry: Registry, role: Role, body: bytes) -> bytes:
 def keeper(registry: Registry, role: Role, key: bytes) -> Worker | None:
     """The worker that keeps what ``key`` names, whether it can be asked now or not; None where the role has none."""
     workers = [worker for worker in registry if worker.role == role and not worker.draining]
+    if key == FILES:
+        workers = [worker for worker in workers if worker.keeps_files] or workers
     return max(workers, key=lambda worker: blake2b(worker.url.encode() + b" " + key).digest(), default=None)
 
 

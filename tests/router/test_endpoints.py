@@ -118,6 +118,14 @@ async def test_files_and_batches_are_one_worker_s(router, worker, request_to):
     assert sorted(len(mock.posts) for mock in workers) == [0, 0, 0, 8]
 
 
+async def test_files_go_to_a_server_that_keeps_some(router, worker, request_to):
+    for keeper in range(3):
+        workers = [await worker(file_storage_path="/x" if i == keeper else None) for i in range(3)]
+        front = await router(*workers)
+        assert (await request_to(front, "POST", "/v1/files", b"--x\r\n")).status == 200
+        assert [len(mock.posts) for mock in workers] == [int(i == keeper) for i in range(3)]
+
+
 async def test_in_pairs_a_decode_server_keeps_files(router, worker, request_to):
     p, d = await worker(), await worker()
     front = await router(prefill=[p], decode=[d])
