@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from ..anthropic.answer import error_body
-from ..api.errors import NotFound, ServingError, TooLarge, Unauthorized
+from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge, Unauthorized
 from . import (
     admin_routes,
     batch_routes,
@@ -32,7 +32,7 @@ from .api_document import api_document
 from .front import Front
 from .prompt_pages import tell_pages
 from .traces import TRACEPARENT
-from .web import error_response, json_bytes
+from .web import error_response, json_bytes, our_fault
 
 log = logging.getLogger("baton.front")
 
@@ -118,6 +118,7 @@ def make_app(front: Front) -> web.Application:
 
     app.on_response_prepare.append(echo_request_id)
     app.on_response_prepare.append(tell_pages)
+    logging.getLogger("aiohttp.server").addFilter(our_fault)
     document = functools.cache(lambda: api_document((*_ROUTES, *_CONTROL), _OPEN_TO_ALL))
 
     async def openapi(request: web.Request) -> web.Response:
@@ -150,6 +151,9 @@ def _guard(front: Front) -> Any:
             return _told(request, error)
         except web.HTTPException as error:
             return _http_error(request, error, http.max_payload_size)
+        except web.RequestPayloadError:
+            return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
+                                                 "form of its chunks, is broken."))
         except ConnectionError:
             raise  # the client left
         except Exception:
