@@ -166,6 +166,13 @@ class Admission:
         # Most routers limit nothing but the total: their requests share one ticket.
         self._common = None if rules.per_key or rules.slo_ttft else Ticket(self, None, 0, 0.0)
 
+    def walk_in(self) -> Ticket | None:
+        """Let a request run where there is room and nothing but the total is limited; None: ``enter`` decides."""
+        if self._common is None or self._bucket is not None or 0 < self.rules.max_concurrent <= self.running:
+            return None
+        self.running += 1
+        return self._common
+
     def enter(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Ticket], None],
               refuse: Callable[[ServingError], None]) -> Ticket | Waiting:
         """Let a request run (a Ticket) or wait (then ``start`` or ``refuse`` is called); raises Overloaded.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 
 class Failure(NamedTuple):
     """Why an answer did not come, or not to its end."""
@@ -40,17 +42,14 @@ class AnswerFacts(NamedTuple):
                    b"\r\nx-request-id:" in folded, folded.find(b"\r\n") + 2)
 
 
-class AnswerHead:
+class AnswerHead(msgspec.Struct, gc=False, eq=False):
     """The start of an answer."""
 
-    __slots__ = ("facts", "data", "size")
-
-    def __init__(self, facts: AnswerFacts, data: bytes, size: int):
-        self.facts = facts
-        self.data = data
-        """All bytes so far: the head and what of the body came along."""
-        self.size = size
-        """Bytes of the head, blank line included."""
+    facts: AnswerFacts
+    data: bytes
+    """All bytes so far: the head and what of the body came along."""
+    size: int
+    """Bytes of the head, blank line included."""
 
     @property
     def status(self) -> int:

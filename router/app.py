@@ -254,13 +254,15 @@ class Router:
 
     def _relay(self, connection: ClientConnection, request: Request) -> None:
         path = request.path
-        pair = self.config.workers.pd_disaggregation and path in PAIR_PATHS
+        pair = self._home == "decode" and path in PAIR_PATHS
         found = require_object(request.body) if pair else peek(request.body) if request.body else None
-        kept = self._keeper_of(request)
+        usual = found is not None and path in PAIR_PATHS and not found.session_params
+        kept = self._keeper_of(request) if not usual else None
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, label(path, _OWN_PATHS), self.metrics, self._log_access, span)
         relay: Relay | PairRelay
-        if self._continues and path in CONTINUED_PATHS and continuable(request.body):
+        if (self._continues and found is not None and found.streamed and path in CONTINUED_PATHS
+                and continuable(request.body)):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
             request.headers += ASK_FOR_IDS
         if pair and self._local_prefill and kept is None and self._prefills_alone(found):

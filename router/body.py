@@ -29,6 +29,8 @@ class Peek(msgspec.Struct, gc=False):
     bootstrap_host: msgspec.Raw = _ABSENT
     bootstrap_port: msgspec.Raw = _ABSENT
     bootstrap_room: msgspec.Raw = _ABSENT
+    stream: msgspec.Raw = _ABSENT
+    session_params: msgspec.Raw = _ABSENT
 
     @property
     def routing_text(self) -> bytes:
@@ -36,10 +38,7 @@ class Peek(msgspec.Struct, gc=False):
 
         Later turns of a conversation extend these bytes, so their prefixes compare equal.
         """
-        for raw in (self.messages, self.text, self.prompt, self.input_ids, self.input):
-            if raw:
-                return bytes(raw).rstrip(b" \t\r\n\"]")
-        return b""
+        return bytes(self.messages or self.text or self.prompt or self.input_ids or self.input).rstrip(b" \t\r\n\"]")
 
     @property
     def batch_size(self) -> int | None:
@@ -51,6 +50,10 @@ class Peek(msgspec.Struct, gc=False):
             if raw:
                 return _batch(raw)
         return None
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.stream) and bytes(self.stream) == b"true"
 
     @property
     def has_bootstrap(self) -> bool:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("baton.router")
 
 RETRY_AFTER_SECONDS = 1.0
+_JOINED = 16 * 1024
+"""Bodies up to this are copied behind their head: a second buffer costs more than so small a copy."""
 
 
 class Dispatcher:
@@ -107,12 +109,14 @@ class Dispatcher:
         if worker.rank is not None:
             body = tell_rank(request.path, body, worker.rank)
         pool = self._pools[worker]
-        version = b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n"
-        length = b"content-length: %d\r\n\r\n" % len(body) if body or request.method == b"POST" else b"\r\n"
-        head = b"".join((request.method, b" ", pool.prefix, request.target, version, pool.host_line, request.headers,
-                         pool.authorization or request.authorization_line, b"x-request-id: ", request.request_id,
-                         b"\r\n", length))
-        return pool.send(sink, head, body, bodiless=request.head_only, resend=resend)
+        method = request.method
+        end = b"\r\ncontent-length: %d\r\n\r\n" % len(body) if body or method == b"POST" else b"\r\n\r\n"
+        joined = len(body) <= _JOINED
+        head = b"".join((
+            method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n",
+            pool.host_line, request.headers, pool.authorization or request.authorization_line,
+            b"x-request-id: ", request.request_id, end, body if joined else b""))
+        return pool.send(sink, head, b"" if joined else body, method == b"HEAD", resend)
 
     # ------------------------------------------------------------------ decisions
 
@@ -133,11 +137,12 @@ class Dispatcher:
 
     def place(self, role: Role, workers: Sequence[Worker], subject: Subject) -> Reservation:
         """Choose one of ``workers`` (not empty) and reserve it."""
-        return self._reserve(role, *self.policies[role].choose(workers, subject))
+        chosen = self.policies[role].choose(workers, subject)
+        return self._reserve(role, chosen.worker, chosen.reason)
 
     def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
         self.metrics.decisions[role, reason] += 1
-        reservation = Reservation(worker)
+        reservation = Reservation.of(worker)
         if worker.circuit.state != "closed":
             self.registry.probe(reservation)
         return reservation
@@ -149,6 +154,8 @@ class Dispatcher:
         ``own``: only our servers, for what no other understands. ``only``: none but this worker.
         """
         available: Sequence[Worker] = self.registry.available(role)
+        if retries is None and only is None and not own:
+            return available
         if only is not None:
             available = [only] if only in available else []
         if own:

@@ -76,8 +76,9 @@ class UpstreamPool:
         self._closed = False
         self._swept_at = self.loop.time()
 
-    def send(self, sink: Sink, head: bytes, body: bytes, *, bodiless: bool = False, resend: bool = True) -> Call:
-        """Send a request, given as its bytes; the answer goes to ``sink``, nothing of it before this returns."""
+    def send(self, sink: Sink, head: bytes, body: bytes, bodiless: bool = False, resend: bool = True) -> Call:
+        """Send a request, given as its bytes (a large body apart); the answer goes to ``sink``, nothing of it before
+        this returns."""
         call = Call(self, sink, head, body, bodiless, resend)
         if self._idle:
             self._idle.pop().carry(call)

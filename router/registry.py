@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from ..common.api.errors import Conflict, NotFound
 from .circuit import Circuit, CircuitRules
 from .endpoint import Endpoint
@@ -83,19 +85,20 @@ class Worker:
         return shown
 
 
-class Reservation:
+class Reservation(msgspec.Struct, eq=False, gc=False):
     """One unit of a worker's load, from the decision to the end of the attempt; released exactly once."""
 
-    __slots__ = ("worker", "_held")
+    worker: Worker
+    held: bool = True
 
-    def __init__(self, worker: Worker):
-        self.worker = worker
-        self._held = True
+    @classmethod
+    def of(cls, worker: Worker) -> Reservation:
         worker.load += 1
+        return cls(worker)
 
     def release(self) -> None:
-        assert self._held, "a reservation was released twice"
-        self._held = False
+        assert self.held, "a reservation was released twice"
+        self.held = False
         worker = self.worker
         worker.load -= 1
         if worker.on_release is not None:

@@ -5,35 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from os import urandom
 
+import msgspec
+
 from .answer import AnswerHead
 
 
-class Request:
-    """One request. ``headers`` are the lines to forward, each ending in CRLF, in the client's spelling."""
+class Request(msgspec.Struct, gc=False, eq=False):
+    """One request. ``headers`` are the lines to forward, each ending in CRLF, in the client's spelling.
 
-    __slots__ = ("method", "target", "path", "query", "headers", "authorization", "authorization_line", "origin",
-                 "traceparent", "request_id", "reply_headers", "body", "on_head", "keep_alive", "old")
+    A msgspec.Struct, like all that is made anew for each request and written to once or never: making one takes
+    a third of the time.
+    """
 
-    def __init__(self, method: bytes = b"", target: bytes = b"", body: bytes = b"") -> None:
-        self.method = method
-        self.target = target
-        self.path = b""
-        self.query = b""
-        self.headers = b""
-        self.authorization = b""
-        self.authorization_line = b""
-        """The client's header as it came: it is forwarded unless the worker has a key of its own."""
-        self.origin = b""
-        self.traceparent = b""
-        self.request_id = b""
-        self.body = body
-        self.reply_headers = b""
-        """Lines that the answer carries whoever gives it."""
-        self.keep_alive = True
-        self.on_head: Callable[[AnswerHead], AnswerHead] | None = None
-        """Reads, and may change, the head of the answer that is relayed."""
-        self.old = False
-        """HTTP/1.0: the client does not know chunked answers."""
+    method: bytes = b""
+    target: bytes = b""
+    body: bytes = b""
+    path: bytes = b""
+    query: bytes = b""
+    headers: bytes = b""
+    authorization: bytes = b""
+    authorization_line: bytes = b""
+    """The client's header as it came: it is forwarded unless the worker has a key of its own."""
+    origin: bytes = b""
+    traceparent: bytes = b""
+    request_id: bytes = b""
+    reply_headers: bytes = b""
+    """Lines that the answer carries whoever gives it."""
+    keep_alive: bool = True
+    on_head: Callable[[AnswerHead], AnswerHead] | None = None
+    """Reads, and may change, the head of the answer that is relayed."""
+    old: bool = False
+    """HTTP/1.0: the client does not know chunked answers."""
 
     @property
     def head_only(self) -> bool:
@@ -50,22 +52,9 @@ class Request:
 
     def repeated(self, body: bytes) -> Request:
         """A new request with the head of this one, which names no id."""
-        made = Request.__new__(Request)
-        made.method = self.method
-        made.target = self.target
-        made.path = self.path
-        made.query = self.query
-        made.headers = self.headers
-        made.authorization = self.authorization
-        made.authorization_line = self.authorization_line
-        made.origin = self.origin
-        made.traceparent = self.traceparent
-        made.request_id = new_id()
+        made: Request = self.__copy__()  # type: ignore[attr-defined]  # every Struct has it, the stubs do not
         made.body = body
-        made.reply_headers = b""
-        made.keep_alive = self.keep_alive
-        made.on_head = None
-        made.old = self.old
+        made.request_id = new_id()
         return made
 
 

@@ -42,9 +42,15 @@ SLOW_BROADCASTS = (
 """Sent to every worker; the slow ones move weights and may take minutes."""
 
 
+_LABELS = {path: path.decode() for path in RELAYED}
+
+
 def label(path: bytes, own: frozenset[bytes]) -> str:
     """A path as a metric's label; the label set stays small whatever clients ask for."""
-    if path in RELAYED or path in own:
+    known = _LABELS.get(path)
+    if known is not None:
+        return known
+    if path in own:
         return path.decode()
     for prefix in PREFIXES:
         if path.startswith(prefix):

@@ -15,6 +15,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import httptools
+import msgspec
 
 from .answer import AnswerFacts, AnswerHead, Failure, Sink
 
@@ -22,27 +23,23 @@ if TYPE_CHECKING:
     from .pool import UpstreamPool
 
 _MAX_HEAD = 128 * 1024
-_JOINED = 16 * 1024
-"""Bodies up to this are copied behind their head: a second buffer costs more than so small a copy."""
 
 
-class Call:
+class Call(msgspec.Struct, eq=False):
     """One request on one worker, from ``UpstreamPool.send`` to its end."""
 
-    __slots__ = ("pool", "sink", "head", "body", "bodiless", "resend", "connection", "connecting", "paused")
-
-    def __init__(self, pool: UpstreamPool, sink: Sink, head: bytes, body: bytes, bodiless: bool, resend: bool):
-        self.pool = pool
-        self.sink: Sink | None = sink
-        self.head = head
-        self.body = body
-        self.bodiless = bodiless
-        """The answer to a HEAD request ends with its head, whatever Content-Length says."""
-        self.resend = resend
-        """Whether to send again, on a new connection, what met a stale idle one."""
-        self.connection: UpstreamConnection | None = None
-        self.connecting: asyncio.Task[None] | None = None
-        self.paused = False
+    pool: UpstreamPool
+    sink: Sink | None
+    head: bytes
+    """And with it the body, unless that is large."""
+    body: bytes
+    bodiless: bool
+    """The answer to a HEAD request ends with its head, whatever Content-Length says."""
+    resend: bool
+    """Whether to send again, on a new connection, what met a stale idle one."""
+    connection: UpstreamConnection | None = None
+    connecting: asyncio.Task[None] | None = None
+    paused: bool = False
 
     def cancel(self) -> None:
         """Drop the call: the worker sees its connection close, the sink hears nothing more. Idempotent."""
@@ -110,10 +107,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.busy.add(self)
         if call.paused:
             self.transport.pause_reading()
-        if len(call.body) > _JOINED:
+        if call.body:
             self.transport.writelines((call.head, call.body))
         else:
-            self.transport.write(call.head + call.body)
+            self.transport.write(call.head)
 
     def abandon(self) -> None:
         """Cut the connection; a worker notices at its next read or write."""
@@ -160,7 +157,7 @@ class UpstreamConnection(asyncio.Protocol):
                 if missing >= 0:
                     self._missing = missing
                     self._head = head = AnswerHead(facts, data, size)
-                    call.body = b""
+                    call.head = call.body = b""
                     if call.sink is not None:
                         call.sink.answer_head(head)
                     if not missing and self.call is call:
@@ -211,7 +208,7 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200 or size < 4:  # An interim answer, which our requests never ask for.
             self.fail(Failure("malformed", f"{self._pool.url} sent an answer that cannot be relayed (status {status})"))
             return
-        self._pending = call.body = b""
+        self._pending = call.head = call.body = b""
         self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
         if call.bodiless:
             self._done, self._keep_alive = True, False  # The parser waits for a body, so the connection is spent.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from ..body import Peek
 from ..registry import Worker
@@ -16,7 +18,7 @@ Subject = Any
 """What a policy's ``read`` took from a request for its own ``choose``; None where it needs nothing."""
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, gc=False, frozen=True):
     """The chosen worker and, for the metrics, why: a word from a small fixed set."""
 
     worker: Worker

@@ -60,6 +60,9 @@ class LoadView:
         else:
             self._turn = (self._turn + 1) % len(self._windows)
             self._windows[self._turn].scan()
+        if len(self._windows) == 1:
+            self.least, self.most = self._windows[0].least, self._windows[0].most
+            return
         self.least = min(map(_by_least, self._windows))
         self.most = max(window.most for window in self._windows)
 

@@ -198,15 +198,20 @@ class SharedAdmission(Admission):
         if self._timer is not None:
             self._timer.cancel()
 
-    def enter(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Ticket], None],
-              refuse: Callable[[ServingError], None]) -> Ticket | Waiting:
+    def walk_in(self) -> Ticket | None:
         if self._plain:
             running = self._all_running
             running[self._child] += 1
             if sum(running) <= self._safe and not sum(self._all_queued):
-                assert self._common is not None
                 return self._common
             running[self._child] -= 1
+        return None
+
+    def enter(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Ticket], None],
+              refuse: Callable[[ServingError], None]) -> Ticket | Waiting:
+        ticket = self.walk_in()
+        if ticket is not None:
+            return ticket
         with self._board.lock:
             found = super().enter(key, streamed, lambda: _bounded(priority()), start, refuse)
             if isinstance(found, Waiting):

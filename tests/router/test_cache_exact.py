@@ -29,6 +29,7 @@ from baton.router.answer import AnswerFacts, AnswerHead
 from baton.router.body import peek
 from baton.router.endpoint import Endpoint
 from baton.router.kv_watch import Source, source_of
+from baton.router.policies.base import Decision
 from baton.router.policies.cache_exact import CacheExact, Memory
 from baton.router.policies.text_pages import TextPages, text_blocks
 from baton.router.registry import Worker
@@ -181,7 +182,7 @@ def test_a_prompt_of_ids_goes_where_its_pages_are():
     for body in ({"input_ids": tokens}, {"prompt": tokens}):
         subject, request = read(policy, body)
         assert request.on_head is None
-        assert policy.choose(pool, subject) == (pool[2], "cache_hit")
+        assert policy.choose(pool, subject) == Decision(pool[2], "cache_hit")
 
 
 def test_an_eviction_and_a_restart_are_known_at_once():
@@ -189,7 +190,7 @@ def test_an_eviction_and_a_restart_are_known_at_once():
     tokens = ids(1, 320)
     policy.residency.apply(pool[1].id, [stored(tokens)])
     subject, _ = read(policy, {"input_ids": tokens})
-    assert policy.choose(pool, subject) == (pool[1], "cache_hit")
+    assert policy.choose(pool, subject) == Decision(pool[1], "cache_hit")
     policy.followed |= {worker.id for worker in pool}
     for _ in range(2):
         policy.sweep(0.0)
@@ -214,7 +215,7 @@ def test_a_burst_of_one_new_prompt_stays_together_before_any_event():
     policy.followed |= {worker.id for worker in pool}
     body = {"messages": [{"role": "user", "content": words(1, 500)[0]}]}
     home = policy.choose(pool, read(policy, body)[0]).worker
-    assert policy.choose(pool, read(policy, body)[0]) == (home, "cache_hit")
+    assert policy.choose(pool, read(policy, body)[0]) == Decision(home, "cache_hit")
     policy.sweep(1.0), policy.sweep(2.0)
     assert policy.choose(pool, read(policy, body)[0]).reason == "cache_miss"
 
@@ -224,14 +225,14 @@ def test_workers_that_publish_nothing_are_remembered():
     body = {"messages": [{"role": "user", "content": words(1, 500)[0]}]}
     home = policy.choose(pool, read(policy, body)[0]).worker
     policy.sweep(1.0), policy.sweep(2.0)
-    assert policy.choose(pool, read(policy, body)[0]) == (home, "cache_hit")
+    assert policy.choose(pool, read(policy, body)[0]) == Decision(home, "cache_hit")
 
 
 def test_new_prompts_fill_the_emptiest_of_equals():
     pool, policy = workers(3), CacheExact()
     for worker, pages in zip(pool, (30, 10, 20)):
         policy.residency.apply(worker.id, [stored(ids(worker.id, pages * PAGE))])
-    assert policy.choose(pool, read(policy, {"input_ids": ids(99, 64)})[0]) == (pool[1], "cache_miss")
+    assert policy.choose(pool, read(policy, {"input_ids": ids(99, 64)})[0]) == Decision(pool[1], "cache_miss")
 
 
 def test_a_lesson_is_taken_out_of_the_answer():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from baton.common.api.errors import Conflict, InvalidRequest, NotFound
 from baton.router.body import bootstrap_fields, peek, require_object, splice
 from baton.router.endpoint import Endpoint
+from baton.router.policies.base import Decision
 from baton.router.policies.cache_aware import BLOCK, FINE_BYTES, SHARDS, CacheAware, block_hashes
 from baton.router.policies.power_of_two import PowerOfTwo
 from baton.router.policies.random import RandomChoice
@@ -60,7 +61,7 @@ def test_cache_aware_keeps_a_conversation_on_its_worker():
     for turn in range(1, 4):
         for i in talks:
             talks[i] += text(100 * turn + i, 300)
-            assert policy.choose(pool, talks[i]) == (home[i], "cache_hit")
+            assert policy.choose(pool, talks[i]) == Decision(home[i], "cache_hit")
 
 
 def test_cache_aware_spreads_conversations_that_share_a_system_prompt():
@@ -76,7 +77,7 @@ def test_cache_aware_gives_up_affinity_for_balance():
     prompt = text(1, 4000)
     home = policy.choose(pool, prompt).worker
     home.load = 8
-    assert policy.choose(pool, prompt) == (home, "cache_hit")
+    assert policy.choose(pool, prompt) == Decision(home, "cache_hit")
     home.load = 9
     decision = policy.choose(pool, prompt)
     assert (decision.worker is home, decision.reason) == (False, "balance")
@@ -163,7 +164,7 @@ def test_membership_errors():
 
 def test_a_reservation_is_released_once():
     (worker,) = workers(1)
-    reservation = Reservation(worker)
+    reservation = Reservation.of(worker)
     assert worker.load == 1
     reservation.release()
     assert worker.load == 0

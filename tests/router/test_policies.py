@@ -15,6 +15,7 @@ from baton.common.api.errors import ConfigError
 from baton.router.body import peek
 from baton.router.config.policy import PolicyArgs
 from baton.router.endpoint import Endpoint
+from baton.router.policies.base import Decision
 from baton.router.policies.cache_aware import BLOCK, SHARDS, CacheAware, block_hashes
 from baton.router.policies.consistent_hash import ConsistentHash
 from baton.router.policies.least_loaded import LeastLoaded
@@ -131,7 +132,7 @@ def test_the_header_that_names_a_session_can_be_chosen():
 
 def test_requests_without_a_session_go_to_the_least_loaded():
     pool, policy = workers(3, 2, 0, 2), ConsistentHash()
-    assert policy.choose(pool, b"") == (pool[1], "no_session")
+    assert policy.choose(pool, b"") == Decision(pool[1], "no_session")
 
 
 async def test_sessions_stay_over_http(worker, router, chat, request_to):
@@ -205,7 +206,7 @@ def test_a_conversation_stays_although_its_worker_is_busier():
     home.load += 20
     for turn in range(6):
         talk += Random(turn + 1).randbytes(BLOCK)
-        assert policy.choose(pool, talk) == (home, "cache_hit")
+        assert policy.choose(pool, talk) == Decision(home, "cache_hit")
 
 
 async def test_chats_that_share_a_system_prompt_spread_over_http(worker, router, request_to, script):
