@@ -87,14 +87,18 @@ def drained(router: Router, url: str) -> Response:
 
 
 async def broadcast(router: Router, request: Request) -> Response:
-    """Send the request to every worker; 200 when all agree, else 502, with each worker's status (0: no answer)."""
+    """Send the request to every worker; 200 when all agree, with each worker's status (0: no answer).
+
+    Where all that did not, refused the request by a 4xx, that is the status, else 502.
+    """
     slow = request.path in SLOW_BROADCASTS
     seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
     servers = _servers(router)
     answers = await asyncio.gather(*(_tell(router, w, request, seconds) for w in servers.values()))
-    success = all(answer.ok for answer in answers)
-    return Response.json({"success": success, "workers": {url: a.status for url, a in zip(servers, answers)}},
-                         200 if success else 502)
+    failed = [answer.status for answer in answers if not answer.ok]
+    refused = all(400 <= status < 500 for status in failed)
+    return Response.json({"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}},
+                         200 if not failed else max(failed) if refused else 502)
 
 
 async def _tell(router: Router, worker: Worker, request: Request, seconds: float) -> Answer:

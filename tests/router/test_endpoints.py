@@ -39,6 +39,12 @@ async def test_all_servers_are_told(router, worker, request_to, path):
     assert (reply.status, p.bodies, d.bodies) == (200, [b'{"a": 1.50}'], [b'{"a": 1.50}'])
 
 
+async def test_what_all_servers_refuse_is_the_clients_mistake(router, worker, request_to, script):
+    front = await router(prefill=[await worker(script.status(409))], decode=[await worker(script.status(409))])
+    reply = await request_to(front, "POST", "/flush_cache", b"")
+    assert (reply.status, sorted(reply.json["workers"].values())) == (409, [409, 409])
+
+
 @pytest.mark.parametrize(("path", "hint"), [
     ("/parse/function_call", "/parse_function_call"), ("/parse/reasoning", "/separate_reasoning"),
     ("/wasm", "plug-ins"), ("/ha/status", "--router-workers")])
@@ -183,6 +189,25 @@ async def test_a_session_of_pairs_stays_with_its_decode_server(router, worker, r
         await request_to(front, "POST", "/generate", {"text": "a", "session_params": {"id": "mine"}})
     assert sorted(len(mock.posts) for mock in decodes) == [0, 0, 7]
     assert [len(mock.posts) for mock in prefills] == [3, 3]
+
+
+async def test_our_decode_servers_serve_a_session_alone(router, worker, request_to):
+    """They take its past from what they remember; a prefill server would know only what is new."""
+    p, decodes = await worker(), [await worker(stream_continuation=True) for _ in range(3)]
+    front = await router(prefill=[p], decode=decodes)
+    for _ in range(3):
+        reply = await request_to(front, "POST", "/generate", {"text": "a", "session_params": {"id": "mine"}})
+        assert reply.status == 200
+    assert (sorted(len(mock.posts) for mock in decodes), p.posts) == ([0, 0, 3], [])
+    assert not any("bootstrap_room" in served.json for mock in decodes for served in mock.posts)
+
+
+async def test_errors_are_told_in_the_api_s_form(router, request_to):
+    front = await router()
+    told = (await request_to(front, "POST", "/v1/messages", {"messages": []})).json
+    assert (told["type"], told["error"]["type"]) == ("error", "overloaded_error")
+    assert (await request_to(front, "GET", "/v1/messages")).json["error"]["type"] == "invalid_request_error"
+    assert (await request_to(front, "POST", "/v1/responses", {})).error["code"] == "worker_unavailable"
 
 
 async def test_a_new_session_falls_to_a_worker_that_is_there(router, worker, request_to, script):
