@@ -243,7 +243,7 @@ class Router:
             check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
-            self._answer(connection, request, Response.error(error))
+            self._answer(connection, request, Response.error(error, path))
 
     def _serve_scrape(self, connection: ClientConnection, request: Request) -> None:
         """Serve a request on --prometheus-port."""
@@ -268,7 +268,7 @@ class Router:
         if pair and self._local_prefill and kept is None and self._prefills_alone(found):
             subject = self.dispatcher.subject("decode", request, found)
             relay = Relay(self.dispatcher, exchange, "decode", subject, own=True)
-        elif pair:
+        elif pair and (kept is None or not kept.is_baton):  # Ours serve a session alone: prefill knows nothing of it.
             assert found is not None
             relay = PairRelay(self.dispatcher, exchange, found, only=kept)
         else:

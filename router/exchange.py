@@ -113,7 +113,7 @@ class Exchange:
     def fail(self, error: ServingError) -> None:
         """Answer with an error of our own; nothing has been sent."""
         assert not self.began
-        self.connection.respond(self.request, Response.error(error))
+        self.connection.respond(self.request, Response.error(error, self.request.path))
         self._finish(error.status)
         self.connection.done(keep_alive=self.request.keep_alive)
 

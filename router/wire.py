@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..common.anthropic.answer import error_body
 from ..common.api.errors import ServingError
 
 if TYPE_CHECKING:
     from .request import Request
 
+_ANTHROPIC = b"/v1/messages"
 _REASONS = {status.value: status.phrase for status in HTTPStatus} | {499: "Client Closed Request"}
 
 
@@ -31,10 +33,11 @@ class Response:
         return cls(status, msgspec.json.encode(value))
 
     @classmethod
-    def error(cls, error: ServingError) -> Response:
-        """OpenAI's error object, with Retry-After where the error knows it."""
+    def error(cls, error: ServingError, path: bytes = b"") -> Response:
+        """OpenAI's error object, and Anthropic's where ``path`` is of its API; with Retry-After where it is known."""
         headers = (("retry-after", str(max(1, round(error.retry_after)))),) if error.retry_after is not None else ()
-        return cls(error.status, msgspec.json.encode(error.to_openai()), headers=headers)
+        told = error_body(error) if path.startswith(_ANTHROPIC) else error.to_openai()
+        return cls(error.status, msgspec.json.encode(told), headers=headers)
 
     def encode(self, request_id: bytes, *, head_only: bool = False, close: bool = False,
                more: bytes = b"") -> bytes:
@@ -79,8 +82,8 @@ class SlowRequest(ServingError):
 
 def error_event(error: ServingError, path: bytes) -> bytes:
     """A server-sent event that tells a streaming client why its stream ends, in the form of the API that it speaks."""
-    if path == b"/v1/messages":
-        told: dict[str, Any] = {"type": "error", "error": {"type": "api_error", "message": error.message}}
+    if path.startswith(_ANTHROPIC):
+        told: Any = error_body(error)
     elif path == b"/v1/responses":
         told = {"type": "error", "code": error.code, "message": error.message, "param": None}
     else:

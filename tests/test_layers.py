@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "decode": {"kvtransfer", "common"},
     "router": {"common"},
 }
-TORCH_FREE_ROOMS = {"api", "config", "obs", "openai"}
+TORCH_FREE_ROOMS = {"anthropic", "api", "config", "obs", "openai"}
 
 
 def imports_of(path: Path):
