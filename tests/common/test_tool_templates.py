@@ -68,6 +68,12 @@ def test_shipped_templates_write_calls_as_they_are_read(tokenizer: Tokenizer, na
     assert isinstance(arguments, Arguments) and json.loads(arguments.text) == {"a": "é\n"}
 
 
+def test_answers_of_tools_in_a_row(tokenizer: Tokenizer) -> None:
+    text = prompt(tokenizer.with_chat_template("qwen"), [*CALLED, {"role": "tool", "content": "more"}], tools=TOOLS)
+    assert text.endswith("<|im_start|>user\n<tool_response>\ndone\n</tool_response>\n<tool_response>\nmore\n"
+                         "</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_thinking_can_be_switched_off(tokenizer: Tokenizer) -> None:
     ours = tokenizer.with_chat_template("qwen")
     assert prompt(ours, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
