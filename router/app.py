@@ -273,7 +273,8 @@ class Router:
             relay = PairRelay(self.dispatcher, exchange, found, only=kept)
         else:
             role = self._role_for(request)
-            relay = Relay(self.dispatcher, exchange, role, self.dispatcher.subject(role, request, found), only=kept,
+            subject = self.dispatcher.policies[role].read(request, found)
+            relay = Relay(self.dispatcher, exchange, role, subject, only=kept,
                           retries=self._no_retries() if kept is not None else None)
         if self._gate is not None and request.method == b"POST":
             self._gate.start(exchange, relay)

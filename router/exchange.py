@@ -8,7 +8,7 @@ from time import perf_counter
 from ..common.api.errors import ServingError
 from .access import without_grants
 from .admission import Ticket
-from .answer import AnswerHead, Failure
+from .answer import AnswerFacts, AnswerHead, Failure
 from .continuation import StreamLog
 from .http_server import ClientConnection
 from .metrics import Metrics
@@ -28,7 +28,7 @@ class Exchange:
     """
 
     __slots__ = ("connection", "request", "route", "retries", "worker", "began", "_metrics", "_log_access", "_begun_at",
-                 "_status", "_keep_alive", "_chunked", "_event_stream", "_awaits_body", "_pieces", "_first_at", "_span",
+                 "_facts", "_awaits_body", "_pieces", "_first_at", "_span",
                  "ticket", "log")
 
     def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics, log_access: bool,
@@ -53,25 +53,22 @@ class Exchange:
     def begin(self, head: AnswerHead) -> None:
         """Relay a head, and what came with it, adding the request id where the worker did not."""
         self.began = True
-        self.request.body = b""  # Nothing is sent again.
-        if self.request.on_head is not None:
-            head = self.request.on_head(head)
-        facts = head.facts
-        self._status = facts.status
-        self._keep_alive = facts.delimited and self.request.keep_alive
-        self._event_stream = facts.event_stream
-        self._chunked = facts.event_stream and facts.chunked
+        request = self.request
+        request.body = b""  # Nothing is sent again.
+        if request.on_head is not None:
+            head = request.on_head(head)
+        self._facts = facts = head.facts
         if self.log is not None:
             self._follow(self.log, head)
-        data = head.data
+        data, line = head.data, facts.line_size
         if len(data) > head.size:
             self._first_token()
-        added = b"" if facts.names_request else b"x-request-id: %b\r\n" % self.request.request_id
-        if self.request.reply_headers:
-            added += self.request.reply_headers
-            data = without_grants(data[:head.size]) + data[head.size:]
-        if added:
-            data = b"%b%b%b" % (data[:facts.line_size], added, data[facts.line_size:])
+        if request.reply_headers:
+            added = b"" if facts.names_request else b"x-request-id: %b\r\n" % request.request_id
+            data = b"".join((data[:line], added, request.reply_headers, without_grants(data[line - 2:head.size])[2:],
+                             data[head.size:]))
+        elif not facts.names_request:
+            data = b"".join((data[:line], b"x-request-id: ", request.request_id, b"\r\n", data[line:]))
         self.connection.transport.write(data)
 
     def _follow(self, log: StreamLog, head: AnswerHead) -> None:
@@ -107,8 +104,9 @@ class Exchange:
         """The worker's answer is complete."""
         if self.log is not None and (rest := self.log.rest()):
             self.connection.transport.write(rest)
-        self._finish(self._status)
-        self.connection.done(keep_alive=self._keep_alive and reusable)
+        facts = self._facts
+        self._finish(facts.status)
+        self.connection.done(keep_alive=reusable and facts.delimited and self.request.keep_alive)
 
     def fail(self, error: ServingError) -> None:
         """Answer with an error of our own; nothing has been sent."""
@@ -127,10 +125,11 @@ class Exchange:
         self._metrics.broken_streams += 1
         logger.warning("An answer broke off: %s.", failure.detail,
                        extra={"fields": {"request_id": self.request.request_id.decode("latin-1")}})
-        if self._event_stream and (failure.at_boundary or self.log is not None):
+        facts = self._facts
+        if facts.event_stream and (failure.at_boundary or self.log is not None):
             event = b"\n\n" + error_event(error, self.request.path)
-            self.connection.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if self._chunked else event)
-        self._finish(self._status)
+            self.connection.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if facts.chunked else event)
+        self._finish(facts.status)
         self.connection.done(keep_alive=False)
 
     def abandon(self) -> None:
@@ -151,7 +150,7 @@ class Exchange:
         seconds = perf_counter() - self._begun_at
         self._metrics.requests[self.route, status] += 1
         self._metrics.durations[self.route].observe(seconds)
-        if self._pieces > 1 and self._event_stream:
+        if self._pieces > 1 and self._facts.event_stream:
             gap = (self._begun_at + seconds - self._first_at) / (self._pieces - 1)
             self._metrics.inter_tokens[self.route].observe(gap)
         if self.ticket is not None:

@@ -25,25 +25,26 @@ class KnownHeads(Generic[Fact]):
     None for a head whose message is anything but plain: framed by that length alone, and followed by others.
     """
 
-    __slots__ = ("read", "_known", "_met")
+    __slots__ = ("read", "_known", "_met", "_spelling", "_other")
 
     def __init__(self, read: Callable[[bytes], Fact | None] = lambda head: None):
         self.read = read
         self._known: dict[bytes, Fact | None] = {}
         self._met: set[int] = set()
+        self._spelling, self._other = b"\r\nContent-Length: ", b"\r\ncontent-length: "
 
     def find(self, data: bytes) -> tuple[Fact, int, int] | None:
         """``(fact, size of the head, Content-Length)`` of the message that starts with ``data``, if it is known."""
         size = data.find(b"\r\n\r\n") + 4
-        start = data.find(b"\r\nContent-Length: ", 0, size)
-        if start < 0:
-            start = data.find(b"\r\ncontent-length: ", 0, size)
-            if start < 0:
+        start = data.find(self._spelling, 0, size) + 18
+        if start < 18:
+            start = data.find(self._other, 0, size) + 18
+            if start < 18:
                 return None
-        start += 18
+            self._spelling, self._other = self._other, self._spelling
         stop = data.find(b"\r", start)
         digits = data[start:stop]
-        if not digits.isdigit() or len(digits) > 15:
+        if not digits.isdigit() or stop - start > 15:
             return None
         key = data[:start] + data[stop:size]
         fact = self._known.get(key)

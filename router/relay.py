@@ -77,14 +77,15 @@ class Relay:
 
     def answer_head(self, head: AnswerHead) -> None:
         worker = self._reservation.worker  # type: ignore[union-attr]  # held while the call runs
-        if head.status >= 400 or worker.circuit.troubled:
-            self._dispatcher.on_status(worker, head.status)
+        status = head.facts.status
+        if status >= 400 or worker.circuit.troubled:
+            self._dispatcher.on_status(worker, status)
         exchange = self._exchange
         if exchange.began:
             self._answer_continued(head)
-        elif head.status in RETRYABLE_STATUSES and self._may_move_on():
+        elif status in RETRYABLE_STATUSES and self._may_move_on():
             self._drop()
-            self._again(f"status_{head.status}", nobody(self._role))
+            self._again(f"status_{status}", nobody(self._role))
         else:
             if not worker.is_baton:
                 exchange.log = None

@@ -157,7 +157,7 @@ class UpstreamConnection(asyncio.Protocol):
                 if missing >= 0:
                     self._missing = missing
                     self._head = head = AnswerHead(facts, data, size)
-                    call.head = call.body = b""
+                    call.head = b""
                     if call.sink is not None:
                         call.sink.answer_head(head)
                     if not missing and self.call is call:
@@ -216,13 +216,15 @@ class UpstreamConnection(asyncio.Protocol):
             call.sink.answer_head(head)
 
     def _finish(self, call: Call, reusable: bool) -> None:
-        self._head = None
-        self._detach()
+        self._pool.busy.discard(self)
+        self._head = self.call = call.connection = None
         if reusable and not call.paused:
             self._pool.park(self)
         else:
             self.transport.close()
-        call.ended(reusable)
+        sink, call.sink = call.sink, None
+        if sink is not None:
+            sink.answer_end(reusable=reusable)
 
     def eof_received(self) -> None:
         """The worker closes; the connection is lost in a moment, and must not be taken for a call before."""
