@@ -46,10 +46,9 @@ from .messages import (
     ToChild,
     WorkerNews,
 )
-from .ring import RingReader
 from .shared_admission import SharedAdmission
 from .shared_policies import share
-from .shared_workers import Loads, SharedRegistry, SharedWorker
+from .shared_workers import SharedRegistry, SharedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,9 +111,7 @@ class Child(Parts):
         self._link = link
         self._ended = ended
         self._board = Board(begin.board, begin.count)
-        self._loads = Loads(self._board, begin.child)
         self._column = self._board.loads(begin.child)
-        self._rings: list[RingReader] = []
         self._workers: dict[int, SharedWorker] = {}
         self._roots: dict[int, Worker] = {}
         self._questions: dict[int, asyncio.Future[Answered]] = {}
@@ -133,21 +130,15 @@ class Child(Parts):
         self._ticker.cancel()
         await self.router.stop()
 
-    def refresh(self) -> None:
-        """See what the other processes did since."""
-        self._loads.refresh()
-        for ring in self._rings:
-            ring.read()
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
-            self.refresh()
+            self._registry.look()
 
     # ------------------------------------------------------------------ the parts
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
-        self._registry = SharedRegistry(self.refresh, self._link.tell, config.circuit.rules)
+        self._registry = SharedRegistry(self._board, self._begin.child, self._link.tell, config.circuit.rules)
         return self._registry
 
     def health(self, config: RouterConfig, registry: Registry,
@@ -156,7 +147,9 @@ class Child(Parts):
 
     def dispatcher(self, *args: Any) -> Dispatcher:
         dispatcher = super().dispatcher(*args)
-        self._rings = share(dispatcher.policies.values(), self._board, self._begin.child)
+        apply = share(dispatcher.policies.values(), self._board, self._begin.child)
+        for neighbour in self._registry.neighbours:
+            neighbour.apply.update(apply)
         self._dispatcher = dispatcher
         for message in (self._begin.news, *self._early):
             self.received(message)
@@ -226,7 +219,6 @@ class Child(Parts):
             self._roots = {number: root for number, root in self._roots.items() if root in known}
             self._roots[news.root] = worker
         self._workers[worker.id] = worker
-        self._loads.add(worker)
         self._registry.add(worker)
         worker.take(news)
         self._dispatcher.open_pool(worker)

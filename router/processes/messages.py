@@ -26,11 +26,13 @@ class WorkerNews(msgspec.Struct, frozen=True):
     state: State
     draining: bool
     is_baton: bool
+    keeps_files: bool
     circuit: CircuitState
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "state", "draining", "is_baton")
+    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "state", "draining", "is_baton",
+                                            "keeps_files")
     """Fields that are attributes of a worker and may change."""
 
 

@@ -25,8 +25,9 @@ Apply = Callable[[int, int, list[int]], None]
 
 
 @lru_cache(1024)
-def _packer(count: int) -> Callable[..., None]:
-    return struct.Struct(f"{count}q").pack_into
+def words(count: int) -> struct.Struct:
+    """So many int64 words in a row."""
+    return struct.Struct(f"{count}q")
 
 
 class RingWriter:
@@ -34,56 +35,52 @@ class RingWriter:
 
     def __init__(self, board: Board, child: int):
         self._ring = board.ring(child)
-        self._bytes = self._ring.cast("B")
         self._cells = board.cells(child)
         self._head = self._cells[RING_HEAD]
 
-    def write(self, kind: int, subject: int, number: int, words: Sequence[int]) -> None:
-        """``kind`` is 1 to 255; words are int64."""
-        if len(words) > _MOST - _HEAD:
-            words = words[:_MOST - _HEAD]
-        count = len(words) + _HEAD
+    def write(self, kind: int, subject: int, number: int, content: Sequence[int]) -> None:
+        """``kind`` is 1 to 255; ``content`` is int64 words."""
+        if len(content) > _MOST - _HEAD:
+            content = content[:_MOST - _HEAD]
+        count = len(content) + _HEAD
         at = self._head % RING_WORDS
         if at + count > RING_WORDS:
             self._ring[at] = _SKIP
             self._head += RING_WORDS - at
             at = 0
-        _packer(count)(self._bytes, 8 * at, count << 8 | kind, subject, number, *words)
+        words(count).pack_into(self._ring, 8 * at, count << 8 | kind, subject, number, *content)
         self._head += count
         self._cells[RING_HEAD] = self._head
 
 
 class RingReader:
-    """Another child's ring; ``apply`` takes its records by kind."""
+    """Another child's ring, read up to ``at``; ``apply`` takes its records by kind."""
 
-    def __init__(self, board: Board, child: int, apply: dict[int, Apply]):
+    def __init__(self, board: Board, child: int):
         self._ring = board.ring(child)
-        self._cells = board.cells(child)
-        self._apply = apply
-        self._at = self._cells[RING_HEAD]
+        self.at = board.cells(child)[RING_HEAD]
+        self.apply: dict[int, Apply] = {}
 
-    def read(self) -> None:
-        """Take in what is new."""
-        head = self._cells[RING_HEAD]
-        if head != self._at:
-            self._read(head)
+    def read(self, head: int) -> None:
+        """Take in what is new, up to the writer's head."""
+        while self.at < head:
+            if head - self.at > RING_WORDS // 2:  # Its writer is about to overtake us.
+                break
+            place = self.at % RING_WORDS
+            end = min(place + head - self.at, RING_WORDS)
+            self._take(self._ring[place:end].tolist())
+            self.at += end - place
+        self.at = head
 
-    def _read(self, head: int) -> None:
-        ring, at = self._ring, self._at
-        while at < head:
-            if head - at > RING_WORDS // 2:  # Its writer is about to overtake us.
-                break
-            place = at % RING_WORDS
-            first = ring[place]
-            if first == _SKIP:
-                at += RING_WORDS - place
-                continue
-            count, kind = first >> 8, first & 255
-            if not _HEAD <= count <= min(_MOST, RING_WORDS - place):
-                break
-            words = ring[place + 1:place + count].tolist()
-            apply = self._apply.get(kind)
+    def _take(self, found: list[int]) -> None:
+        """Apply the records of a piece of the ring, which ends with one."""
+        at = 0
+        while at < len(found):
+            first = found[at]
+            count = first >> 8
+            if count < _HEAD:  # The rest of the ring was skipped, or this was overwritten.
+                return
+            apply = self.apply.get(first & 255)
             if apply is not None:
-                apply(words[0], words[1], words[2:])
+                apply(found[at + 1], found[at + 2], found[at + _HEAD:at + count])
             at += count
-        self._at = head

@@ -10,7 +10,7 @@ from ..policies.cache_aware import CacheAware, PrefixMemory
 from ..policies.cache_exact import CacheExact
 from ..policies.text_pages import TextPages
 from .board import TURNS, Board, SharedCount
-from .ring import Apply, RingReader, RingWriter
+from .ring import Apply, RingWriter
 
 
 class SharedPrefixes(PrefixMemory):
@@ -50,9 +50,9 @@ class SharedTexts(TextPages):
             super().learn(blocks, size, PromptPages(words[0], words[1], list(zip(told[::2], told[1::2]))))
 
 
-def share(policies: Iterable[Policy], board: Board, child: int) -> list[RingReader]:
-    """Join the policies of this process with those of the others, which were built alike; returns what is to be read
-    before each decision."""
+def share(policies: Iterable[Policy], board: Board, child: int) -> dict[int, Apply]:
+    """Join the policies of this process with those of the others, which were built alike; returns what takes in the
+    records of the others' rings, by kind."""
     ring = RingWriter(board, child)
     apply: dict[int, Apply] = {}
     for index, policy in enumerate(dict.fromkeys(policies)):
@@ -67,7 +67,7 @@ def share(policies: Iterable[Policy], board: Board, child: int) -> list[RingRead
         elif hasattr(policy, "turns"):
             cells: Sequence[memoryview] = [board.cells(other) for other in range(board.count)]
             policy.turns = SharedCount(cells, child, TURNS + index)
-    return [RingReader(board, other, apply) for other in range(board.count) if other != child and apply]
+    return apply
 
 
 def _prefixes(ring: RingWriter, apply: dict[int, Apply]) -> SharedPrefixes:

@@ -8,37 +8,35 @@ from operator import attrgetter
 from ..circuit import CircuitRules
 from ..endpoint import Endpoint
 from ..registry import Registry, Reservation, Role, Worker
-from .board import Board
+from .board import RING_HEAD, Board
 from .messages import Failed, Probed, Served, WorkerNews
+from .ring import RingReader, words
 
-_STEP = 32
-"""Rows that are compared at once: of a thousand workers only those whose neighbours changed are walked."""
+_STEP = 512
+"""Bytes of a column that are compared at once: of a thousand workers at most 64 are walked for one change."""
 
 
 class SharedWorker(Worker):
-    """A worker whose ``load`` is over all processes: as of the last ``Loads.refresh``, and this process's own since.
+    """A worker whose ``load`` is over all processes: as of the last look at the others, and this process's own since.
 
-    What is added to it, or taken away, goes to this process's column of the board.
+    What is added to it, or taken away, goes to this process's column of the board; what others added or took away, to
+    ``known_load``.
     """
 
-    __slots__ = ("row", "_load", "_column")
+    __slots__ = ("row", "known_load", "_column")
 
     def __init__(self, endpoint: Endpoint, role: Role, *, api_key: str | None, rank: int | None, root: Worker | None,
                  row: int, column: memoryview):
         self.row = row
-        self._load = 0
+        self.known_load = 0
         self._column = column
         super().__init__(endpoint, role, api_key=api_key, rank=rank, root=root)
 
     def _set_load(self, load: int) -> None:
-        self._column[self.row] += load - self._load
-        self._load = load
+        self._column[self.row] += load - self.known_load
+        self.known_load = load
 
-    load = property(attrgetter("_load"), _set_load)  # type: ignore[assignment]
-
-    def elsewhere(self, change: int) -> None:
-        """Other processes took, or gave back, so many."""
-        self._load += change
+    load = property(attrgetter("known_load"), _set_load)  # type: ignore[assignment]
 
     def take(self, news: WorkerNews) -> None:
         """Become what the parent says."""
@@ -48,67 +46,86 @@ class SharedWorker(Worker):
         circuit.state, circuit.troubled, circuit.probing = news.circuit, news.troubled, news.probing
 
 
-class Loads:
-    """The other children's columns, added to the workers' loads as they change."""
+class Neighbour:
+    """Another child, as far as decisions depend on it: its column of loads, and its ring."""
 
-    def __init__(self, board: Board, child: int):
+    def __init__(self, board: Board, child: int, rows: list[SharedWorker | None]):
         self._memory = board.memory
-        self._starts = [board.loads_at(other) for other in range(board.count) if other != child]
-        self._size = 0
-        self._seen = [b""] * len(self._starts)
-        self._rows: list[SharedWorker | None] = []
+        self._start = self._end = board.loads_at(child)
+        self._seen = b""
+        self._rows = rows
+        self._cells = board.cells(child)
+        self._ring = RingReader(board, child)
+        self.apply = self._ring.apply
 
-    def add(self, worker: SharedWorker) -> None:
-        """Begin to keep a worker's load; its row's former worker has no requests left anywhere."""
-        row = worker.row
-        if row >= len(self._rows):
-            self._rows += [None] * (row + 1 - len(self._rows))
-            self._size = 8 * len(self._rows)
-            self._seen = [seen.ljust(self._size, b"\0") for seen in self._seen]
-        self._rows[row] = worker
-        worker.elsewhere(sum(memoryview(seen).cast("q")[row] for seen in self._seen))
+    def cover(self, rows: int) -> None:
+        """Look at so many rows."""
+        self._end = self._start + 8 * rows
+        self._seen = self._seen.ljust(8 * rows, b"\0")
 
-    def refresh(self) -> None:
-        """Bring all loads to what holds now."""
-        memory, size, seen = self._memory, self._size, self._seen
-        for index, start in enumerate(self._starts):
-            now = memory[start:start + size]
-            if now != seen[index]:
-                self._apply(seen[index], now)
-                seen[index] = now
+    def load(self, row: int) -> int:
+        """A row's load as of the last ``look``."""
+        return int(memoryview(self._seen).cast("q")[row])
 
-    def _apply(self, old: bytes, new: bytes) -> None:
-        rows = self._rows
-        for at in range(0, len(new), 8 * _STEP):
-            before, after = old[at:at + 8 * _STEP], new[at:at + 8 * _STEP]
-            if before != after:
-                pairs = zip(memoryview(before).cast("q"), memoryview(after).cast("q"))
-                for row, (was, is_now) in enumerate(pairs, at // 8):
-                    if was != is_now:
-                        worker = rows[row]
-                        if worker is not None:
-                            worker.elsewhere(is_now - was)
+    def look(self) -> None:
+        """Take in what is new: before each decision, so in few words."""
+        now = self._memory[self._start:self._end]
+        if now != self._seen:
+            seen, self._seen = self._seen, now
+            if len(now) <= _STEP:
+                self._note(0, seen, now)
+            else:
+                for at in range(0, len(now), _STEP):
+                    if seen[at:at + _STEP] != now[at:at + _STEP]:
+                        self._note(at // 8, seen[at:at + _STEP], now[at:at + _STEP])
+        head = self._cells[RING_HEAD]
+        if head != self._ring.at:
+            self._ring.read(head)
+
+    def _note(self, first: int, seen: bytes, now: bytes) -> None:
+        """Loads changed in some of the rows from ``first`` on."""
+        unpack = words(len(now) // 8).unpack
+        rows = self._rows[first:first + len(now) // 8] if first else self._rows
+        for worker, before, after in zip(rows, unpack(seen), unpack(now)):
+            if before != after and worker is not None:
+                worker.known_load += after - before
 
 
 class SharedRegistry(Registry):
-    """A child's registry: it holds what the parent says, and tells it what becomes of requests.
+    """A child's registry: it holds what the parent says, and tells it what becomes of requests."""
 
-    ``refresh`` is called before each look at the workers.
-    """
-
-    def __init__(self, refresh: Callable[[], None], tell: Callable[[Failed | Served | Probed], None],
+    def __init__(self, board: Board, child: int, tell: Callable[[Failed | Served | Probed], None],
                  circuit_rules: CircuitRules):
         super().__init__(circuit_rules=circuit_rules)
-        self._look = refresh
+        self._rows: list[SharedWorker | None] = []
+        self.neighbours = [Neighbour(board, other, self._rows) for other in range(board.count) if other != child]
         self._tell = tell
 
     def __iter__(self) -> Iterator[Worker]:
-        self._look()
+        self.look()
         return super().__iter__()
 
     def available(self, role: Role) -> tuple[Worker, ...]:
-        self._look()
+        for neighbour in self.neighbours:
+            neighbour.look()
         return self._available[role]
+
+    def look(self) -> None:
+        """See what the other processes did."""
+        for neighbour in self.neighbours:
+            neighbour.look()
+
+    def add(self, worker: Worker) -> None:
+        """The former worker of the row, if there was one, has no requests left in any process."""
+        assert isinstance(worker, SharedWorker)
+        missing = worker.row + 1 - len(self._rows)
+        if missing > 0:
+            self._rows += [None] * missing
+            for neighbour in self.neighbours:
+                neighbour.cover(len(self._rows))
+        self._rows[worker.row] = worker
+        worker.known_load += sum(neighbour.load(worker.row) for neighbour in self.neighbours)
+        super().add(worker)
 
     def changed(self) -> None:
         """Workers are no longer what they were."""
