@@ -30,6 +30,12 @@ class ServingError(Exception):
         if code is not None:
             self.code = code
 
+    @property
+    def wire_code(self) -> str:
+        """What ``from_code`` makes this error of again, on the other side of a process boundary."""
+        own = type(self).code
+        return own if self.code == own else f"{own}:{self.code}"
+
     def to_openai(self) -> dict[str, Any]:
         """The response body: ``{"error": {"message", "type", "param", "code"}}``."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -106,8 +112,9 @@ _BY_CODE: dict[str, type[ServingError]] = {
 
 
 def from_code(code: str, message: str) -> ServingError:
-    """Rebuild an error that crossed a process boundary as ``(code, message)``."""
-    return _BY_CODE.get(code, ServingError)(message)
+    """Rebuild an error that crossed a process boundary as ``(wire_code, message)``."""
+    leaf, _, special = code.partition(":")
+    return _BY_CODE.get(leaf, ServingError)(message, code=special or None)
 
 
 class ConfigError(ValueError):

@@ -147,7 +147,7 @@ class Outputs(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """A request ended with an error; ``code`` is a ServingError's (see errors.from_code)."""
+    """A request ended with an error; ``code`` is a ServingError's ``wire_code``."""
 
     rid: str
     code: str

@@ -34,7 +34,7 @@ class Ledger:
         try:
             self._check(message)
         except ServingError as error:
-            self._send(Failed(message.rid, error.code, error.message))
+            self._send(Failed(message.rid, error.wire_code, error.message))
             return None
         req = Req.from_message(message, eos_ids=self.eos_ids, now=now, timeout=self._timeout)
         self.live[req.rid] = req
@@ -68,7 +68,7 @@ class Ledger:
         self._close(req)
         self.counters["failed_requests"] += 1
         self.flush()  # tokens gained before the error are reported before it
-        self._send(Failed(req.rid, error.code, error.message))
+        self._send(Failed(req.rid, error.wire_code, error.message))
 
     def drop(self, req: Req) -> None:
         """Close without a message: the front has answered the request itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from aiohttp import BodyPartReader, web
+from aiohttp import BodyPartReader, http, web
 
 from ..api.errors import InvalidRequest, NotFound
 from ..openai.files import PURPOSES, FileDeleted, Page, PageQuery, expiry_seconds
@@ -14,6 +14,7 @@ from .web import json_response
 
 STORAGE: web.AppKey[Storage] = web.AppKey("storage", Storage)
 _CHUNK = 2**20
+_TORN = (ValueError, AssertionError, http.HttpProcessingError)  # aiohttp's, for a form that is torn or malformed
 _LONGEST_FIELD = 1024
 _FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))
 
@@ -57,7 +58,7 @@ async def upload(front: Front, request: web.Request) -> web.Response:
     except BaseException as error:
         if received is not None:
             store.discard(received[0])
-        if isinstance(error, (ValueError, AssertionError)):  # aiohttp's, for a form that is torn or malformed
+        if isinstance(error, _TORN):
             raise InvalidRequest("The form is not valid multipart/form-data.") from None
         raise
     return json_response(entry)

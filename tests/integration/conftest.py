@@ -10,7 +10,8 @@ from baton.tests.ports import free_port
 def unified(tmp_path_factory):
     """A unified server of the shipped chat model."""
     folder = tmp_path_factory.mktemp("unified")
-    argv = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"]
+    argv = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning",
+            "--file-storage-path", str(folder / "kept")]
     server = Server("baton.launch", ["server", *argv], free_port(), folder / "server.log").start()
     try:
         yield server.wait_ready()
