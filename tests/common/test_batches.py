@@ -103,7 +103,8 @@ def test_bad_uploads(keeper: Server, folder: Path, files: Any, data: Any) -> Non
 @pytest.mark.parametrize("kind, body", [
     ("application/json", b"{}"), ("multipart/form-data", b"--x"), ("multipart/form-data; boundary=x", b"no form"),
     ("multipart/form-data; boundary=x", b"--x\r\nContent-Disposition: form-data; name=\"file\"\r\n\r\ntorn"),
-    ("multipart/form-data; boundary=x", b"--x\r\nContent-Di"), ("multipart/form-data; boundary=x", b""), ("multipart/mixed; boundary=x", b"--x--\r\n"),
+    ("multipart/form-data; boundary=x", b"--x\r\nContent-Di"),
+    ("multipart/form-data; boundary=x", b""), ("multipart/mixed; boundary=x", b"--x--\r\n"),
     ("multipart/form-data; boundary=x", b"--x\r\nContent-Type: multipart/mixed; boundary=y\r\n\r\n--y--\r\n--x--")])
 def test_forms_that_are_none(keeper: Server, kind: str, body: bytes) -> None:
     answer = httpx.post(keeper.url + "/v1/files", content=body, headers={"Content-Type": kind})
