@@ -8,7 +8,6 @@ computes prompts that come without a bootstrap room, and requests that were retr
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 
 from ..common.api.errors import ServingError
@@ -94,7 +93,7 @@ class DecodeScheduler:
         first = req.hold.num_cached_pages
         peer = (req.bootstrap.host, req.bootstrap.port)
         try:
-            self.receiver.reserve(req.bootstrap.room, peer, zlib.crc32(req.prompt.tobytes()), req.num_prompt_tokens,
+            self.receiver.reserve(req.bootstrap.room, peer, req.prompt_digest, req.num_prompt_tokens,
                                   first, req.hold.ids[first:].copy())
         except ServingError as error:
             self.batcher.finish(req, keep=False)
@@ -125,6 +124,8 @@ class DecodeScheduler:
         req.num_computed_tokens = req.num_prompt_tokens
         req.num_cached_tokens = max(result.num_cached_tokens, req.hold.num_cached_pages * self.batcher.cache.page_size)
         req.prompt_logprobs = result.prompt_logprobs
+        if req.hidden is not None and result.hidden_states is not None:
+            req.hidden.add_told(result.hidden_states, req.num_prompt_tokens)
         self.batcher.cache.commit(req.hold, req.prompt)
         self.batcher.adopt(req)
         self.unified.report(req, req.take(result.token_id), result.logprobs)

@@ -37,12 +37,16 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 class PrefillResult(msgspec.Struct, frozen=True):
-    """What decode needs beside the pages: the first token, and how much of the prompt prefill had cached."""
+    """What decode needs beside the pages: the first token, and how much of the prompt prefill had cached.
+
+    ``hidden_states`` are the prompt's, float32 rows, where the request wants them: 32 MiB at most.
+    """
 
     token_id: int
     num_cached_tokens: int
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    hidden_states: bytes | None = None
 
 
 class RankInfo(msgspec.Struct, frozen=True):

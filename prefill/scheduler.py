@@ -7,7 +7,6 @@ prefix cache. Until a transfer has settled, its pages are held: a write may stil
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -79,7 +78,7 @@ class PrefillScheduler:
             raise InvalidRequest(
                 "A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send to the router instead.",
                 param="bootstrap_room")
-        self.sender.expect(req.bootstrap.room, zlib.crc32(req.prompt.tobytes()), req.num_prompt_tokens)
+        self.sender.expect(req.bootstrap.room, req.prompt_digest, req.num_prompt_tokens)
         self.rooms.open(req, Stage.MEETING)
 
     def abort(self, req: Req, error: ServingError) -> None:
@@ -126,7 +125,10 @@ class PrefillScheduler:
     def _take_in(self, step: Step) -> None:
         for gain in step.gains():
             half = self.rooms.of(gain.req)
-            if half is not None and half.stage is Stage.COMPUTING:
+            if half is not None and half.stage is Stage.COMPUTING and gain.error is not None:
+                self.abort(gain.req, gain.error)
+                self.ledger.fail(gain.req, gain.error)
+            elif half is not None and half.stage is Stage.COMPUTING:
                 self.batcher.detach(gain.req)
                 self._hand_over(half, gain.token_id, gain.logprobs)
 
@@ -137,7 +139,8 @@ class PrefillScheduler:
         req.mark("prefill")
         self._first_tokens[req.rid] = (req.take_pending(token_id), logprobs)
         req.finish = req.finish or Finish("length")
-        self.sender.finish(half.room, PrefillResult(token_id, req.num_cached_tokens, logprobs, req.prompt_logprobs))
+        self.sender.finish(half.room, PrefillResult(token_id, req.num_cached_tokens, logprobs, req.prompt_logprobs,
+                                                    req.hidden and req.hidden.take()))
 
     def _let_go(self, half: Half) -> None:
         """No write can touch the pages any more: what was computed stays in the prefix cache."""

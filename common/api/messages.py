@@ -6,7 +6,7 @@ terminal message (``Output.finish`` set, or ``Failed``) for every ``Generate`` i
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,12 +27,21 @@ Pooling = Literal["last", "mean"]
 """Whether a prompt's vector is its last token's hidden state, or the average of all of them."""
 
 
+class CustomProcessor(msgspec.Struct, frozen=True, array_like=True):
+    """A logit processor that the engine imports, ``package.module:Name``, and what this request gives it."""
+
+    path: str
+    params: dict[str, Any] = {}
+
+
 class Generate(msgspec.Struct, tag=True):
     """Run one prompt. ``deadline`` is in seconds from arrival, None for the server's default.
 
     ``logprob_start_len`` is the first prompt position whose logprob is wanted; -1 means none of the prompt.
     ``token_ids_logprob``: tokens whose logprobs are wanted at every position. The last ``num_answered`` of
     ``input_ids`` are output that another server has answered: they count as output for penalties.
+    ``input_embeds`` (float32, little endian, one row of the model's hidden size each) take the place of the first
+    token embeddings: the ids at these positions mean nothing.
     """
 
     rid: str
@@ -48,6 +57,9 @@ class Generate(msgspec.Struct, tag=True):
     deadline: float | None = None
     traced: bool = False  # the front wants to know of the request's stages
     pooling: Pooling | None = None  # of an embedding server: what the answer is made of
+    processor: CustomProcessor | None = None
+    input_embeds: bytes | None = None
+    return_hidden_states: bool = False
 
 
 StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
@@ -137,6 +149,7 @@ class Output(msgspec.Struct):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; labels' scores of a model that has labels
+    hidden_states: bytes | None = None  # float32 rows of the positions behind those that were told before
     stages: list[Stage] = []  # those that ended since the last output, of requests that are traced
 
 

@@ -112,7 +112,8 @@ class Batcher:
 
         Leaves each running request a page to grow into; False, and no change, where that does not fit.
         """
-        hold = self.cache.begin(req.tokens.view(), prefix_limit)
+        private = req.embeds is not None
+        hold = self.cache.begin_private() if private else self.cache.begin(req.tokens.view(), prefix_limit)
         missing = self.cache.pages_for(num_tokens) - hold.count
         if missing + len(self.running) > self.cache.num_available or not self.cache.grow(hold, num_tokens):
             self.cache.release(hold)

@@ -9,10 +9,14 @@ import msgspec
 
 from ..api.sampling import SamplingParams
 from .logit_bias import LogitBias
+from .processors import RowProcessor
 from .token_history import TokenHistory
 
 if TYPE_CHECKING:
     import torch
+
+FAILED = -1
+"""In the place of a token: the row's processor has failed. It reaches all ranks as tokens do."""
 
 FillAllowed = Callable[["torch.Tensor", int], None]
 """``fill(bitmask, row)`` writes which tokens may follow into ``bitmask[row]``: bit t % 32 of word t // 32 is token t's.
@@ -37,7 +41,9 @@ class Choosing(msgspec.Struct, frozen=True, gc=False):
     2. ``history``: what the penalties of ``params`` look at; None where there are none. ``pending`` is the index of
        the request's newest token among those that the step before chose, where only the device knows it: it counts.
     3. ``bias`` is added; ``suppressed`` tokens get -inf (a request below ``min_new_tokens`` names its stop tokens).
-    4. Temperature, truncation and noise of ``params``. ``position`` counts the tokens before the chosen one: the noise
+    4. ``processor``, which the request names, is given the row; what it makes counts for log-probabilities, too. On
+       rank 0 only, like ``allowed``. Where it fails, the row's token is told as ``FAILED``.
+    5. Temperature, truncation and noise of ``params``. ``position`` counts the tokens before the chosen one: the noise
        of a seeded row depends on it.
 
     ``logprobs`` is None where none are wanted.
@@ -51,3 +57,4 @@ class Choosing(msgspec.Struct, frozen=True, gc=False):
     history: TokenHistory | None = None
     pending: int | None = None
     bias: LogitBias | None = None
+    processor: RowProcessor | None = None

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..api.errors import InvalidRequest, ServingError
 from ..api.messages import Logprobs
 from ..grammar.store import GrammarStore
 from .batcher import Batch, Chunk
-from .choosing import FillAllowed
+from .choosing import FAILED, FillAllowed
 from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
+from .hidden_states import HiddenReport, HiddenRows, hidden_rows
 from .prompt_logprobs import PromptReport, prompt_rows
 from .req import Req
 
@@ -23,11 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gain:
-    """The token that a request gained in a step; the request itself is not touched yet."""
+    """The token that a request gained in a step; the request itself is not touched yet.
+
+    With an ``error`` it gained none, and is to be failed.
+    """
 
     req: Req
     token_id: int
     logprobs: Logprobs | None
+    error: ServingError | None = None
 
 
 @dataclass(frozen=True)
@@ -38,14 +44,23 @@ class Step:
     sampled: Launched
     sampling: list[Req]
     prompt_report: PromptReport | None
+    hidden_report: HiddenReport | None
 
     def gains(self) -> list[Gain]:
         """Wait for the step; a gain for each chunk that reached its request's end, in batch order."""
         if self.prompt_report is not None:
             self.prompt_report.take_in()
+        if self.hidden_report is not None:
+            self.hidden_report.take_in()
         sampled = self.sampled.wait()
-        return [Gain(req, token_id, found and Logprobs([token_id], [found.value], [found.top], [found.of_ids]))
-                for req, token_id, found in zip(self.sampling, sampled.token_ids, sampled.logprobs)]
+        gains = []
+        for i, (req, token_id, found) in enumerate(zip(self.sampling, sampled.token_ids, sampled.logprobs)):
+            logprobs = found and Logprobs([token_id], [found.value], [found.top], [found.of_ids])
+            error = None
+            if token_id == FAILED:
+                error = InvalidRequest(sampled.failures.get(i, "custom_logit_processor failed."))
+            gains.append(Gain(req, token_id, logprobs, error))
+        return gains
 
 
 class Executor:
@@ -75,15 +90,17 @@ class Executor:
         ends = np.cumsum([chunk.stop - chunk.start for chunk in batch.chunks])
         rows = [int(end) - 1 for end, chunk in zip(ends, batch.chunks) if chunk.samples]
         rows += [row.index for row in wanted]
+        hidden = hidden_rows(batch)
         sources = self._sources(batch)
-        logits = self._runner.forward(self._build(batch, rows, sources), after_group)
+        logits, states = self._forward(batch, rows, hidden, sources, after_group)
         count = len(sampling)
         allowed = self._allowed(sampling, sources)
         choosing = [chunk.req.choosing(chunk.stop, sources.get(chunk.req), allowed.get(chunk.req))
                     for chunk in sampling]
         sampled = self._sampler.launch(logits[:count], choosing, self._previous)
         report = PromptReport(wanted, logits[count:count + len(wanted)]) if wanted else None
-        step = Step(batch, sampled, [chunk.req for chunk in sampling], report)
+        step = Step(batch, sampled, [chunk.req for chunk in sampling], report,
+                    HiddenReport(hidden, states) if hidden else None)
         self._last = step
         return step
 
@@ -120,14 +137,28 @@ class Executor:
                 if matcher.advance(chosen[sources[req]] if req in sources else None)]
         return dict(zip([req for req, _ in live], self._grammars.fill([matcher for _, matcher in live])))
 
-    def _build(self, batch: Batch, logits_rows: list[int], sources: dict[Req, int]) -> ForwardBatch:
+    def _forward(self, batch: Batch, rows: list[int], wanted: list[HiddenRows], sources: dict[Req, int],
+                 after_group: AfterGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of ``rows``, and the hidden states that are ``wanted``."""
+        if not wanted:
+            logits = self._runner.forward(self._build(batch, rows, sources), after_group)
+            return logits, logits[:0]
+        indices = rows + [row for one in wanted for row in range(one.first, one.stop)]
+        built = self._build(batch, indices, sources, padded=False)
+        return self._runner.forward_with_hidden(built, len(rows), after_group)
+
+    def _build(self, batch: Batch, logits_rows: list[int], sources: dict[Req, int], *,
+               padded: bool = True) -> ForwardBatch:
+        """``padded``: to a size that a CUDA graph was captured for."""
         runner, page_size = self._runner, self._runner.layout.page_size
         rows = []
         for chunk in batch.chunks:
             req = chunk.req
             assert req.hold is not None
             pages = req.hold.ids[:-(-chunk.stop // page_size)]
-            rows.append(Row(req.tokens.view(chunk.start, chunk.stop), chunk.start, pages, sources.get(req)))
-        if batch.is_decode:
+            embeds = None if req.embeds is None else req.embeds[chunk.start:chunk.stop]
+            rows.append(Row(req.tokens.view(chunk.start, chunk.stop), chunk.start, pages, sources.get(req),
+                            embeds if embeds is not None and len(embeds) else None))
+        if batch.is_decode and padded:
             rows += runner.padding(len(rows))
         return build_forward_batch(rows, page_size, runner.device, batch.is_decode, logits_rows, self._previous)

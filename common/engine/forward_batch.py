@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .host_copies import upload_joined
+
 AfterGroup = Callable[[int, "torch.cuda.Event | None"], None]
 """Told of a layer group whose keys and values are on their way into the pool, and of the event that ends that way."""
 
@@ -38,6 +40,8 @@ class ForwardBatch:
     kv_indptr_cpu: np.ndarray
     kv_indices_cpu: np.ndarray
     kv_last_page_len_cpu: np.ndarray
+    embeds: torch.Tensor | None = None  # [E, hidden] float32: embeddings of rows that have no token
+    embeds_rows: torch.Tensor | None = None  # [E] int64: these rows
 
     @property
     def num_reqs(self) -> int:
@@ -61,6 +65,7 @@ class Row:
     start: int
     page_ids: np.ndarray
     source: int | None = None
+    embeds: np.ndarray | None = None  # [n, hidden] float32, in place of the first n of ``token_ids``
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +107,20 @@ def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, i
         assert previous is not None, "a row's token comes from a step that was not given"
         sent["input_ids"][pending_rows] = previous[sources]
     return ForwardBatch(is_decode=is_decode, **sent, qo_indptr_cpu=qo_indptr, kv_indptr_cpu=kv_indptr,
-                        kv_indices_cpu=kv_indices, kv_last_page_len_cpu=host["kv_last_page_len"])
+                        kv_indices_cpu=kv_indices, kv_last_page_len_cpu=host["kv_last_page_len"],
+                        **_embeds(rows, qo_indptr, device))
+
+
+def _embeds(rows: list[Row], qo_indptr: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+    """The batch's ``embeds`` and ``embeds_rows``, where there are any."""
+    given = [(int(first), row.embeds) for first, row in zip(qo_indptr, rows) if row.embeds is not None]
+    if not given:
+        return {}
+    places = np.concatenate([np.arange(first, first + len(embeds)) for first, embeds in given])
+    joined = torch.from_numpy(np.concatenate([embeds for _, embeds in given]))
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    return {"embeds": joined.to(device, non_blocking=True), "embeds_rows": upload_joined([places], torch.int64, device)}
 
 
 def _known_ids(row: Row) -> np.ndarray:

@@ -24,7 +24,7 @@ def upload_joined(arrays: Sequence[np.ndarray], dtype: torch.dtype, device: torc
 
 
 class Download:
-    """Tensors on their way to the host; ``wait`` returns them as lists."""
+    """Tensors on their way to the host; ``wait`` returns them as lists, ``arrays`` as they are."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._event: torch.cuda.Event | None = None
@@ -36,6 +36,9 @@ class Download:
             self._event.record()
 
     def wait(self) -> list[list[Any]]:
+        return [array.tolist() for array in self.arrays()]
+
+    def arrays(self) -> list[np.ndarray]:
         if self._event is not None:
             self._event.synchronize()
-        return [tensor.tolist() for tensor in self._tensors]
+        return [tensor.numpy() for tensor in self._tensors]

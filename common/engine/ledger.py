@@ -33,10 +33,10 @@ class Ledger:
         """A new entry, or None: then the request was refused and its terminal message is on its way."""
         try:
             self._check(message)
+            req = Req.from_message(message, eos_ids=self.eos_ids, now=now, timeout=self._timeout)
         except ServingError as error:
             self._send(Failed(message.rid, error.wire_code, error.message))
             return None
-        req = Req.from_message(message, eos_ids=self.eos_ids, now=now, timeout=self._timeout)
         self.live[req.rid] = req
         return req
 
@@ -47,7 +47,9 @@ class Ledger:
             raise Overloaded(f"The server holds {len(self.live)} requests, its limit; try again later.")
         if not message.input_ids:
             raise InvalidRequest("The prompt is empty; send at least one token.")
-        needed = len(message.input_ids) + (message.sampling.max_new_tokens if self._reserves_output else 1)
+        needed = len(message.input_ids) + message.sampling.max_new_tokens
+        if not self._reserves_output:
+            needed = len(message.input_ids) + min(1, message.sampling.max_new_tokens)
         if needed > self._max_request_tokens:
             raise InvalidRequest(
                 f"The request needs {needed} tokens of KV cache (prompt and output), this server has room for "

@@ -158,6 +158,15 @@ class ModelRunner:
         return self._model.forward(batch, self._attention, self._telling(after_group))
 
     @torch.inference_mode()
+    def forward_with_hidden(self, batch: ForwardBatch, num_logits: int,
+                            after_group: AfterGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
+        ``[R - num_logits, hidden]`` of the others behind the last norm. Runs without CUDA graphs, which keep none."""
+        self._attention.plan(batch)
+        hidden = self._model.hidden(batch, self._attention, self._telling(after_group))
+        return self._model.logits(hidden[:num_logits]), hidden[num_logits:]
+
+    @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows``, behind the model's last norm."""
         self._attention.plan(batch)

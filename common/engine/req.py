@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ from ..api.messages import Bootstrap, Finish, Generate, Logprobs, Output, Poolin
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageHold
 from .choosing import Choosing, FillAllowed, WantedLogprobs
+from .hidden_states import HiddenStates
 from .logit_bias import LogitBias
+from .processors import RequestTokens, RowProcessor
 from .token_buffer import TokenBuffer
 from .token_history import TokenHistory
 
@@ -41,6 +44,9 @@ class Req:
     logprobs: WantedLogprobs | None = None
     history: TokenHistory | None = None  # None: no penalties
     bias: LogitBias | None = None
+    processor: RowProcessor | None = None
+    embeds: np.ndarray | None = None  # [n, hidden] float32, in place of the first n tokens' embeddings
+    hidden: HiddenStates | None = None  # where the request wants them
     matcher: Matcher | None = None  # on the rank that chooses tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is wanted
     # filled by the scheduler
@@ -57,9 +63,15 @@ class Req:
 
     @classmethod
     def from_message(cls, message: Generate, *, eos_ids: frozenset[int], now: float, timeout: float) -> Req:
+        """Raises InvalidRequest where the processor cannot be imported."""
         sampling = message.sampling
         wants_prompt = message.return_logprob and message.logprob_start_len >= 0
         tokens = TokenBuffer(message.input_ids)
+        begin = len(tokens) - message.num_answered
+        embeds = None
+        if message.input_embeds is not None:
+            embeds = np.frombuffer(message.input_embeds, "<f4").reshape(begin, -1)
+        num_embeds = 0 if embeds is None else begin
         # An answer by a grammar ends with an EOS token where nothing else may follow, whatever the request ignores.
         ends = sampling.grammar is not None or not sampling.ignore_eos
         return cls(
@@ -73,11 +85,15 @@ class Req:
             bootstrap=message.bootstrap,
             logprobs=WantedLogprobs(message.top_logprobs_num, tuple(message.token_ids_logprob))
             if message.return_logprob else None,
-            history=TokenHistory(tokens, len(tokens) - message.num_answered) if sampling.penalizes else None,
+            history=TokenHistory(tokens, begin, first=num_embeds) if sampling.penalizes else None,
             bias=LogitBias.of(sampling.logit_bias) if sampling.logit_bias else None,
             logprob_start=message.logprob_start_len if wants_prompt else None,
             stages=[] if message.traced else None,
             pooling=message.pooling,
+            processor=message.processor and RowProcessor.of(
+                message.processor.path, message.processor.params, RequestTokens(tokens, num_embeds, begin)),
+            embeds=embeds,
+            hidden=HiddenStates() if message.return_hidden_states else None,
         )
 
     def __repr__(self) -> str:
@@ -103,6 +119,11 @@ class Req:
         return self.tokens.view(0, self.num_prompt_tokens)
 
     @property
+    def prompt_digest(self) -> int:
+        """A checksum by which the halves of a pair see that they mean the same prompt."""
+        return zlib.crc32(self.prompt.tobytes(), 0 if self.embeds is None else zlib.crc32(self.embeds))
+
+    @property
     def computed(self) -> np.ndarray:
         return self.tokens.view(0, self.num_computed_tokens)
 
@@ -120,6 +141,10 @@ class Req:
         if self.pooling == "mean":
             return 0  # the average is over computed hidden states, and the cache holds none
         limit = len(self.tokens) - 1
+        if self.hidden is not None:
+            limit = min(limit, self.hidden.num_launched)
+        if self.embeds is not None:
+            return 0  # the cache knows pages by their tokens
         if self.logprob_start is not None and self.prompt_logprobs is None:
             limit = min(limit, max(0, self.logprob_start - 1))
         return limit
@@ -132,7 +157,7 @@ class Req:
         """
         early = self.sampling.grammar is None and position - self.num_prompt_tokens < self.sampling.min_new_tokens
         return Choosing(self.sampling, position, self.logprobs, tuple(self.stop_ids) if early else (), allowed,
-                        self.history, pending, self.bias)
+                        self.history, pending, self.bias, self.processor)
 
     def take_pending(self, token_id: int) -> list[int]:
         """``take`` the pending token."""
@@ -175,5 +200,5 @@ class Req:
             rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
             logprobs=logprobs if token_ids else None, prompt_logprobs=self.prompt_logprobs if first else None,
-            stages=stages, embedding=self.embedding,
+            stages=stages, embedding=self.embedding, hidden_states=self.hidden and self.hidden.take(),
         )

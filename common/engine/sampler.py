@@ -7,7 +7,7 @@ that runs in the batch, nor on the number of ranks or the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,20 +15,23 @@ import torch
 from ..api.sampling import SamplingParams
 from ..distributed.tp import TPGroup
 from .bitmask import forbid_unallowed
-from .choosing import Choosing, WantedLogprobs
+from .choosing import FAILED, Choosing, WantedLogprobs
 from .host_copies import Download, upload
 from .logit_bias import add_bias
 from .noise import SMALLEST, seeded_exponential
 from .penalties import penalize
+from .processors import process
 from .token_logprobs import LogprobReport, TokenLogprob
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One entry a row: the token, and what was asked about log-probabilities."""
+    """One entry a row: the token, and what was asked about log-probabilities. ``failures`` says why rows have FAILED
+    in place of a token, on the rank that chooses."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
+    failures: Mapping[int, str]
 
 
 class Sampler:
@@ -53,19 +56,25 @@ class Sampler:
         """Choose a token for each row of ``logits`` [R, vocab] float32, which is mutated: see Choosing.
 
         ``previous`` holds the tokens that the step before chose, for rows with a ``pending`` one. Log-probabilities are
-        those of the distribution after masks, penalties, bias and temperature, and before truncation: SGLang's.
-        Nothing here waits for the device.
+        those of the distribution after masks, penalties, bias, processors and temperature, and before truncation:
+        SGLang's. Nothing here waits for the device, unless a processor does.
         """
         assert logits.shape == (len(rows), self._vocab_size)
+        processed = any(row.processor for row in rows)
         if not rows or self._tp.rank > 0:
             tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-            return Launched(self._tp.broadcast(tokens) if rows else tokens, [None] * len(rows), logits)
+            return Launched(self._tp.broadcast(tokens) if rows else tokens, [None] * len(rows), logits,
+                            processed=processed)
         if any(row.allowed or row.history or row.bias or row.suppressed for row in rows):
             _adjust(logits, rows, previous)
+        failures = process(logits, rows, previous) if processed else {}
         tokens = self._choose(logits, rows)
+        if failures:
+            tokens[self._tensor(list(failures))] = FAILED
         self._tp.broadcast(tokens)
         wanted = [row.logprobs for row in rows]
-        return Launched(tokens, wanted, self._told(logits, rows) if any(wanted) else logits)
+        told = self._told(logits, rows) if any(wanted) else logits
+        return Launched(tokens, wanted, told, processed=processed, failures=failures)
 
     def _told(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
         """``logits`` as log-probabilities see them: rows that want any are divided by their temperature, in place."""
@@ -152,16 +161,23 @@ def _suppress(logits: torch.Tensor, rows: Sequence[Choosing]) -> None:
 
 
 class Launched:
-    """A choice that the device is making. ``tokens`` [R] int64 live there; ``wait`` brings all of it to the host."""
+    """A choice that the device is making. ``tokens`` [R] int64 live there; ``wait`` brings all of it to the host.
 
-    def __init__(self, tokens: torch.Tensor, wanted: Sequence[WantedLogprobs | None], logits: torch.Tensor):
-        self.tokens = tokens
+    What computes on ``tokens`` before the host has looked at them finds a token of the vocabulary even in rows that
+    have FAILED: what it makes of it is dropped with the request.
+    """
+
+    def __init__(self, tokens: torch.Tensor, wanted: Sequence[WantedLogprobs | None], logits: torch.Tensor, *,
+                 processed: bool = False, failures: Mapping[int, str] | None = None):
+        """``processed``: some of ``tokens`` may be FAILED."""
         self._download = Download([tokens])
-        self._report = LogprobReport(logits, tokens, wanted)
+        self.tokens = tokens.clamp(min=0) if processed else tokens
+        self._report = LogprobReport(logits, self.tokens, wanted)
+        self._failures = failures or {}
 
     def token_ids(self) -> list[int]:
-        """Wait for the tokens alone."""
-        return self._download.wait()[0]
+        """Wait for the tokens alone, as ``tokens`` has them."""
+        return [max(token, 0) for token in self._download.wait()[0]]
 
     def wait(self) -> Sampled:
-        return Sampled(self._download.wait()[0], self._report.wait())
+        return Sampled(self._download.wait()[0], self._report.wait(), self._failures)

@@ -21,9 +21,11 @@ class TokenHistory:
     prefill server, or an answer that another server began.
     """
 
-    def __init__(self, tokens: TokenBuffer, num_prompt_tokens: int):
-        """``num_prompt_tokens`` of ``tokens`` are the prompt; all behind them, now and later, are output."""
+    def __init__(self, tokens: TokenBuffer, num_prompt_tokens: int, *, first: int = 0):
+        """``num_prompt_tokens`` of ``tokens`` are the prompt; all behind them, now and later, are output. Before
+        ``first``, the prompt has embeddings and no tokens."""
         self._tokens = tokens
+        self._first = first
         self._num_prompt_tokens = num_prompt_tokens
         self._num_counted = num_prompt_tokens
         self._place: dict[int, int] = {}
@@ -63,6 +65,6 @@ class TokenHistory:
     def prompt_ids(self, device: torch.device) -> torch.Tensor:
         """Distinct tokens of the prompt [n] int64 on the device, where they stay: a prompt does not change."""
         if self._prompt_ids is None:
-            distinct = np.unique(self._tokens.view(0, self._num_prompt_tokens))
+            distinct = np.unique(self._tokens.view(self._first, self._num_prompt_tokens))
             self._prompt_ids = upload_joined([distinct], torch.int64, device)
         return self._prompt_ids

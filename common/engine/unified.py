@@ -13,7 +13,7 @@ until then it may write into them.
 from __future__ import annotations
 
 from ..api.errors import ServingError
-from ..api.messages import Logprobs
+from ..api.messages import Finish, Logprobs
 from .batcher import Batch, Batcher
 from .executor import Executor, Step
 from .ledger import Ledger
@@ -71,8 +71,16 @@ class UnifiedScheduler:
             if not req.reported and req.bootstrap is None:
                 req.mark("prefill")
             self.ledger.gain(req, token_ids, logprobs)
-        if req.finish is None:
-            return
+        if req.finish is not None:
+            self._free(req)
+
+    def _fail(self, req: Req, error: ServingError) -> None:
+        req.finish = Finish("abort")
+        self.ledger.fail(req, error)
+        self._free(req)
+
+    def _free(self, req: Req) -> None:
+        """The request has ended: its pages are free when no step writes into them any more."""
         self.batcher.detach(req)
         in_flight = self._pipeline.in_flight
         if in_flight is None or req not in in_flight.sampling:
@@ -95,5 +103,7 @@ class UnifiedScheduler:
             req = gain.req
             if req.finish is not None:  # it ended with the step before, and this one's token is beyond its end
                 self.batcher.finish(req)
+            elif gain.error is not None:
+                self._fail(req, gain.error)
             else:
                 self.report(req, req.take_pending(gain.token_id), gain.logprobs)

@@ -16,7 +16,7 @@ class PageHold:
     """One request's pages, in token order.
 
     ``own[i]`` tells whether page i is held by the request (and freed with it) or owned by the prefix cache,
-    where ``node``'s lock keeps it.
+    where ``node``'s lock keeps it. A hold without a ``node`` has nothing to do with the prefix cache.
     """
 
     __slots__ = ("_ids", "_own", "count", "node", "num_cached_pages", "num_published")
@@ -96,10 +96,14 @@ class KVCacheManager:
     def begin(self, tokens: np.ndarray, limit: int) -> PageHold:
         """Borrow the cached prefix of ``tokens`` (int32), of at most ``limit`` tokens, and lock it."""
         if self.prefix_cache is None:
-            return PageHold(np.empty(0, np.int64), None)
+            return self.begin_private()
         node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size])
         self.prefix_cache.lock(node)
         return PageHold(pages, node)
+
+    def begin_private(self) -> PageHold:
+        """A hold whose pages never enter the prefix cache: its tokens do not tell what is in them."""
+        return PageHold(np.empty(0, np.int64), None)
 
     def grow(self, hold: PageHold, num_tokens: int) -> bool:
         """Give ``hold`` pages for ``num_tokens`` tokens in all; False, and no change, where memory lacks."""
@@ -124,11 +128,10 @@ class KVCacheManager:
         """
         cache = self.prefix_cache
         count = len(tokens) // self.page_size
-        if cache is None or count <= hold.num_published:
+        if cache is None or hold.node is None or count <= hold.num_published:
             return
         node, present = cache.insert(tokens[: count * self.page_size], hold.ids[:count])
         cache.lock(node)
-        assert hold.node is not None
         cache.unlock(hold.node)
         hold.node = node
         assert present <= count and hold.own[present:count].all(), "pages entered the tree that the request did not own"

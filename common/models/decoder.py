@@ -103,8 +103,12 @@ class DenseDecoder:
     def forward(self, batch: ForwardBatch, attention: AttentionBackend,
                 after_layer: Callable[[int], None]) -> torch.Tensor:
         """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``, see ``hidden``."""
+        return self.logits(self.hidden(batch, attention, after_layer))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits ``[R, vocab]`` of hidden states ``[R, hidden]``."""
         assert self.head is not None
-        return self.head.logits(self.hidden(batch, attention, after_layer))
+        return self.head.logits(hidden)
 
     def hidden(self, batch: ForwardBatch, attention: AttentionBackend,
                after_layer: Callable[[int], None]) -> torch.Tensor:
@@ -114,6 +118,8 @@ class DenseDecoder:
         ``after_layer(i)`` is called once layer i has been enqueued: its keys and values are in the pool by then.
         """
         x, residual = self.embedding.embed(batch.input_ids), None
+        if batch.embeds is not None:
+            x[batch.embeds_rows] = batch.embeds.to(x.dtype)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, attention, self.cos_sin)
             after_layer(index)

@@ -49,8 +49,10 @@ class Engine:
     def start(self, rid, prompt, **sampling):
         options = {"logprobs": {}} | sampling
         logprobs = options.pop("logprobs")
+        fields = options.pop("fields", {})  # further ones of Generate
         params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 12} | options)
-        req = self.ledger.accept(Generate(rid, list(prompt), params, **logprobs), now=float(len(self.ledger.live)))
+        req = self.ledger.accept(Generate(rid, list(prompt), params, **logprobs, **fields),
+                                 now=float(len(self.ledger.live)))
         if req is not None:
             self.scheduler.add(req)
         return req

@@ -1,0 +1,124 @@
+"""Logit processors that requests name: imported on the server, run on the rows that ask for them.
+
+A processor is a callable ``(logits, params) -> logits``, or a class that makes one without arguments. ``logits``
+[n, vocab] float32 are the rows of all requests of a step that name it, and may be changed in place; ``params`` are
+their dicts of ``custom_params``, one a row, each kept as long as its request: a processor may remember something there
+(a pair's decode server begins with what the request gave). ``"__req__"`` in it is the request's ``RequestTokens``, as
+in SGLang. Where a call raises, each of its rows is tried alone, so that only those fail that have to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..api.errors import InvalidRequest
+from .host_copies import upload
+
+if TYPE_CHECKING:
+    from .choosing import Choosing
+    from .token_buffer import TokenBuffer
+
+PARAM = "custom_logit_processor"
+Processor = Callable[[torch.Tensor, list[dict[str, Any]]], torch.Tensor]
+
+
+class RequestTokens:
+    """A row's request as processors see it, under SGLang's names."""
+
+    def __init__(self, tokens: TokenBuffer, first: int, num_prompt_tokens: int):
+        """The prompt is ``tokens[first:num_prompt_tokens]``: before ``first`` there are embeddings."""
+        self._tokens = tokens
+        self._first = first
+        self._num_prompt_tokens = num_prompt_tokens
+        self.pending: torch.Tensor | None = None  # the newest token, where only the device knows it
+
+    @property
+    def origin_input_ids(self) -> list[int]:
+        return self._tokens.view(self._first, self._num_prompt_tokens).tolist()
+
+    @property
+    def output_ids(self) -> list[int]:
+        """With overlapped scheduling on a GPU, reading this waits for the device."""
+        known = self._tokens.view(self._num_prompt_tokens).tolist()
+        return known if self.pending is None else [*known, int(self.pending)]
+
+
+@dataclass(frozen=True, eq=False)
+class RowProcessor:
+    """The processor of one request, and what it is given."""
+
+    path: str
+    processor: Processor
+    params: dict[str, Any]
+    tokens: RequestTokens
+
+    @classmethod
+    def of(cls, path: str, params: dict[str, Any], tokens: RequestTokens) -> RowProcessor:
+        """Raises InvalidRequest, see ``load``."""
+        return cls(path, load(path), {**params, "__req__": tokens}, tokens)
+
+
+@lru_cache(maxsize=1024)
+def load(path: str) -> Processor:
+    """The processor at ``package.module:Name``, imported once; raises InvalidRequest where there is none."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        found = found() if inspect.isclass(found) else found
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+        raise InvalidRequest(f"{PARAM} {path!r} cannot be imported here: {_told(error)}.", param=PARAM) from None
+    if not callable(found):
+        raise InvalidRequest(f"{PARAM} {path!r} is no callable.", param=PARAM)
+    return found
+
+
+def process(logits: torch.Tensor, rows: Sequence[Choosing], previous: torch.Tensor | None) -> dict[int, str]:
+    """Run the processors of ``rows`` on their logits [R, vocab], in place; returns why rows have failed, by row.
+
+    ``previous`` holds the tokens that the step before chose, for rows with a pending one.
+    """
+    groups: dict[str, list[tuple[int, RowProcessor]]] = {}
+    for i, row in enumerate(rows):
+        if row.processor is not None:
+            row.processor.tokens.pending = None if row.pending is None or previous is None else previous[row.pending]
+            groups.setdefault(row.processor.path, []).append((i, row.processor))
+    failed: dict[int, str] = {}
+    for members in groups.values():
+        failed |= _run(logits, members)
+    return failed
+
+
+def _run(logits: torch.Tensor, members: list[tuple[int, RowProcessor]]) -> dict[int, str]:
+    first = members[0][1]
+    index = upload([i for i, _ in members], torch.int64, logits.device)
+    given = logits[index]
+    try:
+        made = first.processor(given, [one.params for _, one in members])
+        if not isinstance(made, torch.Tensor) or made.shape != given.shape:
+            raise TypeError(f"it returned {_shape(made)} in place of logits of shape {list(given.shape)}")
+        logits[index] = made.to(logits)
+    except Exception as error:
+        if len(members) == 1:
+            return {members[0][0]: f"{PARAM} {first.path!r} failed: {_told(error)}."}
+    else:
+        return {}
+    alone = [_run(logits, [member]) for member in members]  # one request's parameters must not fail another's
+    return {i: reason for failed in alone for i, reason in failed.items()}
+
+
+def _shape(made: object) -> str:
+    return f"a tensor of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
+
+
+def _told(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".rstrip(".")
+    return text if len(text) <= 300 else f"{text[:300]}..."
