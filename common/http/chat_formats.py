@@ -8,7 +8,7 @@ from ..api.errors import ConfigError, InvalidRequest
 from ..api.grammar import GrammarSpec
 from ..openai.protocol import ChatRequest
 from ..openai.reading import Reading
-from ..openai.reasoning import REASONING, ReasoningFormat, begins_inside
+from ..openai.reasoning import REASONING, ReasoningFormat, begins_behind, begins_inside
 from ..openai.reasoning.grammar import answer_head, reasoning_before
 from ..openai.structural import Node, either, node_of, sequence, spec
 from ..openai.tool_calls import FORMATS, JSON_ARRAY, ToolFormat, detect
@@ -63,7 +63,8 @@ def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, pro
     answer = _answer(reading, choice, asked)
     if answer is None:
         return AnswerForm(reading, asked)
-    return AnswerForm(reading, spec([*reasoning_before(reasoning, inside), answer]))
+    behind = reasoning is None or begins_behind(reasoning, prompt)
+    return AnswerForm(reading, spec([*([] if behind else reasoning_before(reasoning, inside)), answer]))
 
 
 def _answer(reading: Reading, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:

@@ -164,6 +164,9 @@ def test_response_format_beside_tools_and_behind_reasoning() -> None:
     assert alone.grammar == asked
     thinking = answer_form(ChatFormats.named("hermes", "deepseek-r1", None), plain, tool_choice(plain), "", asked)
     assert accepts(thinking.grammar, 'Hm.</think>{"x": 1}') and not accepts(thinking.grammar, '{"x": 1}')
+    closed = answer_form(ChatFormats.named("hermes", "qwen3", None), plain, tool_choice(plain), "<think></think>\n\n",
+                         asked)
+    assert accepts(closed.grammar, '{"x": 1}') and not accepts(closed.grammar, '<think>Hm.</think>{"x": 1}')
     harmony = answer_form(ChatFormats.named("gpt-oss", "gpt-oss", None), plain, tool_choice(plain), "", asked)
     assert accepts(harmony.grammar, '<|channel|>analysis<|message|>Hm<|end|><|start|>assistant'
                                     '<|channel|>final<|message|>{"x": 1}')

@@ -144,7 +144,7 @@ async def test_reasoning_through_the_pair(pair: Cluster) -> None:
 async def test_reasoning_then_a_call(pair: Cluster) -> None:
     """The grammar lets the model reason, and demands a call behind that."""
     client = reasoner(pair)
-    demand: Any = {"messages": CAPITAL, "tools": TOOLS, "tool_choice": ADD, "max_tokens": 200}
+    demand: Any = {"messages": CAPITAL, "tools": TOOLS, "tool_choice": ADD, "max_tokens": 60}
     done = "<think>\nHm.\n</think>\n\n"
     text, thought, calls, reason = await both(client, **demand, extra_body={"chat_template_kwargs": {"begun": done}})
     assert (text, thought, reason) == (None, None, "tool_calls")
@@ -176,7 +176,8 @@ def told(found: list[dict[str, Any]]):
 
 
 @pytest.mark.parametrize("body", [
-    {"messages": CAPITAL, "tools": TOOLS, "tool_choice": ADD},
+    {"messages": CAPITAL, "tools": TOOLS, "tool_choice": ADD, "max_tokens": 60,
+     "chat_template_kwargs": {"begun": "<think>\n</think>\n"}},
     {"messages": CAPITAL, "max_tokens": 12, "chat_template_kwargs": {"begun": "<think>\n"}},
     {"messages": CAPITAL, "max_tokens": 12, "stream_reasoning": False, "chat_template_kwargs": {"begun": "<think>\n"}},
 ], ids=["call", "reasoning", "reasoning in one piece"])

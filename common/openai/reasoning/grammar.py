@@ -7,10 +7,8 @@ from ..structural import ANY_TEXT, Node, const, optional, sequence, tag
 from .format import ReasoningFormat
 
 
-def reasoning_before(reasoning: ReasoningFormat | None, inside: bool) -> list[Node]:
+def reasoning_before(reasoning: ReasoningFormat, inside: bool) -> list[Node]:
     """What may stand before an answer: the model's reasoning, whose rest it is where the prompt has opened it."""
-    if reasoning is None:
-        return []
     if reasoning.harmony:
         return [optional(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, f"{END}{START}assistant"))]
     space: Node = {"type": "regex", "pattern": r"\n{0,2}"}

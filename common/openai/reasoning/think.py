@@ -8,14 +8,15 @@ from .format import ReasoningFormat
 
 
 def begins_inside(reasoning: ReasoningFormat, prompt: str) -> bool:
-    """Whether an answer to ``prompt`` begins with reasoning that is already opened.
-
-    Templates open it at the prompt's end, or open and close it there to have none.
-    """
-    end = prompt.rstrip()
-    if end.endswith(reasoning.opener):
+    """Whether an answer to ``prompt`` begins with reasoning that is already opened."""
+    if prompt.rstrip().endswith(reasoning.opener):
         return True
-    return reasoning.always and not end.endswith(reasoning.closer)
+    return reasoning.always and not begins_behind(reasoning, prompt)
+
+
+def begins_behind(reasoning: ReasoningFormat, prompt: str) -> bool:
+    """Whether ``prompt`` has closed the reasoning: templates open and close it where there shall be none."""
+    return not reasoning.harmony and prompt.rstrip().endswith(reasoning.closer)
 
 
 class ThinkReader:
