@@ -159,11 +159,13 @@ class MockWorker:
 
     async def stop(self) -> None:
         self.server.close()
-        for connection in list(self.connections):
-            connection.transport.abort()
         for task in list(self.tasks):
             task.cancel()
-        await self.server.wait_closed()
+        closed = asyncio.ensure_future(self.server.wait_closed())
+        while not closed.done():  # A connection that was accepted just before may be made only now.
+            for connection in list(self.connections):
+                connection.transport.abort()
+            await asyncio.wait([closed], timeout=0.02)
 
     async def handle(self, served: Served) -> None:
         path = served.target.partition(b"?")[0]
