@@ -118,6 +118,7 @@ class SharedRegistry(Registry):
     def add(self, worker: Worker) -> None:
         """The former worker of the row, if there was one, has no requests left in any process."""
         assert isinstance(worker, SharedWorker)
+        self.look()  # A row's former worker must not keep what was given back since.
         missing = worker.row + 1 - len(self._rows)
         if missing > 0:
             self._rows += [None] * missing

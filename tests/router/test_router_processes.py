@@ -369,10 +369,9 @@ async def test_a_rate_is_one_for_all_processes(several, worker, on_each):
     assert [(await ask(client, "POST", CHAT, chat("x"))).status for client in (one, other, one)] == [200, 429, 429]
 
 
-async def test_pairs_and_a_stream_that_goes_on_elsewhere(several, worker, on_each, script):
+async def test_pairs(several, worker, on_each, script):
     p, d = await worker(), await worker(script.stream("one", "two"))
     front = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url])
-    await script.until(lambda: front.log.read_text().count("takes requests") == 2, 10)
     for (client,) in await on_each(front):
         while not all(shown["healthy"] for shown in (await workers_seen(client)).values()):
             await asyncio.sleep(0.02)
@@ -381,6 +380,33 @@ async def test_pairs_and_a_stream_that_goes_on_elsewhere(several, worker, on_eac
     rooms = [[served.json["bootstrap_room"] for served in mock.posts] for mock in (p, d)]
     assert rooms[0] == rooms[1]
     assert len(set(rooms[0])) == 2
+
+
+async def test_a_stream_of_either_process_goes_on_elsewhere(several, worker, on_each):
+    def telling(*, until: int):
+        async def behave(served):
+            served.head()
+            begun = len(served.json.get("continuation", {}).get("token_ids", []))
+            for token in range(begun, 4):
+                if token == until:
+                    await asyncio.sleep(0.02)
+                    served.die()
+                    return
+                served.event(json.dumps({"id": "c", "created": 5, "choices": [
+                    {"delta": {"content": f" {token}"}, "finish_reason": None, "token_ids": [token]}]},
+                    separators=(",", ":")))
+            served.event("[DONE]")
+            served.end()
+        return behave
+
+    mocks = [await worker(telling(until=until), stream_continuation=True) for until in (2, 9)]
+    front = await several(*mocks, policy="round_robin")
+    for (client,) in await on_each(front):
+        for _ in range(2):
+            body = (await ask(client, "POST", CHAT, chat("x", stream=True, temperature=0))).body
+            assert [json.loads(line[6:])["choices"][0]["token_ids"] for line in body.splitlines()
+                    if line.startswith(b"data: {")] == [[0], [1], [2], [3]]
+    assert re.search(r"continued_streams_total [12]\.0", (await ask(client, "GET", "/metrics")).body.decode())
 
 
 async def test_running_requests_end_before_the_processes_do(several, worker, on_each, script):
