@@ -56,11 +56,17 @@ class Peek(msgspec.Struct, gc=False):
         return bool(self.stream) and bytes(self.stream) == b"true"
 
     @property
+    def is_chat(self) -> bool:
+        """Whether it is one prompt, in messages."""
+        return bool(self.messages) and not (self.text or self.prompt or self.input_ids)
+
+    @property
     def has_bootstrap(self) -> bool:
         return bool(self.bootstrap_host or self.bootstrap_port or self.bootstrap_room)
 
 
 _decode_peek = msgspec.json.Decoder(Peek).decode
+_encode = msgspec.json.Encoder().encode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -102,6 +108,15 @@ def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int |
         "bootstrap_port": [port] * batch_size,
         "bootstrap_room": [rng.getrandbits(_ROOM_BITS) for _ in range(batch_size)],
     }
+
+
+def with_bootstrap(body: bytes, found: Peek, host: str, port: int | None, rng: Random) -> bytes:
+    """A body for both halves of a request, with fields that join them."""
+    if found.has_bootstrap or not found.is_chat:
+        return splice(body, found, bootstrap_fields(host, port, rng, found.batch_size))
+    start = body.index(b"{") + 1
+    return b'%b"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%d,%b' % (
+        body[:start], _encode(host), _encode(port), rng.getrandbits(_ROOM_BITS), body[start:])
 
 
 def splice(body: bytes, found: Peek, fields: dict[str, Any]) -> bytes:

@@ -132,8 +132,11 @@ class Dispatcher:
             chosen = self._pairing.choose_pair(prefills, decodes, subject)
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
-        prefill = self.place("prefill", prefills, self.subject("prefill", request, found))
-        return prefill, self.place("decode", decodes, self.subject("decode", request, found))
+        subject = self.subject("prefill", request, found)
+        prefill = self.place("prefill", prefills, subject)
+        if self.policies["decode"].read is not self.policies["prefill"].read:
+            subject = self.subject("decode", request, found)
+        return prefill, self.place("decode", decodes, subject)
 
     def place(self, role: Role, workers: Sequence[Worker], subject: Subject) -> Reservation:
         """Choose one of ``workers`` (not empty) and reserve it."""

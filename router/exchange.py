@@ -8,10 +8,11 @@ from time import perf_counter
 from ..common.api.errors import ServingError
 from .access import without_grants
 from .admission import Ticket
-from .answer import AnswerFacts, AnswerHead, Failure
+from .answer import AnswerHead, Failure
 from .continuation import StreamLog
 from .http_server import ClientConnection
 from .metrics import Metrics
+from .registry import Worker
 from .request import Request
 from .tracing import RequestSpan
 from .wire import Response, error_event
@@ -27,9 +28,8 @@ class Exchange:
     log are written there, and the connection is free for the next request.
     """
 
-    __slots__ = ("connection", "request", "route", "retries", "worker", "began", "_metrics", "_log_access", "_begun_at",
-                 "_facts", "_awaits_body", "_pieces", "_first_at", "_span",
-                 "ticket", "log")
+    __slots__ = ("connection", "request", "route", "retries", "workers", "began", "ticket", "log", "_metrics",
+                 "_log_access", "_begun_at", "_facts", "_awaits_body", "_pieces", "_first_at", "_span")
 
     def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics, log_access: bool,
                  span: RequestSpan | None = None):
@@ -37,7 +37,8 @@ class Exchange:
         self.request = request
         self.route = route
         self.retries = 0
-        self.worker = ""
+        self.workers: tuple[Worker, ...] = ()
+        """Those of the last attempt."""
         self.began = False
         """Whether the first byte is on its way: from then on nothing can be retried."""
         self._metrics = metrics
@@ -49,6 +50,11 @@ class Exchange:
         self._first_at = 0.0
         self.ticket: Ticket | None = None
         self.log: StreamLog | None = None
+
+    @property
+    def worker(self) -> str:
+        """The URLs of the last attempt's workers."""
+        return " ".join([worker.url for worker in self.workers])
 
     def begin(self, head: AnswerHead) -> None:
         """Relay a head, and what came with it, adding the request id where the worker did not."""

@@ -1,0 +1,75 @@
+"""What relays of all kinds do when an attempt fails: try again, go on elsewhere, or tell the client."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..common.api.errors import DeadlineExceeded, ServingError, WorkerUnavailable
+from .answer import Failure
+from .dispatch import RETRY_AFTER_SECONDS, Dispatcher
+from .exchange import Exchange
+from .retry import Retries
+
+_MESSAGES = {
+    "failed": "The worker failed in the middle of the answer.",
+    "connect": "The worker could not be reached.",
+    "lost": "The worker closed its connection before the end of the answer.",
+    "stale": "The worker closed its connection before the answer.",
+    "malformed": "The worker's answer was not valid HTTP.",
+    "removed": "The worker was taken out of service.",
+    "silent": "The worker was silent for too long.",
+}
+"""By ``Failure.reason``. Which worker it was stands in the log: a client has no business with its address."""
+
+
+def error_of(failure: Failure) -> ServingError:
+    """What a client is told of an attempt that failed below HTTP."""
+    message = _MESSAGES[failure.reason]
+    if failure.reason == "silent":
+        return DeadlineExceeded(message)
+    return WorkerUnavailable(message, retry_after=RETRY_AFTER_SECONDS)
+
+
+class Attempting(Protocol):
+    """A request that is attempted, perhaps several times. ``retries`` is None until an attempt failed."""
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+    @property
+    def exchange(self) -> Exchange: ...
+    retries: Retries | None
+
+    def start(self) -> None:
+        """Make an attempt."""
+
+
+def tried(relay: Attempting) -> Retries:
+    """The retries of a request of which an attempt failed."""
+    if relay.retries is None:
+        relay.retries = relay.dispatcher.new_retries()
+    return relay.retries
+
+
+def again(relay: Attempting, reason: str, error: ServingError) -> None:
+    """Schedule another attempt; answer with ``error`` when retries are spent, or no attempt failed but none can be
+    made."""
+    exchange = relay.exchange
+    if relay.retries is not None and relay.retries.schedule(relay.start):
+        exchange.retries += 1
+        relay.dispatcher.metrics.retries[reason] += 1
+    elif exchange.began:
+        exchange.break_off(error, Failure(reason, f"the stream could not go on ({reason})"))
+    else:
+        exchange.fail(error)
+
+
+def broken(relay: Attempting, failure: Failure) -> None:
+    """The answer's stream broke: it goes on elsewhere, or ends with an error."""
+    exchange = relay.exchange
+    if exchange.log is None:
+        exchange.break_off(error_of(failure), failure)
+    elif (missing := exchange.log.missing_end) is not None:
+        exchange.end_broken(missing)
+    else:
+        relay.dispatcher.metrics.continued_streams += 1
+        again(relay, "continuation", error_of(failure))
