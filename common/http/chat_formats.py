@@ -63,8 +63,10 @@ def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, pro
     answer = _answer(reading, choice, asked)
     if answer is None:
         return AnswerForm(reading, asked)
-    behind = reasoning is None or begins_behind(reasoning, prompt)
-    return AnswerForm(reading, spec([*([] if behind else reasoning_before(reasoning, inside)), answer]))
+    before = []
+    if reasoning is not None and not begins_behind(reasoning, prompt):
+        before = reasoning_before(reasoning, inside)
+    return AnswerForm(reading, spec([*before, answer]))
 
 
 def _answer(reading: Reading, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:
