@@ -406,7 +406,7 @@ async def test_a_stream_of_either_process_goes_on_elsewhere(several, worker, on_
             body = (await ask(client, "POST", CHAT, chat("x", stream=True, temperature=0))).body
             assert [json.loads(line[6:])["choices"][0]["token_ids"] for line in body.splitlines()
                     if line.startswith(b"data: {")] == [[0], [1], [2], [3]]
-    assert re.search(r"continued_streams_total [12]\.0", (await ask(client, "GET", "/metrics")).body.decode())
+    assert re.search(r"continued_streams_total [1-4]\.0", (await ask(client, "GET", "/metrics")).body.decode())
 
 
 async def test_running_requests_end_before_the_processes_do(several, worker, on_each, script):
