@@ -251,33 +251,33 @@ def test_a_server_without_storage_says_so(server: Server) -> None:
 # ---------------------------------------------------------------- death
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_batch_goes_on_behind_what_is_answered(checkpoint: Path, tmp_path: Path, number: int) -> None:
-    """The server ends in the middle: the next one answers the rest, and nothing twice."""
+@pytest.mark.parametrize("number, beside", [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)])
+def test_a_batch_goes_on_behind_what_is_answered(checkpoint: Path, tmp_path: Path, number: int, beside: bool) -> None:
+    """The server ends in the middle: the next one, or one ``beside`` it, answers the rest, and nothing twice."""
     flags = ["--model-path", str(checkpoint), "--file-storage-path", str(tmp_path / "kept"), "--batch-concurrency", "2",
              "--shutdown-grace-secs", "1"]
-    server = Server(tmp_path / "log1", *flags).wait_ready()
-    lines = [line(i) for i in range(300)]
+    first = Server(tmp_path / "log1", *flags).wait_ready()
+    ai = openai.OpenAI(base_url=first.url + "/v1", api_key="none", max_retries=0)
     try:
-        ai = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-        batch = start(ai, lines)
+        batch = start(ai, [line(i) for i in range(300)])
+        second = Server(tmp_path / "log2", *flags).wait_ready() if beside else None
         end = time.monotonic() + 60
         while ai.batches.retrieve(batch.id).request_counts.completed < 20:
             assert time.monotonic() < end
             time.sleep(0.01)
     finally:
-        server.end(number)
+        first.end(number)
     with sqlite3.connect(tmp_path / "kept/baton.sqlite3") as connection:
         before = dict(connection.execute("SELECT line, text FROM answers").fetchall())
     assert 20 <= len(before) < 300
-    server = Server(tmp_path / "log2", *flags).wait_ready()
+    second = second or Server(tmp_path / "log2", *flags).wait_ready()
     try:
-        ai = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        ai = openai.OpenAI(base_url=second.url + "/v1", api_key="none", max_retries=0)
         done = wait(ai, batch.id)
         content = ai.files.content(done.output_file_id).content.splitlines(keepends=True)
-        metrics = httpx.get(server.url + "/metrics").text
+        metrics = httpx.get(second.url + "/metrics").text
     finally:
-        server.kill()
+        second.kill()
     assert [json.loads(text)["custom_id"] for text in content] == [f"line-{i}" for i in range(300)]
     assert all(content[number - 1] == text for number, text in before.items())
     again = sum(float(text.rsplit(" ", 1)[1]) for text in metrics.splitlines()
