@@ -64,19 +64,21 @@ def _runner(max_total_tokens: int) -> ModelRunner:
 
 
 class GrammarEngine:
-    """A unified scheduler over tinychat. ``run`` returns the output's token ids of each request, or its error."""
+    """A unified scheduler over tinychat, or ``runner``. ``run`` returns the output's token ids of each request, or its
+    error."""
 
     def __init__(self, *, overlap: bool = False, max_total_tokens: int = 65_536, chunk: int = 8192,
-                 whitespace: str | None = None, max_running: int = 256):
-        runner = _runner(max_total_tokens)
+                 whitespace: str | None = None, max_running: int = 256, runner: ModelRunner | None = None,
+                 tokens: Vocabulary | None = None):
+        runner = runner or _runner(max_total_tokens)
         schedule = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running)
-        self.cache = KVCacheManager(runner.num_pages, 8)
+        self.cache = KVCacheManager(runner.num_pages, runner.layout.page_size)
         self.sent: list[Any] = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(runner.spec.eos_token_ids),
                              max_request_tokens=max_total_tokens, max_requests=1024, timeout=1e9)
         self.store = GrammarStore(whitespace, runner.spec.vocab_size, self.ledger.eos_ids)
-        self.store.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary()))
-        executor = Executor(runner, Sampler(runner.spec.vocab_size, "cpu", 0), self.store)
+        self.store.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), tokens or vocabulary()))
+        executor = Executor(runner, Sampler(runner.spec.vocab_size, runner.device, 0), self.store)
         self.scheduler = UnifiedScheduler(Batcher(self.cache, schedule), executor, self.ledger, overlap=overlap)
         self.reasons: dict[str, str] = {}
 
