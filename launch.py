@@ -12,7 +12,16 @@ from pathlib import Path
 from .common.api.errors import ConfigError
 from .common.cluster import Part, ask, run_parts
 from .common.config.cli import flag, parse, to_argv
-from .common.config.server import CacheArgs, KernelArgs, ModelArgs, ParallelArgs, ScheduleArgs, ServerConfig
+from .common.config.server import (
+    CacheArgs,
+    ChatArgs,
+    GrammarArgs,
+    KernelArgs,
+    ModelArgs,
+    ParallelArgs,
+    ScheduleArgs,
+    ServerConfig,
+)
 from .router.compat import co_launched
 from .router.config import RouterConfig
 
@@ -55,6 +64,8 @@ class ClusterConfig:
     schedule: ScheduleArgs
     parallel: ParallelArgs
     kernels: KernelArgs
+    chat: ChatArgs = ChatArgs()
+    grammar: GrammarArgs = GrammarArgs()
 
 
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
@@ -90,7 +101,7 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
         model = dataclasses.replace(
             config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.tp_size)
         cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
-        sections = (model, cache, config.schedule, config.parallel, config.kernels)
+        sections = (model, cache, config.schedule, config.parallel, config.kernels, config.chat, config.grammar)
         flags = [word for section in sections for word in to_argv(section)]
         flags += ["--port", str(port)]
         if role != "server":

@@ -23,6 +23,6 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
         cursor.drop()
 
 
-HERMES = ToolFormat(read, (OPEN, CLOSE), (frozenset((OPEN, '"arguments"')), frozenset((OPEN, "'arguments'"))), Layout(
+HERMES = ToolFormat(read, (OPEN, CLOSE), (frozenset((OPEN, "arguments")),), Layout(
     lambda name: Tag(f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{CLOSE}"), between="\n",
     trigger=OPEN))
