@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from ..api.errors import ConfigError, InvalidRequest
 from ..api.grammar import GrammarSpec
+from ..openai.chat import text_of
 from ..openai.protocol import ChatRequest
 from ..openai.reading import Reading
-from ..openai.reasoning import REASONING, ReasoningFormat, begins_behind, begins_inside
+from ..openai.reasoning import REASONING, ReasoningFormat, begins_behind, begins_inside, goes_on_inside
 from ..openai.reasoning.grammar import answer_head, reasoning_before
 from ..openai.structural import Node, either, node_of, sequence, spec
 from ..openai.tool_calls import FORMATS, JSON_ARRAY, ToolFormat, detect
@@ -57,16 +58,24 @@ def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, pro
     reasoning, tools = formats.reasoning, formats.tools
     if choice.required and (tools is None or tools.layout is None):
         tools = JSON_ARRAY
-    inside = reasoning is not None and begins_inside(reasoning, prompt)
+    inside, behind = _reasoning_state(reasoning, body, prompt)
     reading = Reading(tools, choice.schemas, choice.max_calls, reasoning, inside,
                       separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
     answer = _answer(reading, choice, asked)
     if answer is None:
         return AnswerForm(reading, asked)
-    before = []
-    if reasoning is not None and not begins_behind(reasoning, prompt):
-        before = reasoning_before(reasoning, inside)
+    before = [] if reasoning is None or behind else reasoning_before(reasoning, inside)
     return AnswerForm(reading, spec([*before, answer]))
+
+
+def _reasoning_state(reasoning: ReasoningFormat | None, body: ChatRequest, prompt: str) -> tuple[bool, bool]:
+    """Whether the prompt has opened the answer's reasoning, and whether it has left it behind."""
+    if reasoning is None:
+        return False, True
+    if not body.continue_final_message:
+        return begins_inside(reasoning, prompt), begins_behind(reasoning, prompt)
+    inside = goes_on_inside(reasoning, text_of(body.messages[-1].content))
+    return inside, not inside
 
 
 def _answer(reading: Reading, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:

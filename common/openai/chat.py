@@ -71,6 +71,13 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
     return plain
 
 
+def text_of(content: str | list[str | ContentPart] | None) -> str:
+    """The text of a message's content; parts that are no text count as none."""
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(part if isinstance(part, str) else part.text or "" for part in content)
+
+
 def _text(content: str | list[str | ContentPart] | None, path: str) -> str:
     if not isinstance(content, list):
         return content or ""

@@ -175,6 +175,15 @@ def test_response_format_beside_tools_and_behind_reasoning() -> None:
         answer_form(ChatFormats.named("hermes", None, None), demanding, tool_choice(demanding), "", asked)
 
 
+@pytest.mark.parametrize(("begun", "thought"), [("<think>I", True), ("<think>I</think>So", False), ("So", False)])
+def test_an_answer_that_goes_on_within_its_reasoning(begun: str, thought: bool) -> None:
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "text", "text": begun}]}]
+    body = request(messages=said, tools=None, continue_final_message=True)
+    form = answer_form(ChatFormats.named("hermes", "deepseek-r1", None), body, tool_choice(body), "..." + begun)
+    parts = of_pieces(form.reading, [" am</think> here" if thought else " am here"])
+    assert parts == ([Thought("am"), "here"] if thought else [" am here"])
+
+
 @pytest.mark.parametrize("asked", [GrammarSpec("regex", "[a-c]+"), GrammarSpec("ebnf", 'root ::= "abc"')])
 def test_other_grammars_behind_reasoning(asked: GrammarSpec) -> None:
     body = request(tools=None)

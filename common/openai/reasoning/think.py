@@ -19,6 +19,11 @@ def begins_behind(reasoning: ReasoningFormat, prompt: str) -> bool:
     return not reasoning.harmony and prompt.rstrip().endswith(reasoning.closer)
 
 
+def goes_on_inside(reasoning: ReasoningFormat, begun: str) -> bool:
+    """Whether an answer that has ``begun`` so goes on with reasoning."""
+    return begun.rfind(reasoning.opener) > begun.rfind(reasoning.closer)
+
+
 class ThinkReader:
     """A ``Reader`` of reasoning, which leaves all behind it to another one."""
 
