@@ -40,16 +40,23 @@ class ChildProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, begin: Begin) -> None:
-        """Start the process and tell it who it is."""
+    async def start(self, inherited: Sequence[int], begin: Callable[[], Begin]) -> None:
+        """Start the process, give it the descriptors, and tell it who it is; raises OSError.
+
+        ``begin`` is called once the process can be told things: what is news from then on, it gets.
+        """
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _CODE.format(path=sys.path, package=__package__), str(theirs.fileno()),
-                str(os.getpid()), env=_environment(), stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=_inherited(theirs.fileno(), begin))
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", _CODE.format(path=sys.path, package=__package__), str(theirs.fileno()),
+                    str(os.getpid()), env=_environment(), stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *inherited))
+        except OSError:
+            ours.close()
+            raise
         self._link = await Link.over(ours, ToParent, self._take, lambda: None)
-        self._link.tell(begin)
+        self._link.tell(begin())
 
     def tell(self, message: Any) -> None:
         if self._link is not None:
@@ -78,10 +85,6 @@ class ChildProcess:
             self.knows = message.version
         else:
             self._received(self, message)
-
-
-def _inherited(link: int, begin: Begin) -> Sequence[int]:
-    return (link, begin.board, *begin.signals)
 
 
 def _environment() -> dict[str, str]:

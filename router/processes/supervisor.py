@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -37,7 +38,7 @@ class Supervisor:
         self._config = config
         self._count = config.http.router_workers
         self._children: dict[int, ChildProcess] = {}
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     async def start(self) -> None:
         """Serve on all processes; raises ConfigError when the address cannot be had, or a process cannot start."""
@@ -61,7 +62,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End all processes, each as a single one would; returns when all are gone."""
-        self._stopping = True
+        self._stopping.set()
         for child in self._children.values():
             child.tell(End())
         await asyncio.wait(self._keepers, timeout=self._config.http.shutdown_grace_secs + _LATE_SECONDS)
@@ -84,22 +85,34 @@ class Supervisor:
         """Have a child run, and another one when it ends, until the router stops."""
         loop = asyncio.get_running_loop()
         pause = _FIRST_PAUSE
-        while not self._stopping:
+        while not self._stopping.is_set():
             begun = loop.time()
-            child = self._children[index] = ChildProcess(index, self._parent.received)
-            await child.start(self._begin(index))
-            status = await child.ended()
-            self._parent.ended(index)
-            for signal in self._signals:  # Its places are free.
-                os.eventfd_write(signal, 1)
-            if self._stopping:
+            end = await self._run(index)
+            if self._stopping.is_set():
                 return
-            lasted = loop.time() - begun > _LASTING_SECONDS
-            logger.error("Process %d of the router (pid %d) ended with status %d; another one starts.", index,
-                         child.pid, status)
-            pause = _FIRST_PAUSE if lasted else min(2 * pause, _LONGEST_PAUSE)
-            if not lasted:
-                await asyncio.sleep(pause)
+            logger.error("Process %d of the router %s; another one starts.", index, end)
+            if loop.time() - begun > _LASTING_SECONDS:
+                pause = _FIRST_PAUSE
+                continue
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _run(self, index: int) -> str:
+        """Have a child run until it ends; returns what to say of its end."""
+        child = self._children[index] = ChildProcess(index, self._parent.received)
+        try:
+            await child.start((self._board.file, *self._signals), lambda: self._begin(index))
+        except OSError as error:  # No more processes or descriptors may be had.
+            child.ready.set()
+            return f"could not start ({error.strerror})"
+        if self._stopping.is_set():
+            child.tell(End())
+        status = await child.ended()
+        self._parent.ended(index)
+        for signal in self._signals:  # Its places are free.
+            os.eventfd_write(signal, 1)
+        return f"(pid {child.pid}) ended with status {status}"
 
     def _begin(self, index: int) -> Begin:
         return Begin(self._of_child(), index, self._count, self._board.file, self._signals, self._parent.everything())
