@@ -50,6 +50,8 @@ class AnswerHead(msgspec.Struct, gc=False, eq=False):
     """All bytes so far: the head and what of the body came along."""
     size: int
     """Bytes of the head, blank line included."""
+    whole: bool = False
+    """Whether it is known that nothing follows ``data``."""
 
     @property
     def status(self) -> int:

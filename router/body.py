@@ -7,6 +7,7 @@ duplicate keys, fields of tomorrow.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from ..common.api.errors import InvalidRequest
 
 _ABSENT = msgspec.Raw()
+_TRUE = msgspec.Raw(b"true")
 _ROOM_BITS = 63  # SGLang keeps a room in a signed 64-bit integer.
 
 
@@ -53,12 +55,14 @@ class Peek(msgspec.Struct, gc=False):
 
     @property
     def streamed(self) -> bool:
-        return bool(self.stream) and bytes(self.stream) == b"true"
+        return self.stream == _TRUE
 
     @property
-    def is_chat(self) -> bool:
-        """Whether it is one prompt, in messages."""
-        return bool(self.messages) and not (self.text or self.prompt or self.input_ids)
+    def is_plain_chat(self) -> bool:
+        """Whether it is one prompt, in messages, that nobody has sent to a pair yet."""
+        return bool(self.messages) and not (
+            self.text or self.prompt or self.input_ids
+            or self.bootstrap_room or self.bootstrap_host or self.bootstrap_port)
 
     @property
     def has_bootstrap(self) -> bool:
@@ -112,11 +116,16 @@ def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int |
 
 def with_bootstrap(body: bytes, found: Peek, host: str, port: int | None, rng: Random) -> bytes:
     """A body for both halves of a request, with fields that join them."""
-    if found.has_bootstrap or not found.is_chat:
+    if not found.is_plain_chat:
         return splice(body, found, bootstrap_fields(host, port, rng, found.batch_size))
     start = body.index(b"{") + 1
-    return b'%b"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%d,%b' % (
-        body[:start], _encode(host), _encode(port), rng.getrandbits(_ROOM_BITS), body[start:])
+    return b"%b%b%d,%b" % (body[:start], _address(host, port), rng.getrandbits(_ROOM_BITS), body[start:])
+
+
+@lru_cache(maxsize=1024)
+def _address(host: str, port: int | None) -> bytes:
+    """All that comes before the room."""
+    return b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (_encode(host), _encode(port))
 
 
 def splice(body: bytes, found: Peek, fields: dict[str, Any]) -> bytes:

@@ -145,7 +145,8 @@ class Dispatcher:
 
     def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
         self.metrics.decisions[role, reason] += 1
-        reservation = Reservation.of(worker)
+        worker.load += 1
+        reservation = Reservation(worker)
         if worker.circuit.state != "closed":
             self.registry.probe(reservation)
         return reservation
@@ -161,7 +162,7 @@ class Dispatcher:
             return available
         if only is not None:
             available = [only] if only in available else []
-        if own:
+        if own and not all(worker.is_baton for worker in available):
             available = [worker for worker in available if worker.is_baton]
         return (without(available, retries.excluded) or available) if retries is not None else available
 

@@ -67,7 +67,11 @@ class Exchange:
         if self.log is not None:
             self._follow(self.log, head)
         data, line = head.data, facts.line_size
-        if len(data) > head.size:
+        if head.whole and self._span is None:
+            self._pieces = -1  # One clock reading is enough for an answer that came at once.
+            if self.ticket is not None:
+                self.ticket.first_token()
+        elif len(data) > head.size:
             self._first_token()
         if request.reply_headers:
             added = b"" if facts.names_request else b"x-request-id: %b\r\n" % request.request_id
@@ -154,11 +158,14 @@ class Exchange:
 
     def _finish(self, status: int) -> None:
         seconds = perf_counter() - self._begun_at
-        self._metrics.requests[self.route, status] += 1
-        self._metrics.durations[self.route].observe(seconds)
-        if self._pieces > 1 and self._facts.event_stream:
+        metrics, route = self._metrics, self.route
+        metrics.requests[route, status] += 1
+        bucket = metrics.durations[route].observe(seconds)
+        if self._pieces < 0:
+            metrics.first_tokens[route].put(bucket, seconds)
+        elif self._pieces > 1 and self._facts.event_stream:
             gap = (self._begun_at + seconds - self._first_at) / (self._pieces - 1)
-            self._metrics.inter_tokens[self.route].observe(gap)
+            metrics.inter_tokens[route].observe(gap)
         if self.ticket is not None:
             self.ticket.finished()
         if self._span is not None:

@@ -49,12 +49,6 @@ class Gate:
 
     def start(self, exchange: Exchange, relay: Relay | PairRelay) -> None:
         """Start a relay, or make it wait as its connection's handler; raises Overloaded."""
-        ticket = self.admission.walk_in()
-        if ticket is not None:
-            exchange.ticket = ticket
-            exchange.connection.handler = relay
-            relay.start()
-            return
         request = exchange.request
         streamed = bool(self.admission.rules.slo_ttft and _peek(request.body).stream)
         entry = _Entry(exchange, relay)

@@ -43,8 +43,16 @@ class Histogram:
         self.counts = [0] * (len(SECONDS) + 1)
         self.total = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS, seconds)] += 1
+    def observe(self, seconds: float) -> int:
+        """Count an observation; returns its bucket."""
+        bucket = bisect_left(SECONDS, seconds)
+        self.counts[bucket] += 1
+        self.total += seconds
+        return bucket
+
+    def put(self, bucket: int, seconds: float) -> None:
+        """Count an observation whose bucket is known."""
+        self.counts[bucket] += 1
         self.total += seconds
 
     def buckets(self) -> list[tuple[str, float]]:

@@ -69,7 +69,7 @@ class UpstreamPool:
         self.loop = asyncio.get_running_loop()
         self.known = known or KnownHeads(plain_answer)
         """Heads of answers met before; workers of one kind may share them."""
-        self.busy: set[UpstreamConnection] = set()
+        self.connections: set[UpstreamConnection] = set()
         self._idle: list[UpstreamConnection] = []
         self._connect_timeout = connect_timeout
         self._tls = tls
@@ -90,6 +90,11 @@ class UpstreamPool:
         """Carry a call on a new connection."""
         call.connecting = self.loop.create_task(self._connect(call))
 
+    @property
+    def busy(self) -> list[UpstreamConnection]:
+        """The connections that carry calls."""
+        return [connection for connection in self.connections if connection.call is not None]
+
     def park(self, connection: UpstreamConnection) -> None:
         if self._closed:
             connection.transport.close()
@@ -104,7 +109,7 @@ class UpstreamPool:
 
     def cut(self, failure: Failure) -> None:
         """Fail all calls that have a connection."""
-        for connection in list(self.busy):
+        for connection in self.busy:
             connection.fail(failure)
 
     def close(self) -> None:
@@ -123,7 +128,7 @@ class UpstreamPool:
             self._idle.pop(0).transport.close()
         if not silence_limit:
             return
-        for connection in list(self.busy):
+        for connection in self.busy:
             if connection.heard or connection.call is None or connection.call.paused:
                 connection.heard = False
                 connection.silent_since = now
@@ -143,4 +148,7 @@ class UpstreamPool:
                               refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
             return
         call.connecting = None
-        connection.carry(call)
+        if call.sink is None:  # Cancelled as the connection came: up to Python 3.11, wait_for may return it all the same.
+            connection.transport.abort()
+        else:
+            connection.carry(call)

@@ -86,15 +86,13 @@ class Worker:
 
 
 class Reservation(msgspec.Struct, eq=False, gc=False):
-    """One unit of a worker's load, from the decision to the end of the attempt; released exactly once."""
+    """One unit of a worker's load, from the decision to the end of the attempt; released exactly once.
+
+    Whoever makes one adds it to ``worker.load``.
+    """
 
     worker: Worker
     held: bool = True
-
-    @classmethod
-    def of(cls, worker: Worker) -> Reservation:
-        worker.load += 1
-        return cls(worker)
 
     def release(self) -> None:
         assert self.held, "a reservation was released twice"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import httptools
 
 from ..common.api.errors import InvalidRequest, ServingError, TooLarge
-from .heads import KnownHeads
+from .heads import KnownHead, KnownHeads
 from .request import Request, new_id
 from .wire import HeadersTooLarge
 
@@ -58,7 +58,7 @@ class RequestReader:
     """
 
     __slots__ = ("ready", "refused", "awaits_continue", "partial", "_rules", "_max_payload", "_parser", "_pieces",
-                 "_size", "_head_size", "_id_rank", "_framing", "_names_connection", "_expects")
+                 "_size", "_head_size", "_id_rank", "_framing", "_names_connection", "_expects", "_last")
 
     def __init__(self, rules: HeadRules, max_payload: int):
         self.ready: deque[Request | ServingError] = deque()
@@ -76,13 +76,15 @@ class RequestReader:
         self._size = self._head_size = self._id_rank = 0
         self._framing = b""
         self._names_connection = self._expects = False
+        self._last: KnownHead[Request] | None = None
 
     def whole(self, data: bytes) -> Request | None:
         """The request that ``data`` is, where it is exactly one with a known head; else nothing is taken in."""
-        if self.partial is None and (found := self._rules.known.find(data)) is not None:
+        if self.partial is None and (found := self._rules.known.find(data, self._last)) is not None:
             known, size, length = found
             if len(data) - size == length <= self._max_payload:
-                return known.repeated(data[size:])
+                self._last = known
+                return known.fact.repeated(data[size:])
         return None
 
     def feed(self, data: bytes) -> None:

@@ -18,6 +18,7 @@ import httptools
 import msgspec
 
 from .answer import AnswerFacts, AnswerHead, Failure, Sink
+from .heads import KnownHead
 
 if TYPE_CHECKING:
     from .pool import UpstreamPool
@@ -81,7 +82,7 @@ class UpstreamConnection(asyncio.Protocol):
     """One keep-alive connection to a worker; carries one call at a time."""
 
     __slots__ = ("_pool", "_parser", "_pending", "_head", "_head_complete", "_missing", "_done", "_keep_alive",
-                 "transport", "call", "reused", "heard", "silent_since", "idle_since")
+                 "transport", "call", "reused", "heard", "silent_since", "idle_since", "_last")
 
     transport: asyncio.Transport
 
@@ -98,13 +99,13 @@ class UpstreamConnection(asyncio.Protocol):
         self.heard = True
         """Whether anything came since the last sweep: cheaper than a time noted with each piece."""
         self.silent_since = self.idle_since = 0.0
+        self._last: KnownHead[AnswerFacts] | None = None
 
     def carry(self, call: Call) -> None:
         """Send a call's request and deliver its answer."""
         self.call = call
         call.connection = self
         self.heard = True
-        self._pool.busy.add(self)
         if call.paused:
             self.transport.pause_reading()
         if call.body:
@@ -125,7 +126,6 @@ class UpstreamConnection(asyncio.Protocol):
             call.lost(failure._replace(at_boundary=self._at_boundary()))
 
     def _detach(self) -> None:
-        self._pool.busy.discard(self)
         if self.call is not None:
             self.call.connection = None
             self.call = None
@@ -143,6 +143,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         call = self.call
@@ -151,12 +152,13 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.heard = True
         if self._head is None:
-            if not self._pending and not call.bodiless and (found := self._pool.known.find(data)) is not None:
-                facts, size, length = found
+            if not self._pending and not call.bodiless and (
+                    found := self._pool.known.find(data, self._last)) is not None:
+                self._last, size, length = found
                 missing = length + size - len(data)
                 if missing >= 0:
                     self._missing = missing
-                    self._head = head = AnswerHead(facts, data, size)
+                    self._head = head = AnswerHead(self._last.fact, data, size, not missing)
                     call.head = b""
                     if call.sink is not None:
                         call.sink.answer_head(head)
@@ -216,7 +218,6 @@ class UpstreamConnection(asyncio.Protocol):
             call.sink.answer_head(head)
 
     def _finish(self, call: Call, reusable: bool) -> None:
-        self._pool.busy.discard(self)
         self._head = self.call = call.connection = None
         if reusable and not call.paused:
             self._pool.park(self)
@@ -232,6 +233,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.unpark(self)
+        self._pool.connections.discard(self)
         call = self.call
         if call is not None:
             self._detach()

@@ -114,7 +114,7 @@ def cases() -> dict[str, tuple[bool, bytes, list[bytes], int]]:
 async def start(pairs: bool) -> Router:
     urls = [f"http://127.0.0.1:{port}" for port in range(1, 5)]  # Nobody listens there; nothing is sent there.
     alone = [[url] for url in urls]
-    given = ({"pd_disaggregation": True, "prefill": alone[:2], "decode": alone[2:]} if pairs
+    given = ({"pd_disaggregation": True, "prefill": alone[:1], "decode": alone[1:2]} if pairs
              else {"worker_urls": urls})
     router = Router(build(RouterConfig, {"host": "127.0.0.1", "port": 0, "policy": "cache_aware", **given}))
     await router.start()

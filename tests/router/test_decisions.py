@@ -164,7 +164,8 @@ def test_membership_errors():
 
 def test_a_reservation_is_released_once():
     (worker,) = workers(1)
-    reservation = Reservation.of(worker)
+    worker.load += 1
+    reservation = Reservation(worker)
     assert worker.load == 1
     reservation.release()
     assert worker.load == 0
