@@ -35,6 +35,7 @@ class _Fields(_Sampling):
     stream: bool | None = None
     logprobs: Any = None
     return_logprob: Any = None
+    return_hidden_states: Any = None
     sampling_params: _Sampling | None = None
     continuation: Any = None
 
@@ -54,7 +55,7 @@ def continuable(body: bytes) -> bool:
     same = (sampling.temperature == 0 or sampling.top_k == 1 or sampling.seed is not None
             or sampling.sampling_seed is not None)
     return bool(found.stream and same and sampling.n in (None, 1)
-                and not (found.logprobs or found.return_logprob or found.continuation))
+                and not (found.logprobs or found.return_logprob or found.return_hidden_states or found.continuation))
 
 
 class StreamLog:

@@ -53,6 +53,7 @@ class Choice:
         self.prompt_logprobs: Logprobs | None = None
         self.stages: list[Stage] = []
         self.embedding: bytes | None = None
+        self.hidden_states: list[bytes] = []
         self._total = Delta()
         self._texts: list[str] = []
         self._new = Delta()
@@ -118,6 +119,8 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
         self.stages += output.stages
         self.embedding = output.embedding or self.embedding
+        if output.hidden_states:
+            self.hidden_states.append(output.hidden_states)
         if text:
             self._texts.append(text)
             self._new.text += text

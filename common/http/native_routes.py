@@ -11,7 +11,8 @@ from ..api.errors import InvalidRequest
 from ..api.messages import Generate, Logprobs
 from ..openai.continuation import continue_after
 from ..openai.logprobs import Piece, native_lists, native_logprobs
-from ..openai.native import GenerateAnswer, GenerateRequest, decode_generate, logprob_options
+from ..openai.native import GenerateAnswer, GenerateRequest, NativeSampling, decode_generate, logprob_options
+from ..openai.native_extras import check_hidden_bytes, embedded_prompts, state_lists
 from .front import Front, plan
 from .generation import Choice
 from .run import Run, respond
@@ -29,18 +30,20 @@ async def generate(front: Front, request: web.Request) -> web.StreamResponse:
 async def plan_generate(front: Front, body: GenerateRequest, *, arrived: float, with_ids: bool = False) -> NativeRun:
     """See ``plan_chat``; answers tell their token ids always."""
     requests, batched, turn = await _plan(front, body)
+    if body.continuation is not None and requests[0].return_hidden_states:
+        raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
     await front.prepare_grammars(requests, None)
     piece = front.serving_tokenizer().piece if body.return_text_in_logprobs else None
-    return NativeRun(front, requests, _Answer(piece, batched, turn), arrived=arrived, continued=continued)
+    answer = _Answer(piece, batched, turn, front.model.hidden_size)
+    return NativeRun(front, requests, answer, arrived=arrived, continued=continued)
 
 
 async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bool, Turn | None]:
     """The engine's requests, whether the answer is a list, and the turn of a session that it is."""
-    prompts = body.prompts()
-    ids = await front.prompt_ids(prompts, "text" if prompts.texts is not None else "input_ids")
+    ids, embeds, batched = await _prompts(front, body)
     turn = _turn(front, body, ids)
     given = body.samplings(len(ids))
     counts = {sampling.n or 1 for sampling in given}
@@ -55,7 +58,45 @@ async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bo
         raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
     points = front.meeting_points(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], front.model.vocab_size)
-    return plan(ids, samplings, n, body.rid, points, options, body.priority), prompts.batched or n > 1, turn
+    requests = plan(ids, samplings, n, body.rid, points, options, body.priority)
+    _add_extras(front, body, requests, given, embeds)
+    return requests, batched or n > 1, turn
+
+
+async def _prompts(front: Front, body: GenerateRequest) -> tuple[list[list[int]], list[bytes] | None, bool]:
+    """Token ids of each prompt, its embeddings where it is made of these (the ids then mean nothing), and whether the
+    request held a list of prompts."""
+    if body.input_embeds is None:
+        prompts = body.prompts()
+        ids = await front.prompt_ids(prompts, "text" if prompts.texts is not None else "input_ids")
+        return ids, None, prompts.batched
+    front.check_generates()
+    if body.session_params is not None:
+        raise InvalidRequest("session_params do not go with input_embeds.", param="session_params")
+    embedded = embedded_prompts(body.input_embeds, front.model.hidden_size)
+    return [[0] * count for count in embedded.counts], embedded.rows, embedded.batched
+
+
+def _add_extras(front: Front, body: GenerateRequest, requests: list[Generate], samplings: list[NativeSampling],
+                embeds: list[bytes] | None) -> None:
+    """What ``requests``, n for each prompt, ask for beside sampling. Raises InvalidRequest."""
+    offered, count = front.config.native, len(samplings)
+    processors, hidden = body.processors(samplings), body.tells_hidden_states(count)
+    for asked, allowed, name in ((any(processors), offered.enable_custom_logit_processor, "custom_logit_processor"),
+                                 (any(hidden), offered.enable_return_hidden_states, "return_hidden_states")):
+        if asked and not allowed:
+            raise InvalidRequest(f"{name} needs a server that was started with --enable-{name.replace('_', '-')}; "
+                                 "leave it out.", param=name, code="unsupported_parameter")
+    for i, request in enumerate(requests):
+        prompt = i * count // len(requests)
+        request.processor, request.return_hidden_states = processors[prompt], hidden[prompt]
+        if request.return_hidden_states:
+            check_hidden_bytes(len(request.input_ids) + request.sampling.max_new_tokens, front.model.hidden_size)
+        if embeds is not None:
+            request.input_embeds = embeds[prompt]
+            if request.logprob_start_len >= 0:
+                raise InvalidRequest("input_embeds hold no tokens that could have log-probabilities; leave out "
+                                     "logprob_start_len.", param="logprob_start_len")
 
 
 def _turn(front: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn | None:
@@ -72,13 +113,14 @@ def _turn(front: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn | N
 class _Answer:
     """Tells each choice's whole answer so far, as SGLang's clients expect; see ``run.Answer``."""
 
-    def __init__(self, piece: Piece | None, batched: bool, turn: Turn | None):
+    def __init__(self, piece: Piece | None, batched: bool, turn: Turn | None, hidden_size: int):
+        self._hidden_size = hidden_size
         self._turn = turn
         self._piece = piece
         self._batched = batched
 
     def whole(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
-        answers = [_answer(choice, self._piece) for choice in choices]
+        answers = [self._answer(choice) for choice in choices]
         self.end(choices)
         return answers if self._batched else answers[0]
 
@@ -87,16 +129,19 @@ class _Answer:
 
     def gained(self, choice: Choice) -> list[GenerateAnswer]:
         choice.take_delta()
-        return [_answer(choice, self._piece, choice.index if self._batched else None)]
+        return [self._answer(choice, choice.index if self._batched else None)]
 
     def end(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
         if self._turn is not None:
             self._turn.ended(choices[0].rid, choices[0].token_ids)
         return []
 
-
-def _answer(choice: Choice, piece: Piece | None, index: int | None = None) -> GenerateAnswer:
-    return GenerateAnswer(choice.text, choice.token_ids, _meta_info(choice, piece), index)
+    def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
+        info = _meta_info(choice, self._piece)
+        if choice.request.return_hidden_states and choice.ended is not None:  # a stream tells them once, with its end
+            info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
+                                                self._hidden_size)
+        return GenerateAnswer(choice.text, choice.token_ids, info, index)
 
 
 def _meta_info(choice: Choice, piece: Piece | None) -> dict[str, Any]:

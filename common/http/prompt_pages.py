@@ -18,7 +18,9 @@ from .front import Front
 def note_pages(front: Front, request: web.Request, requests: Sequence[Generate]) -> None:
     """Keep the first prompt's page hashes for the answer's head, where they were asked for."""
     if PROMPT_PAGES_HEADER in request.headers:
-        request[PROMPT_PAGES_HEADER] = encode_pages(requests[0].input_ids, front.config.cache.page_size)
+        first = requests[0]
+        ids = first.input_ids if first.input_embeds is None else []  # pages of embeddings are never cached
+        request[PROMPT_PAGES_HEADER] = encode_pages(ids, front.config.cache.page_size)
 
 
 async def tell_pages(request: web.Request, response: web.StreamResponse) -> None:

@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.messages import CustomProcessor
 from ..api.sampling import SamplingParams
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
+from .native_extras import Embeddings, custom_processor
 from .prompts import Prompts, check_ids, parse_prompts
 from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, refuse_unsupported, validated_params
 from .structured import grammar_field
@@ -43,6 +45,7 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    custom_params: dict[str, Any] | None = None  # what custom_logit_processor is given
 
     def params(self, default_tokens: int, vocab_size: int) -> SamplingParams:
         """Validated; ``default_tokens`` is the output's length where none is requested."""
@@ -83,18 +86,16 @@ class GenerateRequest(BootstrapFields, kw_only=True):
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     continuation: Continuation | None = None  # Baton's own
+    input_embeds: Embeddings | None = None
+    return_hidden_states: bool | list[bool] | None = None
+    custom_logit_processor: str | list[str | None] | None = None
     # refused where they would change the answer
-    input_embeds: list[Any] | None = None
     image_data: Any = None
     audio_data: Any = None
-    return_hidden_states: bool | list[bool] | None = None
     lora_path: str | list[str | None] | None = None
-    custom_logit_processor: str | list[str | None] | None = None
 
     def prompts(self) -> Prompts:
-        """Raises InvalidRequest unless exactly one of ``text`` and ``input_ids`` is given."""
-        if (self.text is None) == (self.input_ids is None):
-            raise InvalidRequest("Give either text or input_ids.", param="text")
+        """Of a request without ``input_embeds``."""
         if self.text is not None:
             return parse_prompts(self.text, "text")
         return parse_prompts(self.input_ids or [], "input_ids")
@@ -103,11 +104,17 @@ class GenerateRequest(BootstrapFields, kw_only=True):
         given = self.sampling_params
         return _per_prompt("sampling_params", NativeSampling() if given is None else given, num_prompts)
 
+    def processors(self, samplings: list[NativeSampling]) -> list[CustomProcessor | None]:
+        """One entry per prompt; raises InvalidRequest."""
+        named: list[str | None] = _per_prompt("custom_logit_processor", self.custom_logit_processor, len(samplings))
+        return [custom_processor(name, sampling.custom_params) for name, sampling in zip(named, samplings)]
+
+    def tells_hidden_states(self, num_prompts: int) -> list[bool]:
+        return _per_prompt("return_hidden_states", self.return_hidden_states or False, num_prompts)
+
 
 _REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "input_embeds": (None, []), "image_data": (None, [], ""), "audio_data": (None, [], ""),
-    "return_hidden_states": (None, False), "lora_path": (None, ""),
-    "custom_logit_processor": (None, ""),
+    "image_data": (None, [], ""), "audio_data": (None, [], ""), "lora_path": (None, ""),
 }
 
 _decoder = BodyDecoder(GenerateRequest)
@@ -117,6 +124,8 @@ def decode_generate(body: bytes) -> GenerateRequest:
     """Raises InvalidRequest."""
     request = _decoder.decode(body)
     refuse_unsupported(request, _REFUSED_FIELDS)
+    if [request.text, request.input_ids, request.input_embeds].count(None) != 2:
+        raise InvalidRequest("Give either text, input_ids or input_embeds.", param="text")
     check_range("priority", request.priority, -(2**31), 2**31)
     given = request.sampling_params
     for sampling in given if isinstance(given, list) else [given or NativeSampling()]:

@@ -163,6 +163,7 @@ def test_the_log_stays_small_and_knows_every_token(cumulative):
     ('{"stream": true}', False), ('{"stream": false, "temperature": 0}', False), ('{"temperature": 0}', False),
     ('{"stream": true, "temperature": 0, "continuation": {"token_ids": []}}', False), ('{"stream": 3}', False),
     ('{"stream": true, "sampling_params": [{"temperature": 0}]}', False),
+    ('{"stream": true, "temperature": 0, "return_hidden_states": true}', False),
 ])
 def test_what_can_be_continued(body, yes):
     assert continuable(body.encode()) is yes
