@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,6 +15,10 @@ from .matcher import Matcher
 FillRow = Callable[[torch.Tensor, int], None]
 """See engine/choosing.py, FillAllowed."""
 
+# A batch that takes longer has a row to find: for some steps each row is filled alone, and pays for itself.
+_SLOW_SECONDS = 0.05
+_STEPS_ALONE = 8
+
 
 class MaskFiller:
     """Threads of rank 0 that fill masks: of a 128k vocabulary one row takes 0.1 to 0.5 ms inside a string."""
@@ -21,16 +26,24 @@ class MaskFiller:
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, min(8, (os.cpu_count() or 1) // 2)))
+        self._alone = 0  # steps that are still to be filled row by row
 
     def fill(self, matchers: Sequence[Matcher]) -> list[FillRow]:
         """One a matcher, which has taken in all tokens of its request."""
         words = np.zeros((len(matchers), -(self._vocab_size // -32)), np.int32)
         live = [(i, matcher.grammar) for i, matcher in enumerate(matchers)
                 if matcher.grammar is not None and matcher.error is None]
-        if len(live) == 1:
-            live[0][1].fill_next_token_bitmask(words, live[0][0])
+        if len(live) == 1 or (live and self._alone):
+            self._alone = max(0, self._alone - 1)
+            for i, grammar in live:
+                began = time.thread_time()
+                grammar.fill_next_token_bitmask(words, i)
+                matchers[i].charge(time.thread_time() - began)
         elif live:
+            began = time.perf_counter()
             self._batch.batch_fill_next_token_bitmask([grammar for _, grammar in live], words, [i for i, _ in live])
+            if time.perf_counter() - began > _SLOW_SECONDS:
+                self._alone = _STEPS_ALONE
         for matcher, row in zip(matchers, words.view(np.uint32)):
             matcher.finish_mask(row)
         return [_copier(torch.from_numpy(row)) for row in words]

@@ -169,6 +169,24 @@ def test_a_grammar_without_end_runs_to_the_length():
     assert set(text_of(engine.run()["a"])) == {"a"} and engine.reasons["a"] == "length"
 
 
+def test_an_ambiguous_grammar_pays_for_itself(monkeypatch):
+    """Following it takes ever longer; the others must not wait for ever."""
+    from baton.common.grammar import masks, matcher
+
+    monkeypatch.setattr(matcher, "_ALLOWANCE", 0.05)
+    monkeypatch.setattr(matcher, "_ALLOWANCE_PER_TOKEN", 0.001)
+    monkeypatch.setattr(masks, "_SLOW_SECONDS", 0.002)
+    a_only = {"logit_bias": {token: 100.0 for token in range(4096) if tokenizer().piece(token) == b"a"}}
+    engine = GrammarEngine(whitespace="")
+    engine.start("accepting", GrammarSpec("ebnf", 'root ::= root root | "a"'), **a_only)
+    engine.start("filling", GrammarSpec("regex", "((a{1,300}){1,300}){1,300}"), **a_only)
+    engine.start("innocent", PERSON)
+    found = engine.run()
+    for rid in ("accepting", "filling"):
+        assert isinstance(found[rid], Failed) and "too ambiguous" in found[rid].message, found[rid]
+    assert json.loads(text_of(found["innocent"]))["tags"]
+
+
 def test_logprobs_are_those_of_what_the_grammar_allows():
     from baton.common.api.messages import Generate
     from baton.common.api.sampling import SamplingParams
