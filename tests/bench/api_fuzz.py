@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import random
 import sys
@@ -55,8 +56,18 @@ HINTS: dict[str, list[Any]] = {
     "regex": ["[a-c]{1,3}", "(", "a*" * 20, "(a|b)*c"], "ebnf": ["root ::= \"a\" | \"b\"", "root ::="],
     "endpoint": ["/v1/chat/completions", "/v1/completions"], "method": ["POST"], "stop": ["e", ["a", "b"], "\n"],
     "completion_window": ["24h", "1s", "5m"], "finish_reason": ["stop"], "name": ["f", "g"], "arguments": ["{}", "{"],
+    "messages": [[{"role": "user", "content": "What is the capital of France?"}], [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": [
+            {"type": "text", "text": "What is 2 plus 3?"}]}]],
+    "prompt": ["How do you spell banana?", ["a", "b"], [5, 6, 7]], "text": ["How do you spell banana?", ["a", "b"]],
+    "input": ["What is 2 plus 3?", [{"role": "user", "content": "Hi"}]], "input_ids": [[5, 6, 7], [[5], [6, 7]]],
+    "thinking": [{"type": "enabled"}, {"type": "disabled"}],
+    "top_logprobs": [0, 2], "logprobs": [True, 1], "stream": [True, False, False],
     "rid": ["r1", "r2"], "custom_id": ["1", "2"], "encoding_format": ["float", "base64"], "id": ["c1", "c2"],
 }
+REFUSED = frozenset(("image_data", "audio_data", "video_data", "lora_path", "conversation", "previous_response_id",
+                     "return_hidden_states", "background", "truncation", "max_tool_calls"))
+"""Of little use more than once: the servers refuse most of their values."""
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW"]
 HEADERS = [
     b"Content-Type: text/plain", b"Content-Type: application/json; charset=latin-1", b"Content-Type: \xff\xfe",
@@ -80,8 +91,8 @@ class Schemas:
         rng = self.rng
         if key == "input_file_id":
             return rng.choice(self.known["file_id"])
-        if key in HINTS and rng.random() < 0.7:
-            return rng.choice(HINTS[key])
+        if key in HINTS and rng.random() < 0.8:
+            return copy.deepcopy(rng.choice(HINTS[key]))
         if "$ref" in schema:
             return self.value(self.document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]], depth, key)
         if "anyOf" in schema:
@@ -104,9 +115,9 @@ class Schemas:
 
     def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         rng, required = self.rng, schema.get("required", ())
-        share = rng.choice((0.0, 0.05, 0.2))
+        share = rng.choice((0.0, 0.02, 0.05, 0.2))
         found = {name: self.value(inner, depth + 1, name) for name, inner in schema.get("properties", {}).items()
-                 if name in required or (depth < 5 and rng.random() < share)}
+                 if name in required or (depth < 5 and rng.random() < (share / 10 if name in REFUSED else share))}
         if not found and isinstance(schema.get("additionalProperties"), dict):
             found = {rng.choice(("5", "a")): self.value(schema["additionalProperties"], depth + 1)}
         return found
@@ -149,6 +160,8 @@ def bound(rng: random.Random, body: Any, path: str) -> Any:
     if not isinstance(body, dict):
         return body
     if path == "/generate":
+        if not {"text", "input_ids", "input_embeds"} & body.keys() and rng.random() < 0.9:
+            body["text"] = "How do you spell banana?"
         given = body.get("sampling_params")
         if not given or not isinstance(given, (dict, list)):
             body["sampling_params"] = given = {}
@@ -196,6 +209,8 @@ class Requests:
             method = rng.choice(METHODS)
         headers, content = self._content(path, operation)
         extra = [rng.choice(HEADERS) for _ in range(rng.choice((0, 0, 0, 0, 1, 2)))]
+        if any(line.startswith(b"Content-Type") for line in extra) and rng.random() < 0.9:
+            headers = []  # two of them are refused before anything else is looked at
         lines = [f"{method} {target} HTTP/1.1".encode(), b"Host: fuzz", *headers, *extra]
         if content and rng.random() < 0.1:
             middle = len(content) // 2
@@ -213,10 +228,10 @@ class Requests:
         if "application/json" not in body:
             return [], rng.choice((b"", b"", b"", b"{}", b"x"))
         value = self.schemas.value(body["application/json"]["schema"])
-        for _ in range(rng.choice((0, 0, 0, 1, 1, 2, 4))):
+        for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 2, 4))):
             value = bend(rng, value)
         text = json.dumps(bound(rng, value, path), ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-        chance = rng.random()
+        chance = rng.random() * 2
         if chance < 0.03:
             text = text[:rng.randrange(len(text) + 1)]
         elif chance < 0.05 and path not in BOUNDED:
