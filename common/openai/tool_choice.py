@@ -9,6 +9,7 @@ from typing import Any
 
 from ..api.errors import InvalidRequest
 from .protocol import ChatRequest, Tool
+from .schema_rules import check_enforceable
 
 _NAME = re.compile(r"[\w.\-]{1,256}")
 
@@ -63,7 +64,8 @@ def _named(choice: str | dict[str, Any]) -> str:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequest for tools that are no functions, or whose names cannot be told apart in an answer."""
+    """Raises InvalidRequest for tools that are no functions, whose names cannot be told apart in an answer, or whose
+    arguments cannot be held to a schema as strictly as they ask."""
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         name = tool.function.name
@@ -77,3 +79,5 @@ def check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(f"tools[{i}].function.name {name!r} is there twice.",
                                  param=f"tools[{i}].function.name")
         seen.add(name)
+        if tool.function.strict:
+            check_enforceable(tool.function.parameters or {}, f"tools[{i}].function.parameters")

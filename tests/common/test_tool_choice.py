@@ -48,6 +48,8 @@ def test_choices(fields: dict[str, Any], names: list[str], required: bool, max_c
     ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "names 'x', which is not among tools"),
     ({"tools": [{"type": "browser", "function": {"name": "f"}}]}, r"tools\[0\].type must be 'function'"),
     ({"tools": [{"function": {"name": "a b"}}]}, r"tools\[0\].function.name must have"),
+    ({"tools": [{"function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
+     r"tools\[0\].function.parameters: not cannot be enforced"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, r"tools\[1\].function.name 'f' is there twice"),
 ])
 def test_choices_that_mean_nothing(fields: dict[str, Any], sentence: str) -> None:

@@ -30,7 +30,8 @@ def allow_calls(layout: Layout, schemas: Schemas, strict: frozenset[str], *, sin
     else:
         calls = [(layout.tag(name), source) for name, source in loose.items()]
         tags = [tag(call.begin, _arguments(call, source), call.end) for call, source in calls]
-    return {"type": "triggered_tags", "triggers": [layout.trigger], "tags": tags, "stop_after_first": single}
+    return {"type": "triggered_tags", "triggers": [layout.trigger], "tags": tags,
+            "stop_after_first": single or layout.single}
 
 
 def loosened(schemas: Schemas, strict: frozenset[str]) -> Schemas:

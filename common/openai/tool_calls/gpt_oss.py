@@ -12,6 +12,8 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
     yield from Harmony(with_calls=True, as_part=None).read(cursor, calls)
 
 
+_BEGIN = f"{CHANNEL}commentary to=functions."
+
 # <|call|> is one of the model's stop tokens: it ends the answer, so that there is one call.
 GPT_OSS = ToolFormat(read, MARKERS, (frozenset((CHANNEL, MESSAGE)),), Layout(
-    lambda name: Tag(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", ""), single=True))
+    lambda name: Tag(f"{_BEGIN}{name} {CONSTRAIN}json{MESSAGE}", ""), trigger=_BEGIN, single=True))

@@ -15,8 +15,8 @@ from .qwen3_coder import QWEN3_CODER
 
 FORMATS: dict[str, ToolFormat] = {
     "gpt-oss": GPT_OSS, "kimi_k2": KIMI_K2, "deepseekv3": DEEPSEEK_V3, "deepseekv31": DEEPSEEK_V31, "glm45": GLM45,
-    "glm": GLM45, "qwen3_coder": QWEN3_CODER, "mistral": MISTRAL, "qwen25": HERMES, "qwen": HERMES, "hermes": HERMES,
-    "llama4": PYTHONIC, "pythonic": PYTHONIC, "llama3": LLAMA3,
+    "glm": GLM45, "glm47": GLM45, "qwen3_coder": QWEN3_CODER, "mistral": MISTRAL, "qwen25": HERMES,
+    "qwen": HERMES, "hermes": HERMES, "llama4": PYTHONIC, "pythonic": PYTHONIC, "llama3": LLAMA3,
 }
 """In the order in which ``detect`` tries them: a template may hold the words of a later format, too."""
 
