@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,12 @@ from ..common.api.errors import ServingError
 from ..common.config.server import DisaggregationArgs
 from ..common.kvcache.layout import KVLayout
 from .backends import make_backend
+from .bench_args import BenchArgs
 from .bootstrap import BootstrapServer, register_rank
 from .messages import PrefillResult
 from .receiver import KVReceiver
 from .sender import KVSender
 from .states import Phase
-
-if TYPE_CHECKING:
-    from .bench import BenchArgs
 
 HOST = "127.0.0.1"
 SLACK = 2  # pages of the pool for one of the longest prompt, so that scattered ones have somewhere to be

@@ -1,0 +1,49 @@
+"""Settings of ``bench_kvtransfer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..common.api.errors import ConfigError
+from ..common.config.cli import flag
+from ..common.kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
+
+
+@dataclass(frozen=True)
+class BenchArgs:
+    """The defaults are the shape of Llama-3-8B and Qwen3-8B: 4,096 tokens are 512 MiB (Qwen3's 36 layers: 576 MiB)."""
+
+    device: Literal["cpu", "cuda"] = flag("cpu", help="where the pages lie")
+    prefill_gpu: int = flag(0, help="GPU of the sender, with --device cuda")
+    decode_gpu: int = flag(1, help="GPU of the receiver, with --device cuda; may be the same")
+    backend: Literal["nixl", "mooncake", "fake"] = flag("nixl", help="transfer backend")
+    prompt_tokens: tuple[int, ...] = flag((1024, 4096), help="prompt lengths")
+    descriptor_kib: tuple[int, ...] = flag((64, 256, 1024, 2048), help=(
+        "KiB of one page of one layer group, met as closely as a whole number of groups can"))
+    order: Literal["both", "scattered", "contiguous"] = flag("both", help="how the pages lie in both pools")
+    repeat: int = flag(10, help="timed transfers of each case, after one that is not timed")
+    num_layers: int = flag(32, help="layers of the model")
+    num_kv_heads: int = flag(8, help="KV heads of one rank")
+    head_dim: int = flag(128, help="elements of a head")
+    page_size: int = flag(16, help="tokens of a page")
+    dtype: Literal["float32", "float16", "bfloat16"] = flag("bfloat16", help="element type of the cache")
+    kv_checksum: Literal["sampled", "full", "off"] = flag("off", help="as the servers' flag")
+    output: str | None = flag(None, help="write settings and figures to this JSON file")
+    plot: str | None = flag(None, help="draw the figures into this PNG file (needs matplotlib)")
+
+    def __post_init__(self) -> None:
+        if min(*self.prompt_tokens, *self.descriptor_kib, self.repeat, self.page_size) < 1:
+            raise ConfigError("Prompt lengths, descriptor sizes, page size and repetitions must be 1 or more.")
+
+    def layouts(self) -> Iterator[KVLayout]:
+        """One for each different number of layer groups that the descriptor sizes ask for, small pages first."""
+        layer_page = 2 * self.num_kv_heads * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        counts = {round(self.num_layers * layer_page / (kib * 1024)) for kib in self.descriptor_kib}
+        for groups in dict.fromkeys(split_layers(self.num_layers, layer_page, n) for n in sorted(counts, reverse=True)):
+            yield KVLayout(groups, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        return ("scattered", "contiguous") if self.order == "both" else (self.order,)
