@@ -17,7 +17,10 @@ The path of a grammar, and why:
   keeps them, needs nothing. When nothing may follow, the mask leaves end-of-sequence tokens alone; every rank sees
   such a token arrive, so that an end under a grammar is no decision that ranks could take differently.
 
-Jump-forward decoding, which would append text that the grammar leaves no choice about without running the model, is not
-done: the tokens of such text are not the model's own (it would split the text otherwise, at both ends), so that
-outputs change, and with overlapped scheduling the step that it would save has been launched already.
+Jump-forward decoding, which appends text that the grammar leaves no choice about without running the model, is not
+done. The tokens of such text are not those that the model would choose (it may split the text otherwise, at its ends
+too), so that outputs change. Only where the mask leaves a single token would they be equal: of random answers to 40
+schemas over a BPE vocabulary of 128,000 tokens that was 10 % of the masks (32 % without white space; 48 % for tinychat's
+4,096 tokens). With overlapped scheduling the step that would be saved has been launched by the time the mask is known,
+and a batch's step costs nearly the same with a row less.
 """
