@@ -13,6 +13,7 @@ from .common.api.errors import ConfigError
 from .common.cluster import Part, ask, run_parts
 from .common.config.cli import flag, parse, to_argv
 from .common.config.server import (
+    AnswerArgs,
     CacheArgs,
     ChatArgs,
     GrammarArgs,
@@ -66,6 +67,7 @@ class ClusterConfig:
     kernels: KernelArgs
     chat: ChatArgs = ChatArgs()
     grammar: GrammarArgs = GrammarArgs()
+    answers: AnswerArgs = AnswerArgs()
 
 
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
@@ -101,7 +103,8 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
         model = dataclasses.replace(
             config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.tp_size)
         cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
-        sections = (model, cache, config.schedule, config.parallel, config.kernels, config.chat, config.grammar)
+        sections = (model, cache, config.schedule, config.parallel, config.kernels, config.chat, config.grammar,
+                    config.answers)
         flags = [word for section in sections for word in to_argv(section)]
         flags += ["--port", str(port)]
         if role != "server":

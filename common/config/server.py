@@ -119,13 +119,13 @@ class HttpArgs:
     shutdown_grace_secs: float = flag(20.0, help=(
         "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
     stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")
-    enable_cache_report: bool = flag(True, help="tell in usage how many prompt tokens the prefix cache had")
 
 
 @dataclass(frozen=True)
-class NativeArgs:
-    """What /generate offers on request alone; prefill and decode servers that work together need the same."""
+class AnswerArgs:
+    """What answers may be made of and tell; servers that work together need the same."""
 
+    enable_cache_report: bool = flag(True, help="tell in usage how many prompt tokens the prefix cache had")
     enable_custom_logit_processor: bool = flag(False, help=(
         "let requests name a logit processor, MODULE:NAME, that this server imports and runs: whoever may send "
         "requests may then import any module that is installed here"))
@@ -232,7 +232,7 @@ class ServerConfig:
     observe: ObserveArgs = ObserveArgs()
     grammar: GrammarArgs = GrammarArgs()
     storage: StorageArgs = StorageArgs()
-    native: NativeArgs = NativeArgs()
+    answers: AnswerArgs = AnswerArgs()
 
     def __post_init__(self) -> None:
         positive = {

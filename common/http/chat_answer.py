@@ -63,6 +63,7 @@ class ChatAnswer:
 
     def __init__(self, front: Front, body: ChatRequest, reading: Reading, *, with_ids: bool):
         begun = body.continuation
+        self._front = front
         self._id = (begun and begun.id) or f"chatcmpl-{uuid.uuid4().hex}"
         self._created = (begun and begun.created) or int(time.time())
         self._with_ids = with_ids
@@ -123,7 +124,7 @@ class ChatAnswer:
         return [ChatChunk(self._id, self._created, self._model, [], usage)]
 
     def _usage(self, choices: Sequence[Choice], readers: Sequence[Reader]) -> Usage:
-        usage = usage_of(choices, self._body.num_choices)
+        usage = usage_of(self._front, choices, self._body.num_choices)
         if self._reading.reasoning is not None:
             usage.completion_tokens_details = CompletionTokensDetails(sum(
                 self._thought_tokens(choice, reader) for choice, reader in zip(choices, readers)))

@@ -63,6 +63,7 @@ class _Answer:
 
     def __init__(self, front: Front, body: CompletionRequest, echo: Echo | None, *, with_ids: bool):
         begun = body.continuation
+        self._front = front
         self._id = (begun and begun.id) or f"cmpl-{uuid.uuid4().hex}"
         self._created = (begun and begun.created) or int(time.time())
         self._with_ids = with_ids
@@ -74,7 +75,7 @@ class _Answer:
         self._waiting: list[list[int]] = []  # ids of tokens whose text is held back
 
     def whole(self, choices: Sequence[Choice]) -> Completion:
-        usage = usage_of(choices, self._body.num_made)
+        usage = self._usage(choices)
         echoed = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
         told = best(choices, self._body.num_made, self._body.num_choices)
         return self._completion([self._choice(choice, echoed.get(choice.rid), choice.text, choice.logprobs, 0)
@@ -102,7 +103,10 @@ class _Answer:
         return [self._completion([said])]
 
     def end(self, choices: Sequence[Choice]) -> list[Completion]:
-        return [self._completion([], usage_of(choices, self._body.num_made))] if self._body.wants_usage else []
+        return [self._completion([], self._usage(choices))] if self._body.wants_usage else []
+
+    def _usage(self, choices: Sequence[Choice]) -> Usage:
+        return usage_of(self._front, choices, self._body.num_made)
 
     def _choice(self, choice: Choice, echoed: str | None, text: str, logprobs: Logprobs | None,
                 offset: int) -> CompletionChoice:

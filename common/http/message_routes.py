@@ -119,7 +119,7 @@ class _Answer:
 
     def _count(self, usage: Usage | None) -> None:
         if usage is not None:
-            cached = usage.prompt_tokens_details.cached_tokens
+            cached = usage.cached_tokens
             self._message.usage = MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 

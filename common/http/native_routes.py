@@ -80,7 +80,7 @@ async def _prompts(front: Front, body: GenerateRequest) -> tuple[list[list[int]]
 def _add_extras(front: Front, body: GenerateRequest, requests: list[Generate], samplings: list[NativeSampling],
                 embeds: list[bytes] | None) -> None:
     """What ``requests``, n for each prompt, ask for beside sampling. Raises InvalidRequest."""
-    offered, count = front.config.native, len(samplings)
+    offered, count = front.config.answers, len(samplings)
     processors, hidden = body.processors(samplings), body.tells_hidden_states(count)
     for asked, allowed, name in ((any(processors), offered.enable_custom_logit_processor, "custom_logit_processor"),
                                  (any(hidden), offered.enable_return_hidden_states, "return_hidden_states")):

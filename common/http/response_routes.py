@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from aiohttp import web
+from msgspec import UNSET
 
 from ..api.errors import InvalidRequest, NotFound, ServingError
 from ..openai.blocks import Block, Blocks, Change, Closed, Grown, Opened
@@ -214,6 +215,6 @@ def _usage(usage: Usage | None) -> ResponseUsage | None:
         return None
     details = usage.completion_tokens_details
     reasoning = details.reasoning_tokens if details else 0
-    return ResponseUsage(
-        usage.prompt_tokens, InputTokensDetails(usage.prompt_tokens_details.cached_tokens), usage.completion_tokens,
-        OutputTokensDetails(reasoning), usage.total_tokens)
+    cached = InputTokensDetails(usage.cached_tokens) if usage.prompt_tokens_details else UNSET
+    return ResponseUsage(usage.prompt_tokens, usage.completion_tokens, OutputTokensDetails(reasoning),
+                         usage.total_tokens, cached)

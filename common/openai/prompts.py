@@ -48,8 +48,11 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def output_limit(num_prompt_tokens: int, requested: int | None, limit: int, *, tokens_name: str) -> int:
-    """Tokens that may follow the prompt. Raises InvalidRequest where prompt and ``requested`` exceed ``limit``."""
-    if num_prompt_tokens >= limit:
+    """Tokens that may follow the prompt. Raises InvalidRequest where prompt and ``requested`` exceed ``limit``.
+
+    A prompt may fill all of it where nothing is to follow.
+    """
+    if num_prompt_tokens > limit or (num_prompt_tokens == limit and requested != 0):
         raise InvalidRequest(f"The prompt has {num_prompt_tokens} tokens, which leaves no room for output within the "
                              f"context length of {limit}; shorten it.", code="context_length_exceeded")
     if requested is not None and num_prompt_tokens + requested > limit:

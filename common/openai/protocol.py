@@ -63,6 +63,8 @@ class CommonFields(BootstrapFields, kw_only=True):
     # refused where they would change the answer (see _REFUSED)
     lora_path: str | list[str | None] | None = None
     return_hidden_states: bool | None = None
+    custom_logit_processor: Any = None
+    prompt_logprobs: Any = None
 
     @property
     def num_choices(self) -> int:
@@ -147,7 +149,13 @@ class CompletionRequest(CommonFields, kw_only=True):
 # field -> the values under which it changes nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_path": (None, ""), "return_hidden_states": (None, False),
-    "suffix": (None, ""),
+    "suffix": (None, ""), "custom_logit_processor": (None, ""), "prompt_logprobs": (None,),
+}
+_INSTEAD = {
+    "return_hidden_states": "/generate tells them",
+    "custom_logit_processor": "/generate takes it",
+    "prompt_logprobs": "/v1/completions tells log-probabilities of the prompt with echo and logprobs, /generate with "
+                       "logprob_start_len",
 }
 
 _chat = BodyDecoder(ChatRequest)
@@ -193,8 +201,8 @@ def refuse_unsupported(request: msgspec.Struct, harmless: dict[str, tuple[Any, .
     for name, values in harmless.items():
         value = getattr(request, name, None)
         if value not in values:
-            raise InvalidRequest(f"{name} is not supported by this server; leave it out.", param=name,
-                                 code="unsupported_parameter")
+            instead = _INSTEAD.get(name, "leave it out")
+            raise InvalidRequest(f"{name} is not supported here; {instead}.", param=name, code="unsupported_parameter")
 
 
 def check_range(name: str, value: int | None, low: int, high: int) -> None:

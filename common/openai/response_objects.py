@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from .response_request import FunctionTool, ReasoningOptions, TextFormat, TextOptions
 from .responses import TokenLogprob, encode
@@ -61,10 +62,10 @@ class OutputTokensDetails(msgspec.Struct):
 
 class ResponseUsage(msgspec.Struct):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    input_tokens_details: InputTokensDetails | UnsetType = UNSET
 
 
 class ResponseError(msgspec.Struct):

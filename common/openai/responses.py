@@ -32,13 +32,20 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Usage:
+    def of(cls, prompt_tokens: int, cached_tokens: int | None, completion_tokens: int) -> Usage:
+        """``cached_tokens`` None: they are not told."""
         return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens,
-                   PromptTokensDetails(cached_tokens))
+                   UNSET if cached_tokens is None else PromptTokensDetails(cached_tokens))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those that are told."""
+        details = self.prompt_tokens_details
+        return details.cached_tokens if details else 0
 
 
 # ---------------------------------------------------------------- chat

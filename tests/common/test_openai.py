@@ -131,6 +131,7 @@ def test_bad_prompts(value: object) -> None:
 def test_output_limit_names_the_numbers() -> None:
     assert output_limit(10, None, 100, tokens_name="max_tokens") == 90
     assert output_limit(10, 90, 100, tokens_name="max_tokens") == 90
+    assert output_limit(100, 0, 100, tokens_name="max_tokens") == 0
     with pytest.raises(InvalidRequest, match="has 100 tokens.*context length of 100"):
         output_limit(100, None, 100, tokens_name="max_tokens")
     with pytest.raises(InvalidRequest, match="10 tokens and max_tokens asks for 91"):
