@@ -20,8 +20,8 @@ _MOST = RING_WORDS // 8
 _SKIP = 0
 """A first word that says: the next record is at the ring's beginning."""
 
-Apply = Callable[[int, int, list[int]], None]
-"""``apply(subject, number, words)``."""
+Apply = Callable[[list[int], int, int], None]
+"""``apply(words, subject, number)``."""
 
 
 @lru_cache(1024)
@@ -63,24 +63,20 @@ class RingReader:
 
     def read(self, head: int) -> None:
         """Take in what is new, up to the writer's head."""
-        while self.at < head:
-            if head - self.at > RING_WORDS // 2:  # Its writer is about to overtake us.
-                break
-            place = self.at % RING_WORDS
-            end = min(place + head - self.at, RING_WORDS)
-            self._take(self._ring[place:end].tolist())
-            self.at += end - place
-        self.at = head
-
-    def _take(self, found: list[int]) -> None:
-        """Apply the records of a piece of the ring, which ends with one."""
-        at = 0
-        while at < len(found):
-            first = found[at]
-            count = first >> 8
-            if count < _HEAD:  # The rest of the ring was skipped, or this was overwritten.
+        at, self.at = self.at, head
+        while at < head:
+            if head - at > RING_WORDS // 2:  # Its writer is about to overtake us.
                 return
-            apply = self.apply.get(first & 255)
-            if apply is not None:
-                apply(found[at + 1], found[at + 2], found[at + _HEAD:at + count])
-            at += count
+            place = at % RING_WORDS
+            found = self._ring[place:place + head - at].tolist()  # A piece of the ring; it ends with a record.
+            at += len(found)
+            start, end = 0, len(found)
+            while start < end:
+                first = found[start]
+                stop = start + (first >> 8)
+                if stop < start + _HEAD:  # The rest of the ring was skipped, or this was overwritten.
+                    break
+                apply = self.apply.get(first & 255)
+                if apply is not None:
+                    apply(found[start + _HEAD:stop], found[start + 1], found[start + 2])
+                start = stop

@@ -25,9 +25,10 @@ class SharedPrefixes(PrefixMemory):
         super().record(hashes, worker_id, capacity)
         self._ring.write(self._kind, worker_id, capacity, hashes)
 
-    def heard(self, worker_id: int, capacity: int, hashes: list[int]) -> None:
-        """Another process recorded this."""
-        super().record(hashes, worker_id, capacity)
+    @property
+    def heard(self) -> Apply:
+        """Called with what another process recorded."""
+        return super().record
 
 
 class SharedTexts(TextPages):
@@ -43,7 +44,7 @@ class SharedTexts(TextPages):
         told = [word for pair in pages.told for word in pair]
         self._ring.write(self._kind, size, len(blocks), [pages.pages, pages.page_size, *blocks, *told])
 
-    def heard(self, size: int, count: int, words: list[int]) -> None:
+    def heard(self, words: list[int], size: int, count: int) -> None:
         """Another process learnt this."""
         blocks, told = words[2:2 + count], words[2 + count:]
         if len(blocks) == count and count and len(told) % 2 == 0 and words[0] > 0:

@@ -8,7 +8,7 @@ from operator import attrgetter
 from ..circuit import CircuitRules
 from ..endpoint import Endpoint
 from ..registry import Registry, Reservation, Role, Worker
-from .board import RING_HEAD, Board
+from .board import MOST_WORKERS, RING_HEAD, Board
 from .messages import Failed, Probed, Served, WorkerNews
 from .ring import RingReader, words
 
@@ -53,6 +53,8 @@ class Neighbour:
         self._memory = board.memory
         self._start = self._end = board.loads_at(child)
         self._seen = b""
+        self._few: tuple[int, ...] | None = ()
+        """What was seen, as numbers, while it is not much."""
         self._rows = rows
         self._cells = board.cells(child)
         self._ring = RingReader(board, child)
@@ -62,6 +64,8 @@ class Neighbour:
         """Look at so many rows."""
         self._end = self._start + 8 * rows
         self._seen = self._seen.ljust(8 * rows, b"\0")
+        self._unpack = words(rows).unpack
+        self._few = self._unpack(self._seen) if len(self._seen) <= _STEP else None
 
     def load(self, row: int) -> int:
         """A row's load as of the last ``look``."""
@@ -71,24 +75,27 @@ class Neighbour:
         """Take in what is new: before each decision, so in few words."""
         now = self._memory[self._start:self._end]
         if now != self._seen:
-            seen, self._seen = self._seen, now
-            if len(now) <= _STEP:
-                self._note(0, seen, now)
+            if self._few is not None:
+                few, self._few = self._few, self._unpack(now)
+                for worker, before, after in zip(self._rows, few, self._few):
+                    if before != after and worker is not None:
+                        worker.known_load += after - before
             else:
-                for at in range(0, len(now), _STEP):
-                    if seen[at:at + _STEP] != now[at:at + _STEP]:
-                        self._note(at // 8, seen[at:at + _STEP], now[at:at + _STEP])
+                self._note_many(self._seen, now)
+            self._seen = now
         head = self._cells[RING_HEAD]
         if head != self._ring.at:
             self._ring.read(head)
 
-    def _note(self, first: int, seen: bytes, now: bytes) -> None:
-        """Loads changed in some of the rows from ``first`` on."""
-        unpack = words(len(now) // 8).unpack
-        rows = self._rows[first:first + len(now) // 8] if first else self._rows
-        for worker, before, after in zip(rows, unpack(seen), unpack(now)):
-            if before != after and worker is not None:
-                worker.known_load += after - before
+    def _note_many(self, seen: bytes, now: bytes) -> None:
+        for at in range(0, len(now), _STEP):
+            before, after = seen[at:at + _STEP], now[at:at + _STEP]
+            if before != after:
+                unpack = words(len(after) // 8).unpack
+                for row, was, is_now in zip(range(at // 8, MOST_WORKERS), unpack(before), unpack(after)):
+                    worker = self._rows[row]
+                    if was != is_now and worker is not None:
+                        worker.known_load += is_now - was
 
 
 class SharedRegistry(Registry):

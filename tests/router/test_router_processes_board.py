@@ -95,7 +95,7 @@ def test_rows_are_used_again_only_when_nobody_counts_there(board):
 
 def test_a_ring_tells_all_in_order_around_its_end(board):
     writer, reader, found = RingWriter(board, 0), RingReader(board, 0), []
-    reader.apply[7] = lambda subject, number, words: found.append((subject, number, words))
+    reader.apply[7] = lambda words, subject, number: found.append((subject, number, words))
     rng, sent = Random(2), []
     while len(sent) < 40_000:
         for _ in range(rng.randrange(20)):
@@ -108,7 +108,7 @@ def test_a_ring_tells_all_in_order_around_its_end(board):
 
 def test_who_was_overtaken_goes_on_with_what_comes(board):
     writer, reader, found = RingWriter(board, 0), RingReader(board, 0), []
-    reader.apply[1] = lambda subject, number, words: found.append(subject)
+    reader.apply[1] = lambda words, subject, number: found.append(subject)
     for number in range(RING_WORDS):
         writer.write(1, number, 0, [1])
     reader.read(board.cells(0)[RING_HEAD])
@@ -121,7 +121,7 @@ def test_who_was_overtaken_goes_on_with_what_comes(board):
 
 def test_a_record_longer_than_it_may_be_loses_its_end(board):
     writer, reader, found = RingWriter(board, 0), RingReader(board, 0), []
-    reader.apply[1] = lambda subject, number, words: found.append(words)
+    reader.apply[1] = lambda words, subject, number: found.append(words)
     writer.write(1, 0, 0, range(RING_WORDS))
     writer.write(1, 0, 0, [5])
     reader.read(board.cells(0)[RING_HEAD])
