@@ -147,6 +147,14 @@ def test_completions_in_a_batch(ai: openai.OpenAI) -> None:
     assert done.error_file_id is None
 
 
+def test_responses_in_a_batch(ai: openai.OpenAI) -> None:
+    lines = [line(1, "/v1/responses", input="fox"), line(2, "/v1/responses", input="fox", store=True)]
+    done = wait(ai, start(ai, lines, "/v1/responses").id)
+    body = lines_of(ai, done.output_file_id)[0]["response"]["body"]
+    assert body["object"] == "response" and body["output"][0]["content"][0]["text"] == "fox"
+    assert lines_of(ai, done.error_file_id)[0]["response"]["body"]["error"]["param"] == "store"
+
+
 def test_an_input_file_that_is_wrong(ai: openai.OpenAI) -> None:
     lines = ["{", line(1), line(1), line(2) | {"method": "GET"}, line(3, "/v1/completions"), {"custom_id": "x"}, "",
              line(4) | {"body": [1]}]

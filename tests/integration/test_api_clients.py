@@ -71,6 +71,36 @@ def test_messages(claude, server):
     clean(server)
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
+          "required": ["city", "big"], "additionalProperties": False}
+
+
+def test_answers_of_a_form(ai, claude, server):
+    """Tools that must be called and schemas that must be met, in the words of each API."""
+    tool = {"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}
+    forced = {"type": "function", "name": "look"}
+    for choice in ("required", forced):
+        answer = ai.responses.create(model="tinychat", input=QUESTION, tools=[tool], tool_choice=choice,
+                                     parallel_tool_calls=False)
+        assert [item.type for item in answer.output] == ["function_call"]
+        assert set(json.loads(answer.output[0].arguments)) == {"city", "big"}
+    with ai.responses.stream(model="tinychat", input=QUESTION, tools=[tool], tool_choice=forced) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+    assert set(json.loads("".join(pieces))) == {"city", "big"}
+    formed = ai.responses.create(model="tinychat", input=QUESTION, text={
+        "format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}})
+    assert set(json.loads(formed.output_text)) == {"city", "big"}
+    ask = {"model": "tinychat", "max_tokens": 100, "messages": [{"role": "user", "content": QUESTION}],
+           "tools": [{"name": "look", "input_schema": SCHEMA}]}
+    for wanted in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "look"}):
+        message = claude.messages.create(**ask, tool_choice=wanted)
+        assert message.stop_reason == "tool_use" and set(message.content[-1].input) == {"city", "big"}
+        with claude.messages.stream(**ask, tool_choice=wanted) as events:
+            final = events.get_final_message()
+        assert final.stop_reason == "tool_use" and set(final.content[-1].input) == {"city", "big"}
+    clean(server)
+
+
 def test_tokens_and_models(ai, server):
     for prefix in ("", "/v1"):
         status, found = post_json(server.url + prefix + "/tokenize", {"prompt": QUESTION, "return_token_strs": True})
