@@ -32,7 +32,8 @@ class Keys:
         keys = self._admins if admin else self._clients
         if not keys:
             return
-        scheme, _, key = request.authorization.partition(b" ")
+        given = request.authorization or b"bearer " + request.header(b"x-api-key")  # as Anthropic's clients show it
+        scheme, _, key = given.partition(b" ")
         if scheme.lower() != b"bearer" or sha256(key.strip()).digest() not in keys:
             kind = "admin key" if admin and self._admins != self._clients else "API key"
             raise Unauthorized(f"This needs the router's {kind}: 'Authorization: Bearer KEY'.")

@@ -29,6 +29,9 @@ async def test_several_client_keys(router, worker, request_to, tmp_path):
         assert (await request_to(front, "POST", "/generate", b"{}", bearer(key))).status == status
     assert (await request_to(front, "POST", "/generate", b"{}", "authorization: bearer  red\r\n")).status == 200
     assert (await request_to(front, "POST", "/generate", b"{}", "Authorization: Basic red\r\n")).status == 401
+    for lines, status in (("x-api-key: red\r\n", 200), ("X-API-Key: green\r\n", 401), ("x-api-key:\r\n", 401),
+                          ("x-api-key: red\r\n" + bearer("green"), 401)):  # Anthropic's clients
+        assert (await request_to(front, "POST", "/v1/messages", b"{}", lines)).status == status
 
 
 @pytest.mark.parametrize("content", ["", "# nothing\n"])
