@@ -45,6 +45,9 @@ class KnownHeads(Generic[Fact]):
         self._met: set[int] = set()
         self._spelling, self._other = b"\r\nContent-Length: ", b"\r\ncontent-length: "
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def find(self, data: bytes, last: KnownHead[Fact] | None) -> tuple[KnownHead[Fact], int, int] | None:
         """``(head, its size, Content-Length)`` of the message that starts with ``data``, if its head is known.
 

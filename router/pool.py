@@ -67,7 +67,7 @@ class UpstreamPool:
         self.authorization = authorization
         """The header line of the worker's key, in place of the client's; empty: the client's goes through."""
         self.loop = asyncio.get_running_loop()
-        self.known = known or KnownHeads(plain_answer)
+        self.known = known if known is not None else KnownHeads(plain_answer)
         """Heads of answers met before; workers of one kind may share them."""
         self.connections: set[UpstreamConnection] = set()
         self._idle: list[UpstreamConnection] = []
@@ -148,7 +148,7 @@ class UpstreamPool:
                               refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
             return
         call.connecting = None
-        if call.sink is None:  # Cancelled as the connection came: up to Python 3.11, wait_for may return it all the same.
+        if call.sink is None:  # Cancelled as the connection came: up to Python 3.11 wait_for may return it all the same.
             connection.transport.abort()
         else:
             connection.carry(call)
