@@ -81,11 +81,12 @@ async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout:
         request = copy(request)
         request.authorization_line = dispatcher.own_authorization
     call = dispatcher.send(worker, request, request.body, collector)
-    try:
-        return await asyncio.wait_for(collector.answer, timeout)
-    except asyncio.TimeoutError:
-        return Answer(0, detail=f"{worker.url} did not answer within {timeout:g} s")
+    late = Failure("silent", f"{worker.url} did not answer within {timeout:g} s")
+    timer = dispatcher.loop.call_later(timeout, collector.answer_lost, late)
+    try:  # No wait_for: up to Python 3.11 it may swallow a cancellation that comes with the answer.
+        return await collector.answer
     finally:
+        timer.cancel()
         call.cancel()
 
 

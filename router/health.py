@@ -77,12 +77,16 @@ class HealthMonitor:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
             pause = self._interval if worker.state == "healthy" else min(self._interval, _RECOVERY_SECONDS)
+            # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
+            due = dispatcher.loop.time() + pause
+            timer = dispatcher.loop.call_at(due, wake.set)
             try:
-                await asyncio.wait_for(wake.wait(), pause)
-            except asyncio.TimeoutError:
-                continue
-            # Woken by a failed request: a crowd of them must not become a crowd of checks.
-            await asyncio.sleep(0.05)
+                await wake.wait()
+            finally:
+                timer.cancel()
+            if dispatcher.loop.time() < due - 0.01:
+                # Woken by a failed request: a crowd of them must not become a crowd of checks.
+                await asyncio.sleep(0.05)
 
     async def _check(self, worker: Worker, dispatcher: Dispatcher) -> None:
         answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)

@@ -148,7 +148,7 @@ class UpstreamPool:
                               refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
             return
         call.connecting = None
-        if call.sink is None:  # Cancelled as the connection came: up to Python 3.11 wait_for may return it all the same.
+        if call.sink is None:  # Cancelled as the connection came: wait_for may return it all the same (Python < 3.12).
             connection.transport.abort()
         else:
             connection.carry(call)

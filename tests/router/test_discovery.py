@@ -125,6 +125,16 @@ async def test_pairs_and_their_bootstrap_port(api, router, worker, script):
         "127.0.0.1": ("prefill", 9123), "127.0.0.2": ("decode", None)}
 
 
+async def test_a_pod_of_several_ranks_joins_and_leaves_whole(api, router, worker, script):
+    mock = await worker(dp_size=3)
+    api.change("ADDED", "first")
+    front = await router(service_discovery=True, selector=("app=x",), service_discovery_port=mock.port, dp_aware=True,
+                         wait=False)
+    await script.until(lambda: len(front.registry.available("regular")) == 3 and api.watches)
+    api.change("DELETED", "first")
+    await script.until(lambda: not len(front.registry))
+
+
 async def test_workers_that_came_otherwise_stay(api, router, worker, script):
     mock = await worker()
     api.change("ADDED", "first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -105,6 +106,16 @@ QUESTIONS = """
 async def test_questions_of_sglang_router_s_clients_are_answered(router, worker, request_to, path, pairs):
     front = await router(prefill=[await worker()], decode=[await worker()]) if pairs else await router(await worker())
     assert (await request_to(front, "GET", path)).status == 200
+
+
+async def test_every_endpoint_of_our_servers_is_there(router, worker, request_to):
+    """Relayed, told to all, or answered by the router itself."""
+    from baton.common.http import app
+
+    front = await router(await worker())
+    for method, path, _ in (*app._ROUTES, *app._CONTROL, ("GET", "/openapi.json", None)):
+        reply = await request_to(front, method, re.sub(r"\{[^}]*\}", "name", path), b"{}" if method == "POST" else b"")
+        assert reply.status == 200, (method, path, reply.body)
 
 
 # ---------------------------------------------------------------------- what one worker keeps

@@ -186,3 +186,32 @@ def test_start_takes_less_than_a_second():
             process.terminate()
             process.wait()
     assert min(taken) < 3, taken
+
+
+async def test_a_client_that_leaves_while_its_worker_is_called(router, worker, connect, script, monkeypatch):
+    """The worker is sent nothing, though up to Python 3.11 the connection may come in spite of the cancellation."""
+    mock = await worker()
+    front = await router(mock, health_check_interval_secs=60.0)
+    begun, real = asyncio.Event(), asyncio.wait_for
+
+    async def deaf(awaitable, timeout):
+        begun.set()
+        task = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            pass
+        return await real(task, timeout)
+
+    pool = front.dispatcher.pool(next(iter(front.registry)))
+    while pool._idle:  # the health check's
+        pool._idle.pop().transport.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("baton.router.pool.asyncio.wait_for", deaf)
+        client = await connect(front)
+        client.send("POST", "/generate", b'{"text": "a"}')
+        await begun.wait()
+        client.leave()
+        await asyncio.sleep(0.1)
+    assert not mock.posts
+    await script.until(lambda: not mock.connections)

@@ -189,3 +189,16 @@ async def test_a_refused_connection_takes_all_ranks_out(router, ranked, worker, 
     assert [(await chat(front)).status for _ in range(5)] == [200] * 5
     assert sum(front.metrics.retries.values()) <= 1
     assert [w.url for w in front.registry.available("regular")] == [good.url]
+
+
+@pytest.mark.parametrize(("rank", "ports"), [(None, (5557, 5600)), (0, (5557, 5600)), (3, (5560, 5603))])
+def test_each_rank_tells_of_its_cache_on_its_own_port(rank, ports):
+    """As SGLang's servers do: from the configured port on."""
+    pytest.importorskip("zmq")
+    from baton.router.endpoint import Endpoint
+    from baton.router.kv_watch import source_of
+    from baton.router.registry import Worker
+
+    told = {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600"}'}
+    source = source_of(Worker(Endpoint.parse("http://h:1"), rank=rank), told)
+    assert (source.events, source.replay) == tuple(f"tcp://h:{port}" for port in ports)
