@@ -15,7 +15,7 @@ from typing import Any
 from ..common.api.errors import ConfigError, NotFound, ServingError
 from .access import Cors, Keys
 from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
-from .body import Peek, peek, require_object
+from .body import peek, require_object
 from .config import RouterConfig
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
 from .dashboard import Sampler
@@ -24,6 +24,7 @@ from .endpoint import Endpoint
 from .exchange import Exchange
 from .gate import Gate
 from .http_server import ClientConnection, Serve
+from .local_prefill import LocalPrefill
 from .metrics import Metrics
 from .parts import Parts
 from .pd import PairRelay
@@ -83,7 +84,7 @@ class Router:
         self._tracer = Tracer(exporter_for(config.logs.traces_to)) if config.logs.traces_to else None
         self._gate: Gate | None = None
         self._continues = config.retry.stream_continuation
-        self._local_prefill = config.retry.local_prefill_tokens
+        self._local_prefill: LocalPrefill | None = None
         self._log_access = logger.isEnabledFor(logging.INFO)
 
     # ------------------------------------------------------------------ life
@@ -93,6 +94,8 @@ class Router:
         loop = asyncio.get_running_loop()
         parts = self._parts
         self.dispatcher = parts.dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
+        if self.config.retry.local_prefill_tokens:
+            self._local_prefill = LocalPrefill(self.dispatcher, self.config.retry.local_prefill_tokens)
         entry = self.config.admission.rules
         self._gate = Gate(parts.admission(entry, loop), loop) if entry.active and parts.accepts else None
         self.metrics.admission = self._gate.admission if self._gate is not None else None
@@ -240,7 +243,8 @@ class Router:
             if methods is None:
                 instead = next((words for known, words in ELSEWHERE.items() if path.startswith(known)), None)
                 raise NotFound(f"There is no {path.decode('latin-1')} here{': ' + instead if instead else ''}.")
-            check_method(request, methods)
+            if request.method not in methods:
+                check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
             self._answer(connection, request, Response.error(error, path))
@@ -265,20 +269,22 @@ class Router:
                 and continuable(request.body)):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
             request.headers += ASK_FOR_IDS
-        if pair and self._local_prefill and kept is None and self._prefills_alone(found):
-            subject = self.dispatcher.subject("decode", request, found)
-            relay = Relay(self.dispatcher, exchange, "decode", subject, own=True)
+        alone = self._local_prefill.subject(request, found) if pair and self._local_prefill and kept is None else []
+        if alone:
+            relay = Relay(self.dispatcher, exchange, "decode", alone[0], own=True)
         elif pair and (kept is None or not kept.is_baton):  # Ours serve a session alone: prefill knows nothing of it.
             assert found is not None
             relay = PairRelay(self.dispatcher, exchange, found, only=kept)
         else:
-            role = self._role_for(request)
+            role = self._home if request.method == b"POST" else self._role_for(request)
             subject = self.dispatcher.policies[role].read(request, found)
             relay = Relay(self.dispatcher, exchange, role, subject, only=kept,
                           retries=self._no_retries() if kept is not None else None)
         if self._gate is not None and request.method == b"POST":
-            self._gate.start(exchange, relay)
-            return
+            exchange.ticket = self._gate.admission.walk_in()
+            if exchange.ticket is None:
+                self._gate.start(exchange, relay)
+                return
         connection.handler = relay
         relay.start()
 
@@ -296,16 +302,9 @@ class Router:
         """What a worker keeps may have changed by the request that failed."""
         return Retries(Backoff(0, 0.0, 0.0, 1.0, 0.0), self._rng, self.dispatcher.loop)
 
-    def _prefills_alone(self, found: Peek | None) -> bool:
-        """Whether a prompt is so short that one of our decode servers computes it sooner than it would be sent."""
-        if found is None or found.has_bootstrap or not self.dispatcher.candidates("decode", None, own=True):
-            return False
-        tokens = bytes(found.input_ids).count(b",") + 1 if found.input_ids else len(found.routing_text) // 4
-        return tokens <= self._local_prefill
-
     def _role_for(self, request: Request) -> Role:
-        """Where requests that need no pair go: in a cluster of pairs to decode, questions to whoever is there."""
-        if self._home == "decode" and not self.registry.available("decode") and request.method != b"POST":
+        """Where questions go: in a cluster of pairs to decode, or to whoever is there."""
+        if self._home == "decode" and not self.registry.available("decode"):
             return "prefill"
         return self._home
 

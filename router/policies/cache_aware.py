@@ -84,7 +84,7 @@ class PrefixMemory:
         self._capacity = 0
         self._num_aged = 0
         self.sent: Counter[int] = Counter()
-        """Blocks recorded a worker, halved with each generation: how full its cache probably is."""
+        """Different blocks recorded a worker, halved with each generation: how full its cache probably is."""
 
     def __len__(self) -> int:
         return sum(map(len, self._young)) + sum(map(len, self._old))
@@ -120,6 +120,7 @@ class PrefixMemory:
         """Note that a worker was sent the prefix; keeps at most ``capacity`` blocks in all."""
         self._capacity = capacity
         most = capacity // (2 * SHARDS)
+        added = 0
         for value in hashes:
             index = value % SHARDS
             shard = self._young[index]
@@ -134,9 +135,11 @@ class PrefixMemory:
                     shard.blocks[value] = shard.sets.alone(worker_id)
                 else:
                     shard.join(value, old.sets.by_number[number] | {worker_id})
+                added += 1
             elif worker_id not in shard.sets.by_number[number]:
                 shard.join(value, shard.sets.by_number[number] | {worker_id})
-        self.sent[worker_id] += len(hashes)
+                added += 1
+        self.sent[worker_id] += added
 
     def evict(self) -> None:
         """Forget what was not seen since the last call but one, where memory is filling up.
@@ -167,9 +170,10 @@ class CacheAware:
       ``balance_rel_threshold``): the least loaded worker.
     - Some worker saw at least ``cache_threshold`` of the prompt: the least loaded of those that saw
       most. But where many prompts go on differently from the end of that prefix (a system prompt, not
-      a conversation's past), an eighth of ``balance_abs_threshold`` is the most that its holders may be
+      a conversation's past), a quarter of ``balance_abs_threshold`` is the most that its holders may be
       ahead of the least loaded worker: one more copy of it costs less than a queue behind one worker.
-    - Else the least loaded worker, of equals the one that was sent the fewest blocks.
+    - Else, of workers that are at most a sixteenth of it ahead of the least loaded one, the one that was sent the
+      fewest different blocks: prompts that come again then find as much room in one cache as in another.
 
     Every ``eviction_interval`` seconds old prefixes are forgotten; at most ``max_tree_size`` bytes of
     text a worker are remembered at any time, and at most ``most_blocks`` blocks in all.
@@ -183,6 +187,7 @@ class CacheAware:
         self._cache_threshold = cache_threshold
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
+        self._slack = balance_abs_threshold // 16
         self._blocks_per_worker = max_tree_size // BLOCK
         self._most_blocks = most_blocks
         self._interval = eviction_interval
@@ -203,6 +208,17 @@ class CacheAware:
             self.memory.record(hashes, decision.worker.id, capacity)
         return decision
 
+    def held_share(self, workers: Sequence[Worker], subject: bytes) -> float:
+        """The share of the prompt, 0 to 1, that the worker it would go to was sent before; decides nothing."""
+        hashes = block_hashes(subject)
+        self._loads.look(workers)
+        if not hashes or self._drifted():
+            return 0.0
+        self._learn(workers)
+        owners, depth = self.memory.longest(hashes, self._ids)
+        ahead = self._lightest(owners).load - self._loads.least
+        return depth / len(hashes) if depth >= self._cache_threshold * len(hashes) and ahead <= self._abs // 4 else 0.0
+
     def sweep(self, now: float) -> None:
         """Called every second or so; ``now`` in seconds."""
         if self._next_eviction is None or now >= self._next_eviction:
@@ -215,33 +231,41 @@ class CacheAware:
             return Decision(workers[0], "only")
         loads, sent = self._loads, self.memory.sent
         loads.look(workers)
-        if loads.most - loads.least > self._abs and loads.most > loads.least * self._rel:
+        if self._drifted():
             return Decision(loads.lightest(sent), "balance")
         if hashes:
-            if workers is not self._workers:
-                self._learn(workers)
+            self._learn(workers)
             owners, depth = self.memory.longest(hashes, self._ids)
             if depth and depth >= self._cache_threshold * len(hashes):
                 holder = self._lightest(owners)
                 shared = self._branches.note(hashes[depth - 1])
-                if shared and holder.load - loads.least > self._abs // 8:
+                if shared and holder.load - loads.least > self._abs // 4:
                     return Decision(loads.lightest(sent), "balance")
                 return Decision(holder, "cache_hit")
-        return Decision(loads.lightest(sent), "cache_miss")
+        return Decision(loads.lightest(sent, self._slack), "cache_miss")
 
     def _lightest(self, owners: frozenset[int]) -> Worker:
         """The least loaded of them; of very many, of some, others each time: all would take longer than is gained."""
+        if len(owners) == 1:
+            (owner,) = owners
+            return self._by_id[owner]
+        if len(owners) == len(self._ids) <= EXACT_UP_TO:
+            return self._loads.first
         some: Iterable[int] = owners
         if len(owners) > EXACT_UP_TO:
             self._turn = (self._turn + EXACT_UP_TO) % len(owners)
             some = islice(chain(owners, owners), self._turn, self._turn + EXACT_UP_TO)
-        holders = [self._by_id[owner] for owner in some]
-        return holders[0] if len(holders) == 1 else min(holders, key=by_load)
+        return min([self._by_id[owner] for owner in some], key=by_load)
+
+    def _drifted(self) -> bool:
+        loads = self._loads
+        return loads.most - loads.least > self._abs and loads.most > loads.least * self._rel
 
     def _learn(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
-        self._by_id = {worker.id: worker for worker in workers}
-        self._ids = frozenset(self._by_id)
+        if workers is not self._workers:
+            self._workers = workers
+            self._by_id = {worker.id: worker for worker in workers}
+            self._ids = frozenset(self._by_id)
 
 
 class Branches:

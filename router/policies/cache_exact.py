@@ -34,7 +34,8 @@ TRANSFER_NEAR = 0.02
 FULL = 1e6
 """Cost of a decode worker whose memory lacks room: only taken when all lack it."""
 STORING = 2.0
-"""Cost of a missing page: it is computed, and in a full cache it pushes out another that is computed again."""
+"""Cost of a missing page that another worker has (a copy takes room in which something else would be found again), or
+that finds no room: it is computed, and so is what it pushes out."""
 REMAINING = 0.5
 """Of a request in flight, what is still to be computed: half on the average."""
 LEAST_MEAN = 4.0
@@ -60,6 +61,8 @@ class Share(NamedTuple):
 
     pages: float
     cached: dict[int, int]
+    most: int = 0
+    """Pages that the worker with the most of them has."""
 
 
 class Fleet(NamedTuple):
@@ -86,8 +89,8 @@ class PairDecision(NamedTuple):
 class CacheExact:
     """The lowest cost, in pages to compute: what the prompt lacks, and what waits in front of it.
 
-    - Whole and prefill workers: missing pages x STORING + requests in flight x REMAINING x the mean of pages
-      missing of late.
+    - Whole and prefill workers: missing pages (x STORING: copies, and those without room) + requests in flight x
+      REMAINING x the mean of pages missing of late.
     - Decode workers: pages to be sent x TRANSFER + requests in flight, or what their memory says they
       come to, x TRANSFER x the mean pages of a prompt; FULL where the prompt does not fit.
     - Pairs: both together, with the cheaper transfer where they share a host.
@@ -149,7 +152,7 @@ class CacheExact:
     def choose(self, workers: Sequence[Worker], subject: Prompt | None) -> Decision:
         if len(workers) == 1:
             return Decision(workers[0], "only")
-        loads = self._loads
+        loads = self._view(workers)
         loads.look(workers)
         if subject is None or self._drifted(loads):
             worker = loads.lightest(self.residency.sizes)
@@ -157,11 +160,21 @@ class CacheExact:
                 self._record(subject, worker, len(workers))
             return Decision(worker, "cache_miss" if subject is None else "balance")
         share = self._share(subject, self._fleet(workers).ids)
-        worker = self._cheapest(workers, share)
+        worker = self._cheapest(workers, loads, share)
         cached = share.cached.get(worker.id, 0)
         self._note(share, cached)
         self._record(subject, worker, len(workers))
         return Decision(worker, "cache_hit" if cached else "cache_miss")
+
+    def held_share(self, workers: Sequence[Worker], subject: Prompt | None) -> float:
+        """The share of the prompt, 0 to 1, that the worker it would go to has cached; decides nothing."""
+        loads = self._view(workers)
+        loads.look(workers)
+        if subject is None or self._drifted(loads):
+            return 0.0
+        share = self._share(subject, self._fleet(workers).ids)
+        worker = self._cheapest(workers, loads, share)
+        return min(1.0, share.cached.get(worker.id, 0) / max(1.0, share.pages))
 
     def choose_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker],
                     subject: Prompt | None) -> PairDecision:
@@ -200,13 +213,13 @@ class CacheExact:
         held = nlargest(_FEW, (item for item in share.cached.items() if item[0] in by_id), key=itemgetter(1))
         return [*light, *(by_id[worker_id] for worker_id, _ in held)]
 
-    def _cheapest(self, workers: Sequence[Worker], share: Share) -> Worker:
+    def _cheapest(self, workers: Sequence[Worker], loads: LoadView, share: Share) -> Worker:
         """By cost, then by how empty the cache is.
 
         Workers that hold nothing of the prompt differ by load alone, so only the lightest of all is
         looked at beside those that hold some: a thousand workers cost no more than their holders.
         """
-        best = self._loads.lightest(self.residency.sizes)
+        best = loads.lightest(self.residency.sizes)
         least, holds = self._computing(best, share), best.id in share.cached
         by_id = self._fleet(workers).by_id
         for worker_id in share.cached:
@@ -218,8 +231,12 @@ class CacheExact:
         return best
 
     def _computing(self, worker: Worker, share: Share) -> float:
-        missing = max(0.0, share.pages - share.cached.get(worker.id, 0))
-        return missing * STORING + worker.load * REMAINING * self._mean_missing
+        own = share.cached.get(worker.id, 0)
+        missing = max(0.0, share.pages - own)
+        memory = self.memory.get(worker.id)
+        room = 0.0 if memory is None else memory.total - self.residency.sizes.get(worker.id, 0)
+        copied = min(missing, max(0.0, missing - room, share.most - own))
+        return missing + (STORING - 1) * copied + worker.load * REMAINING * self._mean_missing
 
     def _decoding(self, worker: Worker, share: Share, transfer: float) -> float:
         missing = max(0.0, share.pages - share.cached.get(worker.id, 0))
@@ -232,6 +249,9 @@ class CacheExact:
         return missing * transfer + running * TRANSFER * self._mean_pages + full
 
     # ------------------------------------------------------------------ inside
+
+    def _view(self, workers: Sequence[Worker]) -> LoadView:
+        return self._decode_loads if workers[0].role == "decode" else self._loads
 
     def _drifted(self, loads: LoadView) -> bool:
         return loads.most - loads.least > self._abs and loads.most > loads.least * self._rel
@@ -261,7 +281,7 @@ class CacheExact:
             if depth:
                 for worker_id in owners:
                     cached[worker_id] = max(cached.get(worker_id, 0), round(depth * per_block))
-        return Share(pages, cached)
+        return Share(pages, cached, max(cached.values(), default=0))
 
     def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
         """The prompt's pages (an estimate for text), and those of them that workers hold."""

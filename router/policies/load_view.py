@@ -30,9 +30,9 @@ class _Window:
         self.loads = loads = [*map(by_load, self.workers)]
         self.least, self.most = min(loads), max(loads)
 
-    def lightest(self, tie: Mapping[int, int]) -> Worker:
-        least = self.least
-        light = [worker for worker, load in zip(self.workers, self.loads) if load == least]
+    def lightest(self, tie: Mapping[int, int], slack: int = 0) -> Worker:
+        most = self.least + slack
+        light = [worker for worker, load in zip(self.workers, self.loads) if load <= most]
         return light[0] if len(light) == 1 else min(light, key=lambda worker: tie.get(worker.id, 0))
 
 
@@ -51,8 +51,20 @@ class LoadView:
         self._windows: list[_Window] = []
         self._turn = 0
 
+    @property
+    def first(self) -> Worker:
+        """The first of at most EXACT_UP_TO workers that has the least load."""
+        (window,) = self._windows
+        return window.workers[window.loads.index(self.least)]
+
     def look(self, workers: Sequence[Worker]) -> None:
         """Take in the loads of ``workers`` (not empty)."""
+        if workers is self._workers and len(self._windows) == 1:
+            window = self._windows[0]
+            window.loads = loads = [*map(by_load, workers)]
+            self.least = window.least = min(loads)
+            self.most = window.most = max(loads)
+            return
         if workers is not self._workers:
             self._workers = workers
             size = len(workers) if len(workers) <= EXACT_UP_TO else _WINDOW
@@ -60,23 +72,23 @@ class LoadView:
         else:
             self._turn = (self._turn + 1) % len(self._windows)
             self._windows[self._turn].scan()
-        if len(self._windows) == 1:
-            self.least, self.most = self._windows[0].least, self._windows[0].most
-            return
         self.least = min(map(_by_least, self._windows))
         self.most = max(window.most for window in self._windows)
 
-    def lightest(self, tie: Mapping[int, int]) -> Worker:
-        """The worker with the least load; of equals (in one window) the one for whose id ``tie`` holds the least."""
+    def lightest(self, tie: Mapping[int, int], slack: int = 0) -> Worker:
+        """Of the workers with the least load, or at most ``slack`` more, the one for whose id ``tie`` holds the least.
+
+        Of a large fleet only those of one window are compared.
+        """
         if len(self._windows) == 1:
-            return self._windows[0].lightest(tie)
+            return self._windows[0].lightest(tie, slack)
         turned = self._windows[self._turn:] + self._windows[:self._turn]  # Equals take turns.
         while True:
             window = min(turned, key=_by_least)
             before = window.least
             window.scan()
             if window.least <= before:
-                return window.lightest(tie)
+                return window.lightest(tie, slack)
 
     def light(self, count: int, tie: Mapping[int, int]) -> list[Worker]:
         """``count`` of the lightest workers, no two of one window (all of them, where they make one window)."""

@@ -95,7 +95,7 @@ class Router:
     def decide(self, request: Request, found: Peek | None) -> list[Worker]:
         """Place a request; the oldest of those that run ends where there are many."""
         chosen = self._chosen(request, found)
-        self._running.extend(map(Reservation, chosen))
+        self._running.extend(map(Reservation.of, chosen))
         while len(self._running) > self._most_running:
             self._running.popleft().release()
         return chosen

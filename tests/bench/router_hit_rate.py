@@ -6,9 +6,10 @@ Four whole tinychat servers on this machine's CPU share the work behind one rout
 families with one long beginning each; all beginnings together fill two thirds of the four caches, so a policy has to
 part them among the workers. Three phases: all four workers, cold; one is killed and three go on; it is back, empty. The
 hit rate is the workers' own count (``cached_tokens / prompt_tokens`` of each answer). ``--peer-python`` adds
-sglang-router's cache_aware before the same workers with the same prompts. Other prompts with every seed; each policy
-has its turn with a seed before the next seed begins. Exit status 1 where, over the medians of a phase, our cache_aware
-is below the peer's, or cache_exact is not the highest.
+sglang-router's cache_aware before the same workers with the same prompts. ``--pairs``: two prefill and two decode
+servers, of which a prefill server is killed; of what both halves of a request found cached the larger counts. Other
+prompts with every seed; each policy has its turn with a seed before the next seed begins. Exit status 1 where, over the
+medians of a phase, our cache_aware is below the peer's, or cache_exact is not the highest.
 """
 
 from __future__ import annotations
@@ -43,16 +44,25 @@ def text(seed: int, count: int) -> str:
 
 
 class Cluster:
-    """Four workers that stay, one of which is killed and started again."""
+    """Four workers that stay (whole ones, or two pairs), one of which is killed and started again."""
 
-    def __init__(self, logs: Path):
-        ports = free_ports(4)
-        events = free_ports(8)[::2]  # and the next one each, where they are asked for what was missed
-        flags = ["server", "--model-path", "tinychat", "--device", "cpu", "--max-total-tokens", str(POOL_TOKENS),
+    def __init__(self, logs: Path, *, pairs: bool):
+        flags = ["--model-path", "tinychat", "--device", "cpu", "--max-total-tokens", str(POOL_TOKENS),
                  "--max-running-requests", "16", "--log-level", "warning"]
-        self.workers = [Server("baton.launch", [*flags, "--kv-events-port", str(event)], port, logs / f"worker-{i}.log",
-                               OMP_NUM_THREADS="1") for i, (port, event) in enumerate(zip(ports, events))]
         self.logs = logs
+        self.workers: list[Server] = []
+        self.routes: list[str] = ["--pd-disaggregation"] if pairs else ["--worker-urls"]
+        for i, port in enumerate(free_ports(4)):
+            events, bootstrap = free_ports(2)[0], free_port()  # The events' next port tells what was missed.
+            module, own, route = "baton.launch", ["server"], []
+            if pairs and i < 2:
+                module, own = "baton.prefill.launch", ["--disaggregation-bootstrap-port", str(bootstrap)]
+                route = ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap)]
+            elif pairs:
+                module, own, route = "baton.decode.launch", [], ["--decode", f"http://127.0.0.1:{port}"]
+            self.routes += route or [f"http://127.0.0.1:{port}"]
+            self.workers.append(Server(module, [*own, *flags, "--kv-events-port", str(events)], port,
+                                       logs / f"worker-{i}.log", OMP_NUM_THREADS="1"))
 
     def start(self) -> None:
         for worker in self.workers:
@@ -66,18 +76,16 @@ class Cluster:
             assert status == 200, body
 
     def router(self, policy: str, peer_python: str) -> Server:
-        urls = [worker.url for worker in self.workers]
         log = self.logs / f"router-{policy}.log"
         if policy == PEER:
             argv = ["--policy", "cache_aware", "--log-level", "warn", "--health-check-interval-secs", "1",
                     "--health-failure-threshold", "1", "--health-success-threshold", "1",
-                    "--prometheus-port", str(free_port()), "--worker-urls", *urls]
+                    "--prometheus-port", str(free_port()), *self.routes]
             server = Server("sglang_router.launch_router", argv, free_port(), log)
             server.argv[0] = peer_python
             server.probe = "/health"
             return server
-        argv = ["--policy", policy, "--log-level", "warning", "--health-check-interval-secs", "0.5",
-                "--worker-urls", *urls]
+        argv = ["--policy", policy, "--log-level", "warning", "--health-check-interval-secs", "0.5", *self.routes]
         return Server("baton.router.launch", argv, free_port(), log)
 
     def stop(self) -> None:
@@ -175,13 +183,14 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["round_robin", "cache_aware", "cache_exact"])
     parser.add_argument("--peer-python", default="", help=f"an interpreter with sglang-router: adds {PEER}")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--pairs", action="store_true", help="two prefill and two decode servers; a prefill is killed")
     parser.add_argument("--requests", type=int, default=240, help="a phase")
     parser.add_argument("--families", type=int, default=32)
     parser.add_argument("--words", type=int, default=300, help="of a family's beginning")
     parser.add_argument("--concurrency", type=int, default=6)
     args = parser.parse_args()
     policies = [*args.policies, *([PEER] if args.peer_python else [])]
-    cluster = Cluster(Path(tempfile.mkdtemp(prefix="hit-rate-")))
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="hit-rate-")), pairs=args.pairs)
     rows: list[dict] = []
     try:
         cluster.start()
@@ -199,7 +208,8 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps({
             "date": datetime.date.today().isoformat(), "command": " ".join(["router_hit_rate", *sys.argv[1:]]),
-            "workers": 4, "pool_tokens": POOL_TOKENS, "families": args.families, "requests_a_phase": args.requests,
+            "workers": "2 prefill + 2 decode" if args.pairs else 4, "pool_tokens": POOL_TOKENS,
+            "families": args.families, "requests_a_phase": args.requests,
             "concurrency": args.concurrency, "medians": found, "rows": rows}, indent=1) + "\n")
     wrong = missed(found)
     print("FAIL: " + "; ".join(wrong) if wrong else "PASS")

@@ -1,4 +1,4 @@
-"""Every worker of a cluster is killed and restarted in turn under streams: no client notices."""
+"""Workers of a cluster are killed and restarted in turn under streams: no client notices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
 
-STREAMS = 16
+STREAMS = 32
 
 
 async def stream(session, url, example):
@@ -45,27 +45,43 @@ async def load(session, url, ended, stop, seed):
                 ended.append(f"failed: {error!r}")
 
 
-@pytest.mark.timeout(150)
-async def test_each_worker_is_killed_and_restarted_under_streams(tmp_path):
-    flags = ["--policy", "round_robin", "--retry-max-retries", "12"]
-    with Cluster(tmp_path, prefill=2, decode=2, router_flags=flags) as cluster:
-        stop, ended = asyncio.Event(), []
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-            tasks = [asyncio.ensure_future(load(session, cluster.url, ended, stop, seed)) for seed in range(STREAMS)]
-            for victim in cluster.workers:
-                begun = len(ended)
-                deadline = time.monotonic() + 20
-                while len(ended) < begun + STREAMS and time.monotonic() < deadline:
-                    await asyncio.sleep(0.05)
-                victim.kill()
-                await asyncio.sleep(0.5)
-                await asyncio.to_thread(lambda victim=victim: victim.start().wait_ready())
-                await asyncio.sleep(1.5)
-            stop.set()
-            await asyncio.gather(*tasks)
-            async with session.get(cluster.url + "/metrics") as answer:
-                metrics = await answer.text()
-    assert len(ended) > 4 * STREAMS
+async def kill_in_turn(cluster, victims):
+    """Kill each of the victims under all streams and start it again; how every stream ended."""
+    stop, ended = asyncio.Event(), []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120), connector=aiohttp.TCPConnector(limit=0)) as http:
+        tasks = [asyncio.ensure_future(load(http, cluster.url, ended, stop, seed)) for seed in range(STREAMS)]
+        for victim in victims:
+            begun = len(ended)
+            deadline = time.monotonic() + 20
+            while len(ended) < begun + STREAMS and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            victim.kill()
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(lambda victim=victim: victim.start().wait_ready())
+            await asyncio.sleep(1.5)
+        stop.set()
+        await asyncio.gather(*tasks)
+        async with http.get(cluster.url + "/metrics") as answer:
+            metrics = await answer.text()
+    assert len(ended) > STREAMS * len(victims)
     assert set(ended) == {"right"}, [how for how in ended if how != "right"][:5]
     continued = next(line for line in metrics.splitlines() if line.startswith("baton_router_continued_streams_total"))
     assert float(continued.split()[1]) > 0, "no stream was cut: the test shows nothing"
+
+
+def two_pairs(tmp_path):
+    flags = ["--policy", "round_robin", "--retry-max-retries", "12"]
+    return Cluster(tmp_path, prefill=2, decode=2, router_flags=flags)
+
+
+@pytest.mark.timeout(150)
+async def test_a_worker_of_each_role_is_killed_and_restarted_under_streams(tmp_path):
+    with two_pairs(tmp_path) as cluster:
+        await kill_in_turn(cluster, [cluster.decode[0], cluster.prefill[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_each_worker_is_killed_and_restarted_under_streams(tmp_path):
+    with two_pairs(tmp_path) as cluster:
+        await kill_in_turn(cluster, cluster.workers)

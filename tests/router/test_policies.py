@@ -53,6 +53,7 @@ def test_least_loaded_takes_the_least_loaded_and_equals_take_turns():
     assert {policy.choose(pool, None).worker for _ in range(10)} == {pool[3]}
 
 
+@settings(deadline=None)
 @given(st.integers(EXACT_UP_TO + 1, 300), st.integers(0, 10**6))
 def test_a_large_fleet_fills_evenly(count, seed):
     pool, view, rng = workers(count), LoadView(), Random(seed)
