@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..api.errors import ConfigError
+from ..openai.reasoning import REASONING
+from ..openai.tool_calls import FORMATS
 from .cli import flag
 
 Mode = Literal["null", "prefill", "decode"]
@@ -145,6 +147,12 @@ class ChatArgs:
         "template, none takes answers as they are"))
     reasoning_parser: str | None = flag(None, help=(
         "how the model writes its reasoning, to be told apart from the answer: deepseek-r1, qwen3, gpt-oss, ..."))
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("--tool-call-parser", self.tool_call_parser, ("auto", "none", *FORMATS)),
+                                   ("--reasoning-parser", self.reasoning_parser, (None, "none", *REASONING))):
+            if given not in known:
+                raise ConfigError(f"{name} {given} is unknown; it is one of {', '.join(sorted(filter(None, known)))}.")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..api.errors import ConfigError, InvalidRequest
+from ..api.errors import InvalidRequest
 from ..api.grammar import GrammarSpec
+from ..config.server import ChatArgs
 from ..openai.chat import text_of
 from ..openai.protocol import ChatRequest
 from ..openai.reading import Reading
@@ -25,20 +26,10 @@ class ChatFormats:
     reasoning: ReasoningFormat | None
 
     @classmethod
-    def named(cls, tool_call_parser: str | None, reasoning_parser: str | None, template: str | None) -> ChatFormats:
-        """``tool_call_parser`` 'auto' goes by the chat template's source. Raises ConfigError for unknown names."""
-        if tool_call_parser == "auto":
-            tool_call_parser = detect(template or "")
-        return cls(_known("--tool-call-parser", tool_call_parser, FORMATS),
-                   _known("--reasoning-parser", reasoning_parser, REASONING))
-
-
-def _known(flag: str, name: str | None, formats: dict):
-    if name is None or name == "none":
-        return None
-    if name not in formats:
-        raise ConfigError(f"{flag} {name} is unknown; it is one of {', '.join(sorted(formats))}.")
-    return formats[name]
+    def chosen(cls, args: ChatArgs, template: str | None) -> ChatFormats:
+        """``template`` is the source of the chat template, by which 'auto' goes."""
+        tools = detect(template or "") if args.tool_call_parser == "auto" else args.tool_call_parser
+        return cls(FORMATS.get(tools or ""), REASONING.get(args.reasoning_parser or ""))
 
 
 @dataclass(frozen=True)

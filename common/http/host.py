@@ -102,9 +102,7 @@ class EngineHost:
         try:
             self.front.tokenizer = await asyncio.to_thread(_tokenizer, args.tokenizer_path or args.model_path,
                                                            args.revision, args.chat_template)
-            self.front.chat_formats = ChatFormats.named(
-                self.config.chat.tool_call_parser, self.config.chat.reasoning_parser,
-                self.front.tokenizer.chat_template)
+            self.front.chat_formats = ChatFormats.chosen(self.config.chat, self.front.tokenizer.chat_template)
         except ConfigError as error:
             self.finish(str(error))
         except Exception as error:  # whatever a broken tokenizer file makes transformers raise

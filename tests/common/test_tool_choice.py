@@ -11,6 +11,7 @@ from reading_cases import of_pieces
 
 from baton.common.api.errors import ConfigError, InvalidRequest
 from baton.common.api.grammar import GrammarSpec
+from baton.common.config.server import ChatArgs
 from baton.common.http.chat_formats import ChatFormats, answer_form
 from baton.common.openai.parts import Arguments, CallBegun, Thought
 from baton.common.openai.protocol import decode_chat
@@ -21,6 +22,10 @@ PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "word":
               "required": ["n", "word"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS, "strict": True}},
          {"type": "function", "function": {"name": "g.h-1"}}]
+
+
+def formats_of(tools: str, reasoning: str | None = None, template: str | None = None) -> ChatFormats:
+    return ChatFormats.chosen(ChatArgs(tools, reasoning), template)
 
 
 def request(**fields: Any):
@@ -106,7 +111,7 @@ def spoken(spec, seed: int, prefix: str) -> str:
     (None, "", ""), ("deepseek-r1", "<think>\n", "So.</think>\n"), ("qwen3", "", "<think>Hm</think>")])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt: str, prefix: str, seed: int) -> None:
-    formats = ChatFormats.named(name, reasoning, None)
+    formats = formats_of(name, reasoning)
     for fields in ({"tool_choice": "required"}, {"tool_choice": "required", "parallel_tool_calls": False},
                    {"tool_choice": {"type": "function", "function": {"name": "f"}}}):
         body = request(**fields)
@@ -131,7 +136,7 @@ def test_what_a_grammar_allows_is_calls(name: str, reasoning: str | None, prompt
 def test_strict_tools_of_an_answer_that_may_be_text(name: str) -> None:
     pytest.importorskip("xgrammar")
     body = request()
-    form = answer_form(ChatFormats.named(name, None, None), body, tool_choice(body), "")
+    form = answer_form(formats_of(name), body, tool_choice(body), "")
     assert form.grammar is not None
     layout = FORMATS[name].layout
     assert layout is not None
@@ -142,7 +147,7 @@ def test_strict_tools_of_an_answer_that_may_be_text(name: str) -> None:
             if isinstance(begun, CallBegun) and begun.name == "f":
                 assert isinstance(given, Arguments) and set(json.loads(given.text)) == {"n", "word"}
     lax = request(tools=[TOOLS[1]])
-    assert answer_form(ChatFormats.named(name, None, None), lax, tool_choice(lax), "").grammar is None
+    assert answer_form(formats_of(name), lax, tool_choice(lax), "").grammar is None
 
 
 def accepts(spec, text: str) -> bool:
@@ -156,32 +161,32 @@ def test_response_format_beside_tools_and_behind_reasoning() -> None:
                                                    "required": ["x"]}))
     call = '<tool_call>\n{"name": "f", "arguments": {"n": 1, "word": "red"}}\n</tool_call>'
     body = request()
-    form = answer_form(ChatFormats.named("hermes", "qwen3", None), body, tool_choice(body), "", asked)
+    form = answer_form(formats_of("hermes", "qwen3"), body, tool_choice(body), "", asked)
     for text in ('{"x": 1}', call, '<think>hm</think>\n\n{"x": 1}', f"<think>hm</think>{call}"):
         assert accepts(form.grammar, text), text
     for text in ("hello", '{"x": "1"}', call.replace("red", "green"), f'{call}{{"x": 1}}'):
         assert not accepts(form.grammar, text), text
     plain = request(tools=None)
-    alone = answer_form(ChatFormats.named("hermes", None, None), plain, tool_choice(plain), "", asked)
+    alone = answer_form(formats_of("hermes", None), plain, tool_choice(plain), "", asked)
     assert alone.grammar == asked
-    thinking = answer_form(ChatFormats.named("hermes", "deepseek-r1", None), plain, tool_choice(plain), "", asked)
+    thinking = answer_form(formats_of("hermes", "deepseek-r1"), plain, tool_choice(plain), "", asked)
     assert accepts(thinking.grammar, 'Hm.</think>{"x": 1}') and not accepts(thinking.grammar, '{"x": 1}')
-    closed = answer_form(ChatFormats.named("hermes", "qwen3", None), plain, tool_choice(plain), "<think></think>\n\n",
+    closed = answer_form(formats_of("hermes", "qwen3"), plain, tool_choice(plain), "<think></think>\n\n",
                          asked)
     assert accepts(closed.grammar, '{"x": 1}') and not accepts(closed.grammar, '<think>Hm.</think>{"x": 1}')
-    harmony = answer_form(ChatFormats.named("gpt-oss", "gpt-oss", None), plain, tool_choice(plain), "", asked)
+    harmony = answer_form(formats_of("gpt-oss", "gpt-oss"), plain, tool_choice(plain), "", asked)
     assert accepts(harmony.grammar, '<|channel|>analysis<|message|>Hm<|end|><|start|>assistant'
                                     '<|channel|>final<|message|>{"x": 1}')
     demanding = request(tool_choice="required")
     with pytest.raises(InvalidRequest, match="cannot obey response_format"):
-        answer_form(ChatFormats.named("hermes", None, None), demanding, tool_choice(demanding), "", asked)
+        answer_form(formats_of("hermes", None), demanding, tool_choice(demanding), "", asked)
 
 
 @pytest.mark.parametrize(("begun", "thought"), [("<think>I", True), ("<think>I</think>So", False), ("So", False)])
 def test_an_answer_that_goes_on_within_its_reasoning(begun: str, thought: bool) -> None:
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "text", "text": begun}]}]
     body = request(messages=said, tools=None, continue_final_message=True)
-    form = answer_form(ChatFormats.named("hermes", "deepseek-r1", None), body, tool_choice(body), "..." + begun)
+    form = answer_form(formats_of("hermes", "deepseek-r1"), body, tool_choice(body), "..." + begun)
     parts = of_pieces(form.reading, [" am</think> here" if thought else " am here"])
     assert parts == ([Thought("am"), "here"] if thought else [" am here"])
 
@@ -189,15 +194,15 @@ def test_an_answer_that_goes_on_within_its_reasoning(begun: str, thought: bool) 
 @pytest.mark.parametrize("asked", [GrammarSpec("regex", "[a-c]+"), GrammarSpec("ebnf", 'root ::= "abc"')])
 def test_other_grammars_behind_reasoning(asked: GrammarSpec) -> None:
     body = request(tools=None)
-    form = answer_form(ChatFormats.named(None, "qwen3", None), body, tool_choice(body), "", asked)
+    form = answer_form(formats_of("none", "qwen3"), body, tool_choice(body), "", asked)
     assert accepts(form.grammar, "<think>x</think>abc") and accepts(form.grammar, "abc")
     assert not accepts(form.grammar, "xyz")
 
 
 def test_formats_by_name() -> None:
-    assert ChatFormats.named("none", None, "[TOOL_CALLS]") == ChatFormats(None, None)
-    assert ChatFormats.named("auto", "qwen3", "[TOOL_CALLS]").tools is FORMATS["mistral"]
-    assert ChatFormats.named("auto", None, None).tools is None
-    for names in (("perl", None), (None, "perl")):
-        with pytest.raises(ConfigError, match="parser perl is unknown; it is one of "):
-            ChatFormats.named(*names, None)
+    assert formats_of("none", None, "[TOOL_CALLS]") == ChatFormats(None, None)
+    assert formats_of("auto", "qwen3", "[TOOL_CALLS]").tools is FORMATS["mistral"]
+    assert formats_of("auto").tools is None
+    for flag in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=f"^--{flag.replace('_', '-')} perl is unknown; it is one of .*none"):
+            ChatArgs(**{flag: "perl"})

@@ -199,18 +199,14 @@ async def test_another_server_goes_on_within_a_call_or_a_thought(pair: Cluster, 
 # ---------------------------------------------------------------- start
 
 
-@pytest.mark.parametrize(("flags", "sentence"), [
-    (["--tool-call-parser", "perl"], "--tool-call-parser perl is unknown; it is one of deepseekv3, "),
-    (["--reasoning-parser", "perl"], "--reasoning-parser perl is unknown; it is one of deepseek-r1, "),
-    (["--chat-template", "/nowhere.jinja"], "Cannot read --chat-template /nowhere.jinja: No such file or directory"),
-])
-def test_mistakes_at_start_are_one_sentence(tmp_path, flags: list[str], sentence: str) -> None:
-    argv = ["server", "--model-path", "tinychat", "--device", "cpu", *flags]
+def test_a_missing_template_is_one_sentence(tmp_path) -> None:
+    argv = ["server", "--model-path", "tinychat", "--device", "cpu", "--chat-template", "/nowhere.jinja"]
     server = Server("baton.launch", argv, free_port(), tmp_path / "log").start()
     try:
         assert server.process.wait(60) == 1
         errors = [line for line in server.log.read_text().splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and errors[0].startswith(f"error: {sentence}")
+        assert len(errors) == 1
+        assert errors[0].startswith("error: Cannot read --chat-template /nowhere.jinja: No such file or directory")
     finally:
         if server.process.poll() is None:
             server.kill()
