@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
 from ..common.api.errors import InvalidRequest
 from . import dashboard
+from .cluster import Cluster
 from .collect import Answer, ask, get
 from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
@@ -22,21 +23,18 @@ from .request import Request
 from .routes import QUICK_BROADCASTS, SLOW_BROADCASTS
 from .wire import Response
 
-if TYPE_CHECKING:
-    from .app import Router
-
-Handler = Callable[["Router", Request], Response | Coroutine[Any, Any, Response]]
+Handler = Callable[[Cluster, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
 _REPORT_SECONDS = 5.0
 _FOREVER = 24 * 3600.0
 
 
-def liveness(router: Router, request: Request) -> Response:
+def liveness(router: Cluster, request: Request) -> Response:
     """The process runs; says nothing about workers."""
     return Response.json({"status": "ok"})
 
 
-def readiness(router: Router, request: Request) -> Response:
+def readiness(router: Cluster, request: Request) -> Response:
     """200 when a request could be served now, else 503."""
     if router.registry.ready(pairs=router.config.workers.pd_disaggregation):
         return Response.json({"status": "ready"})
@@ -44,16 +42,16 @@ def readiness(router: Router, request: Request) -> Response:
                     headers=(("retry-after", f"{RETRY_AFTER_SECONDS:g}"),))
 
 
-def metrics(router: Router, request: Request) -> Response:
+def metrics(router: Cluster, request: Request) -> Response:
     return Response(200, router.metrics.render(), "text/plain; version=0.0.4; charset=utf-8")
 
 
-def list_workers(router: Router, request: Request) -> Response:
+def list_workers(router: Cluster, request: Request) -> Response:
     workers = [worker.describe() for worker in router.registry]
     return Response.json({"urls": [worker["url"] for worker in workers], "workers": workers})
 
 
-def add_worker(router: Router, request: Request) -> Response:
+def add_worker(router: Cluster, request: Request) -> Response:
     """Register a worker; it takes requests once it answers /health. 409 when its URL is taken."""
     worker = _worker_from(_parameters(request), pairs=router.config.workers.pd_disaggregation)
     router.add_worker(worker)
@@ -61,13 +59,13 @@ def add_worker(router: Router, request: Request) -> Response:
                           "worker": worker.describe()})
 
 
-def remove_worker(router: Router, request: Request) -> Response:
+def remove_worker(router: Cluster, request: Request) -> Response:
     """Take a worker off the list; its running requests end undisturbed, with ``force=true`` they are cut. 404 when it
     is unknown."""
     return removed(router, request, _endpoint(_parameters(request)).url)
 
 
-def removed(router: Router, request: Request, url: str) -> Response:
+def removed(router: Cluster, request: Request, url: str) -> Response:
     force = str(_parameters(request).get("force", "false")).lower()
     if force not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"force is true or false, not {force!r}.", param="force")
@@ -75,18 +73,18 @@ def removed(router: Router, request: Request, url: str) -> Response:
     return Response.json({"message": f"Worker {url} is removed.", "running": sum(worker.load for worker in workers)})
 
 
-def drain_worker(router: Router, request: Request) -> Response:
+def drain_worker(router: Cluster, request: Request) -> Response:
     """Give a worker no new requests, and let it leave when the running ones have ended. 404 when it is unknown."""
     return drained(router, _endpoint(_parameters(request)).url)
 
 
-def drained(router: Router, url: str) -> Response:
+def drained(router: Cluster, url: str) -> Response:
     running = sum(worker.load for worker in router.drain_worker(url))
     fate = "leaves when its running requests have ended" if running else "had nothing to do and left"
     return Response.json({"message": f"Worker {url} {fate}.", "running": running})
 
 
-async def broadcast(router: Router, request: Request) -> Response:
+async def broadcast(router: Cluster, request: Request) -> Response:
     """Send the request to every worker; 200 when all agree, with each worker's status (0: no answer).
 
     Where all that did not, refused the request by a 4xx, that is the status, else 502.
@@ -101,7 +99,7 @@ async def broadcast(router: Router, request: Request) -> Response:
                          200 if not failed else max(failed) if refused else 502)
 
 
-async def _tell(router: Router, worker: Worker, request: Request, seconds: float) -> Answer:
+async def _tell(router: Cluster, worker: Worker, request: Request, seconds: float) -> Answer:
     """Show the worker the router's key, and where that does not open it the caller's: they may share an admin key."""
     answer = await ask(router.dispatcher, worker, request, seconds)
     if answer.status in (401, 403) and request.authorization_line:
@@ -109,7 +107,7 @@ async def _tell(router: Router, worker: Worker, request: Request, seconds: float
     return answer
 
 
-async def engine_metrics(router: Router, request: Request) -> Response:
+async def engine_metrics(router: Cluster, request: Request) -> Response:
     """The metrics of all servers, on one page; 502 when none answers."""
     servers = _servers(router)
     answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/metrics"), _REPORT_SECONDS)
@@ -118,7 +116,7 @@ async def engine_metrics(router: Router, request: Request) -> Response:
     return Response(200 if pages or not servers else 502, merge(pages), "text/plain; version=0.0.4; charset=utf-8")
 
 
-async def loads(router: Router, request: Request) -> Response:
+async def loads(router: Cluster, request: Request) -> Response:
     """Each worker's load: ``load`` as the router counts it, ``report`` as the worker itself does (null: no answer)."""
     servers = _servers(router)
     answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS)
@@ -129,7 +127,7 @@ async def loads(router: Router, request: Request) -> Response:
          "report": report_of(worker, reports.get(worker.endpoint.url))} for worker in router.registry]})
 
 
-def _servers(router: Router) -> dict[str, Worker]:
+def _servers(router: Cluster) -> dict[str, Worker]:
     """One worker a server, by the server's URL: what is asked of a server is asked once, not of each of its ranks."""
     return {worker.endpoint.url: worker for worker in router.registry}
 

@@ -11,17 +11,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from .metrics import SECONDS, Histogram
-from .registry import Role
+from .config import RouterConfig
+from .metrics import SECONDS, Histogram, Metrics
+from .registry import Registry, Role
 from .request import Request
 from .wire import Response
-
-if TYPE_CHECKING:
-    from .app import Router
 
 SAMPLES = 300
 _PAGE = Path(__file__).with_name("dashboard.html")
@@ -54,10 +52,24 @@ class Sample(msgspec.Struct, frozen=True):
     itl_p99: float | None
 
 
+class Counted(Protocol):
+    """What samples are taken of."""
+
+    config: RouterConfig
+    registry: Registry
+    metrics: Metrics
+
+
+class Shown(Counted, Protocol):
+    """What the page shows."""
+
+    sampler: Sampler
+
+
 class Sampler:
     """The ring of the last SAMPLES samples, one a second while started."""
 
-    def __init__(self, router: Router):
+    def __init__(self, router: Counted):
         self._router = router
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         self._last = self._totals()
@@ -126,12 +138,12 @@ def quantile(counts: list[int], share: float) -> float | None:
     return SECONDS[-1]
 
 
-def page(router: Router, request: Request) -> Response:
+def page(router: Shown, request: Request) -> Response:
     return Response(200, _PAGE.read_bytes(), "text/html; charset=utf-8",
                     (("content-security-policy", _POLICY), ("cache-control", "no-cache")))
 
 
-def data(router: Router, request: Request) -> Response:
+def data(router: Shown, request: Request) -> Response:
     """Workers and samples, for the page; ``?since=SECONDS`` leaves out samples up to then."""
     name, _, value = request.query.partition(b"=")
     since = int(value) if name == b"since" and value.isdigit() else 0

@@ -13,16 +13,14 @@ import json
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..common.api.errors import ConfigError, Conflict
+from .cluster import Cluster
 from .config.discovery import DiscoveryArgs, split
 from .config.workers import parse_bootstrap_port
 from .endpoint import Endpoint
 from .registry import Role, Worker
-
-if TYPE_CHECKING:
-    from .app import Router
 
 logger = logging.getLogger("baton.router")
 
@@ -36,7 +34,7 @@ Pod = dict[str, Any]
 class Discovery:
     """Keeps a router's workers equal to the pods that its selectors match; touches no worker that came otherwise."""
 
-    def __init__(self, router: Router, args: DiscoveryArgs):
+    def __init__(self, router: Cluster, args: DiscoveryArgs):
         self._router = router
         self._args = args
         self._loop = asyncio.get_running_loop()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .admin import ADMIN_ROUTES
 from .admission import Admission, AdmissionRules
 from .answer import Failure
+from .cluster import Cluster
 from .config import RouterConfig
 from .dispatch import Dispatcher
 from .health import HealthMonitor
@@ -18,9 +19,6 @@ from .registry import Registry, Worker
 from .request import Request
 from .wire import Response, check_method
 from .worker_routes import serve_workers
-
-if TYPE_CHECKING:
-    from .app import Router
 
 
 class Health(Protocol):
@@ -54,7 +52,7 @@ class Parts:
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> Admission:
         return Admission(rules, loop.time)
 
-    def answer(self, router: Router, request: Request) -> Response | Coroutine[Any, Any, Response]:
+    def answer(self, router: Cluster, request: Request) -> Response | Coroutine[Any, Any, Response]:
         """Answer a request to the router itself, now or later; raises ServingError."""
         route = ADMIN_ROUTES.get(request.path)
         if route is None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 
 from ..common.api.errors import NotFound
 from .admin import add_worker, drained, removed
+from .cluster import Cluster
 from .endpoint import Endpoint
 from .ranks import server_url
 from .registry import ROLES, Worker
 from .request import Request
 from .wire import Response, check_method
-
-if TYPE_CHECKING:
-    from .app import Router
 
 WORKERS = b"/workers"
 
@@ -26,7 +24,7 @@ def changes_workers(request: Request) -> bool:
     return request.path.startswith(WORKERS) and request.method not in (b"GET", b"HEAD")
 
 
-def serve_workers(router: Router, request: Request) -> Response:
+def serve_workers(router: Cluster, request: Request) -> Response:
     """Answer a request under ``/workers``; raises NotFound, MethodNotAllowed and what the verbs raise."""
     name = request.path[len(WORKERS):].strip(b"/")
     if not name:
@@ -42,7 +40,7 @@ def serve_workers(router: Router, request: Request) -> Response:
     return Response.json(_shown(worker))
 
 
-def _listed(router: Router) -> Response:
+def _listed(router: Cluster) -> Response:
     workers = [_shown(worker) for worker in router.registry]
     counts = {f"{role}_count": sum(worker["role"] == role for worker in workers) for role in ROLES}
     return Response.json({"workers": workers, "total": len(workers), "stats": counts})
@@ -55,14 +53,14 @@ def _shown(worker: Worker) -> dict[str, Any]:
             "model_id": next(iter(worker.model_ids), "unknown"), "connection_mode": "HTTP"}
 
 
-def _created(router: Router, added: Response) -> Response:
+def _created(router: Cluster, added: Response) -> Response:
     worker = msgspec.json.decode(added.body)["worker"]
     place = f"/workers/{worker['id']}"
     body = {**_shown(router.registry.at(worker["url"])[0]), "worker_id": worker["id"], "location": place}
     return Response(201, msgspec.json.encode(body), headers=(("location", place),))
 
 
-def _find(router: Router, name: bytes) -> Worker:
+def _find(router: Cluster, name: bytes) -> Worker:
     """Raises NotFound."""
     text = unquote(name.decode("latin-1"))
     for worker in router.registry:

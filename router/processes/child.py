@@ -19,6 +19,7 @@ from .. import logs
 from ..admission import Admission, AdmissionRules
 from ..answer import Failure
 from ..app import Router
+from ..cluster import Cluster
 from ..config import RouterConfig
 from ..dispatch import Dispatcher
 from ..endpoint import Endpoint
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ANSWER_SECONDS = 20.0
 """Longest wait for the parent, which itself waits at most a few seconds for the other children."""
-_IDLE_SECONDS = 0.1
+_IDLE_SECONDS = 0.25
 """How often a process without requests takes in what the others tell."""
 _PARENT_ANSWERS = frozenset((b"/metrics", b"/dashboard/data", b"/add_worker", b"/remove_worker", b"/drain_worker"))
 
@@ -158,7 +159,7 @@ class Child(Parts):
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> Admission:
         return SharedAdmission(rules, loop, self._board, self._begin.child, self._begin.signals)
 
-    def answer(self, router: Router, request: Request) -> Response | Coroutine[Any, Any, Response]:
+    def answer(self, router: Cluster, request: Request) -> Response | Coroutine[Any, Any, Response]:
         if request.path in _PARENT_ANSWERS or changes_workers(request):
             return self._ask(request)
         return super().answer(router, request)

@@ -16,6 +16,7 @@ from typing import Any
 from ...common.api.errors import ServingError
 from ..answer import Failure
 from ..app import Router
+from ..cluster import Cluster
 from ..config import RouterConfig
 from ..dispatch import Dispatcher
 from ..http_server import Request
@@ -118,7 +119,7 @@ class Parent(Parts):
         dispatcher.to_cut = self._bulletin.to_cut
         return dispatcher
 
-    def answer(self, router: Router, request: Request) -> Response | Coroutine[Any, Any, Response]:
+    def answer(self, router: Cluster, request: Request) -> Response | Coroutine[Any, Any, Response]:
         return self._answer(request)
 
     async def _answer(self, request: Request) -> Response:

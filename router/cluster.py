@@ -1,0 +1,30 @@
+"""What a router's own endpoints, its discovery and its dashboard see of it, and may do with it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .config import RouterConfig
+from .dashboard import Sampler
+from .dispatch import Dispatcher
+from .metrics import Metrics
+from .registry import Registry, Worker
+
+
+class Cluster(Protocol):
+    """The workers of a router. Methods that take a URL raise NotFound."""
+
+    config: RouterConfig
+    registry: Registry
+    metrics: Metrics
+    dispatcher: Dispatcher
+    sampler: Sampler
+
+    def add_worker(self, worker: Worker) -> None:
+        """Raises Conflict when its URL is taken."""
+
+    def drain_worker(self, url: str) -> list[Worker]: ...
+
+    def remove_worker(self, url: str, *, force: bool = False) -> list[Worker]: ...
+
+    def counts(self) -> dict[str, int]: ...
