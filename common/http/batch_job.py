@@ -102,7 +102,7 @@ class BatchJob:
         self._batch = claimed.batch
         self._outcome = claimed.outcome
         self._keep_seconds = claimed.keep_seconds
-        self._done = set(claimed.done)
+        self._done = claimed.done
         self._route = routes[claimed.batch.endpoint]
         self._places = places
         self._path = storage.files.path(claimed.batch.input_file_id)
@@ -203,6 +203,7 @@ class BatchJob:
             return 500, encode(ServingError("The server failed to handle the request; its log says why.").to_openai())
 
     async def _give_up(self, outcome: Status) -> None:
+        self._done = await self._batches.answered(self._batch.id)
         async for number, line in self._unanswered():
             await self._record(number, line, None, _GIVEN_UP[outcome])
 
@@ -211,7 +212,6 @@ class BatchJob:
         ok = response is not None and response.status_code < 400
         text = encode(OutputLine(f"batch_req_{uuid.uuid4().hex}", line.custom_id, response, error)) + b"\n"
         await self._batches.record(self._batch.id, number, ok, text)
-        self._done.add(number)
 
     async def _write(self, ok: bool) -> FileObject | None:
         """The output file (``ok``) or the error file, None where it would be empty."""

@@ -134,11 +134,13 @@ class BatchStore:
                 return None
             connection.execute("UPDATE batches SET worker = ?, lease = ? WHERE id = ?",
                                (self.worker, now + LEASE_SECONDS, row["id"]))
-            done = connection.execute("SELECT line FROM answers WHERE batch_id = ?", (row["id"],))
-            return Claimed(_batch(row), frozenset(answer["line"] for answer in done), row["keep_seconds"],
-                           row["outcome"])
+            return Claimed(_batch(row), _answered(connection, row["id"]), row["keep_seconds"], row["outcome"])
 
         return await self._database.run(take)
+
+    async def answered(self, batch_id: str) -> frozenset[int]:
+        """The numbers of the lines that have answers, those included whose recorder was cancelled too late."""
+        return await self._database.run(lambda connection: _answered(connection, batch_id))
 
     async def renew(self) -> dict[str, Status]:
         """Prolong this server's leases; returns where its batches stand."""
@@ -237,6 +239,11 @@ class BatchStore:
             f"UPDATE batches SET status = ?, {status}_at = ?, open = ? WHERE id = ? AND status IN ({before})",
             (status, int(self._now()), status not in _ENDS, batch_id))
         assert moved.rowcount == 1, f"{batch_id} cannot become {status}"
+
+
+def _answered(connection: sqlite3.Connection, batch_id: str) -> frozenset[int]:
+    rows = connection.execute("SELECT line FROM answers WHERE batch_id = ?", (batch_id,))
+    return frozenset(row["line"] for row in rows)
 
 
 def _require(connection: sqlite3.Connection, batch_id: str) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import signal
@@ -16,6 +17,9 @@ import openai
 import pytest
 from fake_engine import Seed
 from serving import Server
+
+from baton.common.openai.batches import CreateBatch
+from baton.common.storage.storage import Storage
 
 URL = "/v1/chat/completions"
 
@@ -208,6 +212,29 @@ def test_a_batch_expires(ai: openai.OpenAI, keeper: Server) -> None:
     assert (done.request_counts.completed, done.request_counts.failed) == (1, 1) and done.expired_at
     assert lines_of(ai, done.error_file_id)[0]["error"]["code"] == "batch_expired"
     keeper.wait(lambda: keeper.engine()["num_running"] == 0)
+
+
+async def test_an_answer_that_is_recorded_while_its_batch_expires_counts_once(tmp_path: Path) -> None:
+    """Whoever records it may be cancelled while the database is at work: it is there all the same."""
+    store = Storage(str(tmp_path))
+    try:
+        file_id, size = store.files.write([b"{}"])
+        await store.files.add(file_id, "in.jsonl", "batch", size, None)
+        batch = await store.batches.create(CreateBatch(input_file_id=file_id, endpoint=URL))
+        assert (await store.batches.claim()).batch.id == batch.id  # type: ignore[union-attr]
+        await store.batches.begin(batch.id, 50)
+        for number in range(1, 51):
+            recording = asyncio.ensure_future(store.batches.record(batch.id, number, True, b"{}"))
+            await asyncio.sleep(0.0001 * (number % 5))
+            recording.cancel()
+        answered = await store.batches.answered(batch.id)
+        assert answered and answered <= set(range(1, 51))
+        for number in set(range(1, 51)) - answered:  # as the lines of a batch that expires are given up
+            await store.batches.record(batch.id, number, False, b"{}")
+        counts = (await store.batches.get(batch.id)).request_counts
+        assert (counts.completed, counts.failed) == (len(answered), 50 - len(answered))
+    finally:
+        store.close()
 
 
 def test_others_come_first(ai: openai.OpenAI, keeper: Server) -> None:
