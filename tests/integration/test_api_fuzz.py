@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from baton.tests.bench.api_fuzz import Requests, Schemas, assert_well, document_of, fuzz
+from baton.tests.bench.api_fuzz import assert_well, document_of, fuzz
+from baton.tests.bench.api_requests import Requests, Schemas
 
 
 @pytest.mark.parametrize("through", ["unified", "relay"])
