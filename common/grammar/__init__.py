@@ -20,7 +20,7 @@ The path of a grammar, and why:
 Jump-forward decoding, which appends text that the grammar leaves no choice about without running the model, is not
 done. The tokens of such text are not those that the model would choose (it may split the text otherwise, at its ends
 too), so that outputs change. Only where the mask leaves a single token would they be equal: of random answers to 40
-schemas over a BPE vocabulary of 128,000 tokens that was 10 % of the masks (32 % without white space; 48 % for tinychat's
-4,096 tokens). With overlapped scheduling the step that would be saved has been launched by the time the mask is known,
-and a batch's step costs nearly the same with a row less.
+schemas over a BPE vocabulary of 128,000 tokens that was 10 % of the masks (32 % without white space; 48 % for
+tinychat's 4,096 tokens). With overlapped scheduling the step that would be saved has been launched by the time the mask
+is known, and a batch's step costs nearly the same with a row less.
 """

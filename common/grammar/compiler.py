@@ -43,10 +43,10 @@ class Compiler:
             case "ebnf":
                 return self._plain.compile_grammar(spec.text)
             case "structural_tag":
+                compiled = self._with_specials.compile_structural_tag(spec.text)
                 if self._whitespace is None:
-                    return self._with_specials.compile_structural_tag(spec.text)
-                tag = xgrammar.Grammar.from_structural_tag(spec.text)
-                return self._with_specials.compile_grammar(self._respaced(tag))
+                    return compiled
+                return self._with_specials.compile_grammar(self._respaced(compiled.grammar))  # it knows tokens by name
 
     @cached_property
     def _plain(self) -> xgrammar.GrammarCompiler:

@@ -34,10 +34,12 @@ _verdict_decoder = msgspec.msgpack.Decoder(_Verdict)
 class Trial:
     """Starts its process with the first grammar. Its methods block: call them from one thread, ``close`` from any."""
 
-    def __init__(self, vocabulary: Vocabulary, whitespace: str | None, *, compile_seconds: float = COMPILE_SECONDS):
+    def __init__(self, vocabulary: Vocabulary, whitespace: str | None, *, compile_seconds: float = COMPILE_SECONDS,
+                 memory_bytes: int = MEMORY_BYTES):
         self.vocabulary = vocabulary
         self._whitespace = whitespace
         self._compile_seconds = compile_seconds
+        self._memory_bytes = memory_bytes
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._closed = False
@@ -72,8 +74,9 @@ class Trial:
         if self._pipe is None:
             context = get_context("spawn")
             ours, theirs = context.Pipe()
-            self._process = context.Process(target=_main, args=(theirs, self.vocabulary, self._whitespace, os.getpid()),
-                                            name="grammar-trial", daemon=True)
+            self._process = context.Process(
+                target=_main, name="grammar-trial", daemon=True,
+                args=(theirs, self.vocabulary, self._whitespace, self._memory_bytes, os.getpid()))
             self._process.start()
             self._pipe = ours
             theirs.close()
@@ -100,7 +103,7 @@ class Trial:
         self._process = self._pipe = None
 
 
-def _main(pipe: Connection, vocabulary: Vocabulary, whitespace: str | None, parent: int) -> None:
+def _main(pipe: Connection, vocabulary: Vocabulary, whitespace: str | None, memory_bytes: int, parent: int) -> None:
     from ..engine.ranks import die_with
 
     die_with(parent)
@@ -108,7 +111,7 @@ def _main(pipe: Connection, vocabulary: Vocabulary, whitespace: str | None, pare
     from .compiler import Compiler
 
     compiler = Compiler(vocabulary, whitespace, max_threads=max(1, min(4, (os.cpu_count() or 1) // 2)))
-    _limit_memory()
+    _limit_memory(memory_bytes)
     pipe.send_bytes(msgspec.msgpack.encode(_Verdict()))
     while True:
         try:
@@ -122,9 +125,10 @@ def _main(pipe: Connection, vocabulary: Vocabulary, whitespace: str | None, pare
         pipe.send_bytes(msgspec.msgpack.encode(verdict))
 
 
-def _limit_memory() -> None:
+def _limit_memory(more: int) -> None:
+    """Let this process map ``more`` bytes beyond what it has."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + more, hard))

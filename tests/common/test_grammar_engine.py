@@ -99,6 +99,21 @@ def test_special_tokens_are_no_text():
     assert not tokenizer().special_ids & set(tokens[:-1]) and 4 <= len(json.loads(text)) <= 6
 
 
+@pytest.mark.parametrize("whitespace", [None, ""])
+def test_structural_tags_may_name_special_tokens(whitespace):
+    """Markup is often a token of its own; spelled out letter by letter it would be another text to the model."""
+    [special] = tokenizer().encode("<|im_start|>", add_special_tokens=False)
+    assert special in tokenizer().special_ids
+    boolean = {"type": "json_schema", "json_schema": {"type": "boolean"}}
+    engine = GrammarEngine(whitespace=whitespace)
+    for rid, begin in (("text", {"type": "const_string", "value": "<|im_start|>"}),
+                       ("name", {"type": "token", "token": "<|im_start|>"})):
+        tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [begin, boolean]}}
+        engine.start(rid, GrammarSpec("structural_tag", json.dumps(tag)), logit_bias={special: 100.0})
+    for tokens in engine.run().values():
+        assert tokens[0] == special and text_of(tokens) in ("true", "false")
+
+
 REQUESTS = [(PERSON, {}), (WORDS, {"temperature": 1.0, "seed": 3}), (None, {}), (COLOURS, {"max_new_tokens": 30}),
             (TAGGED, {"temperature": 0.7, "seed": 4}), (None, {"temperature": 1.0, "seed": 8}),
             (PERSON, {"temperature": 1.0, "seed": 1}), (PERSON, {"max_new_tokens": 6}), (WORDS, {"min_new_tokens": 30}),

@@ -67,6 +67,17 @@ def test_a_process_that_dies_is_started_again(trial):
     assert trial.check(GrammarSpec("regex", "c")) > 0
 
 
+@pytest.mark.slow
+def test_what_takes_too_much_memory_is_refused():
+    trial = Trial(vocabulary(), None, memory_bytes=32 << 20, compile_seconds=60.0)
+    try:
+        with pytest.raises(InvalidRequest, match="too large|memory|bad_alloc|MemoryError"):
+            trial.check(HEAVY)
+        assert trial.check(GrammarSpec("regex", "x+")) > 0
+    finally:
+        trial.close()
+
+
 class Engine:
     """Takes grammars and tells what it was asked."""
 
