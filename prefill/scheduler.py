@@ -140,7 +140,7 @@ class PrefillScheduler:
         self._first_tokens[req.rid] = (req.take_pending(token_id), logprobs)
         req.finish = req.finish or Finish("length")
         self.sender.finish(half.room, PrefillResult(token_id, req.num_cached_tokens, logprobs, req.prompt_logprobs,
-                                                    req.hidden and req.hidden.take()))
+                                                    None if req.hidden is None else req.hidden.take()))
 
     def _let_go(self, half: Half) -> None:
         """No write can touch the pages any more: what was computed stays in the prefix cache."""

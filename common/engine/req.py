@@ -90,7 +90,7 @@ class Req:
             logprob_start=message.logprob_start_len if wants_prompt else None,
             stages=[] if message.traced else None,
             pooling=message.pooling,
-            processor=message.processor and RowProcessor.of(
+            processor=None if message.processor is None else RowProcessor.of(
                 message.processor.path, message.processor.params, RequestTokens(tokens, num_embeds, begin)),
             embeds=embeds,
             hidden=HiddenStates() if message.return_hidden_states else None,
@@ -121,7 +121,7 @@ class Req:
     @property
     def prompt_digest(self) -> int:
         """A checksum by which the halves of a pair see that they mean the same prompt."""
-        return zlib.crc32(self.prompt.tobytes(), 0 if self.embeds is None else zlib.crc32(self.embeds))
+        return zlib.crc32(self.prompt.tobytes(), 0 if self.embeds is None else zlib.crc32(self.embeds.tobytes()))
 
     @property
     def computed(self) -> np.ndarray:
@@ -200,5 +200,5 @@ class Req:
             rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
             logprobs=logprobs if token_ids else None, prompt_logprobs=self.prompt_logprobs if first else None,
-            stages=stages, embedding=self.embedding, hidden_states=self.hidden and self.hidden.take(),
+            stages=stages, embedding=self.embedding, hidden_states=None if self.hidden is None else self.hidden.take(),
         )

@@ -14,6 +14,7 @@ import torch
 from baton.common.api.errors import ConfigError
 from baton.common.config.model import load_model_spec
 from baton.common.distributed.tp import TPGroup
+from baton.common.engine.choosing import FAILED
 from baton.tests.common.small_models import (
     expected_logits,
     forward,
@@ -59,6 +60,10 @@ def test_two_ranks_equal_one(tmp_path, family, changes):
         torch.testing.assert_close(rank["logits"]["dummy"], want_dummy, atol=1e-4, rtol=0)
         assert rank["heads"] == 1 and rank["bytes_equal"] and rank["least"] == [0, -1, 5]
     assert ranks[0]["tokens"] == ranks[1]["tokens"] and len(set(ranks[0]["tokens"])) > 5
+    for rank in ranks:  # a processor fails on the rank that chooses: all know of which rows
+        assert [token == FAILED for token in rank["failed"]] == [i % 2 == 1 for i in range(30)]
+    assert list(ranks[0]["reasons"]) == list(range(1, 30, 2)) and not ranks[1]["reasons"]
+    assert ranks[0]["failed"] == ranks[1]["failed"] and "ValueError: as asked" in ranks[0]["reasons"][1]
 
 
 def test_sizes_that_do_not_fit_are_refused(tmp_path):

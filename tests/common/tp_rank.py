@@ -10,7 +10,9 @@ import torch
 from baton.common.api.sampling import SamplingParams
 from baton.common.distributed.tp import init_tp
 from baton.common.engine.choosing import Choosing, WantedLogprobs
+from baton.common.engine.processors import RequestTokens, RowProcessor
 from baton.common.engine.sampler import Sampler
+from baton.common.engine.token_buffer import TokenBuffer
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
 
 
@@ -35,9 +37,23 @@ def main(rank: int, size: int, init_method: str, checkpoint: str, out: str) -> N
     sampler = Sampler(results["dummy"].shape[1], "cpu", seed=rank, tp=tp)  # unequal seeds: rank 0's choice must win
     rows = [Choosing(SamplingParams(), i, WantedLogprobs(1)) for i in range(30)]
     sampled = sampler.sample(results["dummy"].clone(), rows)
-    torch.save({"logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
+    rows = [Choosing(SamplingParams(), i, processor=failing(rank, i % 2 == 1)) for i in range(30)]
+    failed = sampler.sample(results["dummy"].clone(), rows)
+    torch.save({"failed": failed.token_ids, "reasons": dict(failed.failures),
+                "logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
                 "least": least.tolist(), "tokens": sampled.token_ids}, out)
     tp.close()
+
+
+def failing(rank: int, fails: bool) -> RowProcessor:
+    """What chooses runs on rank 0 alone; there it fails on rows that ask for it."""
+    def processor(logits: torch.Tensor, params: list[dict]) -> torch.Tensor:
+        assert rank == 0
+        if any(given["fails"] for given in params):
+            raise ValueError("as asked")
+        return logits
+
+    return RowProcessor("module:name", processor, {"fails": fails}, RequestTokens(TokenBuffer([]), 0, 0))
 
 
 if __name__ == "__main__":

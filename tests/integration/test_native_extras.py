@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.common.config.model import resolve_checkpoint
 from baton.common.config.server import ModelArgs
-from baton.tests.integration.harness import post_json
+from baton.tests.integration.harness import get_json, post_json
 from baton.tests.integration.test_sampling import GENERATE, NATIVE, PROMPT, ask, same
 
 DISALLOWED = "baton.common.engine.logit_processors:DisallowedTokens"
@@ -224,3 +224,18 @@ def test_a_streamed_batch_tells_each_answer_under_its_index(unified, relay):
 def test_lists_of_another_length_are_refused(unified, name, value):
     status, answer = post_json(unified.url + GENERATE, {"text": ["a", "b"], name: value})
     assert status == 400 and name in answer["error"]["message"]
+
+
+def test_a_prompt_that_fills_the_context_is_scored(unified, relay):
+    """Nothing follows it, so that it needs no room for output."""
+    length = get_json(unified.url + "/v1/models")["data"][0]["max_model_len"]
+    ids = [100 + i % 50 for i in range(length)]
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True,
+            "logprob_start_len": length - 3}
+    answer = ask(unified, GENERATE, body)
+    assert [token for _, token, _ in answer["meta_info"]["input_token_logprobs"]] == ids[-3:]
+    assert answer["output_ids"] == []
+    same(answer, ask(relay, GENERATE, body))
+    for more in ({"input_ids": [*ids, 1]}, {"sampling_params": {"max_new_tokens": 1}}):
+        assert post_json(unified.url + GENERATE, {**body, **more})[0] == 400
+    clean(relay)

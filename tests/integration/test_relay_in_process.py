@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.common.api.errors import Aborted
-from baton.common.api.messages import Bootstrap, Failed, Generate, Outputs
+from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate, Outputs
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
@@ -98,10 +98,11 @@ class Side:
         self.scheduler = make(parts)
 
     def start(self, rid, prompt, **options):
-        options = {"max_new_tokens": 12, "room": None, "port": None} | options
+        """``fields``: further ones of Generate."""
+        options = {"max_new_tokens": 12, "room": None, "port": None, "fields": {}} | options
         params = SamplingParams(temperature=0.0, max_new_tokens=options["max_new_tokens"])
         meet = Bootstrap("127.0.0.1", options["port"], options["room"]) if options["room"] is not None else None
-        req = self.ledger.accept(Generate(rid, list(prompt), params, bootstrap=meet), now=0.0)
+        req = self.ledger.accept(Generate(rid, list(prompt), params, bootstrap=meet, **options["fields"]), now=0.0)
         if req is not None:
             self.scheduler.add(req)
         return req
@@ -159,11 +160,16 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint, prompts):
+def unified(checkpoint):
     def make(parts):
         return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
 
-    side = Side(checkpoint, make, "null", 0, "fake")
+    return Side(checkpoint, make, "null", 0, "fake")
+
+
+@pytest.fixture(scope="module")
+def expected(unified, prompts):
+    side = unified
     for i, prompt in enumerate(prompts):
         side.start(str(i), prompt)
     run(side)
@@ -240,4 +246,71 @@ def test_decode_alone_prefills_itself(pair, prompts, expected):
     decode.start("3", prompts[3])
     run(decode)
     assert tokens_of(decode.take()[0])["3"] == expected["3"]
+    decode.assert_clean()
+
+
+def embedded(length, seed=0):
+    """Fields of a request whose prompt is ``length`` rows of embeddings."""
+    rows = np.random.default_rng([seed, length]).normal(size=(length, 64)).astype("<f4")
+    return {"input_embeds": rows.tobytes()}
+
+
+def states_of(outputs, rid):
+    return np.frombuffer(b"".join(item.hidden_states or b"" for item in outputs if item.rid == rid), "<f4")
+
+
+def test_embeddings_hidden_states_and_processors(pair, unified, prompts):
+    """Each alone and together; decode's pool is too small for all, so that it computes some prompts again."""
+    prefill, decode = pair
+    banned = CustomProcessor("baton.common.engine.logit_processors:DisallowedTokens", {"token_ids": [*range(0, 96, 5)]})
+    retracted = decode.scheduler.unified.batcher.num_retracted
+    requests = []
+    for i, prompt in enumerate(prompts):
+        fields = {} if i % 4 == 0 else embedded(len(prompt))
+        fields |= {"processor": banned} if i % 3 else {}
+        fields["return_hidden_states"] = i % 5 > 0
+        requests.append((str(i), prompt if i % 4 == 0 else [0] * len(prompt), fields))
+    for rid, prompt, fields in requests:
+        unified.start(rid, prompt, fields=fields)
+        for side in pair:
+            side.start(rid, prompt, room=9000 + int(rid), port=prefill.start_at, fields=fields)
+    run(unified)
+    run(prefill, decode)
+    (outputs, failures), (expected, _) = decode.take(), unified.take()
+    assert not failures and tokens_of(outputs) == tokens_of(expected)
+    assert decode.scheduler.unified.batcher.num_retracted > retracted
+    for rid, prompt, fields in requests:
+        wanted = states_of(expected, rid)
+        assert len(wanted) == (64 * (len(prompt) + 11) if fields["return_hidden_states"] else 0)
+        np.testing.assert_allclose(states_of(outputs, rid), wanted, atol=2e-4)
+    prefill.take()
+    prefill.assert_clean()
+    decode.assert_clean()
+
+
+def test_different_embeddings_fail_both_halves(pair):
+    prefill, decode = pair
+    for seed, side in enumerate(pair):
+        side.start("d", [0] * 5, room=8100, port=prefill.start_at, fields=embedded(5, seed))
+    run(prefill, decode)
+    for side in pair:
+        _, failures = side.take()
+        assert failures["d"].code == "kv_transfer_failed"
+        side.assert_clean()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_processor_that_fails_ends_both_halves(pair, prompts, late):
+    """In prefill, which chooses the first token, or in decode."""
+    prefill, decode = pair
+    name = "fails_late" if late else "narrows"
+    processor = CustomProcessor(f"baton.tests.common.row_processors:{name}", {"fails": True})
+    for side in pair:
+        side.start("p", prompts[0], room=8200 + late, port=prefill.start_at, fields={"processor": processor})
+    run(prefill, decode)
+    outputs, failures = decode.take()
+    assert failures["p"].code == "invalid_request" and name in failures["p"].message
+    assert tokens_of(outputs).get("p", []) == ([7, 7, 7] if late else [])
+    assert ("p" in prefill.take()[1]) is not late
+    prefill.assert_clean()
     decode.assert_clean()
