@@ -33,7 +33,7 @@ from .relay import Relay
 from .request import Request
 from .request_reader import HeadRules
 from .retry import Backoff, Retries
-from .routes import ANY_METHOD, CONTINUED_PATHS, ELSEWHERE, PAIR_PATHS, PREFIXES, RELAYED, label
+from .routes import ANY_METHOD, CONTINUED_PATHS, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
 from .sticky import away, keeper, key_of, with_session_id
 from .tls import server_context
 from .tracing import Tracer, exporter_for
@@ -263,7 +263,8 @@ class Router:
         usual = found is not None and path in PAIR_PATHS and not found.session_params
         kept = self._keeper_of(request) if not usual else None
         span = self._tracer.begin(request) if self._tracer is not None else None
-        exchange = Exchange(connection, request, label(path, _OWN_PATHS), self.metrics, self._log_access, span)
+        route = LABELS.get(path) or label(path, _OWN_PATHS)
+        exchange = Exchange(connection, request, route, self.metrics, self._log_access, span)
         relay: Relay | PairRelay
         if (self._continues and found is not None and found.streamed and path in CONTINUED_PATHS
                 and continuable(request.body)):

@@ -66,13 +66,14 @@ class Exchange:
         self._facts = facts = head.facts
         if self.log is not None:
             self._follow(self.log, head)
-        data, line = head.data, facts.line_size
+        data = head.data
         if head.whole and self._span is None:
             self._pieces = -1  # One clock reading is enough for an answer that came at once.
             if self.ticket is not None:
                 self.ticket.first_token()
         elif len(data) > head.size:
             self._first_token()
+        line = facts.line_size
         if request.reply_headers:
             added = b"" if facts.names_request else b"x-request-id: %b\r\n" % request.request_id
             data = b"".join((data[:line], added, request.reply_headers, without_grants(data[line - 2:head.size])[2:],
@@ -162,7 +163,9 @@ class Exchange:
         metrics.requests[route, status] += 1
         bucket = metrics.durations[route].observe(seconds)
         if self._pieces < 0:
-            metrics.first_tokens[route].put(bucket, seconds)
+            first = metrics.first_tokens[route]
+            first.counts[bucket] += 1
+            first.total += seconds
         elif self._pieces > 1 and self._facts.event_stream:
             gap = (self._begun_at + seconds - self._first_at) / (self._pieces - 1)
             metrics.inter_tokens[route].observe(gap)

@@ -50,11 +50,6 @@ class Histogram:
         self.total += seconds
         return bucket
 
-    def put(self, bucket: int, seconds: float) -> None:
-        """Count an observation whose bucket is known."""
-        self.counts[bucket] += 1
-        self.total += seconds
-
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound, as Prometheus writes them."""
         seen, found = 0, []

@@ -214,7 +214,8 @@ class CacheAware:
         self._loads.look(workers)
         if not hashes or self._drifted():
             return 0.0
-        self._learn(workers)
+        if workers is not self._workers:
+            self._learn(workers)
         owners, depth = self.memory.longest(hashes, self._ids)
         ahead = self._lightest(owners).load - self._loads.least
         return depth / len(hashes) if depth >= self._cache_threshold * len(hashes) and ahead <= self._abs // 4 else 0.0
@@ -231,15 +232,17 @@ class CacheAware:
             return Decision(workers[0], "only")
         loads, sent = self._loads, self.memory.sent
         loads.look(workers)
-        if self._drifted():
+        least = loads.least
+        if loads.most - least > self._abs and self._drifted():
             return Decision(loads.lightest(sent), "balance")
         if hashes:
-            self._learn(workers)
+            if workers is not self._workers:
+                self._learn(workers)
             owners, depth = self.memory.longest(hashes, self._ids)
             if depth and depth >= self._cache_threshold * len(hashes):
                 holder = self._lightest(owners)
                 shared = self._branches.note(hashes[depth - 1])
-                if shared and holder.load - loads.least > self._abs // 4:
+                if shared and holder.load - least > self._abs // 4:
                     return Decision(loads.lightest(sent), "balance")
                 return Decision(holder, "cache_hit")
         return Decision(loads.lightest(sent, self._slack), "cache_miss")
@@ -262,10 +265,9 @@ class CacheAware:
         return loads.most - loads.least > self._abs and loads.most > loads.least * self._rel
 
     def _learn(self, workers: Sequence[Worker]) -> None:
-        if workers is not self._workers:
-            self._workers = workers
-            self._by_id = {worker.id: worker for worker in workers}
-            self._ids = frozenset(self._by_id)
+        self._workers = workers
+        self._by_id = {worker.id: worker for worker in workers}
+        self._ids = frozenset(self._by_id)
 
 
 class Branches:

@@ -151,7 +151,7 @@ async def run(name: str, profiled: bool, batches: int) -> None:
     if profiled:
         profile = cProfile.Profile()
         profile.runcall(lambda: [once() for _ in range(20_000 // divisor)])
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(80)
     else:
         print(f"{name:24s} {measure(once, divisor, batches):8.0f} ns", flush=True)
     assert bench.client.transport.written % written == 0, "the answers differ"
