@@ -115,7 +115,7 @@ class SharedRegistry(Registry):
     def available(self, role: Role) -> tuple[Worker, ...]:
         for neighbour in self.neighbours:
             neighbour.look()
-        return self._available[role]
+        return super().available(role)
 
     def look(self) -> None:
         """See what the other processes did."""

@@ -34,20 +34,25 @@ class Front:
         except OSError:
             return []
 
-    def owner(self, port: int) -> int | None:
-        """The process that has accepted the connection from a client's port."""
-        here, there = f"0100007F:{self.port:04X}", f"0100007F:{port:04X}"
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if (fields[1], fields[2]) == (here, there):
-                for pid in self.children:
-                    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                        try:
-                            if os.readlink(descriptor) == f"socket:[{fields[9]}]":
-                                return pid
-                        except OSError:
-                            continue
-        return None
+    def owners(self, clients: list) -> dict[int, int]:
+        """The processes that have accepted clients' connections, by the client's port."""
+        ports = {client.writer.get_extra_info("sockname")[1] for client in clients}
+        here, inodes = f" 0100007F:{self.port:04X} ", {}
+        for line in Path("/proc/net/tcp").read_text().splitlines():
+            if here in line[:22]:
+                fields = line.split()
+                inodes[f"socket:[{fields[9]}]"] = int(fields[2].partition(":")[2], 16)
+        found = {}
+        for pid in self.children:
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                try:
+                    found[inodes.get(os.readlink(descriptor), 0)] = pid
+                except OSError:
+                    continue
+        return {port: pid for port, pid in found.items() if port in ports}
+
+    def owner(self, client) -> int:
+        return next(iter(self.owners([client]).values()))
 
 
 def runs(pid: int) -> bool:
@@ -58,7 +63,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.fixture
-async def several(tmp_path, script):
+async def several(tmp_path, script, connect):
     """``await several(*workers, **flags)`` starts a router of two processes and waits for its workers."""
     started: list[Front] = []
 
@@ -80,9 +85,18 @@ async def several(tmp_path, script):
         await script.until(lambda: process.returncode is not None or "Listening on" in log.read_text(), 20)
         assert process.returncode is None, log.read_text()
         if wait:
-            await script.until(lambda: log.read_text().count("takes requests") >= len(workers), 10)
-            await asyncio.sleep(0.1)  # Until the children know.
+            await knowing(front, len(workers))
         return front
+
+    async def knowing(front: Front, count: int) -> None:
+        """Wait until both processes know so many healthy workers."""
+        ready: set[int] = set()
+        while len(ready) < 2:
+            client = await connect(front)
+            seen = await workers_seen(client)
+            if sum(shown["healthy"] for shown in seen.values()) == count:
+                ready.add(front.owner(client))
+            client.leave()
 
     yield start
     for front in started:
@@ -101,15 +115,16 @@ def on_each(connect, script):
     async def open_clients(front: Front, count: int = 1) -> list[list]:
         found: dict[int, list] = {pid: [] for pid in front.children}
         assert len(found) == 2
-        for _ in range(400):
-            client = await connect(front)
-            port = client.writer.get_extra_info("sockname")[1]
-            await script.until(lambda port=port: front.owner(port))
-            of_process = found[front.owner(port)]
-            if len(of_process) < count:
-                of_process.append(client)
-            else:
-                client.leave()
+        for _ in range(40):
+            clients = [await connect(front) for _ in range(2 * count + 2)]
+            await script.until(lambda clients=clients: len(front.owners(clients)) == len(clients), 10)
+            owners = front.owners(clients)
+            for client in clients:
+                pid = owners[client.writer.get_extra_info("sockname")[1]]
+                if len(found[pid]) < count:
+                    found[pid].append(client)
+                else:
+                    client.leave()
             if all(len(clients) == count for clients in found.values()):
                 return [found[pid] for pid in sorted(found)]
         raise AssertionError("one process gets no connections")
@@ -286,7 +301,7 @@ async def test_a_killed_process_takes_its_load_along_and_comes_back(several, wor
     mock = await worker(behave)
     front = await several(mock, max_concurrent_requests=2, queue_size=1)
     (one, running), (other, waiting) = await on_each(front, 2)
-    killed, survivor = front.owner(one.writer.get_extra_info("sockname")[1]), front.children
+    killed, survivor = front.owner(one), front.children
     for client in (one, running):
         client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
     await script.until(lambda: len(mock.posts) == 2)
