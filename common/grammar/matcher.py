@@ -66,9 +66,13 @@ class Matcher:
 
     def _accept(self, token: int) -> None:
         position, self._accepted = self._accepted, self._accepted + 1
-        if self.error is None and not (self.grammar is not None and self.grammar.accept_token(token)):
+        if self.error is None and not self._takes(token):
             self._fail(f"Token {token}, number {position - self._start + 1} of the output, does not follow the "
                        "grammar; servers that share an answer must be started with the same grammar flags.")
+
+    def _takes(self, token: int) -> bool:
+        """A stop token inside of an output (told by a client) ends the matcher, which then makes no mask any more."""
+        return self.grammar is not None and self.grammar.accept_token(token) and not self.grammar.is_terminated()
 
     def finish_mask(self, mask: np.ndarray) -> None:
         """Settle the tokens that end the request in ``mask`` (uint32 words, which ``grammar`` has filled)."""

@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
+import torch
 
-from baton.common.api.grammar import GrammarSpec
+from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.api.messages import Failed
+from baton.common.api.sampling import SamplingParams
+from baton.common.engine.token_buffer import TokenBuffer
+from baton.common.grammar.compiler import Compiler
+from baton.common.grammar.masks import MaskFiller
+from baton.common.grammar.matcher import Matcher
 from baton.tests.common.grammar_engine import GrammarEngine, schema_spec, text_of, tokenizer
 
 PERSON = schema_spec({
@@ -163,10 +170,34 @@ def test_told_tokens_that_break_the_grammar_fail_the_request():
     engine.start("a", PERSON, answered=tuple(tokenizer().encode("Once upon", add_special_tokens=False)))
     engine.start("b", PERSON, answered=(2,))
     engine.start("c", GrammarSpec("regex", "yes"))
+    engine.start("d", GrammarSpec("regex", "a*"), answered=(2,))  # the grammar may end there, and the answer has not
     found = engine.run()
-    for rid in "ab":
+    for rid in "abd":
         assert isinstance(found[rid], Failed) and "does not follow the grammar" in found[rid].message
     assert text_of(found["c"]) == "yes"
+
+
+def allowed_first(grammar: GrammarSpec, pieces: list[bytes]) -> tuple[set[int], Matcher]:
+    """Token ids that may begin an answer, in a vocabulary whose token 2 ends it."""
+    compiled = Compiler(Vocabulary(pieces, [2], [2]), None, 1).compile(grammar)
+    ends = frozenset([2])
+    matcher = Matcher(compiled, TokenBuffer([7, 7]), 2, ends, ends, SamplingParams(grammar=grammar))
+    matcher.advance()
+    mask = torch.full((1, -(len(pieces) // -32)), -1, dtype=torch.int32)
+    [fill] = MaskFiller(len(pieces)).fill([matcher])
+    fill(mask, 0)
+    return set(np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))), matcher
+
+
+@pytest.mark.parametrize("size", [64, 70, 95, 96])
+def test_ids_without_a_token_are_never_allowed(size):
+    """Models have more rows of logits than their tokenizer has tokens."""
+    pieces = [b"a", b"b", b"<end>", b"ab", "é".encode(), b"\xc3"] + [b""] * (size - 6)
+    assert allowed_first(GrammarSpec("regex", "[ab]+"), pieces)[0] == {0, 1, 3}
+    assert allowed_first(GrammarSpec("regex", ".*"), pieces)[0] == {0, 1, 2, 3, 4, 5}
+    assert allowed_first(GrammarSpec("regex", "é?"), pieces)[0] == {2, 4, 5}
+    found, matcher = allowed_first(GrammarSpec("regex", "c"), pieces)
+    assert found == {2} and matcher.error is not None and "No token" in matcher.error.message
 
 
 def test_a_grammar_that_nobody_prepared_fails_its_request_alone():
@@ -204,7 +235,6 @@ def test_an_ambiguous_grammar_pays_for_itself(monkeypatch):
 
 def test_logprobs_are_those_of_what_the_grammar_allows():
     from baton.common.api.messages import Generate
-    from baton.common.api.sampling import SamplingParams
 
     engine = GrammarEngine()
     params = SamplingParams(temperature=0.0, max_new_tokens=4, grammar=GrammarSpec("regex", "yes"))
