@@ -36,7 +36,7 @@ from ...router.policies import Policy, build_all
 from ...router.policies.cache_aware import BLOCK
 from ...router.policies.cache_exact import CacheExact
 from ...router.policies.text_pages import text_blocks
-from ...router.registry import ROLES, Reservation, Worker
+from ...router.registry import ROLES, Worker
 
 PROMPT = 4096
 IDS = 1024
@@ -74,7 +74,7 @@ class Router:
         self.prefills, self.decodes = (everyone[::2], everyone[1::2]) if pairs else (everyone, ())
         for worker in everyone:
             worker.role = "regular" if not pairs else "prefill" if worker in self.prefills else "decode"
-        self._running: deque[Reservation] = deque()
+        self._running: deque[Worker] = deque()
         self._most_running = 8 * workers
 
     @property
@@ -95,9 +95,11 @@ class Router:
     def decide(self, request: Request, found: Peek | None) -> list[Worker]:
         """Place a request; the oldest of those that run ends where there are many."""
         chosen = self._chosen(request, found)
-        self._running.extend(map(Reservation.of, chosen))
+        for worker in chosen:
+            worker.load += 1
+        self._running.extend(chosen)
         while len(self._running) > self._most_running:
-            self._running.popleft().release()
+            self._running.popleft().load -= 1
         return chosen
 
     def _chosen(self, request, found) -> list[Worker]:

@@ -13,6 +13,7 @@ from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
 
 STREAMS = 32
+TOTAL = aiohttp.ClientTimeout(120)
 
 
 async def stream(session, url, example):
@@ -41,14 +42,14 @@ async def load(session, url, ended, stop, seed):
                 return
             try:
                 ended.append(await stream(session, url, example))
-            except (AssertionError, aiohttp.ClientError) as error:
+            except (AssertionError, aiohttp.ClientError, asyncio.TimeoutError) as error:
                 ended.append(f"failed: {error!r}")
 
 
 async def kill_in_turn(cluster, victims):
     """Kill each of the victims under all streams and start it again; how every stream ended."""
     stop, ended = asyncio.Event(), []
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120), connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with aiohttp.ClientSession(timeout=TOTAL, connector=aiohttp.TCPConnector(limit=0)) as http:
         tasks = [asyncio.ensure_future(load(http, cluster.url, ended, stop, seed)) for seed in range(STREAMS)]
         for victim in victims:
             begun = len(ended)
