@@ -25,6 +25,8 @@ class MaskFiller:
 
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
+        # xgrammar may set the bits behind the last token's.
+        self._last_word = np.uint32((1 << (vocab_size - 1) % 32 + 1) - 1)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, min(8, (os.cpu_count() or 1) // 2)))
         self._alone = 0  # steps that are still to be filled row by row
 
@@ -45,6 +47,7 @@ class MaskFiller:
             if time.perf_counter() - began > _SLOW_SECONDS:
                 self._alone = _STEPS_ALONE
         for matcher, row in zip(matchers, words.view(np.uint32)):
+            row[-1] &= self._last_word
             matcher.finish_mask(row)
         return [_copier(torch.from_numpy(row)) for row in words]
 
