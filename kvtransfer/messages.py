@@ -48,6 +48,10 @@ class PrefillResult(msgspec.Struct, frozen=True):
     prompt_logprobs: Logprobs | None = None
     hidden_states: bytes | None = None
 
+    def told_before(self, other: PrefillResult | None) -> PrefillResult:
+        """Of the results of two ranks the one that tells more: log-probabilities of the token come from one rank."""
+        return self if other is None or other.logprobs is None else other
+
 
 class RankInfo(msgspec.Struct, frozen=True):
     """One rank of one server instance, as its peers need to know it. Receivers have no ``endpoint``."""

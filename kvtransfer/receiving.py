@@ -274,7 +274,7 @@ class ReceiverCore:
         elif message.instance != link.instance:
             self.counters["kv_messages_dropped"] += 1
         else:
-            half.result = message.result  # first, for the same reason as in _fail
+            half.result = message.result.told_before(half.result)  # first, for the same reason as in _fail
             half.checksum = (half.checksum + message.checksum) % 2**64
             self._quiet(half, link.id, now)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from baton.common.api.errors import Aborted, DeadlineExceeded, TransferFailed
+from baton.common.api.messages import Logprobs
 from baton.common.config.server import DisaggregationArgs
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.backends import make_backend
@@ -21,6 +22,7 @@ from baton.tests.kvtransfer.conftest import BACKENDS, HOST, Bootstrap, regions_o
 
 NUM_PAGES, PAGE_SIZE, HEAD_DIM = 16, 4, 4
 SRC, DST, TOKENS = np.array([11, 3, 4]), np.array([6, 7, 1]), 10
+LOGPROBS = Logprobs([42], [-0.5])
 
 
 class Server:
@@ -81,8 +83,9 @@ class Fleet:
         self.expect(room)
         self.until(room, Phase.RESERVED)
         self.push(room)
-        for sender in self.prefill.ranks:
-            sender.finish(room, PrefillResult(42, 3))
+        for sender in self.prefill.ranks[::-1 if room % 2 else 1]:
+            told = LOGPROBS if sender.info.rank == 0 else None  # as the sampler does
+            sender.finish(room, PrefillResult(42, 3, told))
         self.until(room, Phase.DONE)
 
     def assert_pages(self):
@@ -113,6 +116,7 @@ def test_every_decode_rank_gets_its_heads(make_fleet, backend, p, d, heads, grou
     for room in range(2):
         fleet.transfer(room)
         assert all(receiver.result(room).token_id == 42 for receiver in fleet.decode.ranks)
+        assert fleet.decode.ranks[0].result(room).logprobs == LOGPROBS  # which answers for all
     fleet.assert_pages()
     page_bytes = sum(receiver.info.layout.page_bytes for receiver in fleet.decode.ranks)
     assert sum(sender.counters["kv_bytes_sent"] for sender in fleet.prefill.ranks) == 2 * len(SRC) * page_bytes
