@@ -119,7 +119,8 @@ class BatchJob:
             await self._batches.finalize(batch.id, self._outcome)
         elif batch.status == "cancelling":
             self._outcome = "cancelled"
-            await self._give_up("cancelled")
+            if batch.in_progress_at is not None:  # else its lines were not examined
+                await self._give_up("cancelled")
         assert self._outcome is not None
         output, errors = await self._write(True), await self._write(False)
         await self._batches.end(batch.id, self._outcome, output, errors)

@@ -18,6 +18,7 @@ import pytest
 from fake_engine import Seed
 from serving import Server
 
+from baton.common.http.batch_job import BatchJob
 from baton.common.openai.batches import CreateBatch
 from baton.common.storage.storage import Storage
 
@@ -233,6 +234,23 @@ async def test_an_answer_that_is_recorded_while_its_batch_expires_counts_once(tm
             await store.batches.record(batch.id, number, False, b"{}")
         counts = (await store.batches.get(batch.id)).request_counts
         assert (counts.completed, counts.failed) == (len(answered), 50 - len(answered))
+    finally:
+        store.close()
+
+
+async def test_a_batch_is_cancelled_before_its_file_is_examined(tmp_path: Path) -> None:
+    store = Storage(str(tmp_path))
+    try:
+        file_id, size = store.files.write([b"{}\nno JSON"])
+        await store.files.add(file_id, "in.jsonl", "batch", size, None)
+        batch = await store.batches.create(CreateBatch(input_file_id=file_id, endpoint=URL))
+        assert (await store.batches.cancel(batch.id)).status == "cancelling"
+        claimed = await store.batches.claim()
+        nobody: Any = None
+        await BatchJob(nobody, store, claimed, {URL: nobody}, nobody).run()  # type: ignore[arg-type]
+        ended = await store.batches.get(batch.id)
+        assert (ended.status, ended.output_file_id, ended.error_file_id) == ("cancelled", None, None)
+        assert await store.batches.claim() is None
     finally:
         store.close()
 
