@@ -9,7 +9,8 @@ hit rate is the workers' own count (``cached_tokens / prompt_tokens`` of each an
 sglang-router's cache_aware before the same workers with the same prompts. ``--pairs``: two prefill and two decode
 servers, of which a prefill server is killed; of what both halves of a request found cached the larger counts. Other
 prompts with every seed; each policy has its turn with a seed before the next seed begins. Exit status 1 where, over the
-medians of a phase, our cache_aware is below the peer's, or cache_exact is not the highest.
+medians of a phase, our cache_aware is below the peer's or cache_exact is not among the highest (by more than seeds
+differ), or where cache_exact is not clearly above all after the restart.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ WORDS = ("river", "stone", "window", "garden", "morning", "letter", "bridge", "w
 POOL_TOKENS = 4096
 PHASES = ("four workers", "one is down", "it is back, empty")
 PEER = "sglang-router"
+SPREAD = 0.015
+"""By so much one policy's rates differ from seed to seed: less is no difference."""
 
 
 def text(seed: int, count: int) -> str:
@@ -170,10 +173,13 @@ def missed(found: dict[str, dict[str, float]]) -> list[str]:
     ours, exact, peer = found.get("cache_aware"), found.get("cache_exact"), found.get(PEER)
     wrong = []
     for phase in PHASES:
-        if ours is not None and peer is not None and ours[phase] < peer[phase]:
+        if ours is not None and peer is not None and ours[phase] < peer[phase] - SPREAD:
             wrong.append(f"{phase}: cache_aware {ours[phase]:.1%} is below {PEER}'s {peer[phase]:.1%}")
-        if exact is not None and any(exact[phase] < other[phase] for other in found.values()):
-            wrong.append(f"{phase}: cache_exact's {exact[phase]:.1%} is not the highest")
+        if exact is not None and any(exact[phase] < other[phase] - SPREAD for other in found.values()):
+            wrong.append(f"{phase}: cache_exact's {exact[phase]:.1%} is not among the highest")
+    last = PHASES[-1]
+    if exact is not None and any(exact[last] < other[last] + SPREAD for other in found.values() if other is not exact):
+        wrong.append(f"{last}: cache_exact's {exact[last]:.1%} is not above all others'")
     return wrong
 
 

@@ -12,7 +12,6 @@ import pytest
 from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
 
-STREAMS = 32
 TOTAL = aiohttp.ClientTimeout(120)
 
 
@@ -46,15 +45,15 @@ async def load(session, url, ended, stop, seed):
                 ended.append(f"failed: {error!r}")
 
 
-async def kill_in_turn(cluster, victims):
-    """Kill each of the victims under all streams and start it again; how every stream ended."""
+async def kill_in_turn(cluster, victims, streams):
+    """Kill each of the victims under ``streams`` of load and start it again; every stream must end right."""
     stop, ended = asyncio.Event(), []
     async with aiohttp.ClientSession(timeout=TOTAL, connector=aiohttp.TCPConnector(limit=0)) as http:
-        tasks = [asyncio.ensure_future(load(http, cluster.url, ended, stop, seed)) for seed in range(STREAMS)]
+        tasks = [asyncio.ensure_future(load(http, cluster.url, ended, stop, seed)) for seed in range(streams)]
         for victim in victims:
             begun = len(ended)
             deadline = time.monotonic() + 20
-            while len(ended) < begun + STREAMS and time.monotonic() < deadline:
+            while len(ended) < begun + streams and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
             victim.kill()
             await asyncio.sleep(0.5)
@@ -64,7 +63,7 @@ async def kill_in_turn(cluster, victims):
         await asyncio.gather(*tasks)
         async with http.get(cluster.url + "/metrics") as answer:
             metrics = await answer.text()
-    assert len(ended) > STREAMS * len(victims)
+    assert len(ended) > streams * len(victims)
     assert set(ended) == {"right"}, [how for how in ended if how != "right"][:5]
     continued = next(line for line in metrics.splitlines() if line.startswith("baton_router_continued_streams_total"))
     assert float(continued.split()[1]) > 0, "no stream was cut: the test shows nothing"
@@ -75,14 +74,14 @@ def two_pairs(tmp_path):
     return Cluster(tmp_path, prefill=2, decode=2, router_flags=flags)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 async def test_a_worker_of_each_role_is_killed_and_restarted_under_streams(tmp_path):
     with two_pairs(tmp_path) as cluster:
-        await kill_in_turn(cluster, [cluster.decode[0], cluster.prefill[0]])
+        await kill_in_turn(cluster, [cluster.decode[0], cluster.prefill[0]], streams=12)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_each_worker_is_killed_and_restarted_under_streams(tmp_path):
     with two_pairs(tmp_path) as cluster:
-        await kill_in_turn(cluster, cluster.workers)
+        await kill_in_turn(cluster, cluster.workers, streams=32)
