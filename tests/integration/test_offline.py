@@ -14,18 +14,19 @@ from baton.common.api.errors import ConfigError, Conflict, InvalidRequest
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPTS = ["The capital of Italy is", "Twelve and seven make"]
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
+EXTRAS = {"enable_custom_logit_processor": True, "enable_return_hidden_states": True}
 
 
 @pytest.fixture(scope="module")
 def unified():
-    with baton.Engine("tinychat", device="cpu", log_level="warning") as engine:
+    with baton.Engine("tinychat", device="cpu", log_level="warning", **EXTRAS) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def pair():
     with baton.Engine("tinychat", device="cpu", log_level="warning", prefill={}, decode={"max_total_tokens": 4096},
-                      ) as engine:
+                      **EXTRAS) as engine:
         yield engine
 
 
@@ -38,6 +39,18 @@ def test_a_pair_answers_as_one_engine(unified, pair):
         assert engine.chat(QUESTION, temperature=0)["choices"][0]["message"]["content"] == "Paris"
     assert told(pair.generate(PROMPTS, GREEDY)) == told(unified.generate(PROMPTS, GREEDY))
     assert pair.state().total_pages == 4096 // 16
+
+
+def test_processors_embeddings_and_hidden_states(unified, pair):
+    answer, other = (engine.generate(PROMPTS[0], {**GREEDY, "custom_params": {"token_ids": list(range(100, 200))}},
+                                     custom_logit_processor="baton.common.engine.logit_processors:DisallowedTokens",
+                                     return_hidden_states=True) for engine in (unified, pair))
+    assert answer["output_ids"] == other["output_ids"] and not {*range(100, 200)} & {*answer["output_ids"]}
+    states, others = (told["meta_info"]["hidden_states"] for told in (answer, other))
+    assert len(states) == 6 and states[0][-1] == pytest.approx(others[0][-1], abs=1e-3)
+    rows = states[0]  # of the model's width, as embeddings are
+    assert told([pair.generate(None, GREEDY, input_embeds=rows)]) == told([unified.generate(None, GREEDY,
+                                                                                             input_embeds=rows)])
 
 
 @pytest.mark.parametrize("name", ["unified", "pair"])
