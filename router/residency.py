@@ -11,6 +11,9 @@ from .holders import NOBODY, HolderSets
 MOST_PAGES = 2**20
 """Pages remembered a worker, 200 MB at worst: 16 million tokens in pages of 16, more than a GPU holds."""
 
+MOST_IN_ALL = 2**22
+"""Different pages remembered of all workers, 700 MB at worst: 67 million tokens in pages of 16. Those beyond count as
+absent."""
 MOST_HOLDERS = 64
 """Workers named of those that hold equally much: looking at a thousand would take longer than what is gained."""
 
@@ -107,6 +110,9 @@ class Residency:
             known[theirs] = page
             present = holders.get(page)
             if present is None:
+                if len(holders) >= MOST_IN_ALL:
+                    del known[theirs]
+                    return
                 holders[page] = alone
             elif worker_id not in sets.by_number[present]:
                 holders[page] = sets.take(sets.by_number[present] | sets.by_number[alone])

@@ -8,7 +8,7 @@ from random import Random
 from ..config.policy import PolicyArgs
 from ..registry import Role
 from .base import Decision, Policy, Subject
-from .cache_aware import CacheAware
+from .cache_aware import MOST_BLOCKS, CacheAware
 from .cache_exact import CacheExact
 from .consistent_hash import ConsistentHash
 from .least_loaded import LeastLoaded
@@ -43,7 +43,14 @@ def build(name: str, args: PolicyArgs, rng: Random) -> Policy:
 
 
 def build_all(names: Mapping[Role, str], args: PolicyArgs, rng: Random) -> dict[Role, Policy]:
-    """A policy for each role. ``cache_exact`` is one object for all: it chooses pairs, and follows workers once."""
+    """A policy for each role. ``cache_exact`` is one object for all: it chooses pairs, and follows workers once.
+
+    The halves of pairs remember the same prompts, each for itself: they share the bound on memory.
+    """
     exact = build("cache_exact", args, rng) if "cache_exact" in names.values() else None
-    return {role: exact if exact is not None and name == "cache_exact" else build(name, args, rng)
-            for role, name in names.items()}
+    policies = {role: exact if exact is not None and name == "cache_exact" else build(name, args, rng)
+                for role, name in names.items()}
+    for role, policy in policies.items():
+        if isinstance(policy, CacheAware) and role != "regular":
+            policy.most_blocks = MOST_BLOCKS // 2
+    return policies

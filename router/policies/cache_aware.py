@@ -189,7 +189,7 @@ class CacheAware:
         self._rel = balance_rel_threshold
         self._slack = balance_abs_threshold // 16
         self._blocks_per_worker = max_tree_size // BLOCK
-        self._most_blocks = most_blocks
+        self.most_blocks = most_blocks
         self._interval = eviction_interval
         self._next_eviction: float | None = None
         self.memory = PrefixMemory()
@@ -204,7 +204,7 @@ class CacheAware:
         hashes = block_hashes(subject)
         decision = self._choose(workers, hashes)
         if hashes:
-            capacity = min(self._most_blocks, self._blocks_per_worker * len(workers))
+            capacity = min(self.most_blocks, self._blocks_per_worker * len(workers))
             self.memory.record(hashes, decision.worker.id, capacity)
         return decision
 

@@ -21,7 +21,7 @@ from ..registry import Worker
 from ..request import Request
 from ..residency import Residency
 from .base import Decision
-from .cache_aware import BLOCK, PrefixMemory
+from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory
 from .load_view import LoadView
 from .text_pages import TextPages, text_blocks
 from .token_pages import Pieces, TokenPages, cut
@@ -305,7 +305,7 @@ class CacheExact:
         recent = self.recent_decode if worker.role == "decode" else self.recent
         recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
         if worker.id not in self.followed:
-            self.sent.record(prompt.blocks, worker.id, self._blocks_per_worker * fleet)
+            self.sent.record(prompt.blocks, worker.id, min(MOST_BLOCKS // 2, self._blocks_per_worker * fleet))
 
 
 class _Lesson:

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.common.api.kv_events import Removed, Stored, page_hashes
+from baton.router import residency as residency_module
+from baton.router.config.policy import PolicyArgs
 from baton.router.holders import NOBODY, HolderSets
-from baton.router.policies import token_pages
+from baton.router.policies import build_all, token_pages
 from baton.router.policies.cache_aware import BLOCK, CacheAware, PrefixMemory, block_hashes
 from baton.router.policies.token_pages import MOST_NEW, TokenPages, cut
+from baton.router.registry import ROLES
 from baton.router.residency import MOST_HOLDERS, Residency
 from baton.tests.bench.router_decisions import decisions, fleet, memory
 
@@ -162,6 +165,23 @@ def test_memory_of_a_thousand_workers_is_bounded_in_all():
     for _ in range(400):
         policy.choose(pool, rng.randbytes(10 * BLOCK))
     assert len(policy.memory) <= 2048
+
+
+def test_pages_of_all_workers_are_bounded(monkeypatch):
+    monkeypatch.setattr(residency_module, "MOST_IN_ALL", 30)
+    residency = Residency()
+    for worker in range(4):
+        residency.apply(worker, [Stored(page_hashes(ids(worker, 160), PAGE), None, (), PAGE)])
+    assert len(residency) == 30
+    assert residency.sizes == {0: 10, 1: 10, 2: 10, 3: 0}
+    residency.clear(0)
+    residency.apply(3, [Stored(page_hashes(ids(3, 160), PAGE), None, (), PAGE)])
+    assert residency.sizes[3] == 10
+
+
+def test_the_halves_of_pairs_share_the_bound():
+    policies = build_all(dict.fromkeys(ROLES, "cache_aware"), PolicyArgs(), Random(1))
+    assert policies["prefill"].most_blocks + policies["decode"].most_blocks == policies["regular"].most_blocks
 
 
 def test_a_system_prompt_held_by_all_is_served_by_all():
