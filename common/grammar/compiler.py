@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
+import numpy as np
 import xgrammar
 
 from ..api.errors import InvalidRequest
@@ -31,6 +32,14 @@ class Compiler:
             return self._compile(spec)
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:  # xgrammar's for mistakes in the source
             raise InvalidRequest(f"The {spec.kind} cannot be used as a grammar: {_reason(error)}") from None
+
+    def check_beginning(self, compiled: xgrammar.CompiledGrammar) -> None:
+        """Raises InvalidRequest where no token of the vocabulary, nor the end, can be the first of an answer."""
+        mask = np.zeros((1, -(len(self._vocabulary.pieces) // -32)), np.int32)
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:len(self._vocabulary.pieces)]
+        if not allowed.any():
+            raise InvalidRequest("The grammar allows no answer: none of the model's tokens can begin one.")
 
     def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
         match spec.kind:

@@ -119,7 +119,9 @@ def _main(pipe: Connection, vocabulary: Vocabulary, whitespace: str | None, memo
         except EOFError:
             return
         try:
-            verdict = _Verdict(compiler.compile(spec).memory_size_bytes)
+            compiled = compiler.compile(spec)
+            compiler.check_beginning(compiled)
+            verdict = _Verdict(compiled.memory_size_bytes)
         except InvalidRequest as error:
             verdict = _Verdict(refusal=error.message)
         pipe.send_bytes(msgspec.msgpack.encode(verdict))

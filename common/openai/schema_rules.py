@@ -61,7 +61,7 @@ def _parts(part: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
 
 
 def _problems(part: dict[str, Any]) -> Iterator[str]:
-    """What of this part alone a grammar cannot enforce."""
+    """What of this part alone a grammar cannot enforce; values of a wrong type are left to the grammar's compiler."""
     keys = part.keys() - _ANNOTATIONS
     yield from sorted(name for name in keys & _UNENFORCED if part[name] is not False)
     ref = part.get("$ref")
@@ -70,14 +70,15 @@ def _problems(part: dict[str, Any]) -> Iterator[str]:
     for name in _CHOICES:
         if name in keys and len(keys) > 1:
             yield f"{name} beside {', '.join(sorted(keys - {name}))}"
-    if len(part.get("allOf") or ()) > 1:
+    if isinstance(options := part.get("allOf"), list) and len(options) > 1:
         yield "allOf of several schemas"
-    if "format" in part and part["format"] not in _FORMATS:
-        yield f"format {part['format']!r}"
+    if isinstance(shape := part.get("format"), str) and shape not in _FORMATS:
+        yield f"format {shape[:80]!r}"
     if keys & {"pattern", "format"} and keys & {"minLength", "maxLength"}:
         yield "a length beside pattern or format"
     if "type" not in part and not keys & {"const", "enum"}:
         yield from (f"{min(found)} without a type" for names in _OF_TYPES.values() if (found := keys & names))
-    undeclared = set(part.get("required") or ()) - (part.get("properties") or {}).keys()
-    if undeclared:
-        yield f"required property {min(undeclared)!r}, which properties do not declare,"
+    required, declared = part.get("required"), part.get("properties", {})
+    if isinstance(required, list) and isinstance(declared, dict):
+        yield from (f"required property {name[:80]!r}, which properties do not declare," for name in required
+                    if isinstance(name, str) and name not in declared)

@@ -104,7 +104,9 @@ def _object(given: JsonSource, param: str) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return json.loads(given)
+        found = json.loads(given)
+        json.dumps(found, ensure_ascii=False).encode()  # half of a character, as "\ud800", is no text
+        return found
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not valid JSON: {str(error) or 'nested too deeply'}.", param=param) from None
 

@@ -42,6 +42,7 @@ def trial():
     (schema_spec(False), "cannot accept any value"),
     (GrammarSpec("structural_tag", '{"type":"structural_tag","format":{"type":"nope"}}'), "nope"),
     (GrammarSpec("structural_tag", "{}"), "structural"),
+    (GrammarSpec("ebnf", "root ::= root"), "allows no answer"),
 ], ids=lambda value: value.kind if isinstance(value, GrammarSpec) else "")
 def test_a_mistake_is_told_in_a_sentence(trial, spec, reason):
     with pytest.raises(InvalidRequest) as caught:
