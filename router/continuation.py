@@ -17,6 +17,8 @@ ASK_FOR_IDS = b"x-baton-token-ids: 1\r\n"
 _END_OF_CHUNK = b"\n\n\r\n"
 """Our servers end a chunk with an event; within one, JSON has no line breaks."""
 _ERROR_EVENT = b'data: {"error":'
+# Errors that the request itself is the reason of: another worker would tell the same.
+_CLIENTS_OWN = (b'"code":"request_aborted"', b'"type":"invalid_request_error"')
 _KEPT_BYTES = 64 * 1024
 _IDS = re.compile(rb'"(?:token_ids|output_ids)":\[([0-9,]*)\]')
 _CREATED = re.compile(rb'"created":(\d+)')
@@ -84,7 +86,7 @@ class StreamLog:
             cut = data.rfind(_END_OF_CHUNK)
             end = cut + len(_END_OF_CHUNK) if cut >= 0 else 0
             data, self._held = data[:end], data[end:]
-        if _ERROR_EVENT in data and b'"code":"request_aborted"' not in data:
+        if _ERROR_EVENT in data and not any(own in data for own in _CLIENTS_OWN):
             self.failed = True
             data = data[:self._chunk_start(data, data.index(_ERROR_EVENT))]
         self._kept += data

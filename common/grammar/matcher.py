@@ -116,7 +116,7 @@ class Matcher:
         return self.error
 
     def _fail(self, reason: str) -> None:
-        self.error = self.error or InvalidRequest(reason, code="invalid_grammar")
+        self.error = self.error or InvalidRequest(reason)
 
 
 def _set(mask: np.ndarray, tokens: Iterable[int], allowed: bool) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.common.api.errors import from_code
 from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.api.messages import Failed
 from baton.common.api.sampling import SamplingParams
@@ -174,6 +175,7 @@ def test_told_tokens_that_break_the_grammar_fail_the_request():
     found = engine.run()
     for rid in "abd":
         assert isinstance(found[rid], Failed) and "does not follow the grammar" in found[rid].message
+        assert from_code(found[rid].code, found[rid].message).status == 400
     assert text_of(found["c"]) == "yes"
 
 
