@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from os import urandom
 
 import msgspec
@@ -58,12 +58,12 @@ class Request(msgspec.Struct, gc=False, eq=False):
         return made
 
 
-def _ids() -> Iterator[bytes]:
-    while True:
+_ids: list[bytes] = []
+
+
+def new_id() -> bytes:
+    """An id for a request that brought none: 32 hexadecimal digits."""
+    if not _ids:
         many = urandom(16 * 64).hex().encode()  # One at a time they would cost a system call each.
-        for start in range(0, len(many), 32):
-            yield many[start:start + 32]
-
-
-new_id: Callable[[], bytes] = _ids().__next__
-"""An id for a request that brought none: 32 hexadecimal digits."""
+        _ids.extend([many[start:start + 32] for start in range(0, len(many), 32)])
+    return _ids.pop()
