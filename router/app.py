@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 from ..common.api.errors import ConfigError, NotFound, ServingError
+from ..common.obs.tracing import exporter_for
 from .access import Cors, Keys
 from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
 from .body import peek, require_object
@@ -36,7 +37,7 @@ from .retry import Backoff, Retries
 from .routes import ANY_METHOD, CONTINUED_PATHS, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
 from .sticky import away, keeper, key_of, with_session_id
 from .tls import server_context
-from .tracing import Tracer, exporter_for
+from .tracing import Tracer
 from .wire import Response, check_method
 from .worker_routes import WORKERS, changes_workers
 

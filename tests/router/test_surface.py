@@ -130,7 +130,7 @@ async def test_a_trace_begins_where_the_client_has_none(router, worker, request_
     ("localhost:4317", "grpc"), ("http://localhost:4318/v1/traces", "http"), ("http://localhost:4317", "grpc")])
 def test_exporters(endpoint, package):
     pytest.importorskip(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
-    from baton.router.tracing import exporter_for
+    from baton.common.obs.tracing import exporter_for
 
     exporter = exporter_for(endpoint)
     assert f".{package}." in type(exporter).__module__
