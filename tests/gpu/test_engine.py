@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from baton.common.config.server import KernelArgs
+from baton.common.api.messages import CustomProcessor
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import KernelArgs, ModelArgs
 from baton.common.tinychat import CHECKPOINT
 from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.common.hand_driven import Engine, tokens_of
@@ -14,6 +17,7 @@ from baton.tests.common.hand_driven import Engine, tokens_of
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 EAGER = KernelArgs(disable_cuda_graph=True)
+WIDTH = load_model_spec(ModelArgs(model_path=str(CHECKPOINT))).hidden_size
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +63,41 @@ def test_bfloat16_answers_are_right(questions):
     answers = answer(prompts, dtype="bfloat16", overlap=True)
     right = [matches(e, tokenizer.decode(ids, skip_special_tokens=True)) for e, ids in zip(examples, answers)]
     assert sum(right) >= 0.97 * len(right), [e.task for e, ok in zip(examples, right) if not ok]
+
+
+BUDGET = CustomProcessor("baton.common.engine.logit_processors:ThinkingBudget",
+                         {"thinking_budget": 5, "end_token_id": 2})
+
+
+def extras(i, prompt):
+    """Hidden states of some requests, a processor that reads pending tokens of some, embeddings in place of some."""
+    fields = {"return_hidden_states": i % 3 == 0, "processor": BUDGET if i % 4 == 1 else None}
+    if i % 5 == 2:
+        rows = np.random.default_rng(i).normal(scale=0.05, size=(len(prompt), WIDTH)).astype("<f4")
+        return [0] * len(prompt), {**fields, "input_embeds": rows.tobytes()}
+    return prompt, fields
+
+
+def answer_with_extras(prompts, device="cuda", **options):
+    """Tokens and hidden states by request."""
+    engine = Engine(CHECKPOINT, page_size=16, max_total_tokens=65536, chunk=512, device=device, **options)
+    for i, prompt in enumerate(prompts):
+        given, fields = extras(i, prompt)
+        engine.start(str(i), given, max_new_tokens=16, fields=fields)
+    outputs = engine.run()
+    states = {rid: np.frombuffer(b"".join(item.hidden_states or b"" for item in outputs if item.rid == rid), "<f4")
+              for rid in {item.rid for item in outputs}}
+    return tokens_of(outputs), states
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+def test_processors_hidden_states_and_embeddings(questions, overlap):
+    """Decode steps with and without hidden states take turns: some run as CUDA graphs."""
+    prompts = questions[2][:24]
+    tokens, states = answer_with_extras(prompts, kernels=KernelArgs(attention_backend="torch", disable_cuda_graph=True))
+    found, theirs = answer_with_extras(prompts, overlap=overlap)
+    assert found == tokens
+    for rid, expected in states.items():
+        np.testing.assert_allclose(theirs[rid], expected, atol=2e-2)
+        wanted = len(prompts[int(rid)]) + len(tokens[rid]) - 1 if int(rid) % 3 == 0 else 0
+        assert len(expected) == wanted * WIDTH
