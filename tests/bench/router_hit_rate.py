@@ -7,7 +7,7 @@ families with one long beginning each; all beginnings together fill two thirds o
 part them among the workers. Three phases: all four workers, cold; one is killed and three go on; it is back, empty. The
 hit rate is the workers' own count (``cached_tokens / prompt_tokens`` of each answer). ``--peer-python`` adds
 sglang-router's cache_aware before the same workers with the same prompts. ``--pairs``: two prefill and two decode
-servers, of which a prefill server is killed; of what both halves of a request found cached the larger counts. Other
+servers, of which a prefill server is killed; what prefill servers found cached counts. Other
 prompts with every seed; each policy has its turn with a seed before the next seed begins. Exit status 1 where, over the
 medians of a phase, our cache_aware is below the peer's or cache_exact is not among the highest (by more than seeds
 differ), or where cache_exact is not clearly above all after the restart.
@@ -72,6 +72,16 @@ class Cluster:
             worker.start()
         for worker in self.workers:
             worker.wait_ready()
+
+    def prefilled(self) -> dict[str, float]:
+        """Of pairs: what the prefill servers that are up have counted so far; empty of whole workers.
+
+        An answer tells the larger count of its two halves, but what decode has cached saves prefill no work.
+        """
+        if "--prefill" not in self.routes:
+            return {}
+        told = [worker.state()["counters"] for worker in self.workers[:2] if worker.process.poll() is None]
+        return {count: sum(counters[count] for counters in told) for count in ("prompt_tokens", "cached_tokens")}
 
     def flush(self) -> None:
         for worker in self.workers:
@@ -140,7 +150,11 @@ def measure(cluster: Cluster, router: Server, policy: str, phases: list[list[str
             if name == PHASES[2]:
                 cluster.workers[0].start().wait_ready()
                 until_available(router, policy, 4)
+            before = cluster.prefilled()
             total = asyncio.run(run_phase(router.url, prompts, concurrency))
+            if before:
+                after = cluster.prefilled()
+                total |= {count: int(after[count] - before[count]) for count in before}
             found[name] = {**total, "hit_rate": round(total["cached_tokens"] / max(1, total["prompt_tokens"]), 4)}
         return found
     finally:
