@@ -132,6 +132,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     # ------------------------------------------------------------------ callbacks of the parser
 
+    def on_message_begin(self) -> None:
+        if self._done:  # A second answer to one request would be relayed as part of the first.
+            raise ValueError("more than one answer")
+
     def on_headers_complete(self) -> None:
         self._head_complete = True
 

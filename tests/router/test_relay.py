@@ -335,3 +335,64 @@ async def test_nagle_is_off_on_both_sides(router, worker, script, connect):
     for transport in (upstream, next(iter(front._connections)).transport):
         assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
     client.leave()
+
+
+async def test_a_session_named_by_a_header_stays_with_its_worker(router, worker, request_to):
+    mocks = [await worker(), await worker(), await worker()]
+    front = await router(*mocks, policy="consistent_hash")
+    for number in range(6):
+        body = {"messages": [{"role": "user", "content": f"turn {number}"}]}
+        await request_to(front, "POST", "/v1/chat/completions", body, "X-Session-ID: s\r\n")
+    assert sorted(len(mock.posts) for mock in mocks) == [0, 0, 6]
+
+
+async def test_a_head_met_before_is_relayed_like_the_first(router, worker, connect, script):
+    async def talk(served):
+        served.answer(200, b'{"echo": "%s"}' % served.body[-8:], extra=b"Server: w\r\n")
+
+    mock = await worker(talk)
+    client = await connect(await router(mock))
+    seen = []
+    for size in range(5):
+        body = b'{"text": "%s"}' % (b"x" * size)
+        client.send("POST", "/generate", body, "Authorization: Bearer k\r\nX-A: b\r\n")
+        reply = await client.reply()
+        served = mock.posts[-1]
+        own = (b"x-request-id", b"content-length")
+        seen.append([(name, value) for name, value in served.headers if name not in own])
+        assert (served.body, reply.body) == (body, b'{"echo": "%s"}' % body[-8:])
+        assert reply.headers["x-request-id"] == dict(served.headers)[b"x-request-id"].decode()
+    assert seen == seen[:1] * 5 and (b"Authorization", b"Bearer k") in seen[0]
+    assert len({dict(served.headers)[b"x-request-id"] for served in mock.posts}) == 5
+
+
+async def test_an_answer_that_comes_in_pieces_after_a_head_met_before(router, worker, connect):
+    async def talk(served):
+        served.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n" + (b"abc" if len(mock.posts) % 2 else b""))
+        for piece in ((b"d", b"ef") if len(mock.posts) % 2 else (b"ab", b"cdef")):
+            await asyncio.sleep(0.01)
+            served.write(piece)
+
+    mock = await worker(talk)
+    client = await connect(await router(mock))
+    for _ in range(6):
+        client.send("POST", "/generate", b"{}")
+        assert (await client.reply()).body == b"abcdef"
+    assert mock.accepted <= 3
+
+
+@pytest.mark.parametrize("before", [0, 3])
+async def test_a_worker_that_sends_more_than_it_announced_is_cut_off(router, worker, connect, before):
+    async def talk(served):
+        served.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nabc")
+        await asyncio.sleep(0.02)
+        served.write(b"def" if len(mock.posts) <= before else b"defHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
+
+    mock = await worker(talk)
+    client = await connect(await router(mock))
+    for _ in range(before):
+        client.send("POST", "/generate", b"{}")
+        assert (await client.reply()).body == b"abcdef"
+    client.send("POST", "/generate", b"{}")
+    reply = await client.reply()
+    assert not reply.complete and b"200 OK" not in reply.raw[15:]
