@@ -53,6 +53,8 @@ class HiddenRows:
 
 def hidden_rows(batch: Batch) -> list[HiddenRows]:
     """The rows whose hidden states are wanted; counts them as launched."""
+    if all(chunk.req.hidden is None for chunk in batch.chunks):
+        return []
     found, offset = [], 0
     for chunk in batch.chunks:
         states = chunk.req.hidden

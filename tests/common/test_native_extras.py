@@ -8,7 +8,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.common.api.errors import InvalidRequest
-from baton.common.api.messages import CustomProcessor, Failed
+from baton.common.api.messages import CustomProcessor, Failed, Generate
+from baton.common.api.sampling import SamplingParams
+from baton.common.engine.ledger import Ledger
 from baton.common.engine.processors import load
 from baton.common.openai.native_extras import custom_processor, embedded_prompts, state_lists
 from baton.tests.common.hand_driven import Engine, tokens_of
@@ -154,6 +156,18 @@ def test_processors_are_import_paths(given):
         custom_processor(given, None)
     assert custom_processor("a.b_1:C.d", {"x": 1}) == CustomProcessor("a.b_1:C.d", {"x": 1})
     assert custom_processor("", {"x": 1}) is None
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_prompt_may_fill_the_memory_where_nothing_follows(decodes):
+    ledger = Ledger([].append, eos_ids=frozenset(), max_request_tokens=8, max_requests=9, timeout=1.0,
+                    reserves_output=decodes)
+    accepted = [ledger.accept(Generate(f"{n}, {more}", [1] * n, SamplingParams(max_new_tokens=more)), 0.0) is not None
+                for n, more in ((8, 0), (8, 1), (9, 0), (7, 1), (7, 2))]
+    assert accepted == [True, False, False, True, not decodes]
 
 
 # ---------------------------------------------------------------- hidden states
