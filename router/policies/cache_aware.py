@@ -78,9 +78,9 @@ class PrefixMemory:
     is half of the capacity the old one is forgotten (shard by shard). An entry costs about 100 bytes.
     """
 
-    def __init__(self) -> None:
-        self._young = [_Shard() for _ in range(SHARDS)]
-        self._old = [_Shard() for _ in range(SHARDS)]
+    def __init__(self, shards: int = SHARDS) -> None:
+        self._young = [_Shard() for _ in range(shards)]
+        self._old = [_Shard() for _ in range(shards)]
         self._capacity = 0
         self._num_aged = 0
         self.sent: Counter[int] = Counter()
@@ -96,14 +96,14 @@ class PrefixMemory:
 
     def longest(self, hashes: list[int], among: frozenset[int]) -> tuple[frozenset[int], int]:
         """``(ids in among that hold the longest known prefix, its length in blocks)``."""
-        young, old = self._young, self._old
+        young, old, shards = self._young, self._old, len(self._young)
         owners, depth = among, 0
         last = None
         for value in hashes:
-            shard = young[value % SHARDS]
+            shard = young[value % shards]
             number = shard.blocks.get(value)
             if number is None:
-                shard = old[value % SHARDS]
+                shard = old[value % shards]
                 number = shard.blocks.get(value)
                 if number is None:
                     break
@@ -119,10 +119,11 @@ class PrefixMemory:
     def record(self, hashes: list[int], worker_id: int, capacity: int) -> None:
         """Note that a worker was sent the prefix; keeps at most ``capacity`` blocks in all."""
         self._capacity = capacity
-        most = capacity // (2 * SHARDS)
+        shards = len(self._young)
+        most = capacity // (2 * shards)
         added = 0
         for value in hashes:
-            index = value % SHARDS
+            index = value % shards
             shard = self._young[index]
             number = shard.blocks.get(value)
             if number is None:
@@ -147,19 +148,19 @@ class PrefixMemory:
         Worth its while from a quarter of the capacity on; so at least that much is always kept.
         """
         for index, shard in enumerate(self._young):
-            if len(shard) > self._capacity // (4 * SHARDS):
+            if len(shard) > self._capacity // (4 * len(self._young)):
                 self._age(index)
 
     def turn(self) -> None:
         """Forget what was not seen since the last call."""
         if len(self):
-            for index in range(SHARDS):
+            for index in range(len(self._young)):
                 self._age(index)
 
     def _age(self, index: int) -> None:
         self._old[index], self._young[index] = self._young[index], _Shard()
         self._num_aged += 1
-        if self._num_aged % SHARDS == 0:
+        if self._num_aged % len(self._young) == 0:
             self.sent = Counter({worker: count // 2 for worker, count in self.sent.items() if count > 1})
 
 

@@ -113,8 +113,8 @@ class CacheExact:
         self._decode_loads = LoadView()
         self._fleets: dict[int, Fleet] = {}
         self._joined: tuple[frozenset[int], frozenset[int], frozenset[int]] = (frozenset(), frozenset(), frozenset())
-        self.recent = PrefixMemory()
-        self.recent_decode = PrefixMemory()
+        self.recent = PrefixMemory(1)  # Small, so in one piece: each would number all workers anew.
+        self.recent_decode = PrefixMemory(1)
         """Apart from the others: a set of holders for each pair would be made anew with every decision."""
         self.sent = PrefixMemory()
         self._mean_missing = LEAST_MEAN
@@ -208,7 +208,7 @@ class CacheExact:
             return [loads.lightest(self.residency.sizes)]
         if len(workers) <= _FEW:
             return sorted(workers, key=lambda worker: self.residency.sizes.get(worker.id, 0))
-        light = loads.light(_FEW // 2, self.residency.sizes)
+        light = loads.light(_FEW // 4, self.residency.sizes)
         by_id = self._fleet(workers).by_id
         held = nlargest(_FEW, (item for item in share.cached.items() if item[0] in by_id), key=itemgetter(1))
         return [*light, *(by_id[worker_id] for worker_id, _ in held)]

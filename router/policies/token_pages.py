@@ -15,13 +15,13 @@ import msgspec
 
 from ...common.api.kv_events import chained, token_bytes
 
-PIECE = 1024
-"""Bytes of text of a piece, at least: about 170 ids, 10 pages of 16."""
+PIECE = 512
+"""Bytes of text of a piece, at least: about 80 ids, 5 pages of 16."""
 FIRST_PIECE = 192
 """Of the first one: two pages. Of a prompt that nobody has, no more is read."""
 MOST_NEW = 4
-"""Pieces that one decision reads and hashes, 10 us each; the next one that sees them goes on from there."""
-MOST_PIECES = 2**15
+"""Pieces that one decision reads and hashes, 5 us each; the next one that sees them goes on from there."""
+MOST_PIECES = 2**16
 """Pieces remembered, in two generations: 10 MB for 32 MB of prompts."""
 
 _COUNT = struct.Struct("<I")
