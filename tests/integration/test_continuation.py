@@ -26,8 +26,9 @@ CASES = {
     "completion with penalties": ("/v1/completions", {
         **PROMPT, "temperature": 0.8, "seed": 4, "frequency_penalty": 0.9, "repetition_penalty": 1.1, "min_tokens": 9,
         "presence_penalty": 0.4, "logit_bias": {"40": 2}, "echo": True}),
-    "chat by a grammar": ("/v1/chat/completions", {"messages": QUESTION, "temperature": 1.0, "seed": 4, "max_tokens": 40,
-                                                   "regex": "[a-z]{2,6}( [a-z]{2,6}){2,4}"}),
+    "chat by a grammar": ("/v1/chat/completions", {
+        "messages": QUESTION, "temperature": 1.0, "seed": 4, "max_tokens": 40,
+        "regex": "[a-z]{2,6}( [a-z]{2,6}){2,4}"}),
     "native": ("/generate", {"text": PROMPT["prompt"],
                              "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}),
 }
