@@ -94,7 +94,7 @@ def test_answers_of_a_form(ai, claude, server):
     formed = ai.responses.create(model="tinychat", input=QUESTION, temperature=0, text={
         "format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}})
     assert set(json.loads(formed.output_text)) == {"city", "big"}
-    ask = {"model": "tinychat", "max_tokens": 100, "temperature": 0,
+    ask = {"model": "tinychat", "max_tokens": 100, "extra_body": {"temperature": 0},
            "messages": [{"role": "user", "content": QUESTION}], "tools": [{"name": "look", "input_schema": SCHEMA}]}
     for wanted in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "look"}):
         message = claude.messages.create(**ask, tool_choice=wanted)
