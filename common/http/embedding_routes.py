@@ -32,7 +32,7 @@ from ..openai.embeddings import (
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, check_ids, parse_prompts
 from .front import Front, plan
-from .generation import Choice, Generation
+from .generation import Choice
 from .web import json_response
 
 _NO_LOGPROBS = LogprobOptions()
@@ -213,9 +213,7 @@ def _requests(front: Front, ids: list[list[int]], sampling: SamplingParams, rid:
 
 
 async def _complete(front: Front, requests: list[Generate]) -> list[Choice]:
-    journal = front.journal if front.journal.active else None
-    with Generation(front.client, front.serving_tokenizer(), front.metrics, requests, time.monotonic(),
-                    journal=journal, traces=front.traces) as generation:
+    with front.generation(requests, time.monotonic()) as generation:
         return await generation.complete()
 
 

@@ -24,6 +24,7 @@ from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, check_ids, output_limit
 from ..tokenizer.tokenizer import Tokenizer
 from .chat_formats import ChatFormats
+from .generation import Generation
 from .journal import Journal
 from .sessions import Sessions
 from .traces import Traces
@@ -69,6 +70,11 @@ class Front:
             raise WorkerUnavailable(f"The server is starting: {self.loading.stage}, {self.loading.fraction:.0%}.",
                                     retry_after=1.0)
         return self.tokenizer
+
+    def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:
+        """The requests of one HTTP request, told to whoever follows requests here; see Generation."""
+        return Generation(self.client, self.serving_tokenizer(), self.metrics, requests, arrived, continued,
+                          self.journal if self.journal.active else None, self.traces)
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:

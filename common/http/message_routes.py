@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import msgspec
 from aiohttp import web
@@ -31,6 +29,7 @@ from .chat_prompt import chat_prompt
 from .chat_run import ChatRun, plan_chat
 from .front import Front
 from .prompt_pages import note_pages
+from .retell import retold
 from .sse import shown, stream_events
 from .web import json_bytes, json_response
 
@@ -47,7 +46,7 @@ async def messages(front: Front, request: web.Request) -> web.StreamResponse:
         note_pages(front, request, run.requests)
     answer = _Answer(front, body, len(run.requests[0].input_ids))
     if body.stream:
-        return await stream_events(request, answer.events(run))
+        return await stream_events(request, retold(run, answer))
     return json_bytes(encode(await answer.whole(run)))
 
 
@@ -75,26 +74,13 @@ class _Answer:
         self._count(answer.usage)
         return self._message
 
-    async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The stream begins with the first chunk: what fails before it has a status of its own."""
-        begun = False
-        try:
-            async with aclosing(run.chunks()) as chunks:
-                async for ready in chunks:
-                    said = [] if begun else [event("message_start", message=self._message), event("ping")]
-                    begun = True
-                    for chunk in ready:
-                        said += self._say(chunk)
-                    if not run.live:
-                        said += self._end()
-                    if said:
-                        yield b"".join(said)
-        except Exception as error:
-            if not begun or isinstance(error, ConnectionError):
-                raise
-            yield event("error", error=error_body(shown(error)).error)
+    def begin(self) -> list[bytes]:
+        return [event("message_start", message=self._message), event("ping")]
 
-    def _say(self, chunk: ChatChunk) -> list[bytes]:
+    def fail(self, error: Exception) -> bytes:
+        return event("error", error=error_body(shown(error)).error)
+
+    def say(self, chunk: ChatChunk) -> list[bytes]:
         self._count(chunk.usage)
         said: list[bytes] = []
         for choice in chunk.choices:
@@ -102,7 +88,7 @@ class _Answer:
             said += [_tell(change) for change in self._blocks.take(choice.delta, [])]
         return said
 
-    def _end(self) -> list[bytes]:
+    def end(self) -> list[bytes]:
         message = self._message
         return [*[_tell(change) for change in self._blocks.end()],
                 event("message_delta", usage=message.usage,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from aiohttp import web
 from msgspec import UNSET
@@ -33,6 +31,7 @@ from ..openai.responses import ChatChunk, FinishReason, Usage, encode
 from .chat_run import ChatRun, plan_chat
 from .front import Front
 from .prompt_pages import note_pages
+from .retell import retold
 from .sse import shown, stream_events
 from .web import json_bytes
 
@@ -52,7 +51,7 @@ async def responses(front: Front, request: web.Request) -> web.StreamResponse:
         note_pages(front, request, run.requests)
     answer = _Answer(front, body)
     if body.stream:
-        return await stream_events(request, answer.events(run))
+        return await stream_events(request, retold(run, answer))
     return json_bytes(encode(await answer.whole(run)))
 
 
@@ -82,33 +81,17 @@ class _Answer:
         self._reason, self._usage = choice.finish_reason, answer.usage
         return self._object(self._end_status)
 
-    async def events(self, run: ChatRun) -> AsyncGenerator[bytes, None]:
-        """The stream begins with the first chunk: what fails before it has a status of its own."""
-        begun = False
-        try:
-            async with aclosing(run.chunks()) as chunks:
-                async for ready in chunks:
-                    said = [] if begun else self._begin()
-                    begun = True
-                    for chunk in ready:
-                        said += self._say(chunk)
-                    if not run.live:
-                        said += self._end()
-                    if said:
-                        yield b"".join(said)
-        except Exception as error:
-            if not begun or isinstance(error, ConnectionError):
-                raise
-            yield self._events.make("response.failed", response=self._object("failed", shown(error)))
-
     # ------------------------------------------------------------------ events
 
-    def _begin(self) -> list[bytes]:
+    def begin(self) -> list[bytes]:
         response = self._object("in_progress")
         return [self._events.make("response.created", response=response),
                 self._events.make("response.in_progress", response=response)]
 
-    def _say(self, chunk: ChatChunk) -> list[bytes]:
+    def fail(self, error: Exception) -> bytes:
+        return self._events.make("response.failed", response=self._object("failed", shown(error)))
+
+    def say(self, chunk: ChatChunk) -> list[bytes]:
         self._usage = chunk.usage or self._usage
         said: list[bytes] = []
         for choice in chunk.choices:
@@ -118,7 +101,7 @@ class _Answer:
                 said += self._tell(change)
         return said
 
-    def _end(self) -> list[bytes]:
+    def end(self) -> list[bytes]:
         said = [event for change in self._blocks.end() for event in self._tell(change)]
         status = self._end_status
         return [*said, self._events.make(f"response.{status}", response=self._object(status))]

@@ -14,7 +14,7 @@ from ..api.messages import Generate
 from ..openai.continuation import HEADER
 from ..openai.responses import DONE, encode, event
 from .front import Front
-from .generation import Choice, Generation
+from .generation import Choice
 from .prompt_pages import note_pages
 from .sse import stream_events
 from .web import json_bytes
@@ -56,8 +56,7 @@ class Run(Generic[Whole, Chunk]):
         self.requests = requests
         self._answer = answer
         self._interval = front.config.http.stream_interval
-        self._generation = Generation(front.client, front.serving_tokenizer(), front.metrics, requests, arrived,
-                                      continued, front.journal if front.journal.active else None, front.traces)
+        self._generation = front.generation(requests, arrived, continued)
 
     @property
     def live(self) -> bool:
