@@ -11,7 +11,8 @@ import torch
 @dataclass(frozen=True)
 class Slot:
     """``target``, a part of a parameter, takes the slice ``[start : start + target.shape[dim]]`` along ``dim`` of
-    the checkpoint tensor ``name``, whose whole shape is ``shape``."""
+    the checkpoint tensor ``name``, whose whole shape is ``shape``. An empty ``target`` takes nothing: the checkpoint
+    holds the tensor, and another rank needs it."""
 
     name: str
     target: torch.Tensor
@@ -26,12 +27,14 @@ class Slot:
 
 
 class Allocate(Protocol):
-    """Makes an uninitialised parameter of the engine's type and device."""
+    """Makes an uninitialised parameter on the engine's device, of the engine's type or of ``dtype``."""
 
-    def __call__(self, *shape: int) -> torch.Tensor: ...
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor: ...
 
 
 def allocator(dtype: torch.dtype, device: torch.device) -> Allocate:
-    def allocate(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
+    own = dtype
+
+    def allocate(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype or own, device=device)
     return allocate
