@@ -37,19 +37,26 @@ class MaskFiller:
                 if matcher.grammar is not None and matcher.error is None]
         if len(live) == 1 or (live and self._alone):
             self._alone = max(0, self._alone - 1)
-            for i, grammar in live:
-                began = time.thread_time()
-                grammar.fill_next_token_bitmask(words, i)
-                matchers[i].charge(time.thread_time() - began)
-        elif live:
-            began = time.perf_counter()
-            self._batch.batch_fill_next_token_bitmask([grammar for _, grammar in live], words, [i for i, _ in live])
-            if time.perf_counter() - began > _SLOW_SECONDS:
-                self._alone = _STEPS_ALONE
+            for i, _ in live:
+                matchers[i].fill(words, i)
+        elif live and not self._fill_together(live, words):
+            for i, _ in live:
+                matchers[i].fill(words, i)
         for matcher, row in zip(matchers, words.view(np.uint32)):
             row[-1] &= self._last_word
             matcher.finish_mask(row)
         return [_copier(torch.from_numpy(row)) for row in words]
+
+    def _fill_together(self, live: list[tuple[int, xgrammar.GrammarMatcher]], words: np.ndarray) -> bool:
+        """False where a grammar among them could not be asked: which, only asking each alone tells."""
+        began = time.perf_counter()
+        try:
+            self._batch.batch_fill_next_token_bitmask([grammar for _, grammar in live], words, [i for i, _ in live])
+        except RuntimeError:
+            return False
+        if time.perf_counter() - began > _SLOW_SECONDS:
+            self._alone = _STEPS_ALONE
+        return True
 
 
 def _copier(words: torch.Tensor) -> FillRow:

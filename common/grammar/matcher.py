@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -11,6 +12,8 @@ import xgrammar
 from ..api.errors import InvalidRequest, ServingError
 from ..api.sampling import SamplingParams
 from ..engine.token_buffer import TokenBuffer
+
+log = logging.getLogger("baton.grammar")
 
 # Seconds of a processor that following one grammar may take: this much, and as much more for each token. JSON takes 0.1
 # to 0.5 ms a token; an ambiguous grammar such as 'root ::= root root | "a"' 90 ms at its 560th, and ever more.
@@ -72,7 +75,24 @@ class Matcher:
 
     def _takes(self, token: int) -> bool:
         """A stop token inside of an output (told by a client) ends the matcher, which then makes no mask any more."""
-        return self.grammar is not None and self.grammar.accept_token(token) and not self.grammar.is_terminated()
+        if self.grammar is None:
+            return False
+        try:
+            return self.grammar.accept_token(token) and not self.grammar.is_terminated()
+        except RuntimeError:
+            self._fail_within()
+            return True
+
+    def fill(self, words: np.ndarray, row: int) -> None:
+        """Set the bits of ``words[row]`` (int32 words) to the tokens that may follow; this request alone pays, with its
+        time and, where xgrammar fails, with its end."""
+        assert self.grammar is not None
+        began = time.thread_time()
+        try:
+            self.grammar.fill_next_token_bitmask(words, row)
+        except RuntimeError:
+            self._fail_within()
+        self.charge(time.thread_time() - began)
 
     def finish_mask(self, mask: np.ndarray) -> None:
         """Settle the tokens that end the request in ``mask`` (uint32 words, which ``grammar`` has filled)."""
@@ -114,6 +134,11 @@ class Matcher:
         if self.error is None and self.grammar is not None and not self.grammar.is_completed():
             self._fail("The output ended where its grammar may not end.")
         return self.error
+
+    def _fail_within(self) -> None:
+        """xgrammar has thrown what it throws for its own mistakes; called where that is being handled."""
+        log.exception("a grammar's matcher failed after %d tokens", len(self))
+        self.error = self.error or ServingError("The grammar could not be followed; the server's log says why.")
 
     def _fail(self, reason: str) -> None:
         self.error = self.error or InvalidRequest(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -233,6 +234,50 @@ def test_an_ambiguous_grammar_pays_for_itself(monkeypatch):
     for rid in ("accepting", "filling"):
         assert isinstance(found[rid], Failed) and "too ambiguous" in found[rid].message, found[rid]
     assert json.loads(text_of(found["innocent"]))["tags"]
+
+
+@pytest.mark.parametrize("method", ["fill_next_token_bitmask", "accept_token"])
+@pytest.mark.parametrize("beside", [None, WORDS], ids=["alone", "in a batch"])
+def test_a_failure_inside_xgrammar_ends_its_request_alone(method, beside):
+    class Broken:
+        """A matcher of xgrammar that throws what xgrammar throws for its own mistakes."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            if name == method:
+                raise RuntimeError("internal check failed")
+            return getattr(self.inner, name)
+
+    def batch(self, grammars, words, rows):
+        if any(isinstance(grammar, Broken) for grammar in grammars):
+            raise RuntimeError("internal check failed")
+        for grammar, row in zip(grammars, rows):
+            grammar.fill_next_token_bitmask(words, row)
+
+    engine = GrammarEngine()
+    with patch("xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask", batch), \
+            patch("xgrammar.GrammarMatcher", side_effect=broken_first(Broken)):
+        engine.start("broken", PERSON, max_new_tokens=20)
+        if beside:
+            engine.start("innocent", beside, max_new_tokens=20)
+        found = engine.run()
+    assert isinstance(found["broken"], Failed) and "could not be followed" in found["broken"].message
+    assert beside is None or set(text_of(found["innocent"])) <= set("abcdef")
+
+
+def broken_first(wrap):
+    """Makes matchers, the first of them wrapped."""
+    import xgrammar
+
+    real, made = xgrammar.GrammarMatcher, []
+
+    def make(*args, **kwargs):
+        made.append(real(*args, **kwargs))
+        return wrap(made[-1]) if len(made) == 1 else made[-1]
+
+    return make
 
 
 def test_logprobs_are_those_of_what_the_grammar_allows():
