@@ -22,6 +22,7 @@ from .common.config.server import (
     ParallelArgs,
     ScheduleArgs,
     ServerConfig,
+    StorageArgs,
 )
 from .router.compat import co_launched
 from .router.config import RouterConfig
@@ -68,6 +69,7 @@ class ClusterConfig:
     chat: ChatArgs = ChatArgs()
     grammar: GrammarArgs = GrammarArgs()
     answers: AnswerArgs = AnswerArgs()
+    storage: StorageArgs = StorageArgs()
 
 
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
@@ -104,7 +106,7 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
             config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.tp_size)
         cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
         sections = (model, cache, config.schedule, config.parallel, config.kernels, config.chat, config.grammar,
-                    config.answers)
+                    config.answers, *([] if role == "prefill" else [config.storage]))
         flags = [word for section in sections for word in to_argv(section)]
         flags += ["--port", str(port)]
         if role != "server":

@@ -23,6 +23,12 @@ def test_pairs(tmp_path):
         ("prefill", servers[0].url), ("decode", servers[1].url), ("decode", servers[2].url)]
 
 
+def test_the_servers_that_answer_share_the_folder_of_files(tmp_path):
+    servers, _ = plan(tmp_path, "--file-storage-path", "/var/files", "--decode", "2")
+    given = [dict(zip(part.argv, part.argv[1:])).get("--file-storage-path") for part in servers]
+    assert given == [None, "/var/files", "/var/files"]  # a prefill server refuses it
+
+
 @pytest.mark.parametrize(("num_gpus", "ids"), [(0, ["0", "0"]), (2, ["0", "1"])])
 def test_whole_servers(tmp_path, num_gpus, ids):
     servers, router = plan(tmp_path, "--dp-size", "2", "--policy", "round_robin", num_gpus=num_gpus)
