@@ -1,18 +1,19 @@
-"""A dense pre-norm decoder: Llama, Mistral, Qwen2 and Qwen3 by the switches of their ModelSpec."""
+"""A pre-norm decoder: Llama, Mistral, Qwen2 and Qwen3 by the switches of their ModelSpec; other MLPs are passed in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
-from ...kernels.silu_and_mul import silu_and_mul
 from ..attention.base import AttentionBackend
 from ..config.model import ModelSpec
 from ..distributed.tp import TPGroup
 from ..engine.forward_batch import ForwardBatch
 from ..layers.labels import LabelHead
 from ..layers.linear import ColumnLinear, Columns, RowLinear
+from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import rotary_table
 from ..layers.vocab import VocabTable
@@ -48,29 +49,29 @@ class SelfAttention:
                 yield from module.slots()
 
 
-class MLP:
-    def __init__(self, name: str, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
-        size = spec.intermediate_size
-        self.gate_up = ColumnLinear(spec.hidden_size, [
-            Columns.shard(f"{name}.gate_proj", size, tp), Columns.shard(f"{name}.up_proj", size, tp),
-        ], spec.mlp_bias, allocate)
-        self.down = RowLinear(f"{name}.down_proj", size, spec.hidden_size, spec.mlp_bias, tp, allocate)
+class LayerMLP(Protocol):
+    """What stands behind a layer's attention: ``[T, hidden] -> [T, hidden]``, whole on every rank."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def slots(self) -> Iterator[Slot]:
-        yield from self.gate_up.slots()
-        yield from self.down.slots()
+    def slots(self) -> Iterator[Slot]: ...
+
+
+MakeMLP = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerMLP]
+"""Builds layer ``index``'s MLP, whose tensors' names begin with the first argument."""
+
+
+def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
+    return MLP(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, tp, allocate)
 
 
 class DecoderLayer:
-    def __init__(self, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
+    def __init__(self, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, make_mlp: MakeMLP):
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.attention = SelfAttention(f"{name}.self_attn", index, spec, tp, allocate)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.mlp = MLP(f"{name}.mlp", spec, tp, allocate)
+        self.mlp = make_mlp(f"{name}.mlp", index, spec, tp, allocate)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend,
                  cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,10 +88,11 @@ class DecoderLayer:
 class DenseDecoder:
     """Holds one rank's weights, uninitialised until a loader has filled ``slots()``."""
 
-    def __init__(self, spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device):
+    def __init__(self, spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device,
+                 make_mlp: MakeMLP = dense_mlp):
         allocate = allocator(dtype, device)
         self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, tp, allocate)
-        self.layers = [DecoderLayer(index, spec, tp, allocate) for index in range(spec.num_layers)]
+        self.layers = [DecoderLayer(index, spec, tp, allocate, make_mlp) for index in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.labels = LabelHead("score", spec.num_labels, spec.hidden_size, allocate) if spec.num_labels else None
         self.head: VocabTable | None = None

@@ -1,0 +1,29 @@
+"""The gated MLP of a Llama-like layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ...kernels.silu_and_mul import silu_and_mul
+from ..distributed.tp import TPGroup
+from ..weights.slots import Allocate, Slot
+from .linear import ColumnLinear, Columns, RowLinear
+
+
+class MLP:
+    """``[T, hidden] -> [T, hidden]``, the ``size`` values between split over the ranks of ``tp``."""
+
+    def __init__(self, name: str, hidden_size: int, size: int, bias: bool, tp: TPGroup, allocate: Allocate):
+        self.gate_up = ColumnLinear(hidden_size, [
+            Columns.shard(f"{name}.gate_proj", size, tp), Columns.shard(f"{name}.up_proj", size, tp),
+        ], bias, allocate)
+        self.down = RowLinear(f"{name}.down_proj", size, hidden_size, bias, tp, allocate)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self.gate_up.slots()
+        yield from self.down.slots()
