@@ -2,8 +2,9 @@
 
 A *lane* leads from one prefill rank to one decode rank. It carries those heads that the one is to get from the other,
 of every layer. KV heads are shared evenly; with more ranks than heads, neighbouring ranks hold the same head, and
-the decode ranks that need it take turns with those that hold it. A prefill rank that nobody needs has a lane without
-heads, so that every rank of a room meets somebody and its end is the same everywhere.
+the decode ranks that need it take turns with those that hold it. (Latents are one head, which every rank holds.) A
+prefill rank that nobody needs has a lane without heads, so that every rank of a room meets somebody and its end is the
+same everywhere.
 
 Where the layouts are equal a lane moves whole pages. Otherwise pages are cut into *blocks* of equal size that are
 contiguous on both sides: all heads of a layer, or as many heads of a layer's keys or values as the greatest common
@@ -58,7 +59,7 @@ def expand(page_ids: np.ndarray, blocks: int, offsets: np.ndarray) -> np.ndarray
 
 def why_not(prefill: Side, decode: Side) -> str | None:
     """Why no lanes lead from one to the other: the name and both values (decode's first) of what differs."""
-    for name in ("page_size", "head_dim", "dtype", "num_layers"):
+    for name in ("form", "page_size", "head_dim", "dtype", "num_layers"):
         theirs, ours = getattr(prefill.layout, name), getattr(decode.layout, name)
         if ours != theirs:
             return f"{name} of the KV layout is {ours!r} here and {theirs!r} there"

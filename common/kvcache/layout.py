@@ -1,6 +1,8 @@
 """The shape of the KV pool: pages first, a group of layers together within a page.
 
-``pool[group]: [num_pages, layers_in_group, 2, num_kv_heads, page_size, head_dim]``; the 2 is (key, value).
+``pool[group]: [num_pages, layers_in_group, planes, num_kv_heads, page_size, head_dim]``. There are two planes, keys and
+values, or one, of latents: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) keeps a single vector of a token
+in each layer, ``head_dim = kv_lora_rank + qk_rope_head_dim`` wide, that all heads read, so that every rank holds it.
 A page of one group is contiguous, so that a transfer needs one descriptor for it: a descriptor costs
 about 6 us over NIXL whatever its size, and reaches 155 GB/s at 1 MiB but 11 GB/s at 64 KiB.
 """
@@ -8,6 +10,7 @@ about 6 us over NIXL whatever its size, and reaches 155 GB/s at 1 MiB but 11 GB/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -19,7 +22,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class KVLayout(msgspec.Struct, frozen=True):
     """Layout of one rank's pool; also the fingerprint that two servers compare in their handshake.
 
-    ``num_kv_heads`` counts this rank's heads. ``groups`` holds the number of layers of each layer group.
+    ``num_kv_heads`` counts this rank's heads; latents are one, whatever the number of ranks. ``groups`` holds the
+    number of layers of each layer group.
     """
 
     groups: tuple[int, ...]
@@ -27,6 +31,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     head_dim: int
     page_size: int
     dtype: str
+    form: Literal["heads", "latent"] = "heads"
+
+    @property
+    def planes(self) -> int:
+        """Vectors that a head keeps of a token: its key and its value, or the one latent."""
+        return 2 if self.form == "heads" else 1
 
     @property
     def num_layers(self) -> int:
@@ -34,7 +44,11 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def group_page_bytes(self, group: int) -> int:
         """Bytes of one page of one layer group: the size of a transfer descriptor."""
-        return self.groups[group] * 2 * self.num_kv_heads * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.groups[group] * self.layer_page_bytes
+
+    @property
+    def layer_page_bytes(self) -> int:
+        return self.planes * self.num_kv_heads * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def page_bytes(self) -> int:
@@ -62,4 +76,4 @@ def split_layers(num_layers: int, layer_page_bytes: int, num_groups: int | None 
 
 
 def shape_of_group(layout: KVLayout, group: int, num_pages: int) -> Sequence[int]:
-    return (num_pages, layout.groups[group], 2, layout.num_kv_heads, layout.page_size, layout.head_dim)
+    return (num_pages, layout.groups[group], layout.planes, layout.num_kv_heads, layout.page_size, layout.head_dim)

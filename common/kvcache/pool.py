@@ -10,7 +10,7 @@ from .layout import KVLayout, shape_of_group
 class KVPool:
     """Owns the memory of ``num_pages`` pages on one device.
 
-    ``groups[g]`` is ``[num_pages, layers_in_group, 2, num_kv_heads, page_size, head_dim]``, contiguous and zeroed:
+    ``groups[g]`` is ``[num_pages, layers_in_group, planes, num_kv_heads, page_size, head_dim]``, contiguous and zeroed:
     attention kernels read whole pages and mask by weight, and 0 * NaN of uninitialised memory would be NaN.
     """
 
@@ -24,14 +24,19 @@ class KVPool:
         ]
         self._layers = [self._views(layer) for layer in range(layout.num_layers)]
 
-    def _views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, layer: int) -> tuple[torch.Tensor, ...]:
         group, index = self.layout.locate(layer)
-        pages = self.groups[group][:, index]
-        return pages[:, 0], pages[:, 1]
+        return self.groups[group][:, index].unbind(1)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value pages of one layer, each a strided view ``[num_pages, num_kv_heads, page_size, head_dim]``."""
-        return self._layers[layer]
+        keys, values = self._layers[layer]
+        return keys, values
+
+    def latents(self, layer: int) -> torch.Tensor:
+        """A layer's pages of latents, a strided view ``[num_pages, page_size, head_dim]``."""
+        (pages,) = self._layers[layer]
+        return pages[:, 0]
 
     def regions(self) -> list[tuple[int, int, int]]:
         """``(address, nbytes, device)`` of each group's memory, for registration with a transfer engine.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.common.kvcache.allocator import PageAllocator
-from baton.common.kvcache.layout import KVLayout, split_layers
+from baton.common.kvcache.layout import KVLayout, shape_of_group, split_layers
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.kvcache.prefix_cache import PrefixCache
 
@@ -126,6 +126,13 @@ def test_layout_locates_layers():
     assert layout.page_bytes == 5 * 2 * 2 * 16 * 4 * 2
     with pytest.raises(IndexError):
         layout.locate(5)
+
+
+def test_a_latent_is_one_vector_a_token():
+    """DeepSeek-V3's 61 layers in bfloat16: 1,152 bytes of a token and layer."""
+    layout = KVLayout((31, 30), num_kv_heads=1, head_dim=512 + 64, page_size=16, dtype="bfloat16", form="latent")
+    assert layout.layer_page_bytes == 16 * 1152 and layout.page_bytes == 61 * 16 * 1152
+    assert shape_of_group(layout, 1, 7) == (7, 30, 1, 1, 16, 576)
 
 
 class ManagerMachine(RuleBasedStateMachine):

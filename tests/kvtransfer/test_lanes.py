@@ -13,13 +13,13 @@ from baton.kvtransfer.lanes import Side, expand, lane, readers_of, why_not, writ
 PAGE_SIZE, HEAD_DIM, PAGES = 2, 3, 3
 
 
-def side(tp_size: int, num_heads: int, groups: tuple[int, ...]) -> Side:
-    return Side(tp_size, KVLayout(groups, max(1, num_heads // tp_size), HEAD_DIM, PAGE_SIZE, "float32"))
+def side(tp_size: int, num_heads: int, groups: tuple[int, ...], form: str = "heads") -> Side:
+    return Side(tp_size, KVLayout(groups, max(1, num_heads // tp_size), HEAD_DIM, PAGE_SIZE, "float32", form))
 
 
 def pools(server: Side, num_heads: int, fill: bool) -> list[list[np.ndarray]]:
-    """Of each rank and group; every element names its page, layer, k or v, head and place."""
-    shape = (PAGES, server.layout.num_layers, 2, num_heads, PAGE_SIZE, HEAD_DIM)
+    """Of each rank and group; every element names its page, layer, plane, head and place."""
+    shape = (PAGES, server.layout.num_layers, server.layout.planes, num_heads, PAGE_SIZE, HEAD_DIM)
     whole = np.arange(1, np.prod(shape) + 1).reshape(shape)
     ranks = []
     for rank in range(server.tp_size):
@@ -37,7 +37,22 @@ CASES = [(p, d, heads) for heads in (1, 2, 4, 6, 8) for p, d in itertools.produc
 @pytest.mark.parametrize("groups", [((5,), (5,)), ((3, 2), (5,)), ((2, 2, 1), (1, 4))])
 @pytest.mark.parametrize("p, d, heads", CASES)
 def test_every_block_is_written_once_and_right(p, d, heads, groups):
-    prefill, decode = side(p, heads, groups[0]), side(d, heads, groups[1])
+    check_lanes(side(p, heads, groups[0]), side(d, heads, groups[1]), heads)
+
+
+@pytest.mark.parametrize("groups", [((5,), (5,)), ((2, 2, 1), (1, 4))])
+@pytest.mark.parametrize("p, d", list(itertools.product((1, 2, 3, 4, 8), repeat=2)))
+def test_each_decode_rank_gets_its_latents_from_one_prefill_rank(p, d, groups):
+    prefill, decode = (side(size, 1, cut, "latent") for size, cut in zip((p, d), groups))
+    check_lanes(prefill, decode, 1)
+    for j in range(d):
+        carrying = [i for i in writers_of(j, prefill, decode) if lane(i, prefill, j, decode).pieces]
+        assert len(carrying) == 1
+        assert p != d or carrying == [j]
+
+
+def check_lanes(prefill: Side, decode: Side, heads: int) -> None:
+    p, d = prefill.tp_size, decode.tp_size
     assert why_not(prefill, decode) is None
     sources, targets, expected = (pools(prefill, heads, True), pools(decode, heads, False), pools(decode, heads, True))
     met = set()
@@ -68,6 +83,7 @@ def test_equal_layouts_move_whole_pages_and_heads_stay_together():
 
 
 @pytest.mark.parametrize("change, words", [
+    ({"form": "latent"}, "form of the KV layout is 'latent' here and 'heads' there"),
     ({"page_size": 4}, "page_size of the KV layout is 4 here and 2 there"),
     ({"head_dim": 4}, "head_dim of the KV layout is 4 here and 3 there"),
     ({"dtype": "bfloat16"}, "dtype of the KV layout is 'bfloat16' here and 'float32' there"),

@@ -20,18 +20,20 @@ from baton.kvtransfer.sender import KVSender
 from baton.kvtransfer.states import Phase
 from baton.tests.kvtransfer.conftest import BACKENDS, HOST, Bootstrap, regions_of, wait_until
 
-NUM_PAGES, PAGE_SIZE, HEAD_DIM = 16, 4, 4
+NUM_PAGES, PAGE_SIZE, HEAD_DIM, LATENT = 16, 4, 4, 0
 SRC, DST, TOKENS = np.array([11, 3, 4]), np.array([6, 7, 1]), 10
 LOGPROBS = Logprobs([42], [-0.5])
 
 
 class Server:
-    """The ranks of a prefill or decode server, their pools views of one cache ``[pages, layers, 2, heads, ...]``."""
+    """The ranks of a prefill or decode server, their pools views of one cache ``[pages, layers, planes, heads, ...]``;
+    no heads are latents."""
 
     def __init__(self, fleet, build, tp_size: int, num_heads: int, groups: tuple[int, ...], seed: int | None):
-        shape = (NUM_PAGES, sum(groups), 2, num_heads, PAGE_SIZE, HEAD_DIM)
+        form = "heads" if num_heads else "latent"
+        self.layout = KVLayout(groups, max(1, num_heads // tp_size), HEAD_DIM, PAGE_SIZE, "float32", form)
+        shape = (NUM_PAGES, sum(groups), self.layout.planes, max(1, num_heads), PAGE_SIZE, HEAD_DIM)
         whole = np.zeros(shape, np.float32) if seed is None else np.random.default_rng(seed).random(shape, np.float32)
-        self.layout = KVLayout(groups, max(1, num_heads // tp_size), HEAD_DIM, PAGE_SIZE, "float32")
         self.whole, self.pools, self.ranks = whole, [], []
         for rank in range(tp_size):
             mine = whole[:, :, :, self.heads(rank, tp_size)]
@@ -110,7 +112,8 @@ def make_fleet():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("p, d, heads, groups", [
     (1, 2, 4, ((2, 1), (2, 1))), (2, 1, 4, ((2, 1), (3,))), (2, 3, 6, ((1, 2), (2, 1))),
-    (4, 2, 2, ((3,), (3,))), (2, 4, 2, ((3,), (1, 1, 1))), (1, 1, 2, ((3,), (1, 2)))])
+    (4, 2, 2, ((3,), (3,))), (2, 4, 2, ((3,), (1, 1, 1))), (1, 1, 2, ((3,), (1, 2))),
+    (2, 2, LATENT, ((2, 1), (2, 1))), (2, 1, LATENT, ((3,), (3,))), (2, 3, LATENT, ((3,), (1, 2)))])
 def test_every_decode_rank_gets_its_heads(make_fleet, backend, p, d, heads, groups):
     fleet = make_fleet(p, d, heads, groups, backend, kv_checksum="full", cluster_secret="words")
     for room in range(2):
