@@ -1,4 +1,4 @@
-"""The tensor-parallel group of one engine: device collectives for the model, host ones for decisions."""
+"""A group of an engine's ranks: device collectives for the model, host ones for decisions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _HEADER_BYTES = 8
 
 
 class TPGroup:
-    """Ranks that share one model, in lockstep: every rank makes the same calls in the same order.
+    """Ranks that work in lockstep: every rank makes the same calls in the same order.
 
     A group of one rank never touches torch.distributed. Tensors on a GPU travel over NCCL; tensors on a CPU,
     bytes and integers over gloo.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu"):
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu", *,
+                 host_group: dist.ProcessGroup | None = None, device_group: dist.ProcessGroup | None = None):
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self._device_group: dist.ProcessGroup | None = None
-        self._host_group: dist.ProcessGroup | None = None
+        self._device_group = device_group
+        self._host_group = host_group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns ``tensor``."""
@@ -40,10 +41,19 @@ class TPGroup:
         dist.all_gather(parts, tensor.contiguous(), group=self._group_of(tensor))
         return torch.cat(parts, dim=-1)
 
+    def all_to_all_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Rows ``[sum(sent), ...]``, the first ``sent[0]`` for rank 0 and so on, to ``[sum(received), ...]``, those of
+        rank 0 first. ``received[r]`` is what rank r has sent here."""
+        if self.size == 1:
+            return rows
+        taken = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=self._group_of(rows))
+        return taken
+
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``src``'s, in place; returns it."""
         if self.size > 1:
-            dist.broadcast(tensor, src, group=self._group_of(tensor))
+            dist.broadcast(tensor, group_src=src, group=self._group_of(tensor))
         return tensor
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -57,7 +67,7 @@ class TPGroup:
             header = len(data).to_bytes(_HEADER_BYTES, "little")
             inline = header + data[:_INLINE_BYTES]
             first[:len(inline)] = torch.frombuffer(bytearray(inline), dtype=torch.uint8)
-        dist.broadcast(first, 0, group=self._host_group)
+        dist.broadcast(first, group_src=0, group=self._host_group)
         received = first.numpy().tobytes()
         length = int.from_bytes(received[:_HEADER_BYTES], "little")
         head = received[_HEADER_BYTES:_HEADER_BYTES + min(length, _INLINE_BYTES)]
@@ -67,7 +77,7 @@ class TPGroup:
         if self.rank == 0:
             assert data is not None
             rest = torch.frombuffer(bytearray(data[_INLINE_BYTES:]), dtype=torch.uint8)
-        dist.broadcast(rest, 0, group=self._host_group)
+        dist.broadcast(rest, group_src=0, group=self._host_group)
         return head + rest.numpy().tobytes()
 
     def min_reduce(self, values: np.ndarray) -> np.ndarray:
@@ -83,6 +93,7 @@ class TPGroup:
             dist.barrier(group=self._host_group)
 
     def close(self) -> None:
+        """Leave torch.distributed, and with it every group of this process."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ from ..attention.base import AttentionBackend
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.model import ModelSpec, load_model_spec, resolve_checkpoint
 from ..config.server import CacheArgs, ServerConfig
-from ..distributed.tp import TPGroup
+from ..distributed.parallel import Parallel
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
@@ -56,34 +56,35 @@ class ModelRunner:
 
     @classmethod
     @torch.no_grad()  # not inference_mode: transfers write to the pool's tensors outside of it
-    def load(cls, config: ServerConfig, spec: ModelSpec, tp: TPGroup, device: torch.device | str,
+    def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, device: torch.device | str,
              progress: Progress) -> ModelRunner:
         """Load weights and allocate the pool; ``progress(what, fraction)`` is told on the way.
 
         Raises ConfigError where the configuration does not fit the model, the checkpoint or the memory.
         """
         device = torch.device(device)
-        spec.check_tp(tp.size)
+        spec.check_tp(parallel.attention.size)
         dtype = resolve_dtype(config, spec, device)
         choose_decode_backend(config.kernels, device, dtype, spec.head_dim)  # refuse before loading
         try:
-            model = _load_model(config, spec, tp, getattr(torch, dtype), device, progress)
+            model = _load_model(config, spec, parallel, getattr(torch, dtype), device, progress)
         except torch.OutOfMemoryError:
             raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
                               f"smaller --dtype than {dtype}.") from None
-        layout = kv_layout(config.cache, spec, tp.size, dtype)
-        num_pages = int(tp.min_reduce(np.array([_count_pages(config, spec, layout, tp, device)]))[0])
+        layout = kv_layout(config.cache, spec, parallel.attention.size, dtype)
+        counted = _count_pages(config, spec, layout, parallel, device)
+        num_pages = int(parallel.world.min_reduce(np.array([counted]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device)
-        attention = select_attention(config.kernels, device, pool, spec.num_heads // tp.size)
+        attention = select_attention(config.kernels, device, pool, spec.num_heads // parallel.attention.size)
         runner = cls(config, spec, model, pool, attention, device)
         if device.type == "cuda":
             runner._warm_up(progress)
             # NCCL's collectives are captured only where they have been seen to work: with several ranks, not yet.
             decodes = config.mode != "prefill" and not config.model.is_embedding
-            runner._captures = decodes and not config.kernels.disable_cuda_graph and tp.size == 1
+            runner._captures = decodes and not config.kernels.disable_cuda_graph and parallel.world.size == 1
             if runner._captures:
                 runner._capture(progress)
         progress("ready", 1.0)
@@ -198,9 +199,9 @@ def _silent(stage: str, fraction: float) -> None:
     """Nobody waits for the progress."""
 
 
-def _load_model(config: ServerConfig, spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device,
+def _load_model(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
                 progress: Progress) -> DenseDecoder:
-    model = build_model(spec, tp, dtype, device)
+    model = build_model(spec, parallel, dtype, device)
     if config.model.load_format == "dummy":
         load_dummy(model.slots(), config.model.random_seed, progress)
     else:
@@ -223,7 +224,8 @@ def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str) -> KV
     return KVLayout(groups=groups, num_kv_heads=heads, head_dim=spec.head_dim, page_size=cache.page_size, dtype=dtype)
 
 
-def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, tp: TPGroup, device: torch.device) -> int:
+def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
+                 device: torch.device) -> int:
     wanted = config.cache.max_total_tokens
     if wanted is not None:
         if wanted < layout.page_size:
@@ -236,13 +238,14 @@ def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, tp: TP
     free, total = torch.cuda.mem_get_info(device)
     # The share is this process's own, so that servers which share a GPU need not start one after the other.
     share = total * config.cache.mem_fraction_static - torch.cuda.memory_allocated(device)
-    return int(min(share, free - _activation_bytes(config, spec, layout, tp)) // layout.page_bytes)
+    return int(min(share, free - _activation_bytes(config, spec, layout, parallel)) // layout.page_bytes)
 
 
-def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, tp: TPGroup) -> int:
+def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel) -> int:
     """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
     schedule = config.schedule
-    local = (2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size) // tp.size
+    local = 2 * spec.num_heads * spec.head_dim // parallel.attention.size
+    local += 3 * spec.intermediate_size // parallel.mlp.size
     row = (6 * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim) * DTYPE_BYTES[layout.dtype]
     rows = max(schedule.chunked_prefill_size, schedule.max_running_requests)
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise

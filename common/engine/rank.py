@@ -13,7 +13,8 @@ from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
-from ..distributed.tp import TPGroup, init_tp
+from ..distributed.parallel import Parallel, init_parallel
+from ..distributed.tp import TPGroup
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..obs.logging import setup_logging
@@ -39,12 +40,17 @@ class EngineParts:
     """What a role's scheduler is composed of."""
 
     config: ServerConfig
-    tp: TPGroup
+    parallel: Parallel
     runner: ModelRunner
     batcher: Batcher
     executor: Executor
     ledger: Ledger
     grammars: GrammarStore | None = None  # on rank 0
+
+    @property
+    def tp(self) -> TPGroup:
+        """The ranks that share requests and a KV pool."""
+        return self.parallel.attention
 
     @property
     def overlap(self) -> bool:
@@ -71,13 +77,12 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     setup_logging(spec.config.http.log_level, f"{_role(spec)}.rank{spec.rank}")
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
     send: Callable[[FromEngine], None] = channel.send if spec.rank == 0 else _nowhere
-    tp = None
     try:
-        tp = _join_group(spec)
-        parts = _build(spec, tp, send, lambda stage, share: channel.send(Loading(stage, share)))
+        parallel = _join_groups(spec)
+        parts = _build(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)))
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
-        tp.barrier()  # Ready means that every rank is up
+        parallel.world.barrier()  # Ready means that every rank is up
     except ConfigError as error:
         channel.send(StartFailed(str(error)))
         channel.close()
@@ -90,24 +95,24 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     capacity = cache.num_pages * cache.page_size
     send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
-    control = Control(spec.config, tp, parts.runner, parts.batcher)
+    control = Control(spec.config, parallel.world, parts.runner, parts.batcher)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
-    EngineLoop(Ticker(channel, tp), parts.ledger, scheduler, cache, control, send, events, watchdog,
+    EngineLoop(Ticker(channel, parallel.world), parts.ledger, scheduler, cache, control, send, events, watchdog,
                parts.grammars).run()
     if watchdog is not None:
         watchdog.close()
     if events is not None:
         events.close()
     channel.close()
-    tp.close()
+    parallel.close()
 
 
-def _build(spec: RankSpec, tp: TPGroup, send: Callable[[FromEngine], None],
+def _build(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
            progress: Callable[[str, float], None]) -> EngineParts:
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
-    runner = ModelRunner.load(config, model, tp, tp.device, progress)
+    runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
     cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache)
     ledger = Ledger(
         send,
@@ -117,19 +122,21 @@ def _build(spec: RankSpec, tp: TPGroup, send: Callable[[FromEngine], None],
         timeout=config.schedule.request_timeout,
         reserves_output=config.mode != "prefill",
     )
-    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed, tp,
+    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed, parallel.attention,
                       original_logprobs=config.model.return_original_logprob)
-    grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids) if tp.rank == 0 else None
-    return EngineParts(config, tp, runner, Batcher(cache, config.schedule), Executor(runner, sampler, grammars), ledger,
-                       grammars)
+    grammars = None
+    if parallel.attention.rank == 0:
+        grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
+    executor = Executor(runner, sampler, grammars)
+    return EngineParts(config, parallel, runner, Batcher(cache, config.schedule), executor, ledger, grammars)
 
 
-def _join_group(spec: RankSpec) -> TPGroup:
+def _join_groups(spec: RankSpec) -> Parallel:
     device = _device(spec)
     if device.type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
-    return init_tp(spec.rank, spec.world_size, spec.dist_init, device)
+    return init_parallel(spec.rank, spec.world_size, 1, spec.dist_init, device)
 
 
 def _device(spec: RankSpec) -> torch.device:

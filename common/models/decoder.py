@@ -9,6 +9,7 @@ import torch
 
 from ..attention.base import AttentionBackend
 from ..config.model import ModelSpec
+from ..distributed.parallel import Parallel
 from ..distributed.tp import TPGroup
 from ..engine.forward_batch import ForwardBatch
 from ..layers.labels import LabelHead
@@ -66,12 +67,12 @@ def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: All
 
 
 class DecoderLayer:
-    def __init__(self, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate, make_mlp: MakeMLP):
+    def __init__(self, index: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate, make_mlp: MakeMLP):
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.attention = SelfAttention(f"{name}.self_attn", index, spec, tp, allocate)
+        self.attention = SelfAttention(f"{name}.self_attn", index, spec, parallel.attention, allocate)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.mlp = make_mlp(f"{name}.mlp", index, spec, tp, allocate)
+        self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend,
                  cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,18 +89,19 @@ class DecoderLayer:
 class DenseDecoder:
     """Holds one rank's weights, uninitialised until a loader has filled ``slots()``."""
 
-    def __init__(self, spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device,
+    def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
                  make_mlp: MakeMLP = dense_mlp):
         allocate = allocator(dtype, device)
-        self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, tp, allocate)
-        self.layers = [DecoderLayer(index, spec, tp, allocate, make_mlp) for index in range(spec.num_layers)]
+        self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attention,
+                                    allocate)
+        self.layers = [DecoderLayer(index, spec, parallel, allocate, make_mlp) for index in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.labels = LabelHead("score", spec.num_labels, spec.hidden_size, allocate) if spec.num_labels else None
         self.head: VocabTable | None = None
         if spec.head == "words":
             self.head = self.embedding
         if spec.head == "words" and not spec.tie_word_embeddings:
-            self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, tp, allocate)
+            self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.attention, allocate)
         self.cos_sin = rotary_table(spec, device)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend,

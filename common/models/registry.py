@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 
 from ..config.model import ARCHITECTURES, ModelSpec
-from ..distributed.tp import TPGroup
+from ..distributed.parallel import Parallel
 from .decoder import DenseDecoder
 
-ModelFactory = Callable[[ModelSpec, TPGroup, torch.dtype, torch.device], DenseDecoder]
+ModelFactory = Callable[[ModelSpec, Parallel, torch.dtype, torch.device], DenseDecoder]
 
 MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, DenseDecoder)
 
 
-def build_model(spec: ModelSpec, tp: TPGroup, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
+def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
     """The module of ``spec.architecture``, its weights still uninitialised."""
-    return MODELS[spec.architecture](spec, tp, dtype, device)
+    return MODELS[spec.architecture](spec, parallel, dtype, device)

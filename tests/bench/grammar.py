@@ -37,7 +37,7 @@ from ...common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from ...common.distributed.tp import TPGroup
+from ...common.distributed.parallel import Parallel
 from ...common.engine.model_runner import ModelRunner
 from ...common.grammar.compiler import Compiler
 from ..common.grammar_engine import GrammarEngine
@@ -84,7 +84,7 @@ def make_engine(batch: int, tokens: int) -> GrammarEngine:
             CacheArgs(max_total_tokens=batch * (tokens + 64)), ScheduleArgs(max_running_requests=batch), ParallelArgs(),
             KernelArgs(cuda_graph_max_bs=batch), DisaggregationArgs(), HttpArgs())
         spec = load_model_spec(config.model)
-        runner = ModelRunner.load(config, spec, TPGroup(), "cuda", lambda what, share: None)
+        runner = ModelRunner.load(config, spec, Parallel(), "cuda", lambda what, share: None)
     stop_id = spec.eos_token_ids[0] if spec.eos_token_ids else LARGE - 1
     return GrammarEngine(overlap=True, max_total_tokens=batch * (tokens + 64), max_running=batch, runner=runner,
                          tokens=large_vocabulary(stop_id))

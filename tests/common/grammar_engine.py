@@ -20,7 +20,7 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.parallel import Parallel
 from baton.common.engine.batcher import Batcher
 from baton.common.engine.executor import Executor
 from baton.common.engine.ledger import Ledger
@@ -60,7 +60,7 @@ def _runner(max_total_tokens: int) -> ModelRunner:
     cache_args = CacheArgs(page_size=8, max_total_tokens=max_total_tokens)
     config = ServerConfig(ModelArgs(model_path=str(CHECKPOINT)), cache_args, ScheduleArgs(), ParallelArgs(),
                           KernelArgs(), DisaggregationArgs(), HttpArgs())
-    return ModelRunner.load(config, load_model_spec(config.model), TPGroup(), "cpu", lambda what, share: None)
+    return ModelRunner.load(config, load_model_spec(config.model), Parallel(), "cpu", lambda what, share: None)
 
 
 class GrammarEngine:

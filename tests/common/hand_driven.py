@@ -15,7 +15,7 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.parallel import Parallel
 from baton.common.engine.batcher import Batcher
 from baton.common.engine.executor import Executor
 from baton.common.engine.ledger import Ledger
@@ -37,8 +37,8 @@ class Engine:
         config = ServerConfig(model, cache_args, schedule, ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs())
         spec = load_model_spec(config.model)
-        self.config, self.tp = config, TPGroup()
-        runner = self.runner = ModelRunner.load(config, spec, self.tp, device, lambda what, share: None)
+        self.config, self.parallel = config, Parallel()
+        runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, page_size, radix)
         self.sent = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),

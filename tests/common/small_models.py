@@ -20,7 +20,7 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.parallel import Parallel
 from baton.common.engine.forward_batch import Row, build_forward_batch
 from baton.common.engine.model_runner import ModelRunner
 
@@ -56,8 +56,9 @@ def server_config(folder: Path | str, *, page_size: int = 16, backend: str = "to
         HttpArgs())
 
 
-def load_runner(config: ServerConfig, tp: TPGroup | None = None, device: str = "cpu") -> ModelRunner:
-    return ModelRunner.load(config, load_model_spec(config.model), tp or TPGroup(), device, lambda what, fraction: None)
+def load_runner(config: ServerConfig, parallel: Parallel | None = None, device: str = "cpu") -> ModelRunner:
+    return ModelRunner.load(config, load_model_spec(config.model), parallel or Parallel(), device,
+                            lambda what, fraction: None)
 
 
 def forward(runner: ModelRunner, parts: list[tuple[np.ndarray, int, np.ndarray]], *, is_decode: bool = False,

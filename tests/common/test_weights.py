@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.model import load_model_spec
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.parallel import Parallel
 from baton.common.engine.model_runner import ModelRunner
 from baton.tests.common.small_models import (
     expected_logits,
@@ -33,7 +33,7 @@ def test_sharded_checkpoint_and_progress(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     config = server_config(tmp_path)
     told: list[tuple[str, float]] = []
-    runner = ModelRunner.load(config, load_model_spec(config.model), TPGroup(), "cpu", lambda *p: told.append(p))
+    runner = ModelRunner.load(config, load_model_spec(config.model), Parallel(), "cpu", lambda *p: told.append(p))
     torch.testing.assert_close(logits_of(runner), expected_logits(model, TOKENS), atol=1e-4, rtol=0)
     fractions = [fraction for what, fraction in told if what == "weights"]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and len(fractions) > 20

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from baton.common.api.sampling import SamplingParams
+from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import init_tp
 from baton.common.engine.choosing import Choosing, WantedLogprobs
 from baton.common.engine.processors import RequestTokens, RowProcessor
@@ -23,8 +24,8 @@ def main(rank: int, size: int, init_method: str, checkpoint: str, out: str) -> N
     received = [tp.broadcast_bytes(message if rank == 0 else None) for message in messages]
     least = tp.min_reduce(np.array([rank, -rank, 5], np.int64))
     runners = {
-        "checkpoint": load_runner(server_config(checkpoint, tp=size), tp),
-        "dummy": load_runner(server_config(checkpoint, tp=size, load_format="dummy"), tp),
+        "checkpoint": load_runner(server_config(checkpoint, tp=size), Parallel(tp)),
+        "dummy": load_runner(server_config(checkpoint, tp=size, load_format="dummy"), Parallel(tp)),
     }
     results = {}
     for name, runner in runners.items():

@@ -19,7 +19,7 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.parallel import Parallel
 from baton.common.engine.model_runner import ModelRunner
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.common.grammar_engine import GrammarEngine, schema_spec, text_of
@@ -35,7 +35,7 @@ def runner():
         ModelArgs(model_path=str(CHECKPOINT), dtype="float32"), CacheArgs(page_size=16, max_total_tokens=65_536),
         ScheduleArgs(max_running_requests=128), ParallelArgs(), KernelArgs(cuda_graph_max_bs=128), DisaggregationArgs(),
         HttpArgs())
-    return ModelRunner.load(config, load_model_spec(config.model), TPGroup(), "cuda", lambda what, share: None)
+    return ModelRunner.load(config, load_model_spec(config.model), Parallel(), "cuda", lambda what, share: None)
 
 
 def answers(runner: ModelRunner, *, overlap: bool) -> dict[str, list[int]]:

@@ -23,7 +23,7 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.parallel import Parallel
 from baton.common.engine.batcher import Batcher
 from baton.common.engine.executor import Executor
 from baton.common.engine.ledger import Ledger
@@ -85,14 +85,14 @@ class Side:
             DisaggregationArgs(disaggregation_mode=mode, disaggregation_transfer_backend=backend,
                                disaggregation_bootstrap_port=port), HttpArgs())
         spec = load_model_spec(config.model)
-        runner = ModelRunner.load(config, spec, TPGroup(), "cpu", lambda what, share: None)
+        runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, 4)
         self.sent = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), max_request_tokens=max_total_tokens,
                              max_requests=512, timeout=1e9, reserves_output=mode != "prefill")
         batcher = Batcher(self.cache, config.schedule)
         executor = Executor(runner, Sampler(VOCAB, "cpu", 0))
-        parts = EngineParts(config, TPGroup(), runner, batcher, executor, self.ledger)
+        parts = EngineParts(config, Parallel(), runner, batcher, executor, self.ledger)
         if overlap:  # what a GPU would choose; here the step is over when it was launched, but its results come late
             parts = OverlappedParts(**vars(parts))
         self.scheduler = make(parts)

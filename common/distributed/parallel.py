@@ -1,0 +1,75 @@
+"""One rank's place among the groups of its engine."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .tp import TPGroup, init_tp
+
+
+class Parallel:
+    """``world``: all ranks of the engine, and what MLPs and experts are split over (``mlp`` is its name there).
+
+    With data-parallel attention (``dp_size`` above 1) the ranks form ``dp_size`` attention groups of neighbouring
+    ranks. Each has requests, a KV pool and a schedule of its own; heads and the token embedding are split over it.
+    ``across`` holds one rank of each attention group: those with this rank's place in theirs. With ``dp_size`` 1
+    ``attention`` is the world, and ``across`` this rank alone.
+    """
+
+    def __init__(self, world: TPGroup | None = None, attention: TPGroup | None = None, across: TPGroup | None = None):
+        """Without arguments a single rank; with a world alone, tensor parallelism over all of it."""
+        self.world = world or TPGroup()
+        self.attention = attention or self.world
+        self.across = across or TPGroup(device=self.world.device)
+        assert self.attention.size * self.across.size == self.world.size
+
+    @property
+    def mlp(self) -> TPGroup:
+        return self.world
+
+    @property
+    def dp_rank(self) -> int:
+        return self.across.rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.across.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    def close(self) -> None:
+        self.world.close()
+
+    def __repr__(self) -> str:
+        return f"Parallel(rank {self.world.rank} of {self.world.size}, dp rank {self.dp_rank} of {self.dp_size})"
+
+
+def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
+                  timeout: float = 600.0) -> Parallel:
+    """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp``."""
+    world = init_tp(rank, size, init_method, device, timeout)
+    if dp_size == 1:
+        return Parallel(world)
+    width = size // dp_size
+    rows = [list(range(first, first + width)) for first in range(0, size, width)]
+    columns = [list(range(place, size, width)) for place in range(width)]
+    limit = timedelta(seconds=timeout)
+    # Every rank makes all groups, in one order: new_group is a collective of the whole world.
+    attention = [_subgroup(world, ranks, limit) for ranks in rows]
+    across = [_subgroup(world, ranks, limit) for ranks in columns]
+    return Parallel(world, attention[rank // width], across[rank % width])
+
+
+def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta) -> TPGroup:
+    """A group of these ranks of the world; only its members may use it."""
+    place = ranks.index(world.rank) if world.rank in ranks else -1
+    if len(ranks) == 1:
+        return TPGroup(0, 1, world.device)
+    host = dist.new_group(ranks, backend="gloo", timeout=limit)
+    device = dist.new_group(ranks, backend="nccl", timeout=limit) if world.device.type == "cuda" else None
+    return TPGroup(place, len(ranks), world.device, host_group=host, device_group=device)
