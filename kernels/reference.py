@@ -70,3 +70,16 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
 def _tokens(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
     """Pages of one request as ``[heads, length, D]``."""
     return pool[pages].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
+                weights: torch.Tensor) -> torch.Tensor:
+    """Expert by expert of those that have a token; see ``kernels.moe_experts.moe_experts``."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    held = (places >= 0) & (places < gate_up.shape[0])
+    for place in places[held].unique().tolist():
+        tokens, choices = (places == place).nonzero(as_tuple=True)
+        hidden = silu_and_mul(torch.nn.functional.linear(x[tokens], gate_up[place]))
+        made = torch.nn.functional.linear(hidden, down[place])
+        total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
+    return total.to(x.dtype)

@@ -67,8 +67,12 @@ class RowLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias)
-        y = self.tp.all_reduce(linear(x, self.weight))
+        y = self.tp.all_reduce(self.partial(x))
         return y if self.bias is None else y + self.bias
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, without the bias: for callers that add more before the ranks are summed."""
+        return linear(x, self.weight)
 
     def slots(self) -> Iterator[Slot]:
         out, local = self.weight.shape

@@ -24,6 +24,11 @@ class MLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))
 
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, to be added to the other ranks'; only without a bias."""
+        assert self.down.bias is None
+        return self.down.partial(silu_and_mul(self.gate_up(x)))
+
     def slots(self) -> Iterator[Slot]:
         yield from self.gate_up.slots()
         yield from self.down.slots()

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..api.errors import ConfigError
+from .expert_names import by_expert
 from .slots import Slot
 
 Progress = Callable[[str, float], None]
@@ -70,6 +71,8 @@ def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
     """
     slots = list(slots)
     for done, slot in enumerate(slots, 1):
+        if not slot.target.numel():
+            continue
         if "norm" in slot.name:
             slot.target.fill_(1.0)
         else:
@@ -104,14 +107,15 @@ def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 (the file is no mapping)
-                yield name, content.get_slice(name)
+                yield from by_expert(name, content.get_slice(name))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"Cannot read {file}: {error}.") from None
 
 
 def _fill(slot: Slot, source: Any, file: Path) -> None:
     _check_shape(slot, source, file)
-    slot.target.copy_(slot.part_of(source))
+    if slot.target.numel():
+        slot.target.copy_(slot.part_of(source))
 
 
 def _check_shape(slot: Slot, source: Any, file: Path) -> None:

@@ -1,0 +1,89 @@
+"""What a checkpoint's configuration says about its mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..api.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """The experts of a model, and how a token is given to ``top_k`` of ``num_experts``.
+
+    ``layers`` are those whose MLP is a mixture; the others are dense. ``intermediate_size`` is one expert's.
+    A token scores every expert by ``scoring`` of the router's logits. It chooses by the scores (plus the router's own
+    bias with ``correction_bias``), among the ``top_groups`` of ``num_groups`` groups of neighbouring experts whose
+    best expert (``group_score`` max) or two best ones (top2) score highest. Chosen experts weigh their scores, with
+    ``renormalize`` scaled to add up to 1, times ``scaling_factor``.
+    Beside the chosen ones, an MLP of ``shared_size`` runs for every token: ``shared_name`` in the checkpoint, with
+    ``shared_gate`` times a sigmoid of its own.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    layers: tuple[int, ...]
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    correction_bias: bool = False
+    shared_size: int = 0
+    shared_name: str = "shared_experts"
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"config.json gives a token {self.top_k} of {self.num_experts} experts.")
+        groups, chosen = self.num_groups, self.top_groups
+        if self.num_experts % groups or not 1 <= chosen <= groups or self.top_k > self.num_experts // groups * chosen:
+            raise ConfigError(f"config.json chooses {self.top_k} experts from {chosen} of {groups} groups of "
+                              f"{self.num_experts} experts, which does not come out even.")
+
+
+def mixtral_experts(config: Mapping[str, Any]) -> MoESpec:
+    return MoESpec(num_experts=config["num_local_experts"], top_k=config["num_experts_per_tok"],
+                   intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])))
+
+
+def qwen_experts(config: Mapping[str, Any]) -> MoESpec | None:
+    """Qwen2-MoE's and Qwen3-MoE's; None where no layer has experts."""
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    layers = tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
+    count = config.get("num_experts") or config.get("num_local_experts") or 0  # transformers 5 writes the second
+    if not layers or not count:
+        return None
+    return MoESpec(num_experts=count, top_k=config["num_experts_per_tok"],
+                   intermediate_size=config["moe_intermediate_size"], layers=layers,
+                   renormalize=bool(config.get("norm_topk_prob", False)),
+                   shared_size=config.get("shared_expert_intermediate_size") or 0, shared_name="shared_expert",
+                   shared_gate=bool(config.get("shared_expert_intermediate_size")))
+
+
+def deepseek_experts(config: Mapping[str, Any], *, version: Literal[2, 3]) -> MoESpec | None:
+    """DeepSeek-V2's or V3's; None where no layer has experts.
+
+    V2 scores by softmax and its groups by their best expert, V3 by sigmoid, with a bias, and by their two best. V2 as
+    published scales weights only where it does not renormalise them.
+    """
+    count = config.get("n_routed_experts") or 0
+    first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq") or 1
+    layers = tuple(i for i in range(config["num_hidden_layers"]) if i >= first and i % step == 0)
+    if not layers or not count:
+        return None
+    renormalize = bool(config.get("norm_topk_prob", version == 3))
+    scaling = float(config.get("routed_scaling_factor", 1.0))
+    grouped = version == 3 or config.get("topk_method", "greedy") == "group_limited_greedy"
+    return MoESpec(
+        num_experts=count, top_k=config["num_experts_per_tok"], intermediate_size=config["moe_intermediate_size"],
+        layers=layers, scoring="sigmoid" if version == 3 else "softmax", renormalize=renormalize,
+        scaling_factor=1.0 if version == 2 and renormalize else scaling,
+        num_groups=(config.get("n_group") or 1) if grouped else 1,
+        top_groups=(config.get("topk_group") or 1) if grouped else 1,
+        group_score="top2" if version == 3 else "max", correction_bias=version == 3,
+        shared_size=(config.get("n_shared_experts") or 0) * config["moe_intermediate_size"])

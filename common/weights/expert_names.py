@@ -1,0 +1,61 @@
+"""One form for the experts' tensors of all checkpoints: three matrices an expert,
+``....mlp.experts.{e}.gate_proj.weight``, ``up_proj`` and ``down_proj``.
+
+Mixtral names them otherwise. Transformers 5 stacks them in memory, and saves them so with
+``save_original_format=False``: ``....mlp.experts.gate_up_proj`` [E, 2 * I, hidden] and ``....mlp.experts.down_proj``
+[E, hidden, I].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def by_expert(name: str, source: Any) -> Iterator[tuple[str, Any]]:
+    """``source`` (safetensors' lazy slice), or its parts where it holds several experts' matrices, with their names."""
+    if stacked := _STACKED.fullmatch(name):
+        yield from _unstacked(stacked[1], stacked[2], source)
+    else:
+        yield _common_name(name), source
+
+
+def _common_name(name: str) -> str:
+    if ".block_sparse_moe." not in name:
+        return name
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(\.experts\.\d+)\.(w[123])\.", lambda found: f"{found[1]}.{_MIXTRAL[found[2]]}.", name)
+
+
+def _unstacked(experts: str, kind: str, source: Any) -> Iterator[tuple[str, Any]]:
+    count, rows, columns = source.get_shape()
+    parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows // 2)}
+    if kind == "down_proj":
+        parts = {"down_proj": (0, rows)}
+    for expert in range(count):
+        for part, (first, size) in parts.items():
+            yield f"{experts}.{expert}.{part}.weight", _Matrix(source, expert, first, size, columns)
+
+
+class _Matrix:
+    """Rows of one matrix of a stack, read when they are sliced."""
+
+    def __init__(self, source: Any, index: int, first: int, rows: int, columns: int):
+        self._source = source
+        self._index = index
+        self._first = first
+        self._shape = (rows, columns)
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
+        start, stop, _ = rows.indices(self._shape[0])
+        return self._source[self._index, self._first + start:self._first + stop, columns]
