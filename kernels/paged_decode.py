@@ -11,9 +11,9 @@ import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
+from .join_splits import join_splits
 
 _BLOCK_TOKENS = 64
-_MOST_SPLITS = 64
 
 
 # Without ``do_not_specialize`` a step whose splits are the first to be a multiple of 16 would compile anew: a second's
@@ -69,26 +69,6 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, part_ptr, lse_ptr, kv_
     tl.store(part_ptr + row[:, None] * DIM + dim[None, :], out, in_group[:, None] & in_dim[None, :])
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _join_splits_kernel(part_ptr, lse_ptr, out_ptr, splits, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-                        BLOCK_SPLITS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
-    dim = tl.arange(0, BLOCK_DIM)
-    lse = tl.load(lse_ptr + row * splits + split, split < splits, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    parts = tl.load(part_ptr + (row * splits + split)[:, None] * DIM + dim[None, :],
-                    (split < splits)[:, None] & (dim < DIM)[None, :], other=0.0)
-    joined = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out_ptr + row * DIM + dim, joined.to(out_ptr.dtype.element_ty), dim < DIM)
-
-
-def decode_splits(num_reqs: int, num_kv_heads: int, max_length: int, processors: int) -> int:
-    """Splits that give each multiprocessor about two programs, none shorter than 256 tokens; a power of two."""
-    wanted = max(1, min(2 * processors // max(1, num_reqs * num_kv_heads), max_length // 256, _MOST_SPLITS))
-    return 1 << (wanted.bit_length() - 1)
-
-
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, splits: int) -> torch.Tensor:
     """``softmax(q k^T * scale) v`` of each request over all its tokens: ``[B, Hq, D]``.
@@ -115,8 +95,6 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), num_q_heads, splits,
         PAGE=page_size, GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=block_dim,
         BLOCK_TOKENS=_BLOCK_TOKENS, JOINS=joins, num_warps=4, num_stages=3)
-    if not joins:
-        return out
-    _join_splits_kernel[(requests * num_q_heads,)](parts, lses, out, splits, DIM=dim, BLOCK_DIM=block_dim,
-                                                   BLOCK_SPLITS=_MOST_SPLITS)
+    if joins:
+        join_splits(parts, lses, out)
     return out

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...kernels.paged_decode import decode_splits, paged_decode
+from ...kernels.join_splits import decode_splits
+from ...kernels.paged_decode import paged_decode
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.paged_decode import decode_splits, paged_decode
+from baton.kernels.join_splits import decode_splits
+from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
