@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+FP8_LARGEST = 448.0  # of e4m3
+FP8_LEAST = 1e-12  # magnitude that a scale is made for at least: a group of zeros has a scale too
+
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
             residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,3 +86,37 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
         made = torch.nn.functional.linear(hidden, down[place])
         total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
     return total.to(x.dtype)
+
+
+def quantize_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kernels.fp8_quantize.quantize_groups``."""
+    rows, width = x.shape
+    groups = -(-width // group)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * group - width)).view(rows, groups, group)
+    scale = padded.abs().amax(-1).clamp(min=FP8_LEAST) / FP8_LARGEST
+    q = (padded / scale[..., None]).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+    return q.view(rows, -1)[:, :width].contiguous(), scale
+
+
+def quantize_by(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """See ``kernels.fp8_quantize.quantize_by``."""
+    return (x.float() / scale).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+
+
+def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
+                  dtype: torch.dtype) -> torch.Tensor:
+    """See ``kernels.fp8_scaled_matmul.scaled_matmul``."""
+    return (x.float() @ weight.float().T * x_scale * weight_scale).to(dtype)
+
+
+def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
+                 block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """See ``kernels.fp8_block_matmul.block_matmul``."""
+    wide = x.float() * _spread(x_scale, block[1], x.shape[1], dim=1)
+    scale = _spread(_spread(weight_scale, block[0], weight.shape[0], dim=0), block[1], weight.shape[1], dim=1)
+    return (wide @ (weight.float() * scale).T).to(dtype)
+
+
+def _spread(scale: torch.Tensor, size: int, total: int, dim: int) -> torch.Tensor:
+    """Each scale repeated for the ``size`` values of its group, cut to ``total``."""
+    return scale.repeat_interleave(size, dim).narrow(dim, 0, total)

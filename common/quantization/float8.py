@@ -1,0 +1,43 @@
+"""Weights to float8 and back: matrices, or any stack of them such as a layer's experts."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ...kernels.reference import FP8_LARGEST, FP8_LEAST
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def quantize_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., out, in]`` to float8 and one float32 scale ``[...]`` a matrix."""
+    return _scaled(weight.float(), (-2, -1))
+
+
+def quantize_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., out, in]`` to float8 and a scale an output, ``[..., out]``."""
+    return _scaled(weight.float(), (-1,))
+
+
+def quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., out, in]`` to float8 and a scale a block, ``[..., ceil(out / block[0]), ceil(in / block[1])]``."""
+    out, width = weight.shape[-2:]
+    tall, wide = -(-out // block[0]), -(-width // block[1])
+    padded = pad(weight.float(), (0, wide * block[1] - width, 0, tall * block[0] - out))
+    tiles = padded.unflatten(-1, (wide, block[1])).unflatten(-3, (tall, block[0]))  # [..., tall, block, wide, block]
+    q, scale = _scaled(tiles, (-3, -1))
+    return q.flatten(-2).flatten(-3, -2)[..., :out, :width].contiguous(), scale
+
+
+def dequantize_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """``[..., out, in]`` float8 and its scales, as ``quantize_blocks`` gives them, to float32."""
+    out, width = weight.shape[-2:]
+    spread = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return weight.float() * spread[..., :out, :width]
+
+
+def _scaled(wide: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = wide.abs().amax(dims, keepdim=True).clamp(min=FP8_LEAST) / FP8_LARGEST
+    q = (wide / scale).clamp(-FP8_LARGEST, FP8_LARGEST).to(FLOAT8)
+    return q, scale.squeeze(dims)

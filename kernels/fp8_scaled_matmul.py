@@ -1,0 +1,25 @@
+"""Product of two float8 matrices with a scale a row, or one for all: ``torch._scaled_mm`` on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+
+
+def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
+                  dtype: torch.dtype) -> torch.Tensor:
+    """``(x * x_scale) @ (weight * weight_scale).T`` in ``dtype``: ``[T, out]``.
+
+    ``x`` [T, in] and ``weight`` [out, in] float8, both contiguous; ``x_scale`` float32 [T, 1] or [1], ``weight_scale``
+    float32 [out] or [1]. On a GPU ``in`` and ``out`` must be multiples of 16; scales by row give bfloat16 alone.
+    """
+    if not x.is_cuda:
+        return reference.scaled_matmul(x, x_scale, weight, weight_scale, dtype)
+    rows, out = x.shape[0], weight.shape[0]
+    if not rows:
+        return torch.empty((0, out), dtype=dtype, device=x.device)
+    if x_scale.numel() != 1 or weight_scale.numel() != 1:
+        x_scale = x_scale.reshape(-1, 1).expand(rows, 1).contiguous()
+        weight_scale = weight_scale.reshape(1, -1).expand(1, out).contiguous()
+    return torch._scaled_mm(x, weight.t(), scale_a=x_scale, scale_b=weight_scale, out_dtype=dtype, use_fast_accum=True)
