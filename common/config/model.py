@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..kvcache.layout import DTYPE_BYTES
+from .moe import MoESpec, mixtral_experts, qwen_experts
 from .server import ModelArgs
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -18,12 +19,13 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a dense decoder departs from the common form; a bias that depends on the config is read there."""
+    """Where a decoder departs from the common form; a bias that depends on the config is read there."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     biases_in_config: bool = False
     window_flag: bool = False  # the sliding window counts only with ``use_sliding_window``
+    experts: Callable[[Mapping[str, Any]], MoESpec | None] | None = None
 
 
 Head = Literal["words", "labels", "none"]
@@ -33,6 +35,9 @@ _FAMILIES = {
     "Mistral": Architecture(),
     "Qwen2": Architecture(qkv_bias=True, window_flag=True),
     "Qwen3": Architecture(qk_norm=True, biases_in_config=True, window_flag=True),
+    "Mixtral": Architecture(experts=mixtral_experts),
+    "Qwen2Moe": Architecture(qkv_bias=True, window_flag=True, experts=qwen_experts),
+    "Qwen3Moe": Architecture(qk_norm=True, biases_in_config=True, window_flag=True, experts=qwen_experts),
 }
 _HEADS: dict[str, Head] = {"ForCausalLM": "words", "ForSequenceClassification": "labels", "Model": "none"}
 ARCHITECTURES = {family + head: found for head in _HEADS for family, found in _FAMILIES.items()}
@@ -72,15 +77,25 @@ class ModelSpec:
     context_length: int
     head: Head = "words"
     num_labels: int = 0
+    moe: MoESpec | None = None
 
     def check_tp(self, size: int) -> None:
         """Raises ConfigError where ``size`` ranks cannot share the model evenly."""
-        if self.num_heads % size or self.intermediate_size % size:
+        width = self.intermediate_size if self.num_dense_layers else 0
+        if self.num_heads % size or width % size:
             raise ConfigError(f"--tp-size {size} must divide the model's {self.num_heads} attention heads and its "
                               f"intermediate size {self.intermediate_size}.")
+        if self.moe is not None and self.moe.shared_size % size:
+            raise ConfigError(f"--tp-size {size} must divide the shared expert's intermediate size "
+                              f"{self.moe.shared_size}.")
         if self.num_kv_heads % size and size % self.num_kv_heads:
             raise ConfigError(f"--tp-size {size} must divide the model's {self.num_kv_heads} KV heads or be a "
                               f"multiple of them.")
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers whose MLP is no mixture of experts."""
+        return self.num_layers - (len(self.moe.layers) if self.moe is not None else 0)
 
     def local_kv_heads(self, tp_size: int) -> int:
         """KV heads that one rank holds; with more ranks than KV heads each head is replicated."""
@@ -180,10 +195,11 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         intermediate_size=config["intermediate_size"], vocab_size=config["vocab_size"],
         max_position_embeddings=config["max_position_embeddings"], rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=family.qkv_bias or attention_bias, o_bias=attention_bias,
+        attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
         sliding_window=window, dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
+        moe=family.experts(config) if family.experts else None,
     )
 
 

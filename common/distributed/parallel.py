@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .expert_share import AllToAll, ExpertShare
 from .tp import TPGroup, init_tp
 
 
@@ -16,14 +17,16 @@ class Parallel:
     With data-parallel attention (``dp_size`` above 1) the ranks form ``dp_size`` attention groups of neighbouring
     ranks. Each has requests, a KV pool and a schedule of its own; heads and the token embedding are split over it.
     ``across`` holds one rank of each attention group: those with this rank's place in theirs. With ``dp_size`` 1
-    ``attention`` is the world, and ``across`` this rank alone.
+    ``attention`` is the world, and ``across`` this rank alone. ``experts`` is this rank's share of those of a mixture.
     """
 
-    def __init__(self, world: TPGroup | None = None, attention: TPGroup | None = None, across: TPGroup | None = None):
+    def __init__(self, world: TPGroup | None = None, attention: TPGroup | None = None, across: TPGroup | None = None,
+                 experts: ExpertShare | None = None):
         """Without arguments a single rank; with a world alone, tensor parallelism over all of it."""
         self.world = world or TPGroup()
         self.attention = attention or self.world
         self.across = across or TPGroup(device=self.world.device)
+        self.experts = experts or ExpertShare(self.world)
         assert self.attention.size * self.across.size == self.world.size
 
     @property
@@ -50,11 +53,13 @@ class Parallel:
 
 
 def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
-                  timeout: float = 600.0) -> Parallel:
-    """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp``."""
+                  timeout: float = 600.0, *, ep_size: int = 1, a2a: AllToAll = "none") -> Parallel:
+    """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp`` and
+    ``ExpertShare``."""
     world = init_tp(rank, size, init_method, device, timeout)
+    experts = ExpertShare(world, ep_size, a2a)
     if dp_size == 1:
-        return Parallel(world)
+        return Parallel(world, experts=experts)
     width = size // dp_size
     rows = [list(range(first, first + width)) for first in range(0, size, width)]
     columns = [list(range(place, size, width)) for place in range(width)]
@@ -62,7 +67,7 @@ def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: 
     # Every rank makes all groups, in one order: new_group is a collective of the whole world.
     attention = [_subgroup(world, ranks, limit) for ranks in rows]
     across = [_subgroup(world, ranks, limit) for ranks in columns]
-    return Parallel(world, attention[rank // width], across[rank % width])
+    return Parallel(world, attention[rank // width], across[rank % width], experts)
 
 
 def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta) -> TPGroup:

@@ -9,10 +9,12 @@ import torch
 from ..config.model import ARCHITECTURES, ModelSpec
 from ..distributed.parallel import Parallel
 from .decoder import DenseDecoder
+from .moe import moe_decoder
 
 ModelFactory = Callable[[ModelSpec, Parallel, torch.dtype, torch.device], DenseDecoder]
 
-MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, DenseDecoder)
+MODELS: dict[str, ModelFactory] = {name: moe_decoder if found.experts else DenseDecoder
+                                   for name, found in ARCHITECTURES.items()}
 
 
 def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:

@@ -1,0 +1,27 @@
+"""Decoders whose MLPs are mixtures of experts: Mixtral, Qwen2-MoE and Qwen3-MoE."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config.model import ModelSpec
+from ..distributed.expert_share import ExpertShare
+from ..distributed.parallel import Parallel
+from ..distributed.tp import TPGroup
+from ..layers.moe import MoE
+from ..weights.slots import Allocate
+from .decoder import DenseDecoder, LayerMLP, MakeMLP, dense_mlp
+
+
+def moe_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
+    return DenseDecoder(spec, parallel, dtype, device, mixed_mlp(parallel.experts))
+
+
+def mixed_mlp(share: ExpertShare) -> MakeMLP:
+    """A mixture of experts in the layers that ``spec.moe`` names, a dense MLP in the others."""
+    def make(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate) -> LayerMLP:
+        if spec.moe is None or index not in spec.moe.layers:
+            return dense_mlp(name, index, spec, tp, allocate)
+        return MoE(name, spec.moe, spec.hidden_size, share, allocate)
+
+    return make
