@@ -68,6 +68,19 @@ class ScheduleArgs:
 @dataclass(frozen=True)
 class ParallelArgs:
     tp_size: int = flag(1, names=("--tensor-parallel-size", "--tp"), help="tensor-parallel ranks, one process each")
+    ep_size: int = flag(1, names=("--expert-parallel-size", "--ep"), help=(
+        "parts that a mixture's experts are spread over; with 1 every rank holds a slice of each expert, with "
+        "--tp-size whole ones"))
+    moe_a2a_backend: Literal["none", "alltoall"] = flag("none", help=(
+        "how tokens reach the experts of other ranks: none computes each on every rank and adds up, alltoall sends it "
+        "to the ranks of its experts and back"))
+
+    def __post_init__(self) -> None:
+        if self.ep_size < 1 or self.tp_size % self.ep_size:
+            raise ConfigError(f"--ep-size {self.ep_size} must be 1 or more and divide --tp-size {self.tp_size}.")
+        if self.moe_a2a_backend != "none" and self.ep_size != self.tp_size:
+            raise ConfigError(f"--moe-a2a-backend {self.moe_a2a_backend} needs whole experts on every rank: set "
+                              f"--ep-size to {self.tp_size}.")
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,9 @@ class DisaggregationArgs:
         "seconds that one half of a request waits for the other before it fails"))
     kv_transfer_timeout: float = flag(120.0, help="seconds a reserved request may wait for its KV cache")
     peer_timeout: float = flag(3.0, help="seconds of silence after which a prefill or decode peer counts as dead")
+    kv_retain_seconds: float = flag(5.0, help=(
+        "seconds that a prefill server keeps what it computed of a request whose decode server has not told that it "
+        "goes on, so that another attempt costs no forward pass (0: not at all); memory that others need ends it sooner"))
     kv_checksum: Literal["auto", "sampled", "full", "off"] = flag("auto", help=(
         "how much of each page that arrives a decode server compares with what prefill sent; auto is sampled for "
         "pages in host memory and off on GPUs"))
@@ -104,6 +120,8 @@ class DisaggregationArgs:
         if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":
             raise ConfigError("--disaggregation-ib-device is for --disaggregation-transfer-backend mooncake; NIXL "
                               "takes its devices from the UCX_NET_DEVICES variable of the environment.")
+        if self.kv_retain_seconds < 0:
+            raise ConfigError(f"--kv-retain-seconds must be 0 or more, not {self.kv_retain_seconds:g}.")
         if self.cluster_secret == "":
             raise ConfigError("--cluster-secret must not be empty; leave the flag out to go without.")
 

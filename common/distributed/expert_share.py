@@ -38,15 +38,17 @@ class ExpertShare:
     def split_rank(self) -> int:
         return self.group.rank % self.split
 
-    def check(self, spec: MoESpec) -> None:
-        """Raises ConfigError where the experts cannot be shared evenly."""
-        size, ep = self.group.size, self.ep_size
-        if ep < 1 or size % ep:
-            raise ConfigError(f"--ep-size {ep} must divide the {size} ranks that hold the experts.")
+    def check(self, spec: MoESpec | None) -> None:
+        """Raises ConfigError where the experts (None: the model has none) cannot be shared so."""
+        ep = self.ep_size
+        assert self.group.size % ep == 0 and (self.a2a == "none" or ep == self.group.size)
+        if spec is None:
+            if ep > 1 or self.a2a != "none":
+                raise ConfigError("--ep-size and --moe-a2a-backend are for mixtures of experts, which this model is "
+                                  "not: leave them out.")
+            return
         if spec.num_experts % ep:
             raise ConfigError(f"--ep-size {ep} must divide the model's {spec.num_experts} experts.")
         if spec.intermediate_size % self.split:
             raise ConfigError(f"{self.split} ranks cannot share an expert's intermediate size {spec.intermediate_size} "
                               f"evenly: raise --ep-size, or change --tp-size.")
-        if self.a2a == "alltoall" and ep != size:
-            raise ConfigError(f"--moe-a2a-backend alltoall needs whole experts on every rank: set --ep-size to {size}.")

@@ -64,6 +64,7 @@ class ModelRunner:
         """
         device = torch.device(device)
         spec.check_tp(parallel.attention.size)
+        parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
         choose_decode_backend(config.kernels, device, dtype, spec.head_dim)  # refuse before loading
         try:

@@ -136,7 +136,9 @@ def _join_groups(spec: RankSpec) -> Parallel:
     if device.type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
-    return init_parallel(spec.rank, spec.world_size, 1, spec.dist_init, device)
+    args = spec.config.parallel
+    return init_parallel(spec.rank, spec.world_size, 1, spec.dist_init, device, ep_size=args.ep_size,
+                         a2a=args.moe_a2a_backend)
 
 
 def _device(spec: RankSpec) -> torch.device:
