@@ -1,0 +1,104 @@
+"""Multi-head latent attention of one query row a request over its pages of latents, split along the sequence.
+
+In the absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) every query head is compared with the latents
+themselves, and its result is a mean of latents: one shared vector of a token is key and value of all heads. A program
+takes a block of heads, and loads each latent once for both products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+from ._triton import runs_triton, tl, triton
+from .join_splits import join_splits
+
+_MOST_HEADS = 64
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr,
+                       scale_log2, q_stride_t, q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot,
+                       num_heads, splits, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+                       BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+                       BLOCK_TOKENS: tl.constexpr, JOINS: tl.constexpr):
+    request = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(2)
+    first_page = tl.load(kv_indptr_ptr + request)
+    length = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
+    blocks = tl.cdiv(tl.cdiv(length, BLOCK_TOKENS), splits)
+    begin = split * blocks * BLOCK_TOKENS
+    end = tl.minimum(begin + blocks * BLOCK_TOKENS, length)
+
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_RANK)
+    rope = tl.arange(0, BLOCK_ROPE)
+    real = (heads < num_heads)[:, None]
+    q = tl.load(q_ptr + request * q_stride_t + heads[:, None] * q_stride_h + dim[None, :],
+                real & (dim < RANK)[None, :], other=0.0)
+    qr = tl.load(qr_ptr + request * qr_stride_t + heads[:, None] * qr_stride_h + rope[None, :],
+                 real & (rope < ROPE)[None, :], other=0.0)
+    top = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    acc = tl.zeros((BLOCK_HEADS, BLOCK_RANK), tl.float32)
+    for start in range(begin, end, BLOCK_TOKENS):
+        token = start + tl.arange(0, BLOCK_TOKENS)
+        present = token < end
+        page = tl.load(kv_indices_ptr + first_page + token // PAGE, present, other=0).to(tl.int64)
+        slot = page * stride_page + (token % PAGE) * stride_slot
+        latent = tl.load(pages_ptr + slot[:, None] + dim[None, :], present[:, None] & (dim < RANK)[None, :], other=0.0)
+        key = tl.load(pages_ptr + slot[:, None] + RANK + rope[None, :], present[:, None] & (rope < ROPE)[None, :],
+                      other=0.0)
+        scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        scores += tl.dot(qr, tl.trans(key), input_precision="ieee")
+        scores = tl.where(present[None, :], scores * scale_log2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+    # A split beyond a short request's end holds nothing: weight 0 in the join, and no 0 / 0.
+    empty = total == 0.0
+    row = (request * num_heads + heads) * splits + split
+    if JOINS:
+        tl.store(lse_ptr + row, tl.where(empty, float("-inf"), top + tl.log2(total)), heads < num_heads)
+    out = (acc / tl.where(empty, 1.0, total)[:, None]).to(part_ptr.dtype.element_ty)
+    tl.store(part_ptr + row[:, None] * RANK + dim[None, :], out, real & (dim < RANK)[None, :])
+
+
+def head_block(num_heads: int, itemsize: int) -> int:
+    """Heads that one program takes: 64 of them read each latent once for all; in float32 only 16 fit."""
+    return max(16, min(_MOST_HEADS if itemsize <= 2 else 16, triton.next_power_of_2(num_heads)))
+
+
+def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
+               kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, splits: int) -> torch.Tensor:
+    """``softmax((q l^T + q_rope k^T) * scale) l`` of each request over all its latents l and shared keys k, as
+    ``[B, H, L]``.
+
+    ``q`` [B, H, L] and ``q_rope`` [B, H, R], views contiguous in their last dimension; ``pages`` one layer of a pool
+    of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32).
+    """
+    if not runs_triton(q):
+        rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+        return reference.mla_attention(q, q_rope, pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale)
+    requests, num_heads, rank = q.shape
+    width = q_rope.shape[2]
+    out = torch.empty((requests, num_heads, rank), dtype=q.dtype, device=q.device)
+    parts = lses = out
+    joins = splits > 1
+    if joins:
+        parts = torch.empty((requests, num_heads, splits, rank), dtype=torch.float32, device=q.device)
+        lses = torch.empty((requests, num_heads, splits), dtype=torch.float32, device=q.device)
+    block_heads = head_block(num_heads, q.element_size())
+    _mla_decode_kernel[(requests, triton.cdiv(num_heads, block_heads), splits)](
+        q, q_rope, pages, parts, lses, kv_indptr, kv_indices, kv_last_page_len, scale * 1.4426950408889634,
+        q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads,
+        splits, PAGE=pages.shape[1], RANK=rank, ROPE=width, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
+        BLOCK_ROPE=max(16, triton.next_power_of_2(width)), BLOCK_HEADS=block_heads,
+        BLOCK_TOKENS=32 if q.element_size() <= 2 else 16, JOINS=joins, num_warps=4 if block_heads <= 32 else 8,
+        num_stages=2)
+    if joins:
+        join_splits(parts, lses, out)
+    return out

@@ -1,0 +1,120 @@
+"""The kernels of multi-head latent attention against their twins, on a GPU or under the interpreter; collected by
+test_kernels_interpreted.py and tests/gpu/test_mla.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from baton.kernels import reference
+from baton.kernels.mla_decode import head_block, mla_decode
+from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
+from baton.kernels.mla_rope_and_store import mla_rope_and_store
+from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, random
+from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
+
+each_dtype = pytest.mark.parametrize("dtype,atol,rtol", DTYPES, ids=[str(d[0]) for d in DTYPES])
+PAGES = 400
+SHAPES = [(4, 24, 8, 4), (3, 32, 16, 1), (20, 16, 6, 16), *([(16, 512, 64, 16), (128, 512, 64, 64)] if GPU else [])]
+"""Heads, latent's and shared key's width, page size: small odd ones, and on a GPU DeepSeek's."""
+
+
+def latent_pool(rank: int, rope: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Layer 1 of a page-first pool of 3, strided as the engine passes it."""
+    return random(PAGES, 3, 1, 1, page_size, rank + rope, dtype=dtype, seed=3)[:, 1, 0, 0]
+
+
+@each_dtype
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("heads,rank,rope,page_size", SHAPES)
+def test_rope_and_store(heads, rank, rope, page_size, interleaved, dtype, atol, rtol):
+    tokens = 7
+    q = random(tokens, heads, 5 + rope, dtype=dtype)
+    fused = random(tokens, rank + rope, dtype=dtype, seed=1)
+    slots = torch.randperm(PAGES * page_size, generator=torch.Generator().manual_seed(5))[:tokens].to(DEVICE)
+    angles = torch.rand(50, rope // 2, generator=torch.Generator().manual_seed(6)) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    results = []
+    for op in (mla_rope_and_store, reference.mla_rope_and_store):
+        queries, pages = q.clone(), latent_pool(rank, rope, page_size, dtype)
+        op(queries[..., 5:], fused[:, :rank] * 1, fused[:, rank:], pages, slots // page_size, slots % page_size, table,
+           positions, interleaved)
+        results.append((queries, pages))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+    assert torch.equal(results[0][0][..., :5], q[..., :5]), "the part that is not turned changed"
+
+
+def test_interleaved_pairs_turn_like_halves_of_reordered_elements():
+    rope, positions = 8, torch.arange(3, device=DEVICE)
+    angles = torch.rand(3, rope // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    q = random(3, 2, rope, dtype=torch.float32)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    pages = torch.zeros(3, 1, rope + 16, device=DEVICE)
+    turned = []
+    for queries, interleaved in ((q.clone(), True), (q[..., order].contiguous(), False)):
+        mla_rope_and_store(queries, random(3, 16, dtype=torch.float32), random(3, rope, dtype=torch.float32), pages,
+                           positions, torch.zeros_like(positions), table, positions, interleaved)
+        turned.append(queries)
+    torch.testing.assert_close(turned[0][..., order], turned[1], atol=1e-6, rtol=0)
+
+
+@each_dtype
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("heads,rank,rope,page_size", SHAPES)
+def test_decode(heads, rank, rope, page_size, splits, dtype, atol, rtol):
+    lengths = [1, 31, 32, 33, 150]
+    table = page_table(lengths, page_size, PAGES)
+    pages = latent_pool(rank, rope, page_size, dtype)
+    q = random(heads, len(lengths), rank, dtype=dtype).transpose(0, 1)  # as the batched product leaves it
+    q_rope = random(len(lengths), heads, 5 + rope, dtype=dtype, seed=1)[..., 5:]
+    scale = (rank + rope) ** -0.5
+    want = reference.mla_attention(q, q_rope, pages, torch.arange(len(lengths) + 1), *table, scale)
+    torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, scale, splits), want, atol=atol, rtol=rtol)
+
+
+PREFILL = [(2, 12, 8, 20, 4), (3, 16, 6, 16, 1), *([(16, 128, 64, 128, 16)] if GPU else [])]
+"""Heads, widths of the two parts of a key and of a value, page size."""
+
+
+@each_dtype
+@pytest.mark.parametrize("most_tokens", [10_000, 64])
+@pytest.mark.parametrize("heads,nope,rope,v,page_size", PREFILL)
+def test_prefill(heads, nope, rope, v, page_size, most_tokens, dtype, atol, rtol):
+    """Rows without a prefix, with one, one row over a long prefix, several blocks of rows; in one segment or many.
+    Against the twin, and against the absorbed form, which knows no segments."""
+    rank, counts, prefixes = 16, [5, 33, 1, 140], [0, 64, 130, 7]
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    table = page_table([c + p for c, p in zip(counts, prefixes)], page_size, PAGES)
+    pages = latent_pool(rank, rope, page_size, dtype)
+    up = random(heads, nope + v, rank, dtype=dtype, seed=8) / 4
+    q = random(sum(counts), heads, nope + rope, dtype=dtype)
+    scale, on_device = (nope + rope) ** -0.5, torch.from_numpy(indptr).to(DEVICE)
+    segments = plan_mla_prefill(indptr, table[0].cpu().numpy(), table[2].cpu().numpy(), page_size, most_tokens,
+                                torch.device(DEVICE))
+    assert len(segments) == (1 if most_tokens > 1000 else -(-int(table[0][-1]) // (64 // page_size)))
+    results = []
+    for op in (mla_prefill, reference.mla_prefill):
+        lse = None
+        out = torch.full((len(q), heads, v), 7.0, device=DEVICE, dtype=dtype)
+        if len(segments) > 1:
+            lse = torch.full(out.shape[:2], float("-inf"), device=DEVICE)
+            out = torch.zeros(out.shape, device=DEVICE)
+        for segment in segments:
+            rows = pages[table[1][segment.first_page:segment.last_page].long()].flatten(0, 1)
+            kv = torch.einsum("sr,hdr->shd", rows[:, :rank], up)
+            op(q, kv, rows[:, rank:], segment, on_device, scale, out, lse)
+        results.append(out.to(dtype))
+    torch.testing.assert_close(results[0], results[1], atol=atol, rtol=rtol)
+    absorbed = torch.einsum("thd,hdr->thr", q[..., :nope], up[:, :nope])
+    latents = reference.mla_attention(absorbed, q[..., nope:], pages, on_device, *table, scale)
+    want = torch.einsum("thr,hvr->thv", latents, up[:, nope:])
+    torch.testing.assert_close(results[0], want, atol=5 * atol, rtol=5 * rtol)
+
+
+def test_a_block_of_heads_is_as_wide_as_the_type_allows():
+    assert [head_block(heads, 2) for heads in (1, 16, 20, 64, 128)] == [16, 16, 32, 64, 64]
+    assert head_block(128, 4) == 16
