@@ -25,8 +25,8 @@ from baton.tests.common.small_models import (
 )
 
 
-def run_ranks(size: int, checkpoint: Path, folder: Path) -> list[dict]:
-    command = [sys.executable, str(Path(__file__).with_name("tp_rank.py"))]
+def run_ranks(size: int, checkpoint: Path, folder: Path, script: str = "tp_rank.py") -> list[dict]:
+    command = [sys.executable, str(Path(__file__).with_name(script))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     outs = [folder / f"rank{rank}.pt" for rank in range(size)]
     ranks = [subprocess.Popen([*command, str(rank), str(size), f"file://{folder}/rendezvous", str(checkpoint),

@@ -1,0 +1,68 @@
+"""One rank of test_moe_ranks.py: ``moe_rank.py RANK SIZE INIT_METHOD CHECKPOINTS OUT``; writes what it computed to
+OUT. CHECKPOINTS holds one folder a model family."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton.common.config.moe import MoESpec
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.tp import TPGroup, init_tp
+from baton.common.layers.moe import MoE
+from baton.common.weights.loader import load_dummy
+from baton.common.weights.slots import allocator
+from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
+
+SPREAD = MoESpec(num_experts=8, top_k=3, intermediate_size=12, layers=(0,), scoring="sigmoid", num_groups=4,
+                 top_groups=2, group_score="top2", correction_bias=True, scaling_factor=2.5, shared_size=20)
+HIDDEN = 16
+
+
+def main(rank: int, size: int, init_method: str, checkpoints: str, out: str) -> None:
+    torch.set_num_threads(1)
+    world = init_tp(rank, size, init_method, "cpu", timeout=60)
+    shares = {f"ep{ep}": ExpertShare(world, ep) for ep in (1, 2, 4) if ep <= size}
+    shares["alltoall"] = ExpertShare(world, size, "alltoall")
+    logits = {}
+    for folder in sorted(Path(checkpoints).iterdir()):
+        for name, share in shares.items():
+            logits[folder.name, name] = model_logits(folder, Parallel(world, experts=share))
+    torch.save({"logits": logits, "spread": spread(world)}, out)
+    world.close()
+
+
+def model_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
+    """Of 29 tokens at once and one decode step."""
+    runner = load_runner(server_config(folder, tp=parallel.world.size), parallel)
+    tokens = np.random.default_rng(2).integers(0, 97, 30)
+    pages = scattered_pages(runner, 1, 30)[0]
+    first = forward(runner, [(tokens[:29], 0, pages)])
+    return torch.cat((first, forward(runner, [(tokens[29:], 29, pages)], is_decode=True)))
+
+
+def layer(share: ExpertShare) -> MoE:
+    """Random, by its tensors' names: the same experts however they are shared."""
+    made = MoE("mixture", SPREAD, HIDDEN, share, allocator(torch.float32, torch.device("cpu")))
+    load_dummy(made.slots(), 5, lambda what, fraction: None)
+    made.router.weight *= 50  # as drawn, all experts score alike
+    return made
+
+
+def own_tokens(rank: int) -> torch.Tensor:
+    """Unequal counts, and none at all on rank 1."""
+    return torch.randn(0 if rank == 1 else 3 * rank + 2, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+@torch.inference_mode()
+def spread(world: TPGroup) -> torch.Tensor:
+    """What the layer makes of tokens that only this rank has."""
+    return layer(ExpertShare(world, world.size, "alltoall")).spread(own_tokens(world.rank))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
