@@ -20,6 +20,7 @@ from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
 from ..models.registry import build_model
+from ..quantization.methods import check_device
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
 from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
@@ -66,6 +67,7 @@ class ModelRunner:
         spec.check_tp(parallel.attention.size)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
+        check_device(spec.quantization, dtype, device)
         choose_decode_backend(config.kernels, device, dtype, spec.head_dim)  # refuse before loading
         try:
             model = _load_model(config, spec, parallel, getattr(torch, dtype), device, progress)
@@ -246,9 +248,17 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
     schedule = config.schedule
     local = 2 * spec.num_heads * spec.head_dim // parallel.attention.size
-    local += 3 * spec.intermediate_size // parallel.mlp.size
+    local += _mlp_values(spec, parallel.mlp.size)
     row = (6 * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim) * DTYPE_BYTES[layout.dtype]
     rows = max(schedule.chunked_prefill_size, schedule.max_running_requests)
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
     workspaces = 1 << 30
     return rows * row + logits + workspaces
+
+
+def _mlp_values(spec: ModelSpec, ranks: int) -> int:
+    """Values that one row takes within a layer's MLP, at most. Whole experts may all be on one rank."""
+    dense = 3 * spec.intermediate_size // ranks
+    if spec.moe is None:
+        return dense
+    return max(dense, spec.moe.top_k * (3 * spec.moe.intermediate_size + spec.hidden_size))
