@@ -37,7 +37,8 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 
 def _mend_interpreter() -> None:
     """Triton 3.6's interpreter turns a scalar, kept as an array of one element, into a loop bound with ``int()``,
-    which NumPy 2.4 refuses for arrays with dimensions: every kernel with a loop would raise TypeError."""
+    which NumPy 2.4 refuses for arrays with dimensions: every kernel with a loop would raise TypeError. Its casts to
+    float8 lose the carry of a mantissa that is rounded up, which halves the value."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -47,6 +48,15 @@ def _mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+    convert = interpreter._convert_float
+    float8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target not in float8 or source not in (tl.float32, tl.float16):
+            return convert(data, source, target, rounding)
+        return torch.tensor(data).to(float8[target]).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_float
 
 
 if INTERPRETED:

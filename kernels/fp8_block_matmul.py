@@ -14,7 +14,8 @@ from ._triton import runs_triton, tl, triton
 GROUP = 128
 
 
-@triton.jit
+# ``rows`` changes with every step: specialized on 1 and on multiples of 16 it would compile while requests wait.
+@triton.jit(do_not_specialize=["rows"])
 def _block_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, rows, out, width, blocks_in, block_out,
                          BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUP: tl.constexpr,
                          WHOLE: tl.constexpr, BAND: tl.constexpr):
@@ -39,7 +40,7 @@ def _block_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, rows, ou
     x_scale_at = x_scale_ptr + safe_row * blocks_in
     w_scale_at = w_scale_ptr + (safe_column // block_out) * blocks_in
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    for block in range(0, blocks_in):
+    for block in range(blocks_in):
         if WHOLE:
             x = tl.load(x_at)
             w = tl.load(w_at)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..kvcache.layout import DTYPE_BYTES
+from ..quantization.scheme import Scheme, scheme_of
 from .moe import MoESpec, mixtral_experts, qwen_experts
 from .server import ModelArgs
 
@@ -78,6 +79,7 @@ class ModelSpec:
     head: Head = "words"
     num_labels: int = 0
     moe: MoESpec | None = None
+    quantization: Scheme | None = None
 
     def check_tp(self, size: int) -> None:
         """Raises ConfigError where ``size`` ranks cannot share the model evenly."""
@@ -201,6 +203,7 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
         moe=family.experts(config) if family.experts else None,
     )
+        quantization=scheme_of(config, args.quantization),
 
 
 def _head(architecture: str, args: ModelArgs) -> Head:
@@ -224,8 +227,6 @@ def _check_supported(config: dict[str, Any]) -> str:
                           f"{', '.join(name for name in ARCHITECTURES if name.endswith('ForCausalLM'))}.")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"Activation {act!r} is not supported: use a checkpoint with hidden_act 'silu'.")
-    if "quantization_config" in config:
-        raise ConfigError("Quantized checkpoints are not supported: use one in bfloat16, float16 or float32.")
     return found
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
 
 from ..distributed.tp import TPGroup
+from ..quantization.methods import linear_method
+from ..quantization.shards import Shard
 from ..weights.slots import Allocate, Slot
 
 
@@ -39,17 +40,18 @@ class ColumnLinear:
     def __init__(self, in_features: int, parts: list[Columns], bias: bool, allocate: Allocate):
         self.parts = parts
         self.sizes = [part.size for part in parts]
-        self.weight = allocate(sum(self.sizes), in_features)
+        firsts = [sum(self.sizes[:index]) for index in range(len(parts))]
+        self.method = linear_method(
+            [Shard(part.name, first, part.size, (part.full, in_features), 0, part.start)
+             for part, first in zip(parts, firsts)], in_features, allocate)
         self.bias = allocate(sum(self.sizes)) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.method(x, self.bias)
 
     def slots(self) -> Iterator[Slot]:
-        weights = self.weight.split(self.sizes)
+        yield from self.method.slots()
         biases = self.bias.split(self.sizes) if self.bias is not None else ()
-        for part, weight in zip(self.parts, weights):
-            yield Slot(f"{part.name}.weight", weight, (part.full, weight.shape[1]), 0, part.start)
         for part, bias in zip(self.parts, biases):
             yield Slot(f"{part.name}.bias", bias, (part.full,), 0, part.start)
 
@@ -59,23 +61,23 @@ class RowLinear:
 
     def __init__(self, name: str, in_features: int, out_features: int, bias: bool, tp: TPGroup, allocate: Allocate):
         self.name = name
-        self.in_features = in_features
         self.tp = tp
-        self.weight = allocate(out_features, in_features // tp.size)
+        local = in_features // tp.size
+        shard = Shard(name, 0, out_features, (out_features, in_features), 1, tp.rank * local)
+        self.method = linear_method([shard], local, allocate)
         self.bias = allocate(out_features) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
+            return self.method(x, self.bias)
         y = self.tp.all_reduce(self.partial(x))
         return y if self.bias is None else y + self.bias
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, without the bias: for callers that add more before the ranks are summed."""
-        return linear(x, self.weight)
+        return self.method(x)
 
     def slots(self) -> Iterator[Slot]:
-        out, local = self.weight.shape
-        yield Slot(f"{self.name}.weight", self.weight, (out, self.in_features), 1, self.tp.rank * local)
+        yield from self.method.slots()
         if self.bias is not None:
-            yield Slot(f"{self.name}.bias", self.bias, (out,))
+            yield Slot(f"{self.name}.bias", self.bias, tuple(self.bias.shape))

@@ -91,7 +91,7 @@ class DenseDecoder:
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
                  make_mlp: MakeMLP = dense_mlp):
-        allocate = allocator(dtype, device)
+        allocate = allocator(dtype, device, spec.quantization)
         self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attention,
                                     allocate)
         self.layers = [DecoderLayer(index, spec, parallel, allocate, make_mlp) for index in range(spec.num_layers)]

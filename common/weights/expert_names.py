@@ -55,6 +55,9 @@ class _Matrix:
     def get_shape(self) -> list[int]:
         return list(self._shape)
 
+    def get_dtype(self) -> str:
+        return self._source.get_dtype()
+
     def __getitem__(self, key: Any) -> torch.Tensor:
         rows, columns = key if isinstance(key, tuple) else (key, slice(None))
         start, stop, _ = rows.indices(self._shape[0])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...kernels.reference import FP8_LARGEST
 from ..api.errors import ConfigError
 from .expert_names import by_expert
 from .slots import Slot
@@ -18,6 +19,8 @@ from .slots import Slot
 Progress = Callable[[str, float], None]
 
 _DUMMY_STD = 0.02
+_DUMMY_SCALES = {"weight scale": 2.0**-12, "input scale": 2.0**-5}
+"""Deviations of 0.02 take a fifth of float8's range by the first; activations of up to 14 stay within the second."""
 
 
 def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *, tied: bool) -> None:
@@ -56,7 +59,7 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool) -> Non
         for name, source in _tensors(file):
             slot = _slot_of(name, wanted)
             if slot is not None:
-                _check_shape(slot, source, file)
+                _check(slot, source, file)
                 missing.discard(slot.name)
             elif not _redundant(name, tied):
                 raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
@@ -65,7 +68,7 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool) -> Non
 
 
 def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
-    """Norms of one, all else normal with deviation 0.02, by ``seed`` and tensor name.
+    """Norms of one, scales constant, all else normal with deviation 0.02, by ``seed`` and tensor name.
 
     Each tensor is drawn whole on the device and then sliced, so that any number of ranks holds the same model.
     """
@@ -75,13 +78,24 @@ def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
             continue
         if "norm" in slot.name:
             slot.target.fill_(1.0)
+        elif slot.holds in _DUMMY_SCALES:
+            slot.fill(torch.full(slot.shape, _DUMMY_SCALES[slot.holds], device=slot.target.device))
         else:
-            generator = torch.Generator(slot.target.device)
-            # Hashed to 32 bits: of a wider seed, torch's CPU generator ignores the rest.
-            generator.manual_seed(zlib.crc32(f"{seed}/{slot.name}".encode()))
-            whole = torch.empty(slot.shape, dtype=slot.target.dtype, device=slot.target.device)
-            slot.target.copy_(slot.part_of(whole.normal_(0.0, _DUMMY_STD, generator=generator)))
+            slot.fill(_drawn(slot, seed))
         progress("weights", done / len(slots))
+
+
+def _drawn(slot: Slot, seed: int) -> torch.Tensor:
+    """The whole tensor, drawn in float32 where it becomes float8."""
+    target = slot.target
+    generator = torch.Generator(target.device)
+    # Hashed to 32 bits: of a wider seed, torch's CPU generator ignores the rest.
+    generator.manual_seed(zlib.crc32(f"{seed}/{slot.name}".encode()))
+    dtype = torch.float32 if target.itemsize == 1 else target.dtype
+    std = _DUMMY_STD / _DUMMY_SCALES["weight scale"] if slot.holds == "float8" else _DUMMY_STD
+    drawn = torch.empty(slot.shape, dtype=dtype, device=target.device).normal_(0.0, std, generator=generator)
+    # Of billions of values some lie beyond float8's largest, and would become NaN.
+    return drawn.clamp_(-FP8_LARGEST, FP8_LARGEST) if slot.holds == "float8" else drawn
 
 
 def _files(folder: Path) -> list[Path]:
@@ -113,16 +127,23 @@ def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _fill(slot: Slot, source: Any, file: Path) -> None:
-    _check_shape(slot, source, file)
-    if slot.target.numel():
-        slot.target.copy_(slot.part_of(source))
+    _check(slot, source, file)
+    slot.fill(source)
 
 
-def _check_shape(slot: Slot, source: Any, file: Path) -> None:
-    shape = tuple(source.get_shape())
-    if shape != slot.shape:
+def _check(slot: Slot, source: Any, file: Path) -> None:
+    shape, dtype = tuple(source.get_shape()), source.get_dtype()
+    if slot.holds in _DUMMY_SCALES:  # written with and without dimensions of one
+        same = [n for n in shape if n != 1] == [n for n in slot.shape if n != 1]
+    else:
+        same = shape == slot.shape
+    if not same:
         raise ConfigError(f"{slot.name} in {file.name} has shape {list(shape)}, but config.json asks for "
                           f"{list(slot.shape)}.")
+    if slot.holds == "values" and dtype.startswith("F8"):
+        raise ConfigError(f"{slot.name} in {file.name} is float8, but by config.json it is not quantized.")
+    if slot.holds == "float8" and dtype != "F8_E4M3":
+        raise ConfigError(f"{slot.name} in {file.name} is {dtype}, but by config.json it is float8 (e4m3).")
 
 
 def _slot_of(name: str, wanted: Mapping[str, Slot]) -> Slot | None:

@@ -1,0 +1,79 @@
+"""What a linear layer's weight is held as, and how it is multiplied: one noun a form, all of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from ...kernels.fp8_block_matmul import GROUP
+from ..api.errors import ConfigError
+from ..weights.slots import Allocate, Slot
+from .blocks import BlockFloat8
+from .rows import RowFloat8
+from .scheme import Scheme
+from .shards import Shard
+
+
+class LinearMethod(Protocol):
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``[T, in] -> [T, out]``, of this rank's weight and in the type of ``x``."""
+
+    def dense(self) -> torch.Tensor:
+        """The weight ``[out, in]`` in the engine's type: itself, or made of what it is held as."""
+
+    def slots(self) -> Iterator[Slot]: ...
+
+
+class Plain:
+    """A weight of the engine's type."""
+
+    def __init__(self, shards: Sequence[Shard], width: int, allocate: Allocate):
+        self.shards = shards
+        self.weight = allocate(sum(shard.size for shard in shards), width)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, self.weight, bias)
+
+    def dense(self) -> torch.Tensor:
+        return self.weight
+
+    def slots(self) -> Iterator[Slot]:
+        for shard in self.shards:
+            yield shard.slot(self.weight)
+
+
+def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> LinearMethod:
+    """The method of a weight ``[sum of the shards' sizes, width]``; raises ConfigError where ``allocate.scheme`` does
+    not go with how it is cut."""
+    scheme = allocate.scheme
+    if scheme is None or not _quantizes(scheme, shards):
+        return Plain(shards, width, allocate)
+    if scheme.weights == "block":
+        return BlockFloat8(shards, width, scheme, allocate)
+    return RowFloat8(shards, width, scheme, allocate)
+
+
+def check_device(scheme: Scheme | None, dtype: str, device: torch.device) -> None:
+    """Raises ConfigError where a GPU cannot compute by ``scheme`` in ``dtype``. A CPU emulates every scheme."""
+    if scheme is None or device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} does not compute in float8: use a GPU of compute "
+                          "capability 8.9 or more, or a checkpoint in bfloat16.")
+    if dtype != "bfloat16":
+        raise ConfigError(f"Float8 weights are served with --dtype bfloat16 on a GPU, not {dtype}.")
+    if scheme.weights == "block" and scheme.block[1] != GROUP:
+        raise ConfigError(f"Blocks of {scheme.block[0]} x {scheme.block[1]} are not supported on a GPU: use a "
+                          f"checkpoint whose weight_block_size is [{GROUP}, {GROUP}].")
+
+
+def _quantizes(scheme: Scheme, shards: Sequence[Shard]) -> bool:
+    chosen = [shard.name for shard in shards if scheme.quantizes(shard.name)]
+    if chosen and len(chosen) < len(shards):
+        others = [shard.name for shard in shards if shard.name not in chosen]
+        raise ConfigError(f"The checkpoint quantizes {chosen[0]} and not {others[0]}, which are computed together: "
+                          "use a checkpoint that treats them alike.")
+    return bool(chosen)
