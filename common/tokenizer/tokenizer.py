@@ -90,6 +90,11 @@ class Tokenizer:
         """The token that a text begins with, None where the model has none."""
         return self._hf.bos_token_id
 
+    @property
+    def size(self) -> int:
+        """Token ids are below this; added tokens are in it."""
+        return len(self._hf)
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n characters has at least n / longest tokens."""
