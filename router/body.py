@@ -122,6 +122,16 @@ def with_bootstrap(body: bytes, found: Peek, host: str, port: int | None, rng: R
     return b"%b%b%d,%b" % (body[:start], _address(host, port), rng.getrandbits(_ROOM_BITS), body[start:])
 
 
+def with_previous_room(body: bytes, before: bytes) -> bytes:
+    """The prefill half's body with the room, or rooms, of ``before``, the body of the same half of the attempt before:
+    what a prefill server of ours computed then, it need not compute again."""
+    found = peek(before)
+    if found is None or not found.bootstrap_room:
+        return body
+    start = body.index(b"{") + 1
+    return b'%b"bootstrap_previous_room":%b,%b' % (body[:start], bytes(found.bootstrap_room), body[start:])
+
+
 @lru_cache(maxsize=1024)
 def _address(host: str, port: int | None) -> bytes:
     """All that comes before the room."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ..common.api.errors import ConfigError, WorkerUnavailable
+from ..common.api.errors import WorkerUnavailable
 from .answer import Failure, Sink
 from .body import Peek
 from .config import RouterConfig
@@ -24,14 +24,19 @@ from .retry import Backoff, Retries
 from .tls import worker_context
 from .upstream import Call
 
-if TYPE_CHECKING:
-    from .kv_watch import KVWatch
-
 logger = logging.getLogger("baton.router")
 
 RETRY_AFTER_SECONDS = 1.0
 _JOINED = 16 * 1024
 """Bodies up to this are copied behind their head: a second buffer costs more than so small a copy."""
+
+
+class Watch(Protocol):
+    """Follows the workers beside their requests."""
+
+    def join(self, worker: Worker) -> None: ...
+    def leave(self, worker: Worker) -> None: ...
+    def close(self) -> None: ...
 
 
 class Dispatcher:
@@ -51,7 +56,9 @@ class Dispatcher:
         self.policies = build_all({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         exact = {policy for policy in self.policies.values() if isinstance(policy, CacheExact)}
         self._pairing = self.policies["prefill"] if self.policies["prefill"] is self.policies["decode"] else None
-        self._watch = _watch(self, exact.pop()) if exact else None
+        self.exact = exact.pop() if exact else None
+        """The policy that is to be told what workers have cached, by a ``watch``."""
+        self.watch: Watch | None = None
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
@@ -72,8 +79,8 @@ class Dispatcher:
         self._pools[worker] = pool = UpstreamPool(
             worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
             tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known)
-        if self._watch is not None:
-            self._watch.join(worker)
+        if self.watch is not None:
+            self.watch.join(worker)
         return pool
 
     def pool(self, worker: Worker) -> UpstreamPool:
@@ -82,8 +89,8 @@ class Dispatcher:
     def close_pool(self, worker: Worker) -> None:
         """Drop what is idle now; running calls end undisturbed and their connections close after them."""
         self._pools[worker].close()
-        if self._watch is not None:
-            self._watch.leave(worker)
+        if self.watch is not None:
+            self.watch.leave(worker)
 
     def cut(self, worker: Worker) -> None:
         """Fail what runs on a worker."""
@@ -99,8 +106,8 @@ class Dispatcher:
                 del self._pools[worker]
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        if self.watch is not None:
+            self.watch.close()
         for pool in self._pools.values():
             pool.close()
 
@@ -198,16 +205,6 @@ class Dispatcher:
 
     def new_retries(self) -> Retries:
         return Retries(self._backoff, self.rng, self.loop)
-
-
-def _watch(dispatcher: Dispatcher, policy: CacheExact) -> KVWatch:
-    """Only cache_exact needs ZMQ."""
-    try:
-        from .kv_watch import KVWatch
-    except ImportError:
-        raise ConfigError("--policy cache_exact listens to the workers' KV events over ZMQ: "
-                          "pip install pyzmq, or choose another policy.") from None
-    return KVWatch(dispatcher, policy)
 
 
 def nobody(role: Role) -> WorkerUnavailable:

@@ -172,7 +172,7 @@ class Exchange:
         if self.ticket is not None:
             self.ticket.finished()
         if self._span is not None:
-            self._span.end(self, status)
+            self._span.end(route, status, self.worker, self.retries)
         if self._log_access:
             request = self.request
             logger.info("request", extra={"fields": {

@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import zmq
@@ -20,12 +20,10 @@ import zmq.asyncio
 
 from ..common.api.kv_events import END_OF_REPLAY, decode
 from .collect import ask, get
+from .dispatch import Dispatcher
 from .policies.cache_exact import CacheExact, Memory
 from .ranks import report_of
 from .registry import Worker
-
-if TYPE_CHECKING:
-    from .dispatch import Dispatcher
 
 logger = logging.getLogger("baton.router")
 

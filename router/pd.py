@@ -1,7 +1,8 @@
 """A request served by a pair: the same body to a prefill and a decode worker, decode's answer to the client.
 
 The halves find each other through the fields that are spliced into the body (``bootstrap_*``); the
-room is new for every attempt, so that no late half of an old attempt can join a new one.
+room is new for every attempt, so that no late half of an old attempt can join a new one. Where only the
+decode half failed, the next attempt goes to the same prefill worker, which still has what it computed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import msgspec
 from ..common.api.errors import TransferFailed
 from .answer import AnswerHead, Failure
 from .attempts import again, broken, error_of, tried
-from .body import Peek, with_bootstrap
+from .body import Peek, with_bootstrap, with_previous_room
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .ranks import tell_prefill_rank
-from .registry import Reservation, Role, Worker
+from .registry import Reservation, Role, Worker, without
 from .relay import Relay
 from .retry import RETRYABLE_STATUSES, Retries
 from .upstream import Call
@@ -80,7 +81,7 @@ class PairRelay:
     """
 
     __slots__ = ("dispatcher", "exchange", "_peek", "retries", "_prefill", "_decode", "_relayed", "_paused",
-                 "_only")
+                 "_only", "_sent", "_again_on", "_suspect")
 
     def __init__(self, dispatcher: Dispatcher, exchange: Exchange, peek: Peek, *, only: Worker | None = None):
         """``only``: the decode worker that alone can answer."""
@@ -93,6 +94,9 @@ class PairRelay:
         self._decode: Half | None = None
         self._relayed: Half | None = None
         self._paused = False
+        self._sent = b""  # to the prefill worker of the last attempt; nothing once an answer has begun
+        self._again_on: Worker | None = None  # the prefill worker of an attempt whose decode half failed
+        self._suspect: Worker | None = None  # whose peer could not reach it: the next attempt is not for it
 
     def start(self) -> None:
         """Make an attempt; answers 503 when a role has no worker available."""
@@ -109,13 +113,21 @@ class PairRelay:
             return
         found = self._peek
         assert found is not None
+        if self._suspect is not None:
+            prefills = without(prefills, {self._suspect}) or prefills
+            decodes = without(decodes, {self._suspect}) or decodes
+        same = self._again_on if self._again_on in prefills else None
+        if same is not None:
+            prefills = [same]
         held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
         self._prefill = prefill = Half(self, "prefill", held_prefill, held_prefill.worker)
         self._decode = decode = Half(self, "decode", held_decode, held_decode.worker)
         exchange.workers = (prefill.worker, decode.worker)
         body = with_bootstrap(exchange.request.body if log is None else log.resumed_body(), found,
                               prefill.worker.endpoint.host, prefill.worker.bootstrap_port, dispatcher.rng)
-        prefill.call = dispatcher.send(prefill.worker, exchange.request, body, prefill, resend=False)
+        told = with_previous_room(body, self._sent) if same is not None and same.is_baton and self._sent else body
+        self._sent, self._again_on, self._suspect = body if log is None else b"", None, None
+        prefill.call = dispatcher.send(prefill.worker, exchange.request, told, prefill, resend=False)
         if prefill.worker.rank is not None:
             body = tell_prefill_rank(body, prefill.worker.rank)
         decode.call = dispatcher.send(decode.worker, exchange.request, body, decode, resend=False)
@@ -143,6 +155,7 @@ class PairRelay:
         if status >= 400:
             self._other(half).cancel()
         exchange.begin(head)
+        self._sent = b""
         if exchange.log is None:
             self._peek = None  # No retry any more; a long stream need not hold its prompt.
         if self._paused and half.call is not None:
@@ -193,6 +206,8 @@ class PairRelay:
         if self._relayed is not None and half is not self._relayed:
             return  # Prefill broke after decode began to answer: decode has what it needs, or tells what it lacks.
         self._other(half).cancel()
+        if half is self._decode and not self.exchange.began:
+            self._again_on = self._prefill_worker
         error = error_of(failure)
         if self.exchange.began:
             tried(self)
@@ -228,6 +243,10 @@ class PairRelay:
         assert other is not None
         return other
 
+    @property
+    def _prefill_worker(self) -> Worker | None:
+        return None if self._prefill is None else self._prefill.worker
+
     def _cancel_halves(self) -> None:
         for half in (self._prefill, self._decode):
             if half is not None:
@@ -236,9 +255,13 @@ class PairRelay:
     def _may_try_again(self, half: Half, status: int) -> bool:
         """A failed transfer is worth another try on the same pair; other 5xx only on a worker that did not fail yet.
 
-        The half that reports a failed transfer is seldom to blame: its peer may just have been restarted.
+        The half that reports a failed transfer is seldom to blame: its peer may just have died, or been restarted.
         """
         retries = tried(self)
         if status != TransferFailed.status:
             retries.excluded.add(half.worker)
+        if status == TransferFailed.status:
+            self._suspect = self._other(half).worker
+        if (half is self._decode) is (status != TransferFailed.status):
+            self._again_on = self._prefill_worker
         return retries.left and self.dispatcher.untried(half.role, retries)

@@ -6,13 +6,10 @@ through like any header.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..common.obs.tracing import Tracing
 from .request import Request
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
 
 
 class Tracer:
@@ -38,7 +35,7 @@ class Tracer:
 
 
 class RequestSpan:
-    """The span of one request, ended once with what its exchange knows."""
+    """The span of one request; ``end`` is called once."""
 
     __slots__ = ("_span", "_failed")
 
@@ -49,9 +46,9 @@ class RequestSpan:
     def first_token(self) -> None:
         self._span.add_event("first_token")
 
-    def end(self, exchange: Exchange, status: int) -> None:
-        self._span.set_attributes({"http.route": exchange.route, "http.response.status_code": status,
-                                   "baton.worker": exchange.worker, "baton.retries": exchange.retries})
+    def end(self, route: str, status: int, worker: str, retries: int) -> None:
+        self._span.set_attributes({"http.route": route, "http.response.status_code": status, "baton.worker": worker,
+                                   "baton.retries": retries})
         if status >= 500:
             self._span.set_status(self._failed)
         self._span.end()

@@ -12,24 +12,38 @@ its reader to close the connection, or ended with it.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import httptools
 import msgspec
 
 from .answer import AnswerFacts, AnswerHead, Failure, Sink
-from .heads import KnownHead
-
-if TYPE_CHECKING:
-    from .pool import UpstreamPool
+from .heads import KnownHead, KnownHeads
 
 _MAX_HEAD = 128 * 1024
+
+
+class Home(Protocol):
+    """What a connection needs of those that it stands among."""
+
+    url: str
+    known: KnownHeads[AnswerFacts]
+    connections: set[UpstreamConnection]
+
+    def park(self, connection: UpstreamConnection) -> None:
+        """It idles, and may carry another call."""
+
+    def unpark(self, connection: UpstreamConnection) -> None:
+        """It carries no call any more."""
+
+    def connect(self, call: Call) -> None:
+        """Carry a call on a new connection."""
 
 
 class Call(msgspec.Struct, eq=False):
     """One request on one worker, from ``UpstreamPool.send`` to its end."""
 
-    pool: UpstreamPool
+    pool: Home
     sink: Sink | None
     head: bytes
     """And with it the body, unless that is large."""
@@ -86,7 +100,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, pool: UpstreamPool):
+    def __init__(self, pool: Home):
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""

@@ -79,7 +79,7 @@ class Bench:
             connection.connection_made(Transport())
             pool.park(connection)
             self.upstream.append(connection)
-        self.client = ClientConnection(router.serve, max_payload=2**28, connections=set(), rules=HeadRules(),
+        self.client = ClientConnection(router.entry.serve, max_payload=2**28, connections=set(), rules=HeadRules(),
                                        loop=asyncio.get_running_loop())
         self.client.connection_made(Transport())
 

@@ -1,0 +1,185 @@
+"""Where requests come in: who may, what each is for, and which relay or answer of our own serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any
+
+from ..common.api.errors import NotFound, ServingError
+from .access import Cors, Keys
+from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
+from .body import Peek, peek, require_object
+from .cluster import Cluster
+from .continuation import ASK_FOR_IDS, StreamLog, continuable
+from .exchange import Exchange
+from .gate import Gate
+from .http_server import ClientConnection
+from .local_prefill import LocalPrefill
+from .pd import PairRelay
+from .registry import Role, Worker
+from .relay import Relay
+from .request import Request
+from .retry import Backoff, Retries
+from .routes import ANY_METHOD, CONTINUED_PATHS, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
+from .sticky import away, keeper, key_of, with_session_id
+from .tracing import Tracer
+from .wire import Response, check_method
+from .worker_routes import WORKERS, changes_workers
+
+_OWN_PATHS = frozenset(ADMIN_ROUTES)
+
+AnswerOwn = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Response]"]
+"""Answers a request to the router itself, now or later; raises ServingError."""
+
+
+class _Task:
+    """An asynchronous endpoint as a connection's handler: a client that leaves cancels it."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None]):
+        self._task = asyncio.get_running_loop().create_task(coroutine)
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    def pause(self) -> None:
+        pass  # One short answer: nothing to hold back.
+
+    def resume(self) -> None:
+        pass
+
+
+class Entry:
+    """Serves each request that a connection has read: ``serve`` is the connections' callback."""
+
+    def __init__(self, cluster: Cluster, answer_own: AnswerOwn, rng: Random, tracer: Tracer | None, gate: Gate | None):
+        """``gate``: where requests may have to wait, or to be refused; None where none ever is."""
+        config = cluster.config
+        self._cluster = cluster
+        self._answer_own = answer_own
+        self._rng = rng
+        self._tracer = tracer
+        self._gate = gate
+        self._registry = cluster.registry
+        self._metrics = cluster.metrics
+        self._dispatcher = cluster.dispatcher
+        self._home: Role = "decode" if config.workers.pd_disaggregation else "regular"
+        self._keys = Keys(config.security.client_keys, config.security.admin_keys)
+        self._guarded = bool(self._keys)
+        self._cors = Cors(config.security.cors_allowed_origins) if config.security.cors_allowed_origins else None
+        self._continues = config.retry.stream_continuation
+        self._local_prefill: LocalPrefill | None = None
+        if config.retry.local_prefill_tokens:
+            self._local_prefill = LocalPrefill(self._dispatcher, config.retry.local_prefill_tokens)
+        self._log_access = logging.getLogger("baton.router").isEnabledFor(logging.INFO)
+
+    def serve(self, connection: ClientConnection, request: Request) -> None:
+        """Begin to serve one request."""
+        path = request.path
+        try:
+            if self._cors is not None:
+                request.reply_headers = self._cors.grant(request.origin)
+                if request.method == b"OPTIONS" and request.origin:
+                    self._answer(connection, request, self._cors.preflight(request))
+                    return
+            if self._guarded and path not in OPEN_PATHS:
+                self._keys.check(request, admin=path in CHANGING or changes_workers(request))
+            methods = RELAYED.get(path)
+            if methods is None and path in ADMIN_ROUTES:
+                self._serve_own(connection, request)
+                return
+            if methods is None and path.startswith(PREFIXES):
+                methods = ANY_METHOD
+            if methods is None and (path == WORKERS or path.startswith(WORKERS + b"/")):
+                self._serve_own(connection, request)
+                return
+            if methods is None:
+                instead = next((words for known, words in ELSEWHERE.items() if path.startswith(known)), None)
+                raise NotFound(f"There is no {path.decode('latin-1')} here{': ' + instead if instead else ''}.")
+            if request.method not in methods:
+                check_method(request, methods)
+            self._relay(connection, request)
+        except ServingError as error:
+            self._answer(connection, request, Response.error(error, path))
+
+    def serve_scrape(self, connection: ClientConnection, request: Request) -> None:
+        """Serve a request on --prometheus-port."""
+        if request.path == b"/metrics":
+            self._serve_own(connection, request)
+        else:
+            self._answer(connection, request, Response.error(NotFound("Only /metrics is served here.")))
+
+    def _relay(self, connection: ClientConnection, request: Request) -> None:
+        path = request.path
+        pair = self._home == "decode" and path in PAIR_PATHS
+        found = require_object(request.body) if pair else peek(request.body) if request.body else None
+        usual = found is not None and path in PAIR_PATHS and not found.session_params
+        kept = self._keeper_of(request) if not usual else None
+        span = self._tracer.begin(request) if self._tracer is not None else None
+        exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
+                            self._log_access, span)
+        if (self._continues and found is not None and found.streamed and path in CONTINUED_PATHS
+                and continuable(request.body)):
+            exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
+            request.headers += ASK_FOR_IDS
+        relay = self._relay_for(exchange, found, kept, pair)
+        if self._gate is not None and request.method == b"POST":
+            exchange.ticket = self._gate.admission.walk_in()
+            if exchange.ticket is None:
+                self._gate.start(exchange, relay)
+                return
+        connection.handler = relay
+        relay.start()
+
+    def _relay_for(self, exchange: Exchange, found: Peek | None, kept: Worker | None, pair: bool) -> Relay | PairRelay:
+        """``kept``: the one worker that can answer. ``pair``: a pair serves it, unless one worker does so alone."""
+        request, dispatcher = exchange.request, self._dispatcher
+        if pair and (kept is None or not kept.is_baton):  # Ours serve a session alone: prefill knows nothing of it.
+            assert found is not None
+            if kept is None and self._local_prefill is not None:
+                alone = self._local_prefill.subject(request, found)
+                if alone:
+                    return Relay(dispatcher, exchange, "decode", alone[0], own=True)
+            return PairRelay(dispatcher, exchange, found, only=kept)
+        role = self._home if request.method == b"POST" else self._role_for(request)
+        subject = dispatcher.policies[role].read(request, found)
+        return Relay(dispatcher, exchange, role, subject, only=kept,
+                     retries=self._no_retries() if kept is not None else None)
+
+    def _keeper_of(self, request: Request) -> Worker | None:
+        """The one worker that can answer, where it is one; raises WorkerUnavailable while that one is away."""
+        if request.path == b"/open_session":
+            request.body = with_session_id(self._registry, self._home, request.body)
+        key = key_of(request.path, request.body)
+        worker = keeper(self._registry, self._home, key) if key is not None else None
+        if worker is not None and worker not in self._registry.available(self._home):
+            raise away()
+        return worker
+
+    def _no_retries(self) -> Retries:
+        """What a worker keeps may have changed by the request that failed."""
+        return Retries(Backoff(0, 0.0, 0.0, 1.0, 0.0), self._rng, self._dispatcher.loop)
+
+    def _role_for(self, request: Request) -> Role:
+        """Where questions go: in a cluster of pairs to decode, or to whoever is there."""
+        if self._home == "decode" and not self._registry.available("decode"):
+            return "prefill"
+        return self._home
+
+    def _serve_own(self, connection: ClientConnection, request: Request) -> None:
+        result = self._answer_own(self._cluster, request)
+        if isinstance(result, Response):
+            self._answer(connection, request, result)
+        else:
+            connection.handler = _Task(self._answer_later(connection, request, result))
+
+    async def _answer_later(self, connection: ClientConnection, request: Request,
+                            result: Coroutine[Any, Any, Response]) -> None:
+        self._answer(connection, request, await result)
+
+    def _answer(self, connection: ClientConnection, request: Request, response: Response) -> None:
+        self._metrics.requests[label(request.path, _OWN_PATHS), response.status] += 1
+        connection.respond(request, response)
+        connection.done(keep_alive=request.keep_alive)
