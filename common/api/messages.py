@@ -1,6 +1,7 @@
 """Messages between a server's front process and its engine ranks (msgpack over ZMQ, tagged unions).
 
-Front -> rank 0: ``ToEngine``. Rank 0 -> front: ``FromEngine``. The engine promises exactly one
+Front -> rank 0: ``ToEngine``. Rank 0 -> front: ``FromEngine``; with data-parallel attention, the first rank of each
+attention group, which all answer ``Control``, ``GetState`` and ``PrepareGrammar``. The engine promises exactly one
 terminal message (``Output.finish`` set, or ``Failed``) for every ``Generate`` it was sent.
 """
 
@@ -16,11 +17,14 @@ from .sampling import SamplingParams
 
 
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
-    """Where the two halves of one attempt meet: the prefill server's bootstrap address, and their room."""
+    """Where the two halves of one attempt meet: the prefill server's bootstrap address, and their room.
+
+    ``dp_rank`` is the prefill server's data-parallel rank, where it does not follow from the room."""
 
     host: str
     port: int
     room: int
+    dp_rank: int | None = None
 
 
 Pooling = Literal["last", "mean"]
@@ -60,6 +64,7 @@ class Generate(msgspec.Struct, tag=True):
     processor: CustomProcessor | None = None
     input_embeds: bytes | None = None
     return_hidden_states: bool = False
+    dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
 
 
 StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
@@ -200,6 +205,7 @@ class State(msgspec.Struct, tag=True):
 
     ``free_pages + held_pages + cached_pages == total_pages`` always; ``held_pages`` is 0 when idle.
     ``counters`` only grow (names without the metric prefix), ``gauges`` are current values.
+    ``dp_rank`` is that of the data-parallel rank that tells.
     """
 
     seq: int
@@ -213,6 +219,7 @@ class State(msgspec.Struct, tag=True):
     num_transferring: int
     counters: dict[str, float] = {}
     gauges: dict[str, float] = {}
+    dp_rank: int = 0
 
 
 FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Done | State

@@ -81,13 +81,14 @@ class ModelSpec:
     moe: MoESpec | None = None
     quantization: Scheme | None = None
 
-    def check_tp(self, size: int) -> None:
-        """Raises ConfigError where ``size`` ranks cannot share the model evenly."""
+    def check_tp(self, size: int, mlp_size: int | None = None) -> None:
+        """Raises ConfigError where ``size`` ranks cannot share the attention evenly, or ``mlp_size`` the MLPs."""
+        mlp_size = mlp_size or size
         width = self.intermediate_size if self.num_dense_layers else 0
-        if self.num_heads % size or width % size:
+        if self.num_heads % size or width % mlp_size:
             raise ConfigError(f"--tp-size {size} must divide the model's {self.num_heads} attention heads and its "
                               f"intermediate size {self.intermediate_size}.")
-        if self.moe is not None and self.moe.shared_size % size:
+        if self.moe is not None and self.moe.shared_size % mlp_size:
             raise ConfigError(f"--tp-size {size} must divide the shared expert's intermediate size "
                               f"{self.moe.shared_size}.")
         if self.num_kv_heads % size and size % self.num_kv_heads:

@@ -87,6 +87,31 @@ class ParallelArgs:
 
 
 @dataclass(frozen=True)
+class DataParallelArgs:
+    """Attention groups within one server, and which of them computes a request."""
+
+    enable_dp_attention: bool = flag(False, help=(
+        "give every --tp-size / --dp-size ranks requests, a KV pool and a schedule of their own, and compute the "
+        "layers behind attention together; --max-running-requests, --chunked-prefill-size and the like are then each "
+        "such group's"))
+    dp_size: int = flag(1, names=("--data-parallel-size", "--dp"), help=(
+        "attention groups of --enable-dp-attention; it divides --tp-size, which counts all ranks"))
+    enable_dp_lm_head: bool = flag(False, help=(
+        "let every attention group hold the whole output head, instead of gathering what it is to score"))
+    load_balance_method: Literal["round_robin", "shortest_queue", "minimum_tokens"] = flag("round_robin", help=(
+        "which attention group takes a request that names no data_parallel_rank; a prefill server goes by its room"))
+
+    def __post_init__(self) -> None:
+        if self.dp_size < 1:
+            raise ConfigError(f"--dp-size must be 1 or more, not {self.dp_size}.")
+        if self.dp_size > 1 and not self.enable_dp_attention:
+            raise ConfigError(f"--dp-size {self.dp_size} needs --enable-dp-attention; for whole replicas start several "
+                              "servers behind the router (launch_cluster --dp-size does).")
+        if self.dp_size == 1 and (self.enable_dp_attention or self.enable_dp_lm_head):
+            raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
+
+
+@dataclass(frozen=True)
 class KernelArgs:
     attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = flag("auto", help=(
         "auto is flashinfer on a GPU where installed, else triton; torch on a CPU"))
@@ -262,6 +287,7 @@ class ServerConfig:
     grammar: GrammarArgs = GrammarArgs()
     storage: StorageArgs = StorageArgs()
     answers: AnswerArgs = AnswerArgs()
+    data_parallel: DataParallelArgs = DataParallelArgs()
 
     def __post_init__(self) -> None:
         positive = {
@@ -280,8 +306,18 @@ class ServerConfig:
                               "requests by itself, so it cannot run batches.")
         if self.model.is_embedding and self.mode != "null":
             raise ConfigError("--is-embedding has nothing to hand over: leave --disaggregation-mode at null.")
+        if self.parallel.tp_size % self.data_parallel.dp_size:
+            raise ConfigError(f"--dp-size {self.data_parallel.dp_size} must divide --tp-size {self.parallel.tp_size}, "
+                              "which counts all ranks of the server.")
+        if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
+            raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
+                              "--enable-dp-attention has its own: leave it out.")
         if not 0 < self.cache.mem_fraction_static < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
+
+    @property
+    def dp_size(self) -> int:
+        return self.data_parallel.dp_size
 
     @property
     def mode(self) -> Mode:

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .exchange import TokenExchange
 from .expert_share import AllToAll, ExpertShare
 from .tp import TPGroup, init_tp
 
@@ -18,15 +19,22 @@ class Parallel:
     ranks. Each has requests, a KV pool and a schedule of its own; heads and the token embedding are split over it.
     ``across`` holds one rank of each attention group: those with this rank's place in theirs. With ``dp_size`` 1
     ``attention`` is the world, and ``across`` this rank alone. ``experts`` is this rank's share of those of a mixture.
+
+    ``tokens`` brings the rows of all attention groups together for what the world computes in a layer, ``scored`` those
+    for the head, which is split over the ranks of ``head``.
     """
 
     def __init__(self, world: TPGroup | None = None, attention: TPGroup | None = None, across: TPGroup | None = None,
-                 experts: ExpertShare | None = None):
-        """Without arguments a single rank; with a world alone, tensor parallelism over all of it."""
+                 experts: ExpertShare | None = None, *, dp_head: bool = False):
+        """Without arguments a single rank; with a world alone, tensor parallelism over all of it. ``dp_head``: every
+        attention group has the model's head for itself."""
         self.world = world or TPGroup()
         self.attention = attention or self.world
         self.across = across or TPGroup(device=self.world.device)
         self.experts = experts or ExpertShare(self.world)
+        self.tokens = TokenExchange(self.across)
+        self.head = self.attention if dp_head else self.world
+        self.scored = TokenExchange(TPGroup() if dp_head else self.across)
         assert self.attention.size * self.across.size == self.world.size
 
     @property
@@ -53,9 +61,10 @@ class Parallel:
 
 
 def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
-                  timeout: float = 600.0, *, ep_size: int = 1, a2a: AllToAll = "none") -> Parallel:
-    """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp`` and
-    ``ExpertShare``."""
+                  timeout: float = 600.0, *, ep_size: int = 1, a2a: AllToAll = "none",
+                  dp_head: bool = False) -> Parallel:
+    """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp``,
+    ``ExpertShare`` and ``Parallel``."""
     world = init_tp(rank, size, init_method, device, timeout)
     experts = ExpertShare(world, ep_size, a2a)
     if dp_size == 1:
@@ -67,7 +76,7 @@ def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: 
     # Every rank makes all groups, in one order: new_group is a collective of the whole world.
     attention = [_subgroup(world, ranks, limit) for ranks in rows]
     across = [_subgroup(world, ranks, limit) for ranks in columns]
-    return Parallel(world, attention[rank // width], across[rank % width], experts)
+    return Parallel(world, attention[rank // width], across[rank % width], experts, dp_head=dp_head)
 
 
 def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta) -> TPGroup:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 _INLINE_BYTES = 4096
 _HEADER_BYTES = 8
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name since torch 2.13
 
 
 class TPGroup:
@@ -40,6 +41,14 @@ class TPGroup:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group_of(tensor))
         return torch.cat(parts, dim=-1)
+
+    def all_gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[n, a]`` on each rank, n equal on all, to ``[size * n, a]``, in rank order."""
+        if self.size == 1:
+            return tensor
+        rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor))
+        return rows
 
     def all_to_all_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Rows ``[sum(sent), ...]``, the first ``sent[0]`` for rank 0 and so on, to ``[sum(received), ...]``, those of
@@ -87,6 +96,18 @@ class TPGroup:
         reduced = torch.from_numpy(values.astype(np.int64))
         dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._host_group)
         return reduced.numpy()
+
+    def gather_ints(self, values: np.ndarray) -> np.ndarray:
+        """``[n]`` integers on each rank to ``[size, n]`` int64, in rank order."""
+        mine = torch.from_numpy(values.astype(np.int64))
+        return self._gather_host(mine).view(self.size, -1).numpy()
+
+    def _gather_host(self, mine: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return mine
+        told = mine.new_empty(self.size * mine.shape[0])
+        _all_gather(told, mine, group=self._host_group)
+        return told
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -39,6 +39,8 @@ from ..api.messages import (
     decode_from_engine,
     encode,
 )
+from .balancer import Balancer
+from .states import merged
 
 _REPLY_SECONDS = 10.0
 _COMPILE_SECONDS = 120.0  # a grammar's; it waits for others, and with the first xgrammar is imported
@@ -118,17 +120,39 @@ class OutputStream:
             self._waiter.set_result(None)
 
 
+class _Answers:
+    """What ``wanted`` attention groups answer to one question."""
+
+    def __init__(self, wanted: int):
+        self.all: asyncio.Future[list[State | Done]] = asyncio.get_running_loop().create_future()
+        self._wanted = wanted
+        self._found: list[State | Done] = []
+
+    def add(self, answer: State | Done) -> None:
+        self._found.append(answer)
+        if len(self._found) == self._wanted and not self.all.done():
+            self.all.set_result(self._found)
+
+    def fail(self, error: ServingError) -> None:
+        if not self.all.done():
+            self.all.set_exception(error)
+
+
 class EngineClient:
-    """Sends requests to rank 0 and hands its outputs to whoever waits for them.
+    """Sends requests to rank 0 and hands the engine's outputs to whoever waits for them.
 
     One message carries all outputs of an engine step, and they are handed on by plain calls: no task, and no queue
     operation, per token. Must be used from one event loop. ``on_startup`` is told of Loading, Ready and StartFailed.
     """
 
-    def __init__(self, max_requests: int, on_startup: Callable[[Loading | Ready | StartFailed], None]):
-        """``max_requests``: requests that may be open; more are refused with Overloaded."""
+    def __init__(self, max_requests: int, on_startup: Callable[[Loading | Ready | StartFailed], None],
+                 balancer: Balancer | None = None):
+        """``max_requests``: requests that may be open; more are refused with Overloaded. ``balancer``: of an engine
+        with several data-parallel ranks."""
         self._max_requests = max_requests
         self._on_startup = on_startup
+        self._balancer = balancer
+        self._dp_size = 1 if balancer is None else balancer.size
         self.folder = _private_folder()
         self.to_engine = f"ipc://{self.folder}/to_engine"
         self.from_engine = f"ipc://{self.folder}/from_engine"
@@ -142,7 +166,7 @@ class EngineClient:
         self._inbox.bind(self.from_engine)
         self._receiver: asyncio.Task[None] | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._replies: dict[int, asyncio.Future[State | Done]] = {}
+        self._replies: dict[int, _Answers] = {}
         self._seq = itertools.count(1)
         self._dead: str | None = None
         self._unsent: deque[bytes] = deque()
@@ -187,6 +211,8 @@ class EngineClient:
             raise Conflict(f"Request id {(taken or [requests[0].rid])[0]!r} is in use; choose another.", param="rid")
         for request in requests:
             self._streams[request.rid] = stream
+            if self._balancer is not None:
+                self._balancer.place(request)
             self._send(request)
 
     def abort(self, rid: str, silent: bool = False) -> None:
@@ -201,49 +227,52 @@ class EngineClient:
                 self.abort(name)
 
     def _abandon(self, rid: str) -> None:
-        if self._streams.pop(rid, None) is not None:
+        if self._forget(rid) is not None:
             self.abort(rid, silent=True)
+
+    def _forget(self, rid: str) -> OutputStream | None:
+        """The stream of a request that has ended; None where it had before."""
+        stream = self._streams.pop(rid, None)
+        if stream is not None and self._balancer is not None:
+            self._balancer.ended(rid)
+        return stream
 
     # ------------------------------------------------------------------ the engine as a whole
 
     async def state(self) -> State:
         """A snapshot of the engine; raises WorkerUnavailable where it does not answer."""
+        return merged(await self.states())
+
+    async def states(self) -> list[State]:
+        """``state`` of each data-parallel rank, in order."""
         seq = next(self._seq)
-        reply = await self._ask(GetState(seq), seq)
-        assert isinstance(reply, State)
-        return reply
+        replies = await self._ask(GetState(seq), seq)
+        return sorted((reply for reply in replies if isinstance(reply, State)), key=lambda state: state.dp_rank)
 
     async def control(self, command: Command, timeout: float = _REPLY_SECONDS) -> str:
         """Change the engine as a whole; returns a sentence that says what was done. Raises the ServingError with which
         the engine refused."""
         seq = next(self._seq)
-        reply = await self._ask(Control(seq, command), seq, timeout)
-        assert isinstance(reply, Done)
-        if reply.code is not None:
-            raise from_code(reply.code, reply.message)
-        return reply.message
+        return _agreed(await self._ask(Control(seq, command), seq, timeout))
 
     async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None) -> None:
         """Returns when the engine takes requests with this grammar; raises ServingError. ``vocabulary`` must come with
         the first."""
         seq = next(self._seq)
-        reply = await self._ask(PrepareGrammar(seq, spec, vocabulary), seq, _COMPILE_SECONDS)
-        assert isinstance(reply, Done)
-        if reply.code is not None:
-            raise from_code(reply.code, reply.message)
+        _agreed(await self._ask(PrepareGrammar(seq, spec, vocabulary), seq, _COMPILE_SECONDS))
 
     def drop_grammar(self, spec: GrammarSpec) -> None:
         """Let the engine forget a grammar that no further request will name."""
         self._send(DropGrammar(spec))
 
     async def _ask(self, question: Control | GetState | PrepareGrammar, seq: int,
-                   timeout: float = _REPLY_SECONDS) -> State | Done:
+                   timeout: float = _REPLY_SECONDS) -> list[State | Done]:
         if self._dead is not None:
             raise WorkerUnavailable(self._dead)
-        reply = self._replies[seq] = asyncio.get_running_loop().create_future()
+        answers = self._replies[seq] = _Answers(self._dp_size)
         try:
             self._send(question)
-            return await asyncio.wait_for(reply, timeout)
+            return await asyncio.wait_for(answers.all, timeout)
         except (TimeoutError, asyncio.TimeoutError):
             raise WorkerUnavailable(f"The engine did not answer within {timeout:g} s.") from None
         finally:
@@ -254,11 +283,10 @@ class EngineClient:
         self._dead = reason
         self._unsent.clear()
         for rid, stream in list(self._streams.items()):
+            self._forget(rid)
             stream._fail(rid, WorkerUnavailable(reason))
-        self._streams.clear()
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(WorkerUnavailable(reason))
+        for answers in self._replies.values():
+            answers.fail(WorkerUnavailable(reason))
 
     def shut_down(self) -> None:
         """Tell the ranks to leave their loops."""
@@ -306,13 +334,13 @@ class EngineClient:
                 for output in items:
                     self._deliver(output)
             case Failed(rid, code, text):
-                stream = self._streams.pop(rid, None)
+                stream = self._forget(rid)
                 if stream is not None:
                     stream._fail(rid, from_code(code, text))
             case State(seq=seq) | Done(seq=seq):
-                reply = self._replies.get(seq)
-                if reply is not None and not reply.done():
-                    reply.set_result(message)
+                answers = self._replies.get(seq)
+                if answers is not None:
+                    answers.add(message)
             case Loading() | Ready() | StartFailed():
                 self._on_startup(message)
 
@@ -321,6 +349,17 @@ class EngineClient:
         stream = self._streams.get(output.rid)
         if stream is None:
             return
+        if self._balancer is not None:
+            self._balancer.grew(output.rid, len(output.token_ids))
         if output.finish is not None:
-            del self._streams[output.rid]
+            self._forget(output.rid)
         stream._put(output)
+
+
+def _agreed(replies: Sequence[State | Done]) -> str:
+    """What was done; raises the ServingError with which a part of the engine refused."""
+    done = [reply for reply in replies if isinstance(reply, Done)]
+    for reply in done:
+        if reply.code is not None:
+            raise from_code(reply.code, reply.message)
+    return done[0].message

@@ -29,7 +29,7 @@ _SETTABLE_POLICIES = ("fcfs", "lpm")
 
 
 class Control:
-    """One rank's. Ranks of a group agree on the outcome before any of them changes what they share."""
+    """One rank's. All ranks of the engine agree on the outcome before any of them changes what they share."""
 
     def __init__(self, config: ServerConfig, tp: TPGroup, runner: ModelRunner, batcher: Batcher):
         self._config = config
@@ -50,6 +50,7 @@ class Control:
 
         ``idle``: no request runs.
         """
+        idle = bool(self._tp.min_reduce(np.array([idle]))[0])  # data-parallel ranks have requests of their own
         if not idle and not isinstance(command, (StartProfile, StopProfile, SetLimits)):
             raise Conflict("Not while requests run; wait for them, or abort them.")
         match command:

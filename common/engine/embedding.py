@@ -61,6 +61,7 @@ class EmbeddingScheduler:
     def step(self, now: float) -> bool:
         batch = self.batcher.next_prefill()
         if batch is None:
+            self._runner.accompany()
             return False
         vectors = self._pooled(batch)
         self.batcher.launched(batch)
@@ -74,6 +75,7 @@ class EmbeddingScheduler:
 
     def _pooled(self, batch: Batch) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
+        self._runner.meet(batch.num_tokens, 0)
         hidden = self._runner.hidden(self._build(batch))
         pooled, offset = [], 0
         for chunk in batch.chunks:

@@ -92,6 +92,7 @@ class Executor:
         rows += [row.index for row in wanted]
         hidden = hidden_rows(batch)
         sources = self._sources(batch)
+        self._runner.meet(batch.num_tokens, len(rows))
         logits, states = self._forward(batch, rows, hidden, sources, after_group)
         count = len(sampling)
         allowed = self._allowed(sampling, sources)
@@ -103,6 +104,10 @@ class Executor:
                     HiddenReport(hidden, states) if hidden else None)
         self._last = step
         return step
+
+    def accompany(self) -> None:
+        """There is no batch in this turn: take part in what other data-parallel ranks compute."""
+        self._runner.accompany()
 
     def event(self) -> torch.cuda.Event | None:
         """An event that happens when all launched steps have run; None where launching is computing."""

@@ -16,6 +16,7 @@ from .channel import Ticker
 from .control import Control
 from .kv_events import KVEventPublisher
 from .ledger import Ledger
+from .meeting import Meeting
 from .req import Req
 from .watchdog import Watchdog
 
@@ -68,8 +69,10 @@ class EngineLoop:
 
     def __init__(self, ticker: Ticker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
-                 watchdog: Watchdog | None = None, grammars: GrammarStore | None = None):
-        """``grammars``: on the rank that chooses tokens."""
+                 watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
+                 meeting: Meeting | None = None):
+        """``grammars``: on the rank that chooses tokens. ``meeting``: with other data-parallel ranks, which get the
+        same ticks and take the requests of theirs out of them."""
         self._ticker = ticker
         self._ledger = ledger
         self._scheduler = scheduler
@@ -79,6 +82,8 @@ class EngineLoop:
         self._events = events
         self._watchdog = watchdog
         self._grammars = grammars
+        self._meeting = meeting
+        self._dp_rank = 0 if meeting is None else meeting.dp_rank
         self._next_deadline_check = 0.0
         self._stopping = False
 
@@ -95,6 +100,8 @@ class EngineLoop:
                 self._handle(message, tick.now)
             self._end_overdue(tick.now)
             was_idle = self._scheduler.idle
+            if self._meeting is not None:
+                self._meeting.wish(self._wish_ms())
             busy = self._scheduler.step(tick.now)
             if busy and self._control.profiler.active:
                 self._control.profiler.step()
@@ -107,15 +114,19 @@ class EngineLoop:
         self._scheduler.close()
 
     def _wait_ms(self, busy: bool) -> int:
-        if busy:
-            return 0
+        if self._meeting is not None:
+            return self._meeting.wait_ms
+        return 0 if busy else self._wish_ms()
+
+    def _wish_ms(self) -> int:
         compiling = self._grammars is not None and self._grammars.busy
         return IDLE_WAIT_MS if self._scheduler.idle and not compiling else TRANSFER_WAIT_MS
 
     def _handle(self, message: ToEngine, now: float) -> None:
         match message:
             case Generate():
-                self._start(message, now)
+                if message.dp_rank in (None, self._dp_rank):
+                    self._start(message, now)
             case Abort():
                 self._abort(message)
             case messages.Control():
@@ -144,6 +155,8 @@ class EngineLoop:
             self._ledger.fail(req, error)
 
     def _abort(self, message: Abort) -> None:
+        if message.rid and message.rid not in self._ledger.live:
+            return
         self._scheduler.settle()
         live = self._ledger.live
         reqs = list(live.values()) if message.rid == "" else [live[message.rid]] if message.rid in live else []
@@ -182,5 +195,5 @@ class EngineLoop:
             cached_pages=cache.num_cached, page_size=cache.page_size, num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
             counters={**self._ledger.counters, **scheduler.counters},
-            gauges={"token_usage": 1 - cache.num_available / cache.num_pages},
+            gauges={"token_usage": 1 - cache.num_available / cache.num_pages}, dp_rank=self._dp_rank,
         )

@@ -25,6 +25,7 @@ from ..weights.loader import Progress, check_safetensors, load_dummy, load_safet
 from .device_memory import DeviceMemory
 from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
 from .graphs import DecodeGraphs, default_sizes
+from .meeting import Meeting, Turn
 
 _CPU_POOL_TOKENS = 65_536
 _CPU_POOL_BYTES = 2 << 30
@@ -38,7 +39,9 @@ class ModelRunner:
     """
 
     def __init__(self, config: ServerConfig, spec: ModelSpec, model: DenseDecoder, pool: KVPool,
-                 attention: AttentionBackend, device: torch.device):
+                 attention: AttentionBackend, device: torch.device, parallel: Parallel | None = None):
+        self._parallel = parallel or Parallel()
+        self.meeting = Meeting(self._parallel)
         self._config = config
         self.spec = spec
         self.device = device
@@ -64,7 +67,7 @@ class ModelRunner:
         Raises ConfigError where the configuration does not fit the model, the checkpoint or the memory.
         """
         device = torch.device(device)
-        spec.check_tp(parallel.attention.size)
+        spec.check_tp(parallel.attention.size, parallel.mlp.size)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
         check_device(spec.quantization, dtype, device)
@@ -82,7 +85,7 @@ class ModelRunner:
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device)
         attention = select_attention(config.kernels, device, pool, spec.num_heads // parallel.attention.size)
-        runner = cls(config, spec, model, pool, attention, device)
+        runner = cls(config, spec, model, pool, attention, device, parallel)
         if device.type == "cuda":
             runner._warm_up(progress)
             # NCCL's collectives are captured only where they have been seen to work: with several ranks, not yet.
@@ -96,6 +99,7 @@ class ModelRunner:
     def _warm_up(self, progress: Progress) -> None:
         """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
         page = np.zeros(1, np.int32)
+        self._begin(Turn.of_one_row_each(self._parallel.dp_size))
         if self._config.model.is_embedding:
             self.hidden(build_forward_batch([Row([0], 0, page)], self.layout.page_size, self.device, False))
             return
@@ -147,6 +151,37 @@ class ModelRunner:
         """Rows that bring a decode batch of ``num_reqs`` to the size it runs at; none without CUDA graphs."""
         size = self._graphs.size_for(num_reqs) if self._graphs else None
         return [] if size is None or self._graphs is None else [self._graphs.padding_row] * (size - num_reqs)
+
+    def meet(self, num_tokens: int, num_scored: int) -> bool:
+        """Once a turn, before the forward pass: agree with the other data-parallel ranks on what is computed in it.
+
+        ``num_tokens`` rows are computed here, of which ``num_scored`` get logits; 0 both without a batch. False where
+        nobody computes anything.
+        """
+        if self._parallel.dp_size == 1:
+            return num_tokens > 0
+        turn = self.meeting.agree(num_tokens, num_scored)
+        if turn is not None:
+            self._begin(turn)
+        return turn is not None
+
+    def _begin(self, turn: Turn) -> None:
+        self._parallel.tokens.begin(turn.tokens)
+        self._parallel.scored.begin(turn.scored)
+
+    def accompany(self) -> None:
+        """A turn without a batch: other data-parallel ranks that compute need this rank's share of their layers.
+
+        It computes one row of its own, into the scratch page, so that no kernel ever sees an empty batch.
+        """
+        if self.meet(0, 0):
+            row = Row([0], 0, np.array([self.num_pages]))
+            decodes = not self._config.model.is_embedding
+            batch = build_forward_batch([row], self.layout.page_size, self.device, decodes, [])
+            if decodes:
+                self.forward(batch)
+            else:
+                self.hidden(batch)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, after_group: AfterGroup | None = None) -> torch.Tensor:
@@ -248,8 +283,9 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
     schedule = config.schedule
     local = 2 * spec.num_heads * spec.head_dim // parallel.attention.size
-    local += _mlp_values(spec, parallel.mlp.size)
-    row = (6 * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim) * DTYPE_BYTES[layout.dtype]
+    local += parallel.dp_size * _mlp_values(spec, parallel.mlp.size)  # of all attention groups' tokens
+    values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
+    row = values * DTYPE_BYTES[layout.dtype]
     rows = max(schedule.chunked_prefill_size, schedule.max_running_requests)
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
     workspaces = 1 << 30

@@ -26,12 +26,14 @@ class Pipeline:
     def advance(self, batch: Batch | None, after_group: AfterGroup | None = None) -> bool:
         """Launch ``batch``, if there is one, and take in the results of the one before; False where there was neither.
 
-        ``after_group`` is Executor.launch's.
+        ``after_group`` is Executor.launch's. To be called once a turn, so that data-parallel ranks meet.
         """
         before, self.in_flight = self.in_flight, None
         if batch is not None:
             self.in_flight = self._executor.launch(batch, after_group)
             self._batcher.launched(batch)
+        else:
+            self._executor.accompany()
         if before is not None:
             self._take_in(before)
         if not self._overlap:

@@ -76,7 +76,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
     setup_logging(spec.config.http.log_level, f"{_role(spec)}.rank{spec.rank}")
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
-    send: Callable[[FromEngine], None] = channel.send if spec.rank == 0 else _nowhere
+    send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
     try:
         parallel = _join_groups(spec)
         parts = _build(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)))
@@ -93,13 +93,14 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         raise SystemExit(1) from None
     cache = parts.batcher.cache
     capacity = cache.num_pages * cache.page_size
-    send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
+    if spec.rank == 0:
+        channel.send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
     control = Control(spec.config, parallel.world, parts.runner, parts.batcher)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     EngineLoop(Ticker(channel, parallel.world), parts.ledger, scheduler, cache, control, send, events, watchdog,
-               parts.grammars).run()
+               parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None).run()
     if watchdog is not None:
         watchdog.close()
     if events is not None:
@@ -122,7 +123,7 @@ def _build(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None
         timeout=config.schedule.request_timeout,
         reserves_output=config.mode != "prefill",
     )
-    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed, parallel.attention,
+    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attention,
                       original_logprobs=config.model.return_original_logprob)
     grammars = None
     if parallel.attention.rank == 0:
@@ -137,8 +138,8 @@ def _join_groups(spec: RankSpec) -> Parallel:
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     args = spec.config.parallel
-    return init_parallel(spec.rank, spec.world_size, 1, spec.dist_init, device, ep_size=args.ep_size,
-                         a2a=args.moe_a2a_backend)
+    return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device, ep_size=args.ep_size,
+                         a2a=args.moe_a2a_backend, dp_head=spec.config.data_parallel.enable_dp_lm_head)
 
 
 def _device(spec: RankSpec) -> torch.device:
@@ -159,5 +160,10 @@ def _role(spec: RankSpec) -> str:
     return "server" if spec.config.mode == "null" else spec.config.mode
 
 
+def _leads(spec: RankSpec) -> bool:
+    """Whether the rank is the first of its attention group, which speaks for it."""
+    return spec.rank % (spec.world_size // spec.config.dp_size) == 0
+
+
 def _nowhere(message: FromEngine) -> None:
-    """Ranks beside rank 0 keep the same books and tell nobody."""
+    """The other ranks of a group keep the same books and tell nobody."""

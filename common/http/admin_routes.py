@@ -13,6 +13,7 @@ from ... import __version__
 from ..api.errors import InvalidRequest, WorkerUnavailable
 from ..api.messages import Generate, State
 from ..api.sampling import SamplingParams
+from ..engine.states import merged
 from ..obs.metrics import CONTENT_TYPE
 from ..openai.decoding import BodyDecoder
 from .front import Front
@@ -84,34 +85,38 @@ async def server_info(front: Front, request: web.Request) -> web.Response:
         info.update(dataclasses.asdict(getattr(front.config, section.name)))
     info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
     info.update(version=__version__, status="ready" if front.is_ready else "not ready",
-                served_model_name=front.config.model_name, stream_continuation=True, dp_size=1)
+                served_model_name=front.config.model_name, stream_continuation=True)
     if front.ready is not None:
         info.update(max_total_num_tokens=front.ready.max_total_tokens, max_req_input_len=front.ready.max_request_tokens)
-    state = await _state(front)
-    if state is not None:
-        info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
-                                    if name not in ("seq", "type")}]
+    info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
+                                if name not in ("seq", "type")} for state in await _states(front)]
+    if not info["internal_states"]:
+        del info["internal_states"]
     return json_response(info)
 
 
 async def load(front: Front, request: web.Request) -> web.Response:
-    """SGLang's load report: requests, and tokens of the KV pool that a new request could not have."""
-    state = await front.client.state()
+    """SGLang's load report: requests, and tokens of the KV pool that a new request could not have, of each
+    data-parallel rank."""
+    return json_response([_load_of(state) for state in await front.client.states()])
+
+
+def _load_of(state: State) -> dict[str, Any]:
     total = state.total_pages * state.page_size
-    return json_response([{
-        "dp_rank": 0, "num_reqs": state.num_running + state.num_waiting + state.num_transferring,
+    return {
+        "dp_rank": state.dp_rank, "num_reqs": state.num_running + state.num_waiting + state.num_transferring,
         "num_waiting_reqs": state.num_waiting, "num_tokens": round(state.gauges["token_usage"] * total),
-        "max_total_num_tokens": total}])
+        "max_total_num_tokens": total}
 
 
-async def _state(front: Front) -> State | None:
-    """A snapshot of the engine, None while it cannot give one."""
+async def _states(front: Front) -> list[State]:
+    """A snapshot of each data-parallel rank; none while the engine cannot give them."""
     if front.ready is None or front.dead is not None:
-        return None
+        return []
     try:
-        return await front.client.state()
+        return await front.client.states()
     except WorkerUnavailable:
-        return None
+        return []
 
 
 class AbortRequest(msgspec.Struct):
@@ -135,5 +140,6 @@ async def abort_request(front: Front, request: web.Request) -> web.Response:
 
 
 async def metrics(front: Front, request: web.Request) -> web.Response:
-    body = front.metrics.render(await _state(front))
+    states = await _states(front)
+    body = front.metrics.render(merged(states) if states else None)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

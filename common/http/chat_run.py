@@ -51,4 +51,5 @@ async def _plan(front: Front, body: ChatRequest, prompt: str, form: AnswerForm) 
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     n = body.num_choices
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)
-    return plan(ids, [params], n, body.rid, front.meeting_points(body, 1, n), [logprobs], body.priority)
+    points = front.meeting_points(body, 1, n)
+    return front.placed(body, plan(ids, [params], n, body.rid, points, [logprobs], body.priority))

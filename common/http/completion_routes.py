@@ -55,7 +55,7 @@ async def _plan(front: Front, body: CompletionRequest, prompts: Prompts) -> list
     ranked = made > body.num_choices
     start = 0 if body.echo and body.logprobs is not None else -1
     logprobs = LogprobOptions(body.logprobs is not None or ranked, start, body.logprobs or 0)
-    return plan(ids, samplings, made, body.rid, points, [logprobs] * len(ids), body.priority)
+    return front.placed(body, plan(ids, samplings, made, body.rid, points, [logprobs] * len(ids), body.priority))
 
 
 class _Answer:

@@ -19,7 +19,7 @@ from ..config.server import ServerConfig
 from ..engine.client import EngineClient
 from ..grammar.service import GrammarService
 from ..obs.metrics import ServerMetrics
-from ..openai.bootstrap import BootstrapFields, bootstraps, check_ranks
+from ..openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, check_ids, output_limit
 from ..tokenizer.tokenizer import Tokenizer
@@ -142,7 +142,6 @@ class Front:
         server computes the prompt itself where there are none. Raises InvalidRequest."""
         self.check_generates()
         mode = self.config.mode
-        check_ranks(fields)
         if mode == "null":
             return [None] * (num_prompts * n)
         found = bootstraps(fields, num_prompts, n, self.config.disaggregation.disaggregation_bootstrap_port)
@@ -150,6 +149,17 @@ class Front:
             raise InvalidRequest("A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send "
                                  "requests to the router.", param="bootstrap_room")
         return found
+
+
+    def placed(self, fields: BootstrapFields, requests: list[Generate]) -> list[Generate]:
+        """The requests with the data-parallel rank that the fields name. A request of a prefill server that names none
+        gets the one that its room leads to: decode servers look there."""
+        rank, size = chosen_rank(fields, self.config.dp_size), self.config.dp_size
+        for request in requests if size > 1 else ():
+            request.dp_rank = rank
+            if rank is None and self.config.mode == "prefill" and request.bootstrap is not None:
+                request.dp_rank = request.bootstrap.room % size
+        return requests
 
 
 def plan(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,

@@ -15,6 +15,7 @@ from ..api.errors import ConfigError
 from ..api.messages import Loading, Ready, StartFailed
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
+from ..engine.balancer import Balancer
 from ..engine.client import EngineClient
 from ..engine.ranks import RankProcesses, RankSpec, RankTarget
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +53,10 @@ class EngineHost:
     async def __aenter__(self) -> EngineHost:
         self.ended, self.ready = asyncio.get_running_loop().create_future(), asyncio.Event()
         schedule = self.config.schedule
-        client = EngineClient(schedule.max_queued_requests + schedule.max_running_requests, self._on_startup)
+        dp = self.config.data_parallel
+        client = EngineClient(schedule.max_queued_requests + schedule.max_running_requests * dp.dp_size,
+                              self._on_startup,
+                              Balancer(dp.load_balance_method, dp.dp_size) if dp.dp_size > 1 else None)
         self._stack.push_async_callback(client.close)
         client.start()
         self.front = Front(self.config, self._model, client)

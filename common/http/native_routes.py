@@ -58,7 +58,7 @@ async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bo
         raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
     points = front.meeting_points(body, len(ids), n)
     options = logprob_options(body, [len(prompt) for prompt in ids], front.model.vocab_size)
-    requests = plan(ids, samplings, n, body.rid, points, options, body.priority)
+    requests = front.placed(body, plan(ids, samplings, n, body.rid, points, options, body.priority))
     _add_extras(front, body, requests, given, embeds)
     return requests, batched or n > 1, turn
 

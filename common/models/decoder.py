@@ -73,13 +73,14 @@ class DecoderLayer:
         self.attention = SelfAttention(f"{name}.self_attn", index, spec, parallel.attention, allocate)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
+        self.tokens = parallel.tokens
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend,
                  cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, attention, cos_sin)
         x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        return self.tokens.around(self.mlp, x), residual
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
@@ -101,7 +102,8 @@ class DenseDecoder:
         if spec.head == "words":
             self.head = self.embedding
         if spec.head == "words" and not spec.tie_word_embeddings:
-            self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.attention, allocate)
+            self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.head, allocate)
+        self.scored = parallel.scored
         self.cos_sin = rotary_table(spec, device)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend,
@@ -112,7 +114,9 @@ class DenseDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[R, vocab]`` of hidden states ``[R, hidden]``."""
         assert self.head is not None
-        return self.head.logits(hidden)
+        if self.head is self.embedding:  # which every attention group has for itself
+            return self.head.logits(hidden)
+        return self.scored.around(self.head.logits, hidden)
 
     def hidden(self, batch: ForwardBatch, attention: AttentionBackend,
                after_layer: Callable[[int], None]) -> torch.Tensor:

@@ -19,13 +19,16 @@ class BootstrapFields(msgspec.Struct, kw_only=True):
     disagg_prefill_dp_rank: int | None = None
 
 
-def check_ranks(fields: BootstrapFields) -> None:
-    """Raises InvalidRequest for a data-parallel rank that is not there: prefill and decode servers have rank 0 only."""
-    for name in ("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"):
+def chosen_rank(fields: BootstrapFields, dp_size: int) -> int | None:
+    """The data-parallel rank of this server that the request names, if it names one; raises InvalidRequest for one that
+    is not there."""
+    named = [name for name in ("data_parallel_rank", "routed_dp_rank") if getattr(fields, name) is not None]
+    for name in named:
         rank = getattr(fields, name)
-        if rank:
-            raise InvalidRequest(f"{name} must be 0, got {rank}: a server has one data-parallel rank (dp_size 1).",
-                                 param=name)
+        if not 0 <= rank < dp_size:
+            raise InvalidRequest(f"{name} must be {'0' if dp_size == 1 else f'between 0 and {dp_size - 1}'}, got "
+                                 f"{rank}: this server has dp_size {dp_size}.", param=name)
+    return getattr(fields, named[0]) if named else None
 
 
 def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: int) -> list[Bootstrap | None]:
@@ -46,9 +49,12 @@ def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: 
     room = fields.bootstrap_room
     rooms = [room + i * n for i in range(num_prompts)] if isinstance(room, int) else _per_prompt(
         "bootstrap_room", room, num_prompts)
+    rank = fields.disagg_prefill_dp_rank
+    if rank is not None and rank < 0:
+        raise InvalidRequest(f"disagg_prefill_dp_rank must be 0 or more, got {rank}.", param="disagg_prefill_dp_rank")
     found: list[Bootstrap | None] = []
     for host, port, first in zip(hosts, ports, rooms):
-        found.extend(_checked(host, default_port if port is None else port, first + i) for i in range(n))
+        found.extend(_checked(host, default_port if port is None else port, first + i, rank) for i in range(n))
     return found
 
 
@@ -59,7 +65,7 @@ def _per_prompt(name: str, value: object, num_prompts: int) -> list:
     return values
 
 
-def _checked(host: str, port: int, room: int) -> Bootstrap:
+def _checked(host: str, port: int, room: int, dp_rank: int | None) -> Bootstrap:
     if not host or len(host) > 255 or any(char.isspace() for char in host):
         raise InvalidRequest(f"bootstrap_host must be a host name or address, got {host[:80]!r}.",
                              param="bootstrap_host")
@@ -67,4 +73,4 @@ def _checked(host: str, port: int, room: int) -> Bootstrap:
         raise InvalidRequest(f"bootstrap_port must be between 1 and 65535, got {port}.", param="bootstrap_port")
     if not 0 <= room < 2**63:
         raise InvalidRequest(f"bootstrap_room must be between 0 and 2**63 - 1, got {room}.", param="bootstrap_room")
-    return Bootstrap(host, port, room)
+    return Bootstrap(host, port, room, dp_rank=dp_rank)

@@ -8,7 +8,7 @@ import pytest
 from baton.common.api.errors import InvalidRequest
 from baton.common.api.messages import Bootstrap, Generate, Logprobs, decode_to_engine
 from baton.common.api.messages import encode as encode_message
-from baton.common.openai.bootstrap import BootstrapFields, bootstraps, check_ranks
+from baton.common.openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
 from baton.common.openai.chat import template_messages
 from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.openai.native import decode_generate, logprob_options
@@ -165,14 +165,22 @@ def test_bad_bootstrap_fields(fields: dict[str, object], param: str) -> None:
     assert error.value.param == param
 
 
-@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"])
-def test_a_server_has_one_data_parallel_rank(name: str) -> None:
-    check_ranks(BootstrapFields())
-    check_ranks(BootstrapFields(**{name: 0}))
-    for rank in (1, -1):
-        with pytest.raises(InvalidRequest, match=f"^{name} must be 0, got {rank}: a server has one") as error:
-            check_ranks(BootstrapFields(**{name: rank}))
+@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank"])
+def test_a_data_parallel_rank_must_be_there(name: str) -> None:
+    assert chosen_rank(BootstrapFields(), 1) is None
+    assert chosen_rank(BootstrapFields(**{name: 0}), 1) == 0 and chosen_rank(BootstrapFields(**{name: 3}), 4) == 3
+    for rank, size, valid in ((1, 1, "0"), (-1, 1, "0"), (4, 4, "between 0 and 3")):
+        with pytest.raises(InvalidRequest, match=f"^{name} must be {valid}, got {rank}: this server has") as error:
+            chosen_rank(BootstrapFields(**{name: rank}), size)
         assert error.value.param == name
+
+
+def test_the_prefill_servers_rank_travels_with_the_room() -> None:
+    fields = BootstrapFields(bootstrap_host="h", bootstrap_room=4, disagg_prefill_dp_rank=2)
+    assert [point.dp_rank for point in bootstraps(fields, 1, 2, 8998) if point] == [2, 2]
+    fields.disagg_prefill_dp_rank = -1
+    with pytest.raises(InvalidRequest, match="disagg_prefill_dp_rank must be 0 or more"):
+        bootstraps(fields, 1, 1, 8998)
 
 
 # ---------------------------------------------------------------- chat messages

@@ -1,0 +1,67 @@
+"""Tokens of data-parallel attention ranks, brought together for what all ranks compute and parted again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.functional import pad
+
+from .tp import TPGroup
+
+Compute = Callable[[torch.Tensor], torch.Tensor]
+"""Row by row, on equal rows on all ranks: ``[N, a] -> [N, b]``."""
+
+
+class TokenExchange:
+    """``across`` holds one rank of each attention group, see Parallel. Models keep the exchange; each step says by
+    ``begin`` how many rows every attention group has in it.
+
+    A step pads the parts to the largest where that moves fewer rows than a sum over zero-filled copies of all would:
+    an all-gather moves ``ranks * largest`` rows, an all-reduce twice the total. So a long prompt beside ranks
+    that decode does not make them all as long.
+    """
+
+    def __init__(self, across: TPGroup):
+        self._across = across
+        self._counts: list[int] = [0] * across.size
+        self._padded = True
+        self._kept: torch.Tensor | None = None  # rows of the padded parts that are tokens; None: all are
+
+    @property
+    def spans(self) -> bool:
+        """Whether there is more than one attention group."""
+        return self._across.size > 1
+
+    def begin(self, counts: Sequence[int]) -> None:
+        """Rows of each attention group in the calls that follow, equal on all ranks."""
+        if not self.spans:
+            return
+        assert len(counts) == self._across.size
+        self._counts = list(counts)
+        largest, total = max(counts), sum(counts)
+        self._padded = largest * len(counts) <= 2 * total
+        self._kept = None
+        if self._padded and total < largest * len(counts):
+            places = [torch.arange(count) + i * largest for i, count in enumerate(counts)]
+            self._kept = torch.cat(places).to(self._across.device)
+
+    def around(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
+        """``compute`` of this group's rows ``[own, a]`` together with all others', cut back to its own."""
+        if not self.spans:
+            return compute(x)
+        y = compute(self.gather(x)) if sum(self._counts) else compute(x)
+        first = sum(self._counts[:self._across.rank])
+        return y[first:first + self._counts[self._across.rank]]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[own, a]`` to the rows of all groups, in the order of their ranks."""
+        own = self._counts[self._across.rank]
+        assert x.shape[0] == own, f"{x.shape[0]} rows where {own} were told"
+        if self._padded:
+            rows = self._across.all_gather_rows(pad(x, (0, 0, 0, max(self._counts) - own)))
+            return rows if self._kept is None else rows[self._kept]
+        first = sum(self._counts[:self._across.rank])
+        rows = x.new_zeros(sum(self._counts), x.shape[1])
+        rows[first:first + own] = x
+        return self._across.all_reduce(rows)

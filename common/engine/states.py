@@ -1,0 +1,25 @@
+"""The states of a server's data-parallel ranks, as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..api.messages import State
+
+
+def merged(states: Sequence[State]) -> State:
+    """Sums of pages, requests and counters, and means of gauges: the ranks' pools are of one size."""
+    if len(states) == 1:
+        return states[0]
+    counters: Counter[str] = Counter()
+    for state in states:
+        counters.update(state.counters)  # type: ignore[arg-type]
+    names = states[0].gauges.keys()
+    return State(
+        seq=states[0].seq, page_size=states[0].page_size,
+        total_pages=sum(state.total_pages for state in states), free_pages=sum(state.free_pages for state in states),
+        held_pages=sum(state.held_pages for state in states), cached_pages=sum(state.cached_pages for state in states),
+        num_running=sum(state.num_running for state in states), num_waiting=sum(state.num_waiting for state in states),
+        num_transferring=sum(state.num_transferring for state in states), counters=dict(counters),
+        gauges={name: sum(state.gauges[name] for state in states) / len(states) for name in names})
