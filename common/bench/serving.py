@@ -1,0 +1,250 @@
+"""``bench_serving``: throughput and latency of a server, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import uvloop
+
+from ..api.errors import ConfigError
+from ..config.cli import parse
+from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
+from .answer import Answer
+from .apis import APIS, Asking
+from .arrivals import arrivals
+from .asker import Asker
+from .client import Client
+from .control import Control
+from .datasets import make_workload
+from .figures import Figures, figures
+from .goodput import Slo
+from .load import Load
+from .plot import draw
+from .progress import Progress
+from .report import append_line, check_writable, details, write_text
+from .serving_args import BenchServing
+from .table import table
+from .vocabulary import Vocabulary
+from .workload import Conversation, num_requests, single
+
+INTERRUPTED = 130  # a shell's status of a command that Ctrl-C ended
+BUSY = 0.9  # share of a core from which on the client's own delays show in what it measures
+_WARMUP_OUTPUT = 32
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(BenchServing, argv, prog="bench_serving", description=(
+        "Measure throughput and latency of a server over HTTP."))
+    try:
+        sys.exit(run(config))
+    except ConfigError as error:
+        print(f"bench_serving: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(config: BenchServing) -> int:
+    """Measure and report. Returns 1 where no request was answered, 130 after Ctrl-C."""
+    check_writable(config.report.output_file, "--output-file")
+    check_writable(config.report.plot, "--plot")
+    _raise_file_limit()
+    target = config.target
+    control = Control(target.url, target.headers)
+    control.wait_ready(target.ready_check_timeout_sec)
+    vocabulary = make_vocabulary(config, control)
+    conversations = make_workload(config.dataset, vocabulary)
+    asking = Asking(target.model or control.model().get("id"), not target.disable_ignore_eos, not target.disable_stream,
+                    target.extra)
+    print(_heading(config, asking, conversations), flush=True)
+    measured = uvloop.run(_measure(config, control, asking, conversations, vocabulary))
+    _report(config, asking, measured)
+    if measured.interrupted:
+        return INTERRUPTED
+    return 0 if measured.figures.completed else 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``cpu``: the share of a core that the client took."""
+
+    answers: Sequence[Answer]
+    figures: Figures
+    begin: float
+    cpu: float
+    interrupted: bool
+
+
+def make_vocabulary(config: BenchServing, control: Control) -> Vocabulary:
+    """Of ``--tokenizer``, or of what the server names; without a tokenizer where ids of any token will do. Raises
+    ConfigError."""
+    target, told = config.target, control.model_info()
+    ids_only = target.tokenize_prompt and config.dataset.dataset_name in ("random-ids", "trace", "mooncake")
+    if target.tokenizer is None and ids_only and told.get("vocab_size"):
+        return Vocabulary(told["vocab_size"], None, as_ids=True)
+    name = target.tokenizer or told.get("tokenizer_path") or told.get("model_path") or control.model().get("root")
+    name = name or target.model or control.model().get("id")
+    if name is None:
+        raise ConfigError("The server names no model; give --tokenizer.")
+    tokenizer: Tokenizer = load_tokenizer(name)
+    return Vocabulary(tokenizer.size, tokenizer, as_ids=target.tokenize_prompt)
+
+
+async def _measure(config: BenchServing, control: Control, asking: Asking, conversations: Sequence[Conversation],
+                   vocabulary: Vocabulary) -> Measured:
+    clock = time.perf_counter
+    client = Client(config.target.url, config.target.headers, config.target.request_timeout, clock)
+    asker = Asker(client, APIS[config.target.backend], asking)
+    try:
+        await _warm_up(config, asker, vocabulary)
+        if config.load.flush_cache:
+            control.flush_cache()
+        total = num_requests(conversations)
+        progress = Progress("requests", total, disabled=config.report.disable_progress)
+        counts = _Counts()
+
+        def ended(answer: Answer) -> None:
+            counts.add(answer)
+            progress.advance(counts.told(load.duration))
+
+        load = Load(asker, clock, max_concurrency=config.load.max_concurrency, ended=ended)
+        due = arrivals(conversations, config.load.request_rate, random.Random(config.dataset.seed + 1))
+        with _profiled(config, control), _without_garbage():
+            begun = time.process_time()
+            interrupted = await _until_interrupted(load.run(conversations, due))
+            cpu = (time.process_time() - begun) / max(load.duration, 1e-9)
+        progress.close()
+    finally:
+        client.close()
+    found = figures(load.answers, load.duration, interrupted=total - len(load.answers),
+                    slo=Slo.parse(config.report.goodput), timed=due[-1] > 0)
+    return Measured(load.answers, found, load.begin, cpu, interrupted)
+
+
+async def _warm_up(config: BenchServing, asker: Asker, vocabulary: Vocabulary) -> None:
+    """Prompts that are none of the run's, so that its prefix cache hits are its own. Raises ConfigError where none is
+    answered."""
+    count, rng = config.load.warmup_requests, random.Random(f"{config.dataset.seed}-warm-up")
+    if not count:
+        return
+    made = [single(vocabulary.prompt(vocabulary.draw(rng, 64, words=vocabulary.has_words)), _WARMUP_OUTPUT)
+            for _ in range(count)]
+    load = Load(asker, time.perf_counter)
+    await load.run(made, [0.0] * count)
+    failures = [answer.failure for answer in load.answers if answer.failure is not None]
+    if len(failures) == count:
+        raise ConfigError(f"The server does not answer: {failures[0].kind}: {failures[0].message}")
+
+
+async def _until_interrupted(work: Any) -> bool:
+    """Await ``work``; True where Ctrl-C ended it. A second Ctrl-C ends the command."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    return False
+
+
+@contextlib.contextmanager
+def _profiled(config: BenchServing, control: Control) -> Iterator[None]:
+    args = config.profile
+    if not args.profile:
+        yield
+        return
+    control.start_profile({"output_dir": args.profile_output_dir, "num_steps": args.profile_num_steps,
+                           "activities": list(args.profile_activities)})
+    try:
+        yield
+    finally:
+        if args.profile_num_steps is None:  # else it ends by itself
+            print(f"profile: {control.stop_profile() or 'stopped'}", flush=True)
+
+
+@contextlib.contextmanager
+def _without_garbage() -> Iterator[None]:
+    """A collection over all prompts would take as long as several tokens."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+class _Counts:
+    """What the progress shows."""
+
+    def __init__(self) -> None:
+        self._done = self._tokens = self._failed = 0
+
+    def add(self, answer: Answer) -> None:
+        self._done += 1
+        self._tokens += answer.num_output_tokens
+        self._failed += answer.failure is not None
+
+    def told(self, seconds: float) -> str:
+        rate = f"{self._done / seconds:.1f} req/s, {self._tokens / seconds:,.0f} tok/s"
+        return rate + (f", {self._failed} failed" if self._failed else "")
+
+
+def _heading(config: BenchServing, asking: Asking, conversations: Sequence[Conversation]) -> str:
+    total, load, data = num_requests(conversations), config.load, config.dataset
+    timed = conversations[0].at is not None and load.request_rate is None
+    rate = f"trace times {data.trace_scale:g}" if timed else f"{load.shown_rate} req/s"
+    most = "" if load.max_concurrency is None else f", {load.max_concurrency} at once at most"
+    return (f"{config.target.backend} at {config.target.url}, {asking.model or 'its model'}: {total:,} requests of "
+            f"{data.dataset_name}, {rate}{most}")
+
+
+def _report(config: BenchServing, asking: Asking, measured: Measured) -> None:
+    report, slo = config.report, Slo.parse(config.report.goodput)
+    errors: dict[str, str] = {}
+    for answer in measured.answers:
+        if answer.failure is not None:
+            errors.setdefault(answer.failure.kind, answer.failure.message)
+    notes = [f"first {kind}: {message}" for kind, message in errors.items()]
+    if measured.cpu > BUSY:
+        notes.append(f"WARNING: this client took {measured.cpu:.0%} of a core: its own delays are in these times. Load "
+                     "the server from several clients, each with a part of the rate.")
+    print(table(measured.figures, slo, notes=notes), flush=True)
+    if report.output_file is not None:
+        record = {
+            "tag": report.tag, "backend": config.target.backend, "base_url": config.target.url, "model": asking.model,
+            **asdict(config.dataset), "request_rate": config.load.shown_rate,
+            "max_concurrency": config.load.max_concurrency, "goodput": list(report.goodput),
+            "interrupted_by_user": measured.interrupted, "client_cpu": measured.cpu, **measured.figures.keyed(),
+        }
+        append_line(report.output_file, record | (details(measured.answers) if report.output_details else {}))
+    if report.plot is not None:
+        title = f"{config.target.backend} {asking.model or ''}: {measured.figures.completed} requests"
+        write_text(report.plot, draw(title, measured.answers, measured.begin, measured.figures.duration), "--plot")
+
+
+def _raise_file_limit() -> None:
+    """A connection takes a file descriptor, and a thousand is a usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Figures for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields
+
+from .figures import Figures
+from .goodput import Slo
+from .spread import Spread
+
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def table(figures: Figures, slo: Slo | None = None, *, notes: Iterable[str] = ()) -> str:
+    """Counts and rates, then times; ``notes`` last, a line each."""
+    return "\n".join([*_counts(figures, slo), "", *times(figures), *notes])
+
+
+def _counts(figures: Figures, slo: Slo | None) -> list[str]:
+    total = figures.completed + figures.num_failed + figures.interrupted
+    lines = [_line("requests", f"{figures.completed:,} of {total:,} answered in {figures.duration:.2f} s"),
+             _line("throughput", f"{figures.rate(figures.completed):,.2f} req/s, input "
+                                 f"{figures.rate(figures.input_tokens):,.1f} tok/s, output "
+                                 f"{figures.rate(figures.output_tokens):,.1f} tok/s"),
+             _line("tokens", f"{figures.input_tokens:,} in, {figures.output_tokens:,} out"),
+             _line("concurrency", f"{figures.concurrency:.2f}")]
+    if figures.late.count:
+        lines.append(_line("sent late", f"by {figures.late.p50:,.2f} ms at p50, {figures.late.p99:,.2f} ms at p99"))
+    if figures.cached is not None:
+        lines.append(_line("cache hits", f"{figures.cached:,} prompt tokens ({figures.hit_rate or 0:.1%})"))
+    if slo is not None and figures.good is not None:
+        lines.append(_line("goodput", f"{figures.rate(figures.good):,.2f} req/s, {figures.good:,} of {total:,} "
+                                      f"within {slo}"))
+    lines += [_line("failed", f"{count:,} x {kind}") for kind, count in figures.failed.items()]
+    if figures.interrupted:
+        lines.append(_line("interrupted", f"{figures.interrupted:,} requests have no answer"))
+    if figures.short:
+        lines.append(_line("short", f"{figures.short:,} answers have fewer tokens than asked for"))
+    return lines
+
+
+def _line(name: str, value: str) -> str:
+    return f"{name:<12}{value}"
+
+
+def times(figures: Figures) -> list[str]:
+    """Rows of milliseconds."""
+    rows = [f"{'ms':<12}" + "".join(f"{column:>11}" for column in _COLUMNS)]
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        rows.append(f"{name.upper():<12}" + "".join(_cells(getattr(figures, name))))
+    return rows
+
+
+def _cells(spread: Spread) -> Iterable[str]:
+    assert set(_COLUMNS) <= {field.name for field in fields(spread)}
+    for column in _COLUMNS:
+        value = getattr(spread, column)
+        yield f"{'-' if math.isnan(value) else f'{value:,.2f}':>11}"
