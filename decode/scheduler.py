@@ -16,6 +16,7 @@ from ..common.engine.req import Req
 from ..common.engine.unified import UnifiedScheduler
 from ..kvtransfer.receiver import KVReceiver
 from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
+from ..kvtransfer.states import Phase
 
 
 class DecodeScheduler:
@@ -28,6 +29,7 @@ class DecodeScheduler:
         self.receiver = receiver
         self.rooms = Rooms(receiver, tp)
         self.arrived: deque[Req] = deque()
+        self._begun: list[Half] = []  # in this step
 
     @property
     def idle(self) -> bool:
@@ -69,6 +71,7 @@ class DecodeScheduler:
             self._advance(progress)
         self._reserve_arrived()
         self.ledger.flush()  # first tokens that have arrived need not wait for the step that is launched now
+        self._close_begun()
         return self.unified.step(now)
 
     def settle(self) -> None:
@@ -105,6 +108,8 @@ class DecodeScheduler:
         half = progress.half
         if half.stage is Stage.DRAINING:
             if progress.settled:
+                if progress.phase is Phase.DONE:  # it was aborted when all had arrived
+                    self.receiver.taken(half.room)
                 self.rooms.close(half)
                 self.batcher.finish(half.req, keep=False)
         elif progress.failing:
@@ -114,12 +119,19 @@ class DecodeScheduler:
         elif progress.settled:
             self._start(half)
 
+    def _close_begun(self) -> None:
+        """First tokens are out: prefill need not keep anything for another attempt."""
+        for half in self._begun:
+            self.receiver.taken(half.room)
+            self.rooms.close(half)
+        self._begun.clear()
+
     def _start(self, half: Half) -> None:
         """Cache and first token are here: the request decodes from now on."""
         req = half.req
         req.mark("transfer")
         result = self.receiver.result(half.room)
-        self.rooms.close(half)
+        self._begun.append(half)
         assert req.hold is not None
         req.num_computed_tokens = req.num_prompt_tokens
         req.num_cached_tokens = max(result.num_cached_tokens, req.hold.num_cached_pages * self.batcher.cache.page_size)

@@ -10,6 +10,7 @@ this use of a room from every earlier one; ``instance`` is a process's random id
                                          <-    Welcome, or Refused(why)
     Reserve(room, stamp, destination)    ->                                (after Welcome; any number)
                                          <-    Result(room, stamp)         every write is complete
+    Taken(room, stamp)                   ->                                the first token is on its way to the client
     Abort(room, stamp, error)            ->    or   <-   Abort(room, stamp, error)
                                          <-    Stopped(room, stamp)        answers each Abort, once writing has ended
     Pong(time)                           ->    <-   Ping(time)             the lease, see sending.py
@@ -17,7 +18,7 @@ this use of a room from every earlier one; ``instance`` is a process's random id
 
 History: version 1 is the first. Version 2 has seals (seal.py), checksums (checksum.py) and lanes
 (lanes.py): a decode rank has sessions with all prefill ranks that it has lanes from, reserves with each, and waits for
-the result of each.
+the result of each. Version 3 has Taken: until then prefill keeps what another attempt at the request would need.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..common.kvcache.layout import KVLayout
 from .checksum import Extent
 from .lanes import Side, why_not
 
-PROTOCOL = 2
+PROTOCOL = 3
 # The largest message is the result of a 128K-token prompt with 20 alternatives a token: about 40 MiB.
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -120,6 +121,11 @@ class Result(msgspec.Struct, tag="result", frozen=True):
     checksum: int = 0
 
 
+class Taken(msgspec.Struct, tag="taken", frozen=True):
+    room: int
+    stamp: int
+
+
 class Abort(msgspec.Struct, tag="abort", frozen=True):
     room: int
     stamp: int
@@ -152,7 +158,7 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
     message: str
 
 
-ToSender = Hello | Reserve | Abort | Pong | Bye
+ToSender = Hello | Reserve | Taken | Abort | Pong | Bye
 ToReceiver = Welcome | Refused | Result | Abort | Stopped | Ping | Gone
 
 encode = msgspec.msgpack.Encoder().encode

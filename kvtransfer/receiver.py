@@ -91,6 +91,12 @@ class KVReceiver:
         assert half.phase is Phase.DONE and half.result is not None, "the room is not done"
         return half.result
 
+    def taken(self, room: int) -> None:
+        """The first token of a room that is DONE is on its way to the client: prefill may forget the request."""
+        with self._lock:
+            self._core.taken(room)
+        self._io.wake()
+
     def abort(self, room: int, error: ServingError) -> None:
         """Fail a room and tell prefill. It is FAILED once no write can land any more. Harmless when it has ended."""
         with self._lock:

@@ -81,6 +81,14 @@ class ReceiverCore:
         if (half := self.rooms.get(room)) is not None:
             self._fail(half, error, now)
 
+    def taken(self, room: int) -> None:
+        """Tell the senders of a room that is DONE that they need not keep anything for another attempt."""
+        half = self.rooms[room]
+        assert half.phase is Phase.DONE, "taken before the room is done"
+        for link_id in half.published_over:
+            if (link := self.links.get(link_id)) is not None:
+                self._send(link, m.Taken(room, half.reserve.stamp))
+
     def forget(self, room: int) -> None:
         assert self.rooms[room].phase.terminal, "forget before the room has ended"
         del self.rooms[room]
@@ -237,7 +245,7 @@ class ReceiverCore:
 
     def _publish(self, half: RecvRoom, route: Route) -> None:
         half.phase = step(RECEIVER, half.phase, Event.PUBLISH)
-        half.blocks = route.blocks
+        half.blocks, half.published_over = route.blocks, tuple(route.links)
         for link in route.links.values():
             half.writers[link.id] = None
             link.rooms[half.room] = half

@@ -27,6 +27,7 @@ class RecvRoom:
     checksum: int = 0  # of what the senders say that they wrote
     blocks: tuple[int, ...] = ()  # that they cut our pages into, by layer group
     writers: dict[bytes, float | None] = field(default_factory=dict)
+    published_over: tuple[bytes, ...] = ()
 
 
 @dataclass

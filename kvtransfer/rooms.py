@@ -6,7 +6,7 @@ scheduler acts on is what the whole group agrees on: the least advanced phase, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -108,6 +108,7 @@ class Rooms:
             return self._transport.error(half.room)
         return TransferFailed("The KV cache transfer failed on another rank of the server.")
 
-    def close(self, half: Half) -> None:
+    def close(self, half: Half, forget: Callable[[int], None] | None = None) -> None:
+        """``forget``: in place of the transport's."""
         del self._halves[half.req.rid]
-        self._transport.forget(half.room)
+        (forget or self._transport.forget)(half.room)

@@ -42,6 +42,7 @@ class SendRoom:
     result: m.PrefillResult | None = None
     queued: int = 0
     in_flight: int = 0
+    untaken: set[tuple[bytes, int]] = field(default_factory=set)  # session and stamp of each destination without Taken
 
 
 @dataclass(eq=False)

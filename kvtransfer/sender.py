@@ -114,6 +114,19 @@ class KVSender:
         with self._lock:
             self._core.forget(room)
 
+    def watch(self, room: int) -> None:
+        """Drop a room that is DONE or FAILED, but go on listening for what becomes of the request: see ``taken``."""
+        with self._lock:
+            self._core.watch(room)
+
+    def taken(self, room: int) -> bool:
+        """Whether decode has told that the first token of a watched room is on its way to the client."""
+        return self._core.taken(room)
+
+    def unwatch(self, room: int) -> None:
+        with self._lock:
+            self._core.unwatch(room)
+
     @property
     def counters(self) -> dict[str, float]:
         """Totals: ``kv_bytes_sent``, ``kv_transfers_done``, ``kv_transfers_failed_<error code>``, …"""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..common.api.errors import Conflict, DeadlineExceeded, ServingError, TransferFailed
+from ..common.api.errors import Aborted, Conflict, DeadlineExceeded, ServingError, TransferFailed
 from . import messages as m
 from .lanes import lane, readers_of
 from .lobby import Lobby, Tombstone
@@ -42,6 +42,7 @@ class SenderCore:
         self.bytes_of = bytes_of
         self.effects: deque[Effect] = deque()
         self.rooms: dict[int, SendRoom] = {}
+        self.watched: dict[int, SendRoom] = {}  # rooms that have ended, and whose Taken is awaited
         self.sessions: dict[bytes, Session] = {}
         self.joining: dict[bytes, Session] = {}  # admitted by us, not yet by the backend
         self.early: Lobby[tuple[int, int], Destination] = Lobby()  # by room and decode rank
@@ -88,6 +89,18 @@ class SenderCore:
         assert self.rooms[room].phase.terminal, "forget before the room has ended"
         del self.rooms[room]
 
+    def watch(self, room: int) -> None:
+        """Instead of ``forget``: the room may be used again, and ``taken`` tells what becomes of the request."""
+        half = self.rooms[room]
+        self.forget(room)
+        self.watched[room] = half
+
+    def taken(self, room: int) -> bool:
+        return not self.watched[room].untaken
+
+    def unwatch(self, room: int) -> None:
+        del self.watched[room]
+
     # -- the channel's events -------------------------------------------------------------------------------------
 
     def receive(self, session_id: bytes, message: m.ToSender, now: float) -> None:
@@ -104,6 +117,8 @@ class SenderCore:
             self._reserve(session, message, now)
         elif isinstance(message, m.Abort):
             self._peer_abort(session, message, now)
+        elif isinstance(message, m.Taken):
+            self._taken(session, message)
         elif isinstance(message, m.Pong):
             confirmed = min(message.time, now)
             session.confirmed = max(session.confirmed, confirmed)
@@ -299,10 +314,18 @@ class SenderCore:
         for destination in waiting:
             del self.early[half.room, destination.rank]
             destination.session.rooms[half.room] = half
+            half.untaken.add((destination.session.id, destination.stamp))
         half.destinations = tuple(waiting)
         half.phase = step(SENDER, half.phase, Event.JOIN)
 
+    def _taken(self, session: Session, message: m.Taken | m.Abort) -> None:
+        for half in (self.rooms.get(message.room), self.watched.get(message.room)):
+            if half is not None:
+                half.untaken.discard((session.id, message.stamp))
+
     def _peer_abort(self, session: Session, abort: m.Abort, now: float) -> None:
+        if abort.code == Aborted.code:  # the client has left: no other attempt will come
+            self._taken(session, abort)
         half = session.rooms.get(abort.room)
         waiting = self.early.get((abort.room, session.info.rank))
         if half is not None and any(d.session is session and d.stamp == abort.stamp for d in half.destinations):

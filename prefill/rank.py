@@ -24,4 +24,4 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
     register_rank(f"http://{config.http.host}:{args.disaggregation_bootstrap_port}", sender.info,
                   secret=args.cluster_secret)
     return PrefillScheduler(parts.batcher, parts.executor, parts.ledger, sender, tp, len(runner.layout.groups),
-                            overlap=parts.overlap)
+                            overlap=parts.overlap, kv_retain_seconds=args.kv_retain_seconds)

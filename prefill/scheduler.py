@@ -2,7 +2,8 @@
 
 A request waits for decode to name its destination (meeting), is computed chunk by chunk while finished pages leave for
 decode (computing), and ends when the last write and the first token have arrived (sending). Its pages then stay in the
-prefix cache. Until a transfer has settled, its pages are held: a write may still be reading them.
+prefix cache. Until a transfer has settled, its pages are held: a write may still be reading them. Where decode dies
+before it goes on with a request, another attempt finds what was computed (kept.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..common.api.errors import InvalidRequest, ServingError
+from ..common.api.errors import Aborted, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.distributed.tp import TPGroup
 from ..common.engine.batcher import Batch, Batcher
@@ -25,6 +26,7 @@ from ..kvtransfer.messages import PrefillResult
 from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
 from ..kvtransfer.sender import KVSender
 from ..kvtransfer.states import Phase
+from .kept import KeptPrompts
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +45,7 @@ class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that each request's room leads to."""
 
     def __init__(self, batcher: Batcher, executor: Executor, ledger: Ledger, sender: KVSender, tp: TPGroup,
-                 num_groups: int, *, overlap: bool):
+                 num_groups: int, *, overlap: bool, kv_retain_seconds: float):
         self.batcher = batcher
         self.executor = executor
         self.ledger = ledger
@@ -52,6 +54,8 @@ class PrefillScheduler:
         self._num_groups = num_groups
         self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[str, tuple[list[int], Logprobs | None]] = {}
+        self._kept = KeptPrompts(batcher.cache, sender, tp, kv_retain_seconds)
+        self._now = 0.0
 
     @property
     def idle(self) -> bool:
@@ -71,7 +75,7 @@ class PrefillScheduler:
 
     @property
     def counters(self) -> dict[str, float]:
-        return dict(self.sender.counters)
+        return {**self.sender.counters, "reused_prompts": self._kept.num_reused}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
@@ -79,6 +83,7 @@ class PrefillScheduler:
                 "A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send to the router instead.",
                 param="bootstrap_room")
         self.sender.expect(req.bootstrap.room, req.prompt_digest, req.num_prompt_tokens)
+        self._kept.drop(req.bootstrap.room)
         self.rooms.open(req, Stage.MEETING)
 
     def abort(self, req: Req, error: ServingError) -> None:
@@ -86,8 +91,12 @@ class PrefillScheduler:
         assert half is not None
         self.batcher.detach(req)
         self.rooms.abort(half, error)
+        # An abort of ours may be the router's, which tries again with another decode server.
+        self._kept.failed(half.room, self._now, wanted=True)
 
     def step(self, now: float) -> bool:
+        self._now = now
+        self._kept.sweep(now)
         for progress in self.rooms.poll():
             self._advance(progress)
         batch = self.batcher.next_prefill()
@@ -112,15 +121,28 @@ class PrefillScheduler:
         elif progress.failing:
             error = self.rooms.error_of(half)
             self.abort(half.req, error)
+            self._kept.failed(half.room, self._now, wanted=not isinstance(error, Aborted))
             self.ledger.fail(half.req, error)
         elif half.stage is Stage.MEETING and progress.phase >= Phase.RESERVED:
-            half.stage = Stage.COMPUTING
             half.req.mark("meeting")
-            self.batcher.waiting.append(half.req)
+            self._begin(half)
         elif half.stage is Stage.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[half.req.rid]
             self._let_go(half)
             self.ledger.gain(half.req, token_ids, logprobs)
+
+    def _begin(self, half: Half) -> None:
+        """Both halves have met: compute the prompt, or send what an attempt before this one has computed."""
+        half.stage = Stage.COMPUTING
+        req = half.req
+        if (result := self._kept.reuse(req)) is None:
+            self.batcher.waiting.append(req)
+            return
+        assert req.hold is not None
+        req.num_computed_tokens = req.num_cached_tokens = req.num_prompt_tokens
+        req.prompt_logprobs = result.prompt_logprobs
+        self._push(_Outgoing(half.room, 0, req.hold.ids.copy()), range(self._num_groups), self.executor.event())
+        self._hand_over(half, req.take(result.token_id), result)
 
     def _take_in(self, step: Step) -> None:
         for gain in step.gains():
@@ -130,22 +152,28 @@ class PrefillScheduler:
                 self.ledger.fail(gain.req, gain.error)
             elif half is not None and half.stage is Stage.COMPUTING:
                 self.batcher.detach(gain.req)
-                self._hand_over(half, gain.token_id, gain.logprobs)
+                req = gain.req
+                hidden = None if req.hidden is None else req.hidden.take()
+                self._hand_over(half, req.take_pending(gain.token_id), PrefillResult(
+                    gain.token_id, req.num_cached_tokens, gain.logprobs, req.prompt_logprobs, hidden))
 
-    def _hand_over(self, half: Half, token_id: int, logprobs: Logprobs | None) -> None:
+    def _hand_over(self, half: Half, token_ids: list[int], result: PrefillResult) -> None:
         """The prompt is computed: the first token follows its pages."""
         req = half.req
         half.stage = Stage.SENDING
         req.mark("prefill")
-        self._first_tokens[req.rid] = (req.take_pending(token_id), logprobs)
+        self._first_tokens[req.rid] = (token_ids, result.logprobs)
         req.finish = req.finish or Finish("length")
-        self.sender.finish(half.room, PrefillResult(token_id, req.num_cached_tokens, logprobs, req.prompt_logprobs,
-                                                    None if req.hidden is None else req.hidden.take()))
+        self._kept.add(half.room, req, result)
+        self.sender.finish(half.room, result)
 
     def _let_go(self, half: Half) -> None:
         """No write can touch the pages any more: what was computed stays in the prefix cache."""
         self._first_tokens.pop(half.req.rid, None)
-        self.rooms.close(half)
+        if half.stage is Stage.SENDING:
+            self.rooms.close(half, forget=lambda room: self._kept.done(room, self._now))
+        else:
+            self.rooms.close(half)
         self.batcher.finish(half.req)
 
     # -- pages on their way ----------------------------------------------------------------------

@@ -10,16 +10,18 @@ import numpy as np
 
 from .allocator import PageAllocator
 from .prefix_cache import Node, PrefixCache
+from .tails import Tail, Tails
 
 
 class PageHold:
     """One request's pages, in token order.
 
     ``own[i]`` tells whether page i is held by the request (and freed with it) or owned by the prefix cache,
-    where ``node``'s lock keeps it. A hold without a ``node`` has nothing to do with the prefix cache.
+    where ``node``'s lock keeps it. A hold without a ``node`` has nothing to do with the prefix cache. ``tail`` is the
+    cache's too, and the last page.
     """
 
-    __slots__ = ("_ids", "_own", "count", "node", "num_cached_pages", "num_published")
+    __slots__ = ("_ids", "_own", "count", "node", "num_cached_pages", "num_published", "tail")
 
     def __init__(self, cached: np.ndarray, node: Node | None):
         self.count = len(cached)
@@ -29,6 +31,7 @@ class PageHold:
         self.node = node
         self.num_cached_pages = self.count
         self.num_published = self.count  # leading pages that the prefix cache has, these or equal ones
+        self.tail: Tail | None = None
 
     def __repr__(self) -> str:
         return f"PageHold({self.count} pages, {self.num_own} own, {self.num_cached_pages} cached at start)"
@@ -64,6 +67,7 @@ class KVCacheManager:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.prefix_cache = PrefixCache(page_size) if prefix_cache else None
+        self.tails = Tails()
         self._num_held = 0
 
     def __repr__(self) -> str:
@@ -83,12 +87,13 @@ class KVCacheManager:
 
     @property
     def num_cached(self) -> int:
-        return self.prefix_cache.num_pages if self.prefix_cache else 0
+        return (self.prefix_cache.num_pages if self.prefix_cache else 0) + len(self.tails)
 
     @property
     def num_available(self) -> int:
         """Pages that could be allocated now, evicting what no request reads."""
-        return self.num_free + (self.prefix_cache.num_evictable if self.prefix_cache else 0)
+        evictable = self.prefix_cache.num_evictable if self.prefix_cache else 0
+        return self.num_free + evictable + self.tails.num_evictable
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -116,6 +121,7 @@ class KVCacheManager:
             assert self.prefix_cache is not None
             # An eviction walks the whole tree: take a little more than asked, so that not every step has to walk.
             self.allocator.free(self.prefix_cache.evict(max(missing - self.num_free, self.num_pages // 128)))
+            self.allocator.free(self.tails.evict(max(0, missing - self.num_free)))
         hold.extend(self.allocator.allocate(missing))
         self._num_held += missing
         return True
@@ -139,6 +145,39 @@ class KVCacheManager:
         self._num_held -= count - present
         hold.num_published = count
 
+    def keep_tail(self, hold: PageHold, tokens: np.ndarray) -> Tail | None:
+        """Leave the last page of ``tokens`` (int32, all computed, all of the hold's), where it is partly filled, to the
+        cache; the hold goes on reading it. None where the prompt ends with a full page. The full ones were published.
+        """
+        assert hold.node is not None and hold.count == self.pages_for(len(tokens)) and hold.tail is None
+        if len(tokens) % self.page_size == 0:
+            return None
+        assert hold.own[-1]
+        hold.own[-1] = False
+        self._num_held -= 1
+        hold.tail = self.tails.add(int(hold.ids[-1]))
+        self.tails.read(hold.tail)
+        return hold.tail
+
+    def begin_whole(self, tokens: np.ndarray, tail: Tail | None) -> PageHold | None:
+        """Borrow all pages of ``tokens`` (int32), the last being ``tail``; None where some were evicted meanwhile."""
+        rest = len(tokens) % self.page_size
+        hold = self.begin(tokens, len(tokens))
+        if hold.count < len(tokens) // self.page_size or (rest and (tail is None or tail.page is None)):
+            self.release(hold)
+            return None
+        if rest:
+            assert tail is not None and tail.page is not None
+            hold.extend(np.array([tail.page], np.int64))
+            hold.own[-1] = False
+            hold.tail = tail
+            self.tails.read(tail)
+        return hold
+
+    def drop_tail(self, tail: Tail) -> None:
+        """Nobody will ask for it again; its page is free once nobody reads it."""
+        self.allocator.free(self.tails.drop(tail))
+
     def release(self, hold: PageHold, tokens: np.ndarray | None = None) -> None:
         """End a hold. ``tokens``, where given, are the computed ones: their full pages stay in the cache."""
         if tokens is not None:
@@ -148,10 +187,13 @@ class KVCacheManager:
         self._num_held -= len(own)
         if self.prefix_cache is not None and hold.node is not None:
             self.prefix_cache.unlock(hold.node)
-        hold.node, hold.count = None, 0
+        if hold.tail is not None:
+            self.allocator.free(self.tails.done(hold.tail))
+        hold.node, hold.count, hold.tail = None, 0, None
 
     def flush(self) -> None:
         """Empty the prefix cache; the caller has made sure that no request holds a lock."""
+        self.allocator.free(self.tails.evict(len(self.tails)))
         if self.prefix_cache is not None:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_pages))
             assert self.prefix_cache.num_pages == 0, "the cache was flushed while requests read it"

@@ -14,6 +14,7 @@ class BootstrapFields(msgspec.Struct, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
+    bootstrap_previous_room: int | list[int] | None = None  # of an attempt before, which the prefill server may reuse
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None  # SGLang's newer name of the same
     disagg_prefill_dp_rank: int | None = None
@@ -49,12 +50,16 @@ def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: 
     room = fields.bootstrap_room
     rooms = [room + i * n for i in range(num_prompts)] if isinstance(room, int) else _per_prompt(
         "bootstrap_room", room, num_prompts)
+    before = fields.bootstrap_previous_room
+    previous = [before + i * n for i in range(num_prompts)] if isinstance(before, int) else _per_prompt(
+        "bootstrap_previous_room", before, num_prompts)
     rank = fields.disagg_prefill_dp_rank
     if rank is not None and rank < 0:
         raise InvalidRequest(f"disagg_prefill_dp_rank must be 0 or more, got {rank}.", param="disagg_prefill_dp_rank")
     found: list[Bootstrap | None] = []
-    for host, port, first in zip(hosts, ports, rooms):
-        found.extend(_checked(host, default_port if port is None else port, first + i, rank) for i in range(n))
+    for host, port, first, was in zip(hosts, ports, rooms, previous):
+        found.extend(_checked(host, default_port if port is None else port, first + i,
+                              None if was is None else was + i, rank) for i in range(n))
     return found
 
 
@@ -65,7 +70,8 @@ def _per_prompt(name: str, value: object, num_prompts: int) -> list:
     return values
 
 
-def _checked(host: str, port: int, room: int, dp_rank: int | None) -> Bootstrap:
+def _checked(host: str, port: int, room: int, previous: int | None,
+             dp_rank: int | None) -> Bootstrap:
     if not host or len(host) > 255 or any(char.isspace() for char in host):
         raise InvalidRequest(f"bootstrap_host must be a host name or address, got {host[:80]!r}.",
                              param="bootstrap_host")
@@ -73,4 +79,7 @@ def _checked(host: str, port: int, room: int, dp_rank: int | None) -> Bootstrap:
         raise InvalidRequest(f"bootstrap_port must be between 1 and 65535, got {port}.", param="bootstrap_port")
     if not 0 <= room < 2**63:
         raise InvalidRequest(f"bootstrap_room must be between 0 and 2**63 - 1, got {room}.", param="bootstrap_room")
-    return Bootstrap(host, port, room, dp_rank=dp_rank)
+    if previous is not None and not 0 <= previous < 2**63:
+        raise InvalidRequest(f"bootstrap_previous_room must be between 0 and 2**63 - 1, got {previous}.",
+                             param="bootstrap_previous_room")
+    return Bootstrap(host, port, room, previous, dp_rank)

@@ -114,6 +114,58 @@ def test_grow_evicts_and_refuses_without_change():
     cache.check_integrity()
 
 
+class TestTails:
+    def computed(self, cache, count):
+        hold = cache.begin(np.arange(count, dtype=np.int32), 0)
+        assert cache.grow(hold, count)
+        cache.commit(hold, np.arange(count, dtype=np.int32))
+        return hold
+
+    def test_a_prompt_is_had_whole_again_until_memory_is_needed(self):
+        cache, prompt = KVCacheManager(8, page_size=2), np.arange(5, dtype=np.int32)
+        hold = self.computed(cache, 5)
+        ids = hold.ids.tolist()
+        tail = cache.keep_tail(hold, prompt)
+        cache.release(hold)
+        assert (cache.num_held, cache.num_cached, cache.num_available) == (0, 3, 8)
+        again = cache.begin_whole(prompt, tail)
+        assert again.ids.tolist() == ids and cache.num_held == 0
+        cache.release(again)
+        other = cache.begin_private()
+        assert cache.grow(other, 14) and tail.page is not None  # the tree gives first
+        cache.release(other)
+        assert cache.begin_whole(prompt, tail) is None
+        other = cache.begin_private()
+        assert cache.grow(other, 16) and tail.page is None
+        cache.drop_tail(tail)
+        cache.release(other)
+        cache.check_integrity()
+        assert cache.num_free == 8
+
+    def test_a_tail_that_is_read_outlives_its_end(self):
+        cache, prompt = KVCacheManager(4, page_size=2), np.arange(3, dtype=np.int32)
+        hold = self.computed(cache, 3)
+        tail = cache.keep_tail(hold, prompt)
+        again = cache.begin_whole(prompt, tail)
+        cache.drop_tail(tail)
+        for one in (hold, again):
+            assert tail.page is not None and not cache.grow(cache.begin_private(), 6)
+            cache.release(one)
+        assert tail.page is None and cache.num_free == 3
+        cache.check_integrity()
+
+    def test_a_prompt_of_whole_pages_has_no_tail(self):
+        cache, prompt = KVCacheManager(4, page_size=2), np.arange(4, dtype=np.int32)
+        hold = self.computed(cache, 4)
+        assert cache.keep_tail(hold, prompt) is None
+        cache.release(hold)
+        again = cache.begin_whole(prompt, None)
+        assert again.count == 2
+        cache.release(again)
+        cache.flush()
+        assert cache.num_free == 4 and cache.begin_whole(prompt, None) is None
+
+
 @pytest.mark.parametrize("layers, page_bytes, expected", [
     (32, 64 * 1024, (16, 16)), (7, 10, (7,)), (5, 1 << 20, (1, 1, 1, 1, 1)), (36, 48 * 1024, (18, 18))])
 def test_layer_groups_make_descriptors_of_about_a_mebibyte(layers, page_bytes, expected):

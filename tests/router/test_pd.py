@@ -135,6 +135,49 @@ async def test_failed_decode_is_retried_on_another(router, worker, script, chat,
         assert len(set(rooms)) == len(rooms) >= least
 
 
+async def test_another_decode_takes_over_from_the_same_prefill_which_is_told_of_the_room_before(
+        router, worker, script, chat):
+    async def die_once(served):
+        await (script.die if sum(len(d.posts) for d in decodes) == 1 else script.answer)(served)
+
+    prefills = [await worker(stream_continuation=True) for _ in range(2)]
+    decodes = [await worker(die_once) for _ in range(2)]
+    front = await router(prefill=prefills, decode=decodes, policy="round_robin")
+    assert (await chat(front)).status == 200
+    (used,) = [p for p in prefills if p.posts]
+    first, second = [fields(body) for body in used.bodies]
+    assert second.pop("bootstrap_previous_room") == first["bootstrap_room"] != second["bootstrap_room"]
+    assert [len(d.posts) for d in decodes] == [1, 1]
+    assert second in [fields(d.bodies[0]) for d in decodes]  # decode need not know
+
+
+async def test_a_batch_names_all_rooms_before(router, worker, script, request_to):
+    async def fail_once(served):
+        served.answer(500 if sum(len(d.posts) for d in decodes) == 1 else 200)
+
+    p, decodes = await worker(stream_continuation=True), [await worker(fail_once) for _ in range(2)]
+    front = await router(prefill=[p], decode=decodes, policy="round_robin")
+    assert (await request_to(front, "POST", "/generate", {"text": ["a", "b"]})).status == 200
+    first, second = [fields(body) for body in p.bodies]
+    assert second["bootstrap_previous_room"] == first["bootstrap_room"] and len(first["bootstrap_room"]) == 2
+
+
+async def test_a_transfer_that_prefill_reports_failed_goes_to_another_decode(router, worker, script, chat):
+    async def fail_once(served):
+        served.answer(502 if sum(len(p.posts) for p in prefills) == 1 else 200)
+
+    prefills = [await worker(fail_once) for _ in range(2)]
+
+    async def wait_for_cache(served):
+        await script.until(lambda: sum(len(p.posts) for p in prefills) == 2)
+        served.answer()
+
+    decodes = [await worker(wait_for_cache) for _ in range(2)]
+    front = await router(prefill=prefills, decode=decodes, policy="round_robin")
+    assert (await chat(front)).status == 200
+    assert sorted(len(p.posts) for p in prefills) == [0, 2] and [len(d.posts) for d in decodes] == [1, 1]
+
+
 async def test_failed_transfer_is_tried_again_on_the_same_pair(router, worker, script, chat):
     async def fail_once(served):
         served.answer(502 if len(d.posts) == 1 else 200)
