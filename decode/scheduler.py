@@ -8,8 +8,6 @@ computes prompts that come without a bootstrap room, and requests that were retr
 
 from __future__ import annotations
 
-from collections import deque
-
 from ..common.api.errors import ServingError
 from ..common.distributed.tp import TPGroup
 from ..common.engine.req import Req
@@ -81,15 +79,19 @@ class DecodeScheduler:
         self.receiver.close()
 
     def _reserve_arrived(self) -> None:
-        """Reserve in order of arrival while there is room; retracted requests come first."""
-        limit = self.batcher.args.max_running_requests
-        while self.arrived and not self.batcher.waiting and self.num_running + len(self.rooms) < limit:
-            req = self.arrived[0]
-            if not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
+        """Reserve in the queue's order while there is room; retracted requests that are as urgent come first."""
+        while (req := self.arrived.head()) is not None and self._is_next(req):
+            self.unified.make_way(req, req.num_prompt_tokens, req.num_prompt_tokens)
+            if not self.batcher.has_slot or not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
                 return
             self.arrived.popleft()
             req.mark("queue")
             self._ask_prefill(req)
+
+    def _is_next(self, req: Req) -> bool:
+        urgency = self.batcher.priorities.urgency
+        waiting = self.batcher.waiting.head()
+        return waiting is None or urgency(req) > urgency(waiting)
 
     def _ask_prefill(self, req: Req) -> None:
         assert req.hold is not None and req.bootstrap is not None
@@ -103,6 +105,7 @@ class DecodeScheduler:
             self.ledger.fail(req, error)
         else:
             self.rooms.open(req, Stage.RECEIVING)
+            self.batcher.expect(req)
 
     def _advance(self, progress: Progress) -> None:
         half = progress.half

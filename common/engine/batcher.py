@@ -2,22 +2,28 @@
 
 This is the part that the unified, prefill and decode schedulers share. It owns the waiting queue, the
 requests in prefill and in decode, their pages and the retraction of requests when pages run out; it does no I/O
-and reads no clock, so that tensor-parallel ranks fed the same calls take the same decisions.
+and reads no clock, so that tensor-parallel ranks fed the same calls take the same decisions. What it decides by is
+in ``scheduling/``.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..config.server import ScheduleArgs
 from ..kvcache.manager import KVCacheManager
 from .req import Req
+from .scheduling.orders import Order
+from .scheduling.output_reserve import OutputReserve, left_of
+from .scheduling.policies import order_maker
+from .scheduling.prefill_budget import PrefillBudget
+from .scheduling.priorities import Priorities
+from .scheduling.waiting import WaitingQueue
 
-# Prompt logprobs need logits for every row, 4 bytes x vocabulary each: 512 rows of a 128k vocabulary are 262 MB.
-LOGPROB_CHUNK = 512
-LPM_QUEUE = 128
+if TYPE_CHECKING:
+    from .scheduling.swap import Swap
 
 
 @dataclass(frozen=True)
@@ -33,110 +39,180 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """The chunks of one step. ``is_decode``: each is one token long and samples."""
+    """The chunks of one step. ``is_decode``: each is one token long and samples. Else the last ``num_riding`` of them
+    are, and belong to running requests that ride along with prompts."""
 
     chunks: list[Chunk]
     is_decode: bool
+    num_riding: int = 0
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
+    @property
+    def prompts(self) -> list[Chunk]:
+        """Those of requests in prefill."""
+        return [] if self.is_decode else self.chunks[:len(self.chunks) - self.num_riding]
+
 
 class Batcher:
     """Requests of one rank between admission and their last token.
 
-    waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode).
+    waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode). Of
+    a decode server ``arriving`` ones have pages, which another server is filling.
     """
 
-    def __init__(self, cache: KVCacheManager, args: ScheduleArgs):
+    def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
+                 swap: Swap | None = None):
+        """``decodes``: prompts are followed by output here, so that room for it is reserved. ``seed``: of the random
+        policy, equal on all ranks. ``swap``: where retracted requests' pages may go."""
         self.cache = cache
         self.args = args
-        self.waiting: deque[Req] = deque()
+        self.swap = swap
+        self.priorities = Priorities.of(args)
+        self.output = OutputReserve(args.schedule_conservativeness if decodes else 0.0)
+        self._seed = seed
+        self._queues: list[WaitingQueue] = []
+        self.waiting = self.make_queue()
         self.prefilling: list[Req] = []
         self.running: list[Req] = []
+        self.arriving: list[Req] = []
+        self._left: int | None = None  # output tokens that those with pages have before them, once counted
         self.num_retracted = 0
+        self.num_preempted = 0
 
     def __repr__(self) -> str:
         return (f"Batcher(waiting {len(self.waiting)}, prefilling {len(self.prefilling)}, "
-                f"running {len(self.running)}, {self.cache})")
+                f"running {len(self.running)}, arriving {len(self.arriving)}, {self.cache})")
 
     def __iter__(self) -> Iterator[Req]:
         yield from self.waiting
         yield from self.prefilling
         yield from self.running
+        yield from self.arriving
 
     @property
     def idle(self) -> bool:
         return not (self.waiting or self.prefilling or self.running)
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether ``max_running_requests`` allows one more."""
+        return len(self.prefilling) + len(self.running) + len(self.arriving) < self.args.max_running_requests
+
+    def make_queue(self) -> WaitingQueue:
+        """An empty queue of the policy, and of each that is set later."""
+        queue = WaitingQueue(self._order_maker(), self.priorities.urgency)
+        self._queues.append(queue)
+        return queue
+
+    def set_args(self, args: ScheduleArgs) -> None:
+        """Go on with other limits, or another policy."""
+        before, self.args = self.args, args
+        if args.schedule_policy != before.schedule_policy:
+            for queue in self._queues:
+                queue.reorder(self._order_maker())
+
     # -- prefill ---------------------------------------------------------------------------------
 
     def next_prefill(self) -> Batch | None:
-        """The next chunks of prompts, of ``chunked_prefill_size`` tokens at most; admits waiting requests."""
-        budget = self.args.chunked_prefill_size
-        chunks: list[Chunk] = []
-        for req in self._in_prefill_order():
-            if req.logprob_start is not None:
-                budget = min(budget, LOGPROB_CHUNK)
-            stop = min(req.length, req.num_computed_tokens + budget)
-            chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
-            budget -= stop - req.num_computed_tokens
-            if budget <= 0:
-                break
+        """The next chunks of prompts, as PrefillBudget deals them out; admits waiting requests."""
+        chunks = self._prefill_chunks(PrefillBudget(self.args))
         return Batch(chunks, is_decode=False) if chunks else None
 
-    def _in_prefill_order(self) -> Iterator[Req]:
-        yield from list(self.prefilling)
-        if self.args.schedule_policy == "lpm":
-            self._sort_by_cached_prefix()
-        while self.waiting and len(self.prefilling) + len(self.running) < self.args.max_running_requests:
-            if not self._admit(self.waiting[0]):
-                break
-            req = self.waiting.popleft()
-            if not req.reported:
-                req.mark("queue")
-            self.prefilling.append(req)
-            yield req
+    def next_mixed(self) -> Batch | None:
+        """The next chunks of prompts together with ``next_decode``, which is all where there are none."""
+        num_riding = sum(not req.complete for req in self.running)
+        chunks = self._prefill_chunks(PrefillBudget(self.args, num_riding))
+        decode = self.next_decode()
+        if not chunks or decode is None:
+            return Batch(chunks, is_decode=False) if chunks else decode
+        return Batch(chunks + decode.chunks, is_decode=False, num_riding=len(decode.chunks))
 
-    def _admit(self, req: Req) -> bool:
-        if not self.reserve(req, len(req.tokens), req.prefix_limit):
-            return False
+    def _prefill_chunks(self, budget: PrefillBudget) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for req in self._in_prefill_order():
+            taken = budget.take(req)
+            if taken:
+                stop = req.num_computed_tokens + taken
+                chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
+            if budget.spent:
+                break
+        return chunks
+
+    def _in_prefill_order(self) -> Iterator[Req]:
+        """Prompts that have begun come before those that are admitted, but for more urgent ones."""
+        for req in sorted(self.prefilling, key=self.priorities.urgency, reverse=True):
+            yield from self._admitted(above=self.priorities.urgency(req))
+            yield req
+        yield from self._admitted()
+
+    def _admitted(self, above: int | None = None) -> Iterator[Req]:
+        """Admit waiting requests, those more urgent than ``above``, while there is room; yields those to compute."""
+        while self.has_slot and (req := self.waiting.head()) is not None:
+            if above is not None and self.priorities.urgency(req) <= above:
+                return
+            if not self.reserve(req, len(req.tokens), req.prefix_limit):
+                return
+            self.waiting.remove(req)
+            self._begin(req)
+            if req.length - req.num_computed_tokens == 1 and req.num_output_tokens:  # all of it came from the host
+                self.running.append(req)
+            else:
+                self.prefilling.append(req)
+                yield req
+
+    def _begin(self, req: Req) -> None:
+        """The request, which has a hold now, goes on behind what the prefix cache or host memory has of it."""
         assert req.hold is not None
         req.num_computed_tokens = req.hold.num_cached_pages * self.cache.page_size
-        req.num_cached_tokens = max(req.num_cached_tokens, min(req.num_computed_tokens, req.num_prompt_tokens))
-        return True
+        if not req.num_retractions:
+            req.num_cached_tokens = max(req.num_cached_tokens, min(req.num_computed_tokens, req.num_prompt_tokens))
+            if not req.reported:
+                req.mark("queue")
+        if req.saved is not None:
+            assert self.swap is not None
+            self.swap.restore(req)
 
     def reserve(self, req: Req, num_tokens: int, prefix_limit: int) -> bool:
         """Borrow the cached prefix and allocate the other pages of the first ``num_tokens`` tokens.
 
-        Leaves each running request a page to grow into; False, and no change, where that does not fit.
+        Leaves those that run pages to grow into; False, and no change, where that does not fit.
         """
-        private = req.embeds is not None
-        hold = self.cache.begin_private() if private else self.cache.begin(req.tokens.view(), prefix_limit)
-        missing = self.cache.pages_for(num_tokens) - hold.count
-        if missing + len(self.running) > self.cache.num_available or not self.cache.grow(hold, num_tokens):
+        hold = self.cache.begin_private() if req.embeds is not None else self.cache.begin(req.tokens.view(),
+                                                                                         prefix_limit)
+        lacking = self._pages_lacking(req, hold.count, num_tokens)
+        if lacking > 0 or not self.cache.grow(hold, num_tokens):
             self.cache.release(hold)
             return False
         req.hold = hold
+        if self._left is not None:
+            self._left += left_of(req)
         return True
 
-    def _sort_by_cached_prefix(self) -> None:
-        """Longest cached prefix first; a request's place among equals stays its place of arrival.
+    def _pages_lacking(self, req: Req, num_cached_pages: int, num_tokens: int) -> int:
+        """Pages that must become free before ``req`` is admitted, 0 or less where it can be."""
+        missing = self.cache.pages_for(num_tokens) - num_cached_pages
+        return missing + self._pages_to_leave(req) - self.cache.num_available
 
-        Longer queues stay in order of arrival: a look-up each, every step, would cost more than it saves.
-        """
-        if self.cache.prefix_cache is None or not 2 <= len(self.waiting) <= LPM_QUEUE:
-            return
-        match = self.cache.prefix_cache.match
-        self.waiting = deque(sorted(self.waiting, key=lambda req: -len(match(req.tokens.view(0, req.prefix_limit))[1])))
+    def _pages_to_leave(self, req: Req) -> int:
+        """A page for each running request, and for the output to expect; a request alone needs no more than itself."""
+        if not (self.prefilling or self.running or self.arriving):
+            return 0
+        if self._left is None:
+            self._left = sum(left_of(one) for place in (self.prefilling, self.running, self.arriving) for one in place)
+        return len(self.running) + self.cache.pages_for(self.output.tokens(self._left + left_of(req)))
 
     # -- decode ----------------------------------------------------------------------------------
 
     def next_decode(self) -> Batch | None:
         """One token of every running request that wants more; ``grow_running`` has made room for them."""
         chunks = [Chunk(req, req.num_computed_tokens, req.length, True) for req in self.running if not req.complete]
-        return Batch(chunks, is_decode=True) if chunks else None
+        if not chunks:
+            return None
+        self.output.decoded()
+        return Batch(chunks, is_decode=True)
 
     def grow_running(self) -> bool:
         """Give every running request the page of its next token; False where pages for all are lacking."""
@@ -144,49 +220,102 @@ class Batcher:
         return all(grown)
 
     def retract_for_room(self) -> None:
-        """Retract the youngest running requests until the others can grow. No token may be pending."""
+        """Retract the least urgent running requests, of these the youngest, until the others can grow. No token may be
+        pending."""
         short = [req for req in self.running if not self._grow(req)]
+        if not short:
+            return
         while short:
-            youngest = max(self.running, key=lambda req: req.arrived)
-            self._retract(youngest)
-            short = [req for req in short if req is not youngest and not self._grow(req)]
+            victim = self._least(self.running)
+            self._retract(victim)
+            short = [req for req in short if req is not victim and not self._grow(req)]
+        self.output.retracted(self.running)
 
     def _grow(self, req: Req) -> bool:
         assert req.hold is not None
         return req.complete or self.cache.grow(req.hold, req.length)
 
-    def _retract(self, req: Req) -> None:
-        """Give the request's pages back; it waits at the front of the queue and is computed again later.
+    # -- giving way ------------------------------------------------------------------------------
 
-        Its full pages go to the prefix cache, so that whatever is not evicted until then need not be recomputed.
+    def blocked(self, req: Req, num_tokens: int, prefix_limit: int) -> bool:
+        """Whether ``req``, for which ``reserve`` would be called with the same, lacks what less urgent ones hold."""
+        givers = self._givers(req)
+        if not givers:
+            return False
+        lacking = self._lacking(req, num_tokens, prefix_limit)
+        held = sum(one.hold.count for one in givers if one.hold is not None)
+        return lacking <= held and (lacking > 0 or not self.has_slot)
+
+    def make_way(self, req: Req, num_tokens: int, prefix_limit: int) -> None:
+        """Retract requests that give way to ``req`` until it is not ``blocked``. No token may be pending."""
+        while self.blocked(req, num_tokens, prefix_limit):
+            self._retract(self._least(self._givers(req)))
+            self.num_preempted += 1
+
+    def _givers(self, req: Req) -> list[Req]:
+        if not self.priorities.enabled:
+            return []
+        return [one for place in (self.running, self.prefilling) for one in place
+                if self.priorities.may_preempt(req, one)]
+
+    def _lacking(self, req: Req, num_tokens: int, prefix_limit: int) -> int:
+        if req.embeds is not None:
+            return self._pages_lacking(req, 0, num_tokens)
+        hold = self.cache.begin(req.tokens.view(), prefix_limit)  # what is locked cannot be evicted
+        lacking = self._pages_lacking(req, hold.count, num_tokens)
+        self.cache.release(hold)
+        return lacking
+
+    def _least(self, reqs: list[Req]) -> Req:
+        """The least urgent, and of these the youngest."""
+        return min(reqs, key=lambda req: (self.priorities.urgency(req), -req.arrived))
+
+    def _retract(self, req: Req) -> None:
+        """Give the request's pages back; it waits before its equals and goes on later.
+
+        Its full pages go to the prefix cache, so that whatever is not evicted until then need not be recomputed; and
+        all of them to host memory, where that is cheaper.
         """
-        self.running.remove(req)
+        if self.swap is not None:
+            req.saved = self.swap.save(req)
+        self.detach(req)
         self._release(req, keep=True)
-        self.waiting.appendleft(req)
+        req.num_retractions += 1
+        self.waiting.put_back(req)
         self.num_retracted += 1
 
     # -- results ---------------------------------------------------------------------------------
 
     def launched(self, batch: Batch) -> None:
         """Record that the step is on its way: requests whose prompt it completes join the running ones."""
+        self._left = None
         for chunk in batch.chunks:
+            chunk.req.num_computed_tokens = chunk.stop
+            chunk.req.num_pending += chunk.samples
+        for chunk in batch.prompts:
             req = chunk.req
-            req.num_computed_tokens = chunk.stop
-            req.num_pending += chunk.samples
-            if not batch.is_decode:
-                assert req.hold is not None
-                self.cache.commit(req.hold, req.computed)
-                if chunk.samples:
-                    self.prefilling.remove(req)
-                    self.running.append(req)
+            assert req.hold is not None
+            self.cache.commit(req.hold, req.computed)
+            if chunk.samples:
+                self.prefilling.remove(req)
+                self.running.append(req)
+
+    def expect(self, req: Req) -> None:
+        """Another server fills the pages that were reserved for the request; ``adopt`` it then, or ``finish`` it."""
+        self.arriving.append(req)
 
     def adopt(self, req: Req) -> None:
-        """Take in a request whose prompt was computed elsewhere and whose first token is known."""
+        """Take in an expected request: its prompt was computed elsewhere and its first token is known."""
+        self.arriving.remove(req)
         self.running.append(req)
 
     def detach(self, req: Req) -> None:
-        """Take a request out of whatever list it stands in; it keeps its pages."""
-        for place in (self.waiting, self.prefilling, self.running):
+        """Take a request out of wherever it stands; it keeps its pages."""
+        self._left = None
+        if req in self.waiting:
+            self.waiting.remove(req)
+            return
+        for place in (self.prefilling, self.running, self.arriving):
             if req in place:
                 place.remove(req)
                 return
@@ -195,9 +324,14 @@ class Batcher:
         """Take a request out and free its pages; ``keep`` leaves the full ones in the prefix cache."""
         self.detach(req)
         self._release(req, keep)
+        if self.swap is not None:
+            self.swap.drop(req)
 
     def _release(self, req: Req, keep: bool) -> None:
         if req.hold is not None:
             self.cache.release(req.hold, req.computed if keep else None)
         req.hold = None
         req.num_computed_tokens = 0
+
+    def _order_maker(self) -> Callable[[], Order]:
+        return order_maker(self.args.schedule_policy, self.cache.prefix_cache, self._seed)

@@ -24,8 +24,7 @@ from ..distributed.tp import TPGroup
 from .batcher import Batcher
 from .model_runner import ModelRunner
 from .profiler import Profiler
-
-_SETTABLE_POLICIES = ("fcfs", "lpm")
+from .scheduling import policies
 
 
 class Control:
@@ -99,14 +98,18 @@ class Control:
     def _set_limits(self, command: SetLimits) -> str:
         started = self._config.schedule
         given = {name: value for name in command.__struct_fields__ if (value := getattr(command, name)) is not None}
-        for name in ("max_running_requests", "chunked_prefill_size"):
-            if name in given and not 1 <= given[name] <= getattr(started, name):
-                raise InvalidRequest(f"{name} must be between 1 and {getattr(started, name)}, which the server started "
-                                     f"with, not {given[name]}.", param=name)
-        if given.get("schedule_policy", "fcfs") not in _SETTABLE_POLICIES:
-            raise InvalidRequest(f"schedule_policy must be one of {', '.join(_SETTABLE_POLICIES)}.",
+        most = {"max_running_requests": started.max_running_requests,
+                "chunked_prefill_size": started.chunked_prefill_size}
+        if started.chunked_prefill_size < 0:
+            most["chunked_prefill_size"] = started.max_prefill_tokens
+        for name, limit in most.items():
+            if name in given and not 1 <= given[name] <= limit:
+                raise InvalidRequest(f"{name} must be between 1 and {limit}, which the server started with, not "
+                                     f"{given[name]}.", param=name)
+        if given.get("schedule_policy", "fcfs") not in policies.NAMES:
+            raise InvalidRequest(f"schedule_policy must be one of {', '.join(policies.NAMES)}.",
                                  param="schedule_policy")
-        self._batcher.args = dataclasses.replace(self._batcher.args, **given)
+        self._batcher.set_args(dataclasses.replace(self._batcher.args, **given))
         return "Set " + ", ".join(f"{name} to {value}" for name, value in given.items()) + "."
 
     def _agreed(self, check: Callable[[], None]) -> None:

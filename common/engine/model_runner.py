@@ -286,7 +286,7 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     local += parallel.dp_size * _mlp_values(spec, parallel.mlp.size)  # of all attention groups' tokens
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
     row = values * DTYPE_BYTES[layout.dtype]
-    rows = max(schedule.chunked_prefill_size, schedule.max_running_requests)
+    rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
     workspaces = 1 << 30
     return rows * row + logits + workspaces

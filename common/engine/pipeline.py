@@ -7,6 +7,7 @@ from collections.abc import Callable
 from .batcher import Batch, Batcher
 from .executor import Executor, Step
 from .forward_batch import AfterGroup
+from .scheduling.rates import PrefillRate
 
 
 class Pipeline:
@@ -16,11 +17,14 @@ class Pipeline:
     after.
     """
 
-    def __init__(self, batcher: Batcher, executor: Executor, take_in: Callable[[Step], None], *, overlap: bool):
+    def __init__(self, batcher: Batcher, executor: Executor, take_in: Callable[[Step], None], *, overlap: bool,
+                 rate: PrefillRate | None = None):
+        """``rate`` is told of every step before it is launched; ``take_in`` tells it of the end."""
         self._batcher = batcher
         self._executor = executor
         self._take_in = take_in
         self._overlap = overlap
+        self._rate = rate
         self.in_flight: Step | None = None
 
     def advance(self, batch: Batch | None, after_group: AfterGroup | None = None) -> bool:
@@ -30,6 +34,8 @@ class Pipeline:
         """
         before, self.in_flight = self.in_flight, None
         if batch is not None:
+            if self._rate is not None:
+                self._rate.begin(0 if batch.is_decode or batch.num_riding else batch.num_tokens)
             self.in_flight = self._executor.launch(batch, after_group)
             self._batcher.launched(batch)
         else:

@@ -29,6 +29,7 @@ from .loop import EngineLoop, Scheduler
 from .model_runner import ModelRunner
 from .ranks import RankSpec
 from .sampler import Sampler
+from .scheduling.make import make_batcher
 from .unified import UnifiedScheduler
 from .watchdog import Watchdog
 
@@ -129,7 +130,8 @@ def _build(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None
     if parallel.attention.rank == 0:
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
     executor = Executor(runner, sampler, grammars)
-    return EngineParts(config, parallel, runner, Batcher(cache, config.schedule), executor, ledger, grammars)
+    batcher = make_batcher(config, runner, cache, parallel.attention)
+    return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars)
 
 
 def _join_groups(spec: RankSpec) -> Parallel:

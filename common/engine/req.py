@@ -22,6 +22,7 @@ from .token_history import TokenHistory
 
 if TYPE_CHECKING:
     from ..grammar.matcher import Matcher
+    from .scheduling.swap import Saved
 
 
 @dataclass(eq=False)
@@ -49,11 +50,14 @@ class Req:
     hidden: HiddenStates | None = None  # where the request wants them
     matcher: Matcher | None = None  # on the rank that chooses tokens, where there is a grammar
     logprob_start: int | None = None  # first prompt position whose logprob is wanted
+    priority: int | None = None  # None: the server's default
     # filled by the scheduler
     hold: PageHold | None = None
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_pending: int = 0
+    num_retractions: int = 0
+    saved: Saved | None = None  # pages in host memory, while it waits after a retraction
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
     pooling: Pooling | None = None
@@ -90,6 +94,7 @@ class Req:
             logprob_start=message.logprob_start_len if wants_prompt else None,
             stages=[] if message.traced else None,
             pooling=message.pooling,
+            priority=message.priority,
             processor=None if message.processor is None else RowProcessor.of(
                 message.processor.path, message.processor.params, RequestTokens(tokens, num_embeds, begin)),
             embeds=embeds,
@@ -145,8 +150,10 @@ class Req:
             limit = min(limit, self.hidden.num_launched)
         if self.embeds is not None:
             return 0  # the cache knows pages by their tokens
-        if self.logprob_start is not None and self.prompt_logprobs is None:
-            limit = min(limit, max(0, self.logprob_start - 1))
+        if self.logprob_start is not None:
+            told = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs.values)
+            if self.logprob_start + told < self.num_prompt_tokens:
+                limit = min(limit, max(0, self.logprob_start + told - 1))
         return limit
 
     def choosing(self, position: int, pending: int | None, allowed: FillAllowed | None = None) -> Choosing:

@@ -22,12 +22,16 @@ from .req import Req
 
 
 class UnifiedScheduler:
-    """Prompts first, then decode: a step runs prefill chunks while there are any, else one decode step."""
+    """Prompts first, then decode: a step runs prefill chunks while there are any, else one decode step.
+
+    With ``--enable-mixed-chunk`` every step decodes, and prefill chunks are computed beside that.
+    """
 
     def __init__(self, batcher: Batcher, executor: Executor, ledger: Ledger, *, overlap: bool):
         self.batcher = batcher
         self.ledger = ledger
-        self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap)
+        self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
+        self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap, rate=self._rate)
 
     @property
     def idle(self) -> bool:
@@ -45,7 +49,10 @@ class UnifiedScheduler:
 
     @property
     def counters(self) -> dict[str, float]:
-        return {"retracted_requests": self.batcher.num_retracted}
+        batcher = self.batcher
+        saved = 0 if batcher.swap is None else batcher.swap.num_saved
+        return {"retracted_requests": batcher.num_retracted, "preempted_requests": batcher.num_preempted,
+                "swapped_out_requests": saved}
 
     def add(self, req: Req) -> None:
         self.batcher.waiting.append(req)
@@ -89,17 +96,31 @@ class UnifiedScheduler:
     def close(self) -> None:
         """Nothing to let go of beside the process's memory."""
 
+    def make_way(self, req: Req, num_tokens: int, prefix_limit: int) -> None:
+        """Retract less urgent requests where ``req`` needs their room; see Batcher.reserve."""
+        if self.batcher.blocked(req, num_tokens, prefix_limit):
+            self.settle()  # a request to retract must know its last token; others may end by it
+            self.batcher.make_way(req, num_tokens, prefix_limit)
+
     def _next_batch(self) -> Batch | None:
-        batch = self.batcher.next_prefill()
-        if batch is not None:
+        batcher = self.batcher
+        if batcher.priorities.enabled and (head := batcher.waiting.head()) is not None:
+            self.make_way(head, len(head.tokens), head.prefix_limit)
+        mixed = batcher.args.enable_mixed_chunk
+        if not mixed and (batch := batcher.next_prefill()) is not None:
             return batch
-        if not self.batcher.grow_running():
-            self.settle()  # a request to retract must know its last token
-            self.batcher.retract_for_room()
-        return self.batcher.next_decode()
+        if not batcher.grow_running():
+            self.settle()
+            batcher.retract_for_room()
+            if (batch := batcher.next_decode()) is not None:
+                return batch
+        return batcher.next_mixed() if mixed else batcher.next_decode()
 
     def _take_in(self, step: Step) -> None:
-        for gain in step.gains():
+        gains = step.gains()
+        if self._rate is not None:
+            self._rate.end()
+        for gain in gains:
             req = gain.req
             if req.finish is not None:  # it ended with the step before, and this one's token is beyond its end
                 self.batcher.finish(req)

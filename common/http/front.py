@@ -176,7 +176,7 @@ def plan(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str
             rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=points[choice],
             return_logprob=logprobs[i].wanted, top_logprobs_num=logprobs[i].num_top,
             token_ids_logprob=list(logprobs[i].token_ids),
-            logprob_start_len=logprobs[i].start if logprobs[i].wanted else -1, priority=priority or 0))
+            logprob_start_len=logprobs[i].start if logprobs[i].wanted else -1, priority=priority))
     return requests
 
 

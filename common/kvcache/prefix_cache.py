@@ -59,6 +59,7 @@ class PrefixCache:
         self._root = Node(np.empty(0, np.int32), np.empty(0, np.int64), None)
         self.num_pages = 0
         self.num_locked = 0
+        self.version = 0  # grows with whatever changes what can be matched
         self._clock = 0
         self.recorder: Recorder | None = None
 
@@ -100,6 +101,7 @@ class PrefixCache:
             leaf = Node(rest.copy(), pages[present:].copy(), node)
             node.children[self._key(rest)] = leaf
             self.num_pages += len(leaf.pages)
+            self.version += 1
             if self.recorder is not None:
                 self.recorder.stored(_last_page(node), leaf.pages, leaf.tokens)
             node = leaf
@@ -133,6 +135,7 @@ class PrefixCache:
             if parent is not self._root and not parent.children and not parent.locks:
                 heapq.heappush(leaves, parent)
         self.num_pages -= total
+        self.version += bool(total)
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
 
     def edges(self) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:

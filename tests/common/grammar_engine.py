@@ -71,7 +71,8 @@ class GrammarEngine:
                  whitespace: str | None = None, max_running: int = 256, runner: ModelRunner | None = None,
                  tokens: Vocabulary | None = None):
         runner = runner or _runner(max_total_tokens)
-        schedule = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running)
+        schedule = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running,
+                                schedule_conservativeness=0.0)
         self.cache = KVCacheManager(runner.num_pages, runner.layout.page_size)
         self.sent: list[Any] = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(runner.spec.eos_token_ids),

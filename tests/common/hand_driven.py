@@ -16,11 +16,11 @@ from baton.common.config.server import (
     ServerConfig,
 )
 from baton.common.distributed.parallel import Parallel
-from baton.common.engine.batcher import Batcher
 from baton.common.engine.executor import Executor
 from baton.common.engine.ledger import Ledger
 from baton.common.engine.model_runner import ModelRunner
 from baton.common.engine.sampler import Sampler
+from baton.common.engine.scheduling.make import make_batcher
 from baton.common.engine.unified import UnifiedScheduler
 from baton.common.kvcache.manager import KVCacheManager
 
@@ -30,9 +30,12 @@ class Engine:
 
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
-                 load_format="auto"):
+                 load_format="auto", schedule=None):
+        """``schedule``: further fields of ScheduleArgs. Nothing is reserved for output unless it says so, so that small
+        pools see retractions."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix)
-        schedule = ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=max_running, schedule_policy=policy)
+        schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
+                                max_running_requests=max_running, schedule_policy=policy)
         model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format)
         config = ServerConfig(model, cache_args, schedule, ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs())
@@ -44,7 +47,8 @@ class Engine:
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                              max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
         executor = Executor(runner, Sampler(spec.vocab_size, device, 0))
-        self.scheduler = UnifiedScheduler(Batcher(self.cache, schedule), executor, self.ledger, overlap=overlap)
+        batcher = make_batcher(config, runner, self.cache, self.parallel.attention)
+        self.scheduler = UnifiedScheduler(batcher, executor, self.ledger, overlap=overlap)
 
     def start(self, rid, prompt, **sampling):
         options = {"logprobs": {}} | sampling
@@ -63,6 +67,8 @@ class Engine:
         assert self.scheduler.idle and not self.ledger.live
         self.cache.check_integrity()
         assert self.cache.num_held == 0
+        swap = self.scheduler.batcher.swap
+        assert swap is None or swap.host.num_held == 0
         outputs = [item for message in self.sent if isinstance(message, Outputs) for item in message.items]
         self.sent.clear()
         return outputs

@@ -81,7 +81,7 @@ class Side:
         config = ServerConfig(
             ModelArgs(model_path=str(folder)),
             CacheArgs(page_size=4, max_total_tokens=max_total_tokens, num_layer_groups=groups),
-            ScheduleArgs(chunked_prefill_size=chunk), ParallelArgs(), KernelArgs(),
+            ScheduleArgs(chunked_prefill_size=chunk, schedule_conservativeness=0.0), ParallelArgs(), KernelArgs(),
             DisaggregationArgs(disaggregation_mode=mode, disaggregation_transfer_backend=backend,
                                disaggregation_bootstrap_port=port), HttpArgs())
         spec = load_model_spec(config.model)

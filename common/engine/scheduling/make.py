@@ -1,0 +1,27 @@
+"""A rank's batcher, as its configuration wants it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...config.server import ServerConfig
+from ...distributed.tp import TPGroup
+from ...kvcache.manager import KVCacheManager
+from ..batcher import Batcher
+from .host_pages import HostPages
+from .rates import PrefillRate, link_rate
+from .swap import Swap
+
+if TYPE_CHECKING:
+    from ..model_runner import ModelRunner
+
+
+def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManager, group: TPGroup) -> Batcher:
+    """``group``: the ranks that decide alike."""
+    num_bytes = int(config.schedule.retract_host_memory_gb * 2**30)
+    swap = None
+    if num_bytes:
+        host = HostPages(runner.pool, num_bytes)
+        swap = Swap(host, cache.page_size, link_rate(runner.device), PrefillRate(), group.min_reduce,
+                    shared=config.mode == "decode")
+    return Batcher(cache, config.schedule, decodes=config.mode != "prefill", seed=config.model.random_seed, swap=swap)
