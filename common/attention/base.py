@@ -11,8 +11,8 @@ from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 
 
-class AttentionBackend(Protocol):
-    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer."""
+class Planned(Protocol):
+    """Any backend, as code sees it that runs none itself."""
 
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         """Prepare for ``batch``, a decode step or a ragged extend over existing prefixes.
@@ -20,6 +20,10 @@ class AttentionBackend(Protocol):
         With ``max_length`` what is planned is captured into a graph, whose replays find other page tables in the
         batch's tensors, of sequences up to so many tokens. Only backends that can decode under capture take it.
         """
+
+
+class AttentionBackend(Planned, Protocol):
+    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer."""
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             cos_sin: torch.Tensor | None = None) -> torch.Tensor:

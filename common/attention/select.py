@@ -38,12 +38,12 @@ def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -
     if name == "flashinfer" and head_dim not in _FLASHINFER_HEAD_DIMS:
         raise ConfigError(f"--attention-backend flashinfer takes heads of {_FLASHINFER_HEAD_DIMS} values, not "
                           f"{head_dim}: use triton.")
-    if not on_gpu and not (name == "triton" and _interpreted()):
+    if not on_gpu and not (name == "triton" and interpreted()):
         raise ConfigError(f"--attention-backend {name} needs a GPU: use torch on a CPU.")
     return name
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     from ...kernels._triton import INTERPRETED
     return INTERPRETED
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..engine.forward_batch import ForwardBatch
-from .base import AttentionBackend
 
 
 class SplitBackend:
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend):
+    """Of any kind, both of the same: it hands ``run``'s arguments on."""
+
+    def __init__(self, prefill: Any, decode: Any):
         self._prefill = prefill
         self._decode = decode
         self._chosen = prefill
@@ -18,6 +21,6 @@ class SplitBackend:
         self._chosen = self._decode if batch.is_decode else self._prefill
         self._chosen.plan(batch, max_length)
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
-        return self._chosen.run(layer, q, k, v, cos_sin)
+    def run(self, *args: Any, **named: Any) -> torch.Tensor:
+        result: torch.Tensor = self._chosen.run(*args, **named)
+        return result

@@ -17,7 +17,7 @@ from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
 
-_QUERY_BLOCK = 1024  # rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request
+QUERY_BLOCK = 1024  # rows of an extend's score mask: 8,192 x 8,192 at once would take 64 MiB a request
 
 
 @dataclass
@@ -42,7 +42,7 @@ class TorchBackend:
         self._batch = batch
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
-        members = _similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
+        members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
         self._buckets = [self._bucket(batch, requests, pages, lengths) for requests in members]
 
     def _bucket(self, batch: ForwardBatch, requests: np.ndarray, pages: np.ndarray, lengths: np.ndarray) -> _Bucket:
@@ -102,8 +102,8 @@ class TorchBackend:
         begin, end = self._batch.qo_indptr_cpu[b:b + 2].tolist()
         prefix = length - (end - begin)
         group = q.shape[1] // self._layout.num_kv_heads
-        for row in range(begin, end, _QUERY_BLOCK):
-            stop = min(row + _QUERY_BLOCK, end)
+        for row in range(begin, end, QUERY_BLOCK):
+            stop = min(row + QUERY_BLOCK, end)
             seen = prefix + stop - begin
             block_keys, block_values = (x[0, :, None, :seen].expand(-1, group, -1, -1) for x in (keys, values))
             queries = q[row:stop].unflatten(1, (self._layout.num_kv_heads, group)).permute(1, 2, 0, 3)
@@ -116,7 +116,7 @@ class TorchBackend:
             out[row:stop] = result.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _similar(pages: np.ndarray) -> list[np.ndarray]:
+def similar(pages: np.ndarray) -> list[np.ndarray]:
     """Requests in buckets whose longest has at most about twice the pages of the shortest: bounds the padding."""
     order = np.argsort(pages, kind="stable")
     buckets = []

@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..kvcache.layout import DTYPE_BYTES
 from ..quantization.scheme import Scheme, scheme_of
-from .moe import MoESpec, mixtral_experts, qwen_experts
+from .mla import MLASpec, latent_attention
+from .moe import MoESpec, deepseek_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -27,6 +29,7 @@ class Architecture:
     biases_in_config: bool = False
     window_flag: bool = False  # the sliding window counts only with ``use_sliding_window``
     experts: Callable[[Mapping[str, Any]], MoESpec | None] | None = None
+    latent: bool = False  # multi-head latent attention
 
 
 Head = Literal["words", "labels", "none"]
@@ -39,6 +42,8 @@ _FAMILIES = {
     "Mixtral": Architecture(experts=mixtral_experts),
     "Qwen2Moe": Architecture(qkv_bias=True, window_flag=True, experts=qwen_experts),
     "Qwen3Moe": Architecture(qk_norm=True, biases_in_config=True, window_flag=True, experts=qwen_experts),
+    "DeepseekV2": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=2), latent=True),
+    "DeepseekV3": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=3), latent=True),
 }
 _HEADS: dict[str, Head] = {"ForCausalLM": "words", "ForSequenceClassification": "labels", "Model": "none"}
 ARCHITECTURES = {family + head: found for head in _HEADS for family, found in _FAMILIES.items()}
@@ -52,7 +57,8 @@ class ModelSpec:
     ``rope_scaling`` is None for plain rotary embeddings, else a dict with ``rope_type`` and that type's
     parameters under transformers' names. ``dtype`` is the checkpoint's. ``context_length`` is the longest prompt
     plus output in tokens. ``head`` is what hidden
-    states become: scores of words, of ``num_labels`` labels, or nothing else.
+    states become: scores of words, of ``num_labels`` labels, or nothing else. With ``mla`` queries have ``head_dim``
+    values, and its latents are the one KV head. ``mtp_layers`` of multi-token prediction follow in the checkpoint.
     """
 
     architecture: str
@@ -80,6 +86,23 @@ class ModelSpec:
     num_labels: int = 0
     moe: MoESpec | None = None
     quantization: Scheme | None = None
+    mla: MLASpec | None = None
+    mtp_layers: int = 0
+
+    @property
+    def kv_dim(self) -> int:
+        """Values that a KV head keeps of a token, as its key and again as its value, or as its latent."""
+        return self.head_dim if self.mla is None else self.mla.latent_dim
+
+    @property
+    def unused_names(self) -> tuple[str, ...]:
+        """How the names of tensors begin that the checkpoint holds and the model has no use for."""
+        return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.mtp_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that are turned by their position."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def check_tp(self, size: int, mlp_size: int | None = None) -> None:
         """Raises ConfigError where ``size`` ranks cannot share the attention evenly, or ``mlp_size`` the MLPs."""
@@ -182,7 +205,11 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
     family, head = ARCHITECTURES[architecture], _head(architecture, args)
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     theta, scaling = _rope(config)
+    mla = latent_attention(config, scaling) if family.latent else None
+    if mla is not None:
+        kv_heads, head_dim = 1, mla.qk_dim
     longest = _longest_context(config["max_position_embeddings"], scaling)
     context_length = args.context_length or longest
     if not 0 < context_length <= longest:
@@ -194,7 +221,7 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
     attention_bias = family.biases_in_config and bool(config.get("attention_bias", False))
     return ModelSpec(
         architecture=architecture, hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"],
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         intermediate_size=config["intermediate_size"], vocab_size=config["vocab_size"],
         max_position_embeddings=config["max_position_embeddings"], rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -204,7 +231,8 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
         moe=family.experts(config) if family.experts else None,
     )
-        quantization=scheme_of(config, args.quantization),
+        quantization=scheme_of(config, args.quantization), mla=mla,
+        mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
 
 
 def _head(architecture: str, args: ModelArgs) -> Head:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attention.base import AttentionBackend
+from ..attention.base import Planned
 from ..models.decoder import DenseDecoder
 from .forward_batch import ForwardBatch, Row, build_forward_batch
 
@@ -28,7 +28,7 @@ def default_sizes(largest: int) -> list[int]:
 class DecodeGraphs:
     """Captures at construction; ``run`` replays. ``max_pages`` bounds the pages of one request."""
 
-    def __init__(self, model: DenseDecoder, attention: AttentionBackend, sizes: Sequence[int], page_size: int,
+    def __init__(self, model: DenseDecoder, attention: Planned, sizes: Sequence[int], page_size: int,
                  max_pages: int, scratch_page: int, device: torch.device, progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
         self.padding_row = Row([0], 0, np.array([scratch_page]))
@@ -71,7 +71,7 @@ class DecodeGraphs:
             "kv_last_page_len": static.kv_last_page_len[:size],
         }
 
-    def _capture(self, size: int, model: DenseDecoder, attention: AttentionBackend, max_length: int,
+    def _capture(self, size: int, model: DenseDecoder, attention: Planned, max_length: int,
                  memory: Any) -> None:
         static = self._static
         batch = ForwardBatch(

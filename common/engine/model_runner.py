@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 import torch
 
 from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
-from ..attention.base import AttentionBackend
+from ..attention.base import Planned
+from ..attention.mla_select import choose_latent_decode_backend, select_latent_attention
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.model import ModelSpec, load_model_spec, resolve_checkpoint
 from ..config.server import CacheArgs, ServerConfig
@@ -39,7 +41,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: ServerConfig, spec: ModelSpec, model: DenseDecoder, pool: KVPool,
-                 attention: AttentionBackend, device: torch.device, parallel: Parallel | None = None):
+                 attention: Planned, device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
         self.meeting = Meeting(self._parallel)
         self._config = config
@@ -71,7 +73,7 @@ class ModelRunner:
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
         check_device(spec.quantization, dtype, device)
-        choose_decode_backend(config.kernels, device, dtype, spec.head_dim)  # refuse before loading
+        _check_attention(config, spec, device, dtype)  # refuse before loading
         try:
             model = _load_model(config, spec, parallel, getattr(torch, dtype), device, progress)
         except torch.OutOfMemoryError:
@@ -84,7 +86,7 @@ class ModelRunner:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device)
-        attention = select_attention(config.kernels, device, pool, spec.num_heads // parallel.attention.size)
+        attention = _attention(config, spec, pool, spec.num_heads // parallel.attention.size)
         runner = cls(config, spec, model, pool, attention, device, parallel)
         if device.type == "cuda":
             runner._warm_up(progress)
@@ -126,13 +128,15 @@ class ModelRunner:
                      and field.name not in ("dtype", "eos_token_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
-        check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings)
+        check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings,
+                          unused=self.spec.unused_names)
 
     @torch.no_grad()
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
         args = dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
-        load_safetensors(resolve_checkpoint(args), self._model.slots(), _silent, tied=self.spec.tie_word_embeddings)
+        load_safetensors(resolve_checkpoint(args), self._model.slots(), _silent, tied=self.spec.tie_word_embeddings,
+                         unused=self.spec.unused_names)
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Give device memory back. No step is in flight, and none may run until ``resume``."""
@@ -243,7 +247,8 @@ def _load_model(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
     if config.model.load_format == "dummy":
         load_dummy(model.slots(), config.model.random_seed, progress)
     else:
-        load_safetensors(resolve_checkpoint(config.model), model.slots(), progress, tied=spec.tie_word_embeddings)
+        load_safetensors(resolve_checkpoint(config.model), model.slots(), progress, tied=spec.tie_word_embeddings,
+                         unused=spec.unused_names)
     return model
 
 
@@ -254,12 +259,27 @@ def resolve_dtype(config: ServerConfig, spec: ModelSpec, device: torch.device) -
     return spec.dtype if device.type == "cuda" else "float32"
 
 
+def _check_attention(config: ServerConfig, spec: ModelSpec, device: torch.device, dtype: str) -> None:
+    """Raises ConfigError where the backend that the flags name cannot run the model."""
+    if spec.mla is None:
+        choose_decode_backend(config.kernels, device, dtype, spec.head_dim)
+    else:
+        choose_latent_decode_backend(config.kernels, device)
+
+
+def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: int) -> Planned:
+    device = pool.groups[0].device
+    if spec.mla is None:
+        return select_attention(config.kernels, device, pool, num_heads)
+    return select_latent_attention(config.kernels, device, pool, spec.mla, num_heads)
+
+
 def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str) -> KVLayout:
     """The layout of one rank's pool."""
-    heads = spec.local_kv_heads(tp_size)
-    layer_page_bytes = 2 * heads * cache.page_size * spec.head_dim * DTYPE_BYTES[dtype]
-    groups = split_layers(spec.num_layers, layer_page_bytes, cache.num_layer_groups)
-    return KVLayout(groups=groups, num_kv_heads=heads, head_dim=spec.head_dim, page_size=cache.page_size, dtype=dtype)
+    layout = KVLayout(groups=(spec.num_layers,), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
+                      page_size=cache.page_size, dtype=dtype, form="heads" if spec.mla is None else "latent")
+    groups = split_layers(spec.num_layers, layout.layer_page_bytes, cache.num_layer_groups)
+    return msgspec.structs.replace(layout, groups=groups)
 
 
 def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,

@@ -28,6 +28,11 @@ class Columns:
         return Columns(name, full, tp.rank * size, size)
 
     @staticmethod
+    def whole(name: str, full: int) -> Columns:
+        """All outputs, on every rank."""
+        return Columns(name, full, 0, full)
+
+    @staticmethod
     def kv_shard(name: str, num_heads: int, head_dim: int, tp: TPGroup) -> Columns:
         """KV heads are shared evenly; with more ranks than heads, neighbouring ranks hold the same head."""
         size = max(1, num_heads // tp.size)

@@ -16,7 +16,7 @@ from ..config.model import ModelSpec
 
 
 def rotary_table(spec: ModelSpec, device: torch.device | str) -> torch.Tensor:
-    """``[context_length, head_dim]`` float32: cosines in the first half of a row, sines in the second."""
+    """``[context_length, rotary_dim]`` float32: cosines in the first half of a row, sines in the second."""
     positions = torch.arange(spec.context_length, dtype=torch.float32)[:, None]
     scaling = spec.rope_scaling or {"rope_type": "default"}
     kind = scaling["rope_type"]
@@ -24,7 +24,7 @@ def rotary_table(spec: ModelSpec, device: torch.device | str) -> torch.Tensor:
     if kind == "dynamic":
         angles = _dynamic_angles(spec, scaling, positions)
     else:
-        frequencies = _frequencies(spec.rope_theta, spec.head_dim)
+        frequencies = _frequencies(spec.rope_theta, spec.rotary_dim)
         if kind == "linear":
             frequencies = frequencies / scaling["factor"]
         elif kind == "llama3":
@@ -45,7 +45,7 @@ def _dynamic_angles(spec: ModelSpec, scaling: Mapping[str, Any], positions: torc
     That is what transformers computes when it generates token by token with a KV cache, and it does not change
     with the split into chunks. (A single long forward pass there takes the base of the whole sequence.)
     """
-    dim, factor, trained = spec.head_dim, scaling["factor"], spec.max_position_embeddings
+    dim, factor, trained = spec.rotary_dim, scaling["factor"], spec.max_position_embeddings
     length = (positions.double() + 1).clamp(min=trained)
     base = spec.rope_theta * (factor * length / trained - (factor - 1)) ** (dim / (dim - 2))
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
@@ -62,7 +62,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
 
 def _yarn(spec: ModelSpec, scaling: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv:2309.00071): blend by the number of turns within the trained length, and scale the attention."""
-    dim, factor = spec.head_dim, scaling["factor"]
+    dim, factor = spec.rotary_dim, scaling["factor"]
     original = scaling["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:

@@ -1,13 +1,14 @@
-"""A pre-norm decoder: Llama, Mistral, Qwen2 and Qwen3 by the switches of their ModelSpec; other MLPs are passed in."""
+"""A pre-norm decoder: Llama, Mistral, Qwen2 and Qwen3 by the switches of their ModelSpec; other attentions and MLPs are
+passed in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
 from ..distributed.parallel import Parallel
 from ..distributed.tp import TPGroup
@@ -50,6 +51,18 @@ class SelfAttention:
                 yield from module.slots()
 
 
+class LayerAttention(Protocol):
+    """What stands before a layer's MLP: ``[T, hidden] -> [T, hidden]``, by the backend that it is made for."""
+
+    def __call__(self, x: torch.Tensor, attention: Any, cos_sin: torch.Tensor) -> torch.Tensor: ...
+
+    def slots(self) -> Iterator[Slot]: ...
+
+
+MakeAttention = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerAttention]
+"""Builds layer ``index``'s attention, as ``MakeMLP`` its MLP."""
+
+
 class LayerMLP(Protocol):
     """What stands behind a layer's attention: ``[T, hidden] -> [T, hidden]``, whole on every rank."""
 
@@ -67,15 +80,16 @@ def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: All
 
 
 class DecoderLayer:
-    def __init__(self, index: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate, make_mlp: MakeMLP):
+    def __init__(self, index: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate, make_mlp: MakeMLP,
+                 make_attention: MakeAttention):
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.attention = SelfAttention(f"{name}.self_attn", index, spec, parallel.attention, allocate)
+        self.attention = make_attention(f"{name}.self_attn", index, spec, parallel.attention, allocate)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
         self.tokens = parallel.tokens
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: AttentionBackend,
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: Planned,
                  cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, attention, cos_sin)
@@ -91,11 +105,12 @@ class DenseDecoder:
     """Holds one rank's weights, uninitialised until a loader has filled ``slots()``."""
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
-                 make_mlp: MakeMLP = dense_mlp):
+                 make_mlp: MakeMLP = dense_mlp, make_attention: MakeAttention = SelfAttention):
         allocate = allocator(dtype, device, spec.quantization)
         self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attention,
                                     allocate)
-        self.layers = [DecoderLayer(index, spec, parallel, allocate, make_mlp) for index in range(spec.num_layers)]
+        self.layers = [DecoderLayer(index, spec, parallel, allocate, make_mlp, make_attention)
+                       for index in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.labels = LabelHead("score", spec.num_labels, spec.hidden_size, allocate) if spec.num_labels else None
         self.head: VocabTable | None = None
@@ -106,7 +121,7 @@ class DenseDecoder:
         self.scored = parallel.scored
         self.cos_sin = rotary_table(spec, device)
 
-    def forward(self, batch: ForwardBatch, attention: AttentionBackend,
+    def forward(self, batch: ForwardBatch, attention: Planned,
                 after_layer: Callable[[int], None]) -> torch.Tensor:
         """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``, see ``hidden``."""
         return self.logits(self.hidden(batch, attention, after_layer))
@@ -118,7 +133,7 @@ class DenseDecoder:
             return self.head.logits(hidden)
         return self.scored.around(self.head.logits, hidden)
 
-    def hidden(self, batch: ForwardBatch, attention: AttentionBackend,
+    def hidden(self, batch: ForwardBatch, attention: Planned,
                after_layer: Callable[[int], None]) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows`` behind the last norm. ``attention`` has planned
         ``batch``.

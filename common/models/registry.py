@@ -9,12 +9,14 @@ import torch
 from ..config.model import ARCHITECTURES, ModelSpec
 from ..distributed.parallel import Parallel
 from .decoder import DenseDecoder
+from .deepseek import deepseek_decoder
 from .moe import moe_decoder
 
 ModelFactory = Callable[[ModelSpec, Parallel, torch.dtype, torch.device], DenseDecoder]
 
-MODELS: dict[str, ModelFactory] = {name: moe_decoder if found.experts else DenseDecoder
-                                   for name, found in ARCHITECTURES.items()}
+MODELS: dict[str, ModelFactory] = {
+    name: deepseek_decoder if found.latent else moe_decoder if found.experts else DenseDecoder
+    for name, found in ARCHITECTURES.items()}
 
 
 def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,40 +19,47 @@ from .slots import Slot
 
 Progress = Callable[[str, float], None]
 
+log = logging.getLogger("baton.weights")
+
 _DUMMY_STD = 0.02
 _DUMMY_SCALES = {"weight scale": 2.0**-12, "input scale": 2.0**-5}
 """Deviations of 0.02 take a fifth of float8's range by the first; activations of up to 14 stay within the second."""
 
 
-def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *, tied: bool) -> None:
+def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *, tied: bool,
+                     unused: tuple[str, ...] = ()) -> None:
     """Copy every slot's slice from the checkpoint; at most one slice is in host memory beside the parameters.
 
-    ``progress("weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight`` pass.
+    ``progress("weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight`` pass,
+    and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line tells.
     Raises ConfigError for a tensor that is missing, unexpected or of another shape, and for an unreadable file.
     """
     wanted = {slot.name: slot for slot in slots}
     total = sum(slot.target.numel() for slot in wanted.values())
-    done = 0
+    done = num_unused = 0
     unexpected: list[str] = []
     missing = set(wanted)
     for file in _files(folder):
         for name, source in _tensors(file):
             slot = _slot_of(name, wanted)
             if slot is None:
-                if not _redundant(name, tied):
+                num_unused += name.startswith(unused)
+                if not _redundant(name, tied) and not name.startswith(unused):
                     unexpected.append(name)
                 continue
             _fill(slot, source, file)
             missing.discard(slot.name)
             done += slot.target.numel()
             progress("weights", min(done / total, 1.0))
+    if num_unused:
+        log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
     if missing:
         raise ConfigError(f"The checkpoint {folder} lacks {_some(missing)}.")
     if unexpected:
         raise ConfigError(f"The checkpoint {folder} holds {_some(unexpected)}, which its architecture does not have.")
 
 
-def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool) -> None:
+def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused: tuple[str, ...] = ()) -> None:
     """Raises the ConfigError that ``load_safetensors`` would end with; reads no tensor."""
     wanted = {slot.name: slot for slot in slots}
     missing = set(wanted)
@@ -61,7 +69,7 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool) -> Non
             if slot is not None:
                 _check(slot, source, file)
                 missing.discard(slot.name)
-            elif not _redundant(name, tied):
+            elif not _redundant(name, tied) and not name.startswith(unused):
                 raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
     if missing:
         raise ConfigError(f"The checkpoint {folder} lacks {_some(missing)}.")

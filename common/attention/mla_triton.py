@@ -1,0 +1,71 @@
+"""Multi-head latent attention by Baton's own Triton kernels: absorbed for decode steps, expanded for prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from ...kernels.join_splits import decode_splits
+from ...kernels.mla_decode import head_block, mla_decode
+from ...kernels.mla_prefill import Segment, mla_prefill, plan_mla_prefill
+from ..config.mla import MLASpec
+from ..engine.forward_batch import ForwardBatch
+from ..kvcache.pool import KVPool
+from .mla_base import absorb, store, values_of
+
+_INTERPRETER_PROCESSORS = 8
+_EXPANDED_BYTES = 256 << 20
+"""Of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
+
+
+class MLATritonBackend:
+    def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, expanded_bytes: int = _EXPANDED_BYTES):
+        """``num_heads`` counts this rank's heads."""
+        self._pool = pool
+        self._mla = mla
+        memory = pool.groups[0]
+        self._head_blocks = -(-num_heads // head_block(num_heads, memory.itemsize))
+        self._most_tokens = expanded_bytes // (num_heads * (mla.nope_dim + mla.v_dim) * memory.itemsize)
+        self._processors = _INTERPRETER_PROCESSORS
+        if memory.device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(memory.device).multi_processor_count
+        self._batch: ForwardBatch | None = None
+        self._splits = 1
+        self._segments: list[Segment] = []
+
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+        self._batch = batch
+        page_size = self._pool.layout.page_size
+        if batch.is_decode:
+            longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
+            self._splits = decode_splits(batch.num_reqs, self._head_blocks, longest, self._processors)
+        else:
+            self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
+                                              page_size, self._most_tokens, batch.input_ids.device)
+
+    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+            cos_sin: torch.Tensor) -> torch.Tensor:
+        batch, nope = self._batch, self._mla.nope_dim
+        assert batch is not None
+        pages = store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
+        if not batch.is_decode:
+            return self._extend(batch, q, pages, up)
+        latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
+                             batch.kv_last_page_len, self._mla.scale, self._splits)
+        return values_of(latents, up, nope)
+
+    def _extend(self, batch: ForwardBatch, q: torch.Tensor, pages: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        rank, shape = self._mla.kv_lora_rank, (*q.shape[:2], self._mla.v_dim)
+        lse = None
+        if len(self._segments) == 1:
+            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        else:
+            out = torch.zeros(shape, dtype=torch.float32, device=q.device)
+            lse = torch.full(shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+        for segment in self._segments:
+            indices = batch.kv_indices[segment.first_page:segment.last_page]
+            context = pages.index_select(0, indices).flatten(0, 1)  # [S, L + R]
+            kv = linear(context[:, :rank], up.flatten(0, 1)).unflatten(-1, up.shape[:2])  # [S, H, N + V]
+            mla_prefill(q, kv, context[:, rank:], segment, batch.qo_indptr, self._mla.scale, out, lse)
+        return out.to(q.dtype)

@@ -1,0 +1,87 @@
+"""DeepSeek-V2 and V3: decoders with multi-head latent attention and, but for the first layers, mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..attention.mla_base import LatentBackend
+from ..config.mla import MLASpec
+from ..config.model import ModelSpec
+from ..distributed.parallel import Parallel
+from ..distributed.tp import TPGroup
+from ..layers.dense_weight import DenseWeight
+from ..layers.linear import ColumnLinear, Columns, RowLinear
+from ..layers.norm import RMSNorm
+from ..weights.slots import Allocate, Slot
+from .decoder import DenseDecoder
+from .moe import mixed_mlp
+
+_NORM_EPS = 1e-6
+"""Of the latents' norms, whatever the config gives the others: as in DeepSeek's own code."""
+
+
+def deepseek_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
+    return DenseDecoder(spec, parallel, dtype, device, mixed_mlp(parallel.experts), LatentSelfAttention)
+
+
+class Queries:
+    """This rank's queries ``[T, H, N + R]`` and, made in the same product, the token's latent and shared key
+    ``[T, L + R]``, which every rank makes for itself."""
+
+    def __init__(self, name: str, spec: ModelSpec, mla: MLASpec, tp: TPGroup, allocate: Allocate):
+        size = spec.num_heads * mla.qk_dim
+        latent = Columns.whole(f"{name}.kv_a_proj_with_mqa", mla.latent_dim)
+        self.width = mla.qk_dim
+        self.norm = self.up = self.latent = None
+        if mla.q_lora_rank is not None:
+            down = Columns.whole(f"{name}.q_a_proj", mla.q_lora_rank)
+            self.first = ColumnLinear(spec.hidden_size, [down, latent], spec.attention_bias, allocate)
+            self.norm = RMSNorm(f"{name}.q_a_layernorm", mla.q_lora_rank, _NORM_EPS, allocate)
+            self.up = ColumnLinear(mla.q_lora_rank, [Columns.shard(f"{name}.q_b_proj", size, tp)], False, allocate)
+        elif spec.attention_bias:  # q_proj has none even then
+            self.first = ColumnLinear(spec.hidden_size, [Columns.shard(f"{name}.q_proj", size, tp)], False, allocate)
+            self.latent = ColumnLinear(spec.hidden_size, [latent], True, allocate)
+        else:
+            queries = Columns.shard(f"{name}.q_proj", size, tp)
+            self.first = ColumnLinear(spec.hidden_size, [queries, latent], False, allocate)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self.first(x)
+        if self.latent is None:
+            q, latent = q.split(self.first.sizes, dim=-1)
+        else:
+            latent = self.latent(x)
+        if self.norm is not None and self.up is not None:
+            q = self.up(self.norm(q))
+        return q.unflatten(-1, (-1, self.width)), latent
+
+    def slots(self) -> Iterator[Slot]:
+        for module in (self.first, self.latent, self.norm, self.up):
+            if module is not None:
+                yield from module.slots()
+
+
+class LatentSelfAttention:
+    def __init__(self, name: str, layer: int, spec: ModelSpec, tp: TPGroup, allocate: Allocate):
+        assert spec.mla is not None
+        self.layer = layer
+        self.mla = spec.mla
+        heads = spec.num_heads
+        self.queries = Queries(name, spec, self.mla, tp, allocate)
+        self.norm = RMSNorm(f"{name}.kv_a_layernorm", self.mla.kv_lora_rank, _NORM_EPS, allocate)
+        # A matrix a head is wanted of this one, in the engine's type, however the checkpoint holds it.
+        self.up = DenseWeight(Columns.shard(f"{name}.kv_b_proj", heads * (self.mla.nope_dim + self.mla.v_dim), tp),
+                              self.mla.kv_lora_rank, allocate)
+        self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, spec.o_bias, tp, allocate)
+
+    def __call__(self, x: torch.Tensor, attention: LatentBackend, cos_sin: torch.Tensor) -> torch.Tensor:
+        q, latent = self.queries(x)
+        latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
+        up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
+        return self.output(attention.run(self.layer, q, self.norm(latent), k_rope, up, cos_sin).flatten(1))
+
+    def slots(self) -> Iterator[Slot]:
+        for module in (self.queries, self.norm, self.up, self.output):
+            yield from module.slots()

@@ -1,0 +1,116 @@
+"""DeepSeek-V2 and V3 against transformers: logits over pages, chunks and prefixes, by every way of decoding."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.common.api.errors import ConfigError
+from baton.common.attention.mla_select import choose_latent_backend, choose_latent_decode_backend
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import CacheArgs, KernelArgs
+from baton.common.engine.model_runner import kv_layout
+from baton.tests.common.deepseek_models import YARN, save_deepseek
+from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.tests.common.test_models_numerics import TOLERANCE, check_whole_and_decode, tokens_of
+
+SHAPES = {
+    "v2": (2, {}),
+    "v2 with query latents": (2, {"q_lora_rank": 40}),
+    "v2 with groups": (2, {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    "v2 stretched": (2, {"rope_parameters": YARN}),
+    "v2 dense": (2, {"first_k_dense_replace": 3}),
+    "v3": (3, {}),
+    "v3 without query latents": (3, {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "v3 stretched": (3, {"rope_parameters": YARN}),
+    "v3 halves turned": (3, {"rope_interleave": False}),
+    "v3 biases": (3, {"attention_bias": True}),
+    "v3 biases without query latents": (3, {"attention_bias": True, "q_lora_rank": None}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_transformers(tmp_path, shape):
+    version, changes = SHAPES[shape]
+    model = save_deepseek(tmp_path, version, **changes)
+    check_whole_and_decode(load_runner(server_config(tmp_path)), model, count=150)
+
+
+@pytest.mark.parametrize("page_size,chunk", [(1, 7), (16, 1), (16, 64)])
+def test_page_and_chunk_sizes(tmp_path, page_size, chunk):
+    """Ragged prompts in chunks that divide neither prompt nor page, then a joint decode step of unequal lengths."""
+    model = save_deepseek(tmp_path, 3)
+    runner = load_runner(server_config(tmp_path, page_size=page_size))
+    prompts = [tokens_of(count) for count in (73, 2, 29)]
+    pages = scattered_pages(runner, 3, 80)
+    want = [expected_logits(model, prompt) for prompt in prompts]
+    last = [len(prompt) - 1 for prompt in prompts]
+    for start in range(0, max(last), chunk):
+        rows = [(b, prompts[b][start:min(start + chunk, last[b])]) for b in range(3) if start < last[b]]
+        got = forward(runner, [(part, start, pages[b]) for b, part in rows])
+        expected = torch.cat([want[b][start:start + len(part)] for b, part in rows])
+        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+    got = forward(runner, [(prompts[b][last[b]:], last[b], pages[b]) for b in range(3)], is_decode=True)
+    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=TOLERANCE, rtol=0)
+
+
+def test_requests_share_a_prefix(tmp_path):
+    model = save_deepseek(tmp_path, 2)
+    runner = load_runner(server_config(tmp_path, num_layer_groups=2))
+    assert runner.layout.groups == (2, 1)
+    pages = scattered_pages(runner, 2, 64)
+    prefix, tails = tokens_of(32), [tokens_of(9), tokens_of(17)]
+    forward(runner, [(prefix, 0, pages[0])])
+    shared = np.concatenate((pages[0][:2], pages[1][2:]))
+    got = forward(runner, [(tails[0], 32, pages[0]), (tails[1], 32, shared)])
+    want = torch.cat([expected_logits(model, np.concatenate((prefix, tail)))[32:] for tail in tails])
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def test_pages_hold_one_latent_a_token_on_every_rank(tmp_path):
+    save_deepseek(tmp_path, 3)
+    spec = load_model_spec(server_config(tmp_path).model)
+    layouts = [kv_layout(CacheArgs(), spec, size, "bfloat16") for size in (1, 2, 4)]
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert layouts[0].form == "latent" and layouts[0].page_bytes == 3 * 16 * (24 + 8) * 2
+    runner = load_runner(server_config(tmp_path))
+    assert sum(group.nbytes for group in runner.pool.groups) == runner.pool.num_pages * runner.layout.page_bytes
+    runner.pool.latents(2)[5, 3] = 1
+    assert runner.pool.groups[0][5, 2, 0, 0, 3].sum() == 32
+
+
+def test_layers_of_multi_token_prediction_are_passed_over(tmp_path, caplog):
+    model = save_deepseek(tmp_path, 3)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    save_file({**tensors, "model.layers.3.enorm.weight": torch.ones(48), "model.layers.3.eh_proj.weight":
+               torch.ones(48, 96)}, file)
+    with caplog.at_level(logging.INFO, "baton"):
+        check_whole_and_decode(load_runner(server_config(tmp_path)), model)
+    (line,) = [record.getMessage() for record in caplog.records if "multi-token" in record.getMessage()]
+    assert "2 tensors" in line and "model.layers.3" in line
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="which its architecture does not have"):
+        load_runner(server_config(tmp_path))
+
+
+def test_backends_that_cannot_are_refused():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert choose_latent_backend("auto", cpu) == "torch"
+    with pytest.raises(ConfigError, match="flashinfer has no multi-head latent attention"):
+        choose_latent_backend("flashinfer", gpu)
+    with pytest.raises(ConfigError, match="--attention-backend triton needs a GPU"):
+        choose_latent_backend("triton", cpu)
+    with pytest.raises(ConfigError, match="torch does not decode under CUDA graphs"):
+        choose_latent_decode_backend(KernelArgs(decode_attention_backend="torch"), gpu)
+    allowed = KernelArgs(decode_attention_backend="torch", disable_cuda_graph=True)
+    assert choose_latent_decode_backend(allowed, gpu) == "torch"
