@@ -1,17 +1,68 @@
-"""The gated MLPs of a mixture of experts."""
+"""The gated MLPs of a mixture of experts: align, two grouped products, and the sum of each token's experts."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from . import reference
+from ._triton import runs_triton, tl, triton
+from .fp8_quantize import quantize_groups
+from .moe_align import moe_align
+from .moe_gemm import SCALE_GROUP, moe_gemm
+from .moe_tiles import Tiles, device_name, tiles_for
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """Float32 scales of float8 experts, one for 128 x 128 values: ``gate_up`` [S, ceil(2 * I / 128),
+    ceil(H / 128)] and ``down`` [S, ceil(H / 128), ceil(I / 128)]; I is a multiple of 128."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@triton.jit
+def _moe_sum_kernel(made_ptr, places_ptr, out_ptr, num_places, columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        place = tl.load(places_ptr + token * CHOICES + choice)
+        here = (place >= 0) & (place < num_places)  # others were not made, and hold anything
+        total += tl.load(made_ptr + (token * CHOICES + choice) * columns + column, inside & here, other=0.0).to(
+            tl.float32)
+    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), inside)
 
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
-                weights: torch.Tensor) -> torch.Tensor:
+                weights: torch.Tensor, scales: BlockScales | None = None, tiles: Tiles | None = None) -> torch.Tensor:
     """``sum over k of weights[t, k] * down[p] (silu(gate[p] x[t]) * up[p] x[t])`` with ``p = places[t, k]``.
 
     ``x`` [T, H]; ``gate_up`` [S, 2 * I, H], each expert's gate before its up; ``down`` [S, H, I]; ``places`` [T, K]
     int64, of which those outside of ``[0, S)`` add nothing; ``weights`` [T, K] float32. A token names a place once.
+    Float8 experts come with ``scales``; then ``x`` and what is between the products are made float8 by groups of 128
+    too. ``tiles`` override what ``moe_tiles`` chooses.
     """
-    return reference.moe_experts(x, gate_up, down, places, weights)
+    if not runs_triton(x):
+        return reference.moe_experts(x, gate_up, down, places, weights, scales)
+    tokens, hidden = x.shape
+    num_places, choices, size = gate_up.shape[0], places.shape[1], down.shape[2]
+    out = torch.empty_like(x)
+    if not tokens:
+        return out
+    tiles = tiles or tiles_for(tokens, num_places, hidden, size, choices, gate_up.dtype, device_name(x.device))
+    aligned = moe_align(places, num_places, tiles.gate_up.rows)
+    total = tokens * choices
+    given, x_scale = quantize_groups(x, SCALE_GROUP) if scales else (x, None)
+    between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, gated=True, a_scale=x_scale,
+                       b_scale=scales and scales.gate_up)
+    given, x_scale = quantize_groups(between, SCALE_GROUP) if scales else (between, None)
+    made = moe_gemm(given, down, aligned, 1, total, tiles.down, x.dtype, weights=weights.contiguous(), a_scale=x_scale,
+                    b_scale=scales and scales.down)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _moe_sum_kernel[(tokens, triton.cdiv(hidden, block))](made, places.contiguous(), out, num_places, hidden,
+                                                          CHOICES=choices, BLOCK=block)
+    return out

@@ -12,6 +12,8 @@ import torch
 
 if TYPE_CHECKING:
     from .mla_prefill import Segment
+    from .moe_experts import BlockScales
+    from .moe_topk import Choice
 
 FP8_LARGEST = 448.0  # of e4m3
 FP8_LEAST = 1e-12  # magnitude that a scale is made for at least: a group of zeros has a scale too
@@ -132,19 +134,6 @@ def mla_prefill(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, segment
         out[rows] = result.to(out.dtype)
 
 
-def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
-                weights: torch.Tensor) -> torch.Tensor:
-    """Expert by expert of those that have a token; see ``kernels.moe_experts.moe_experts``."""
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    held = (places >= 0) & (places < gate_up.shape[0])
-    for place in places[held].unique().tolist():
-        tokens, choices = (places == place).nonzero(as_tuple=True)
-        hidden = silu_and_mul(torch.nn.functional.linear(x[tokens], gate_up[place]))
-        made = torch.nn.functional.linear(hidden, down[place])
-        total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
-    return total.to(x.dtype)
-
-
 def quantize_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kernels.fp8_quantize.quantize_groups``."""
     rows, width = x.shape
@@ -177,3 +166,62 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
 def _spread(scale: torch.Tensor, size: int, total: int, dim: int) -> torch.Tensor:
     """Each scale repeated for the ``size`` values of its group, cut to ``total``."""
     return scale.repeat_interleave(size, dim).narrow(dim, 0, total)
+
+
+def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
+                weights: torch.Tensor, scales: BlockScales | None = None) -> torch.Tensor:
+    """Expert by expert of those that have a token; see ``kernels.moe_experts.moe_experts``."""
+    def product(rows: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        if scale is None:
+            return torch.nn.functional.linear(rows, matrix)
+        return block_matmul(*quantize_groups(rows, 128), matrix, scale, (128, 128), rows.dtype)
+
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    held = (places >= 0) & (places < gate_up.shape[0])
+    for place in places[held].unique().tolist():
+        tokens, choices = (places == place).nonzero(as_tuple=True)
+        hidden = silu_and_mul(product(x[tokens], gate_up[place], scales and scales.gate_up[place]))
+        made = product(hidden, down[place], scales and scales.down[place])
+        total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
+    return total.to(x.dtype)
+
+
+def moe_align(places: torch.Tensor, num_places: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rows, place)`` of the ``Alignment`` that ``kernels.moe_align.moe_align`` makes, without the blocks behind the
+    last."""
+    flat = places.flatten()
+    rows, place = [], []
+    for expert in range(num_places):
+        found = (flat == expert).nonzero()[:, 0]
+        blocks = -(-len(found) // block)
+        rows.append(torch.nn.functional.pad(found, (0, blocks * block - len(found)), value=len(flat)))
+        place += [expert] * blocks
+    joined = torch.cat(rows) if rows else flat[:0]
+    return joined.int(), torch.tensor(place, dtype=torch.int32, device=places.device)
+
+
+def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kernels.moe_topk.moe_topk``."""
+    scores = logits.float().softmax(-1) if how.scoring == "softmax" else logits.float().sigmoid()
+    choice = limit_to_groups(scores if bias is None else scores + bias, how)
+    ids = choice.topk(how.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if how.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * how.scaling_factor
+
+
+def limit_to_groups(choice: torch.Tensor, how: Choice) -> torch.Tensor:
+    """``choice`` [T, experts] with minus infinity for the experts of all but the ``top_groups`` best groups."""
+    if how.top_groups == how.num_groups:
+        return choice
+    best = group_scores(choice, how).topk(how.top_groups, dim=-1).indices
+    outside = torch.ones(choice.shape[0], how.num_groups, dtype=torch.bool, device=choice.device)
+    outside = outside.scatter(1, best, False)[:, :, None].expand(-1, -1, choice.shape[1] // how.num_groups)
+    return choice.masked_fill(outside.flatten(1), float("-inf"))
+
+
+def group_scores(choice: torch.Tensor, how: Choice) -> torch.Tensor:
+    """``[T, num_groups]`` of what tokens choose by: each group's best expert, or its two best added."""
+    grouped = choice.unflatten(-1, (how.num_groups, -1))
+    return grouped.topk(2, dim=-1).values.sum(-1) if how.group_score == "top2" else grouped.amax(-1)

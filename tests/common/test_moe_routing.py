@@ -12,8 +12,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.moe import MoESpec, deepseek_experts, mixtral_experts, qwen_experts
-from baton.common.layers.moe.routing import Router, choose, group_scores, limit_to_groups
+from baton.common.layers.moe.routing import Router
 from baton.common.weights.slots import allocator
+from baton.kernels.reference import group_scores, limit_to_groups, moe_topk
 
 HIDDEN, EXPERTS = 32, 16
 DEEPSEEK = {"hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "num_experts_per_tok": 4, "num_hidden_layers": 3,
@@ -74,7 +75,7 @@ def test_a_bias_moves_the_choice_and_not_the_weights():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, -3.0]])
     spec = spec_of(scoring="sigmoid", renormalize=False, correction_bias=True, scaling_factor=2.0)
     bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 9.0])
-    ids, weights = choose(logits, bias, spec)
+    ids, weights = moe_topk(logits, bias, spec)
     assert ids.tolist() == [[5, 0]]
     torch.testing.assert_close(weights, 2 * torch.tensor([[-3.0, 2.0]]).sigmoid())
 

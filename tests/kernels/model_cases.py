@@ -14,6 +14,7 @@ from baton.tests.common.small_models import (
     scattered_pages,
     server_config,
 )
+from baton.tests.common.small_moe import save_moe
 
 
 def test_logits_equal_transformers(tmp_path):
@@ -30,3 +31,16 @@ def test_logits_equal_transformers(tmp_path):
     torch.testing.assert_close(got, want[0][21:39], atol=1e-4, rtol=0)
     got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
     torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=1e-4, rtol=0)
+
+
+def test_a_mixture_of_experts_equals_transformers(tmp_path):
+    """Top-k, alignment and grouped products, in a prompt and in a decode step."""
+    model = save_moe(tmp_path, "Qwen2Moe", num_hidden_layers=1)
+    runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
+    tokens = np.random.default_rng(3).integers(0, 97, 20)
+    want = expected_logits(model, tokens)
+    pages = scattered_pages(runner, 1, 20)[0]
+    got = forward(runner, [(tokens[:19], 0, pages)])
+    torch.testing.assert_close(got, want[:19], atol=1e-4, rtol=0)
+    got = forward(runner, [(tokens[19:], 19, pages)], is_decode=True)
+    torch.testing.assert_close(got, want[19:], atol=1e-4, rtol=0)

@@ -1,0 +1,109 @@
+"""Grouped matrix products: each row with the matrix of its expert.
+
+A program takes one block of ``moe_align``'s rows, all of one expert, and some columns. The gate and up products of a
+gated MLP run in one program, so that its activation needs no pass of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import tl, triton
+from .moe_align import Alignment
+from .moe_tiles import Tile
+
+SCALE_GROUP = 128
+
+
+@triton.jit(do_not_specialize=["total", "num_blocks"])
+def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, place_ptr, weights_ptr, total,
+                     num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth,
+                     CHOICES: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr,
+                     WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+                     BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr):
+    # Programs go through a band of row blocks before the next columns, so that an expert's matrix stays in the cache.
+    program = tl.program_id(0)
+    column_blocks = tl.cdiv(columns, BLOCK_COLUMNS)
+    first = program // (BAND * column_blocks) * BAND
+    height = tl.minimum(num_blocks - first, BAND)
+    within = program % (BAND * column_blocks)
+    block = first + within % height
+    place = tl.load(place_ptr + block).to(tl.int64)
+    if place < 0:
+        return
+    choice = tl.load(rows_ptr + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    present = choice < total
+    row = tl.where(present, choice, 0) // CHOICES
+    column = within // height * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    column_in = column < columns
+    safe = tl.where(column_in, column, 0).to(tl.int64)
+    inner = tl.arange(0, BLOCK_DEPTH)
+    a_at = a_ptr + row[:, None] * a_stride + inner[None, :]
+    b_at = b_ptr + place * b_stride + safe[None, :] * depth + inner[:, None]
+    up_at = b_at + columns * depth
+    if SCALED:
+        a_scale_at = a_scale_ptr + row * scale_depth
+        b_scale_at = b_scale_ptr + (place * scale_columns + safe // GROUP) * scale_depth
+        up_scale_at = b_scale_ptr + (place * scale_columns + (columns + safe) // GROUP) * scale_depth
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    up = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, depth, BLOCK_DEPTH):
+        if WHOLE:
+            a = tl.load(a_at)
+            b = tl.load(b_at)
+        else:
+            inside = start + inner < depth
+            a = tl.load(a_at, inside[None, :], other=0.0)
+            b = tl.load(b_at, inside[:, None], other=0.0)
+        if SCALED:
+            step = start // GROUP
+            a_scale = tl.load(a_scale_at + step)[:, None]
+            acc += tl.dot(a, b) * (a_scale * tl.load(b_scale_at + step)[None, :])
+        else:
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        if GATED:
+            if WHOLE:
+                c = tl.load(up_at)
+            else:
+                c = tl.load(up_at, inside[:, None], other=0.0)
+            if SCALED:
+                up += tl.dot(a, c) * (a_scale * tl.load(up_scale_at + step)[None, :])
+            else:
+                up = tl.dot(a, c, up, input_precision="ieee")
+            up_at += BLOCK_DEPTH
+        a_at += BLOCK_DEPTH
+        b_at += BLOCK_DEPTH
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if WEIGHTED:
+        acc *= tl.load(weights_ptr + choice, present, other=0.0)[:, None]
+    out_at = out_ptr + choice[:, None] * columns + column[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), present[:, None] & column_in[None, :])
+
+
+def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
+             dtype: torch.dtype, *, gated: bool = False, weights: torch.Tensor | None = None,
+             a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """``[total, N]`` in ``dtype``: row c is ``a[c // choices]`` times its place's matrix, transposed; rows that
+    ``aligned`` leaves out are not written.
+
+    ``a`` [., depth], contiguous in depth; ``b`` [S, N, depth], contiguous. ``gated``: ``b`` [S, 2 * N, depth], and the
+    result is ``silu`` of the first half's product times the second's. ``weights`` [total] float32 scale the rows.
+    With float8 ``a`` and ``b`` come float32 scales: ``a_scale`` [., ceil(depth / 128)] and ``b_scale``
+    [S, ceil(N / 128), ceil(depth / 128)].
+    """
+    columns, depth = b.shape[1] // (2 if gated else 1), b.shape[2]
+    scaled = b_scale is not None
+    assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
+    assert not scaled or (a_scale is not None and a_scale.is_contiguous() and b_scale.is_contiguous())
+    out = torch.empty((total, columns), dtype=dtype, device=a.device)
+    num_blocks = aligned.place.shape[0]
+    deep = SCALE_GROUP if scaled else tile.depth
+    if num_blocks:
+        _moe_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
+            a, a_scale, b, b_scale, out, aligned.rows, aligned.place, weights, total, num_blocks, columns, depth,
+            a.stride(0), b.stride(0), b_scale.shape[1] if scaled else 0, b_scale.shape[2] if scaled else 0,
+            CHOICES=choices, GATED=gated, WEIGHTED=weights is not None, SCALED=scaled, WHOLE=depth % deep == 0,
+            GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=deep, BAND=tile.band,
+            num_warps=tile.warps, num_stages=tile.stages)
+    return out

@@ -1,0 +1,89 @@
+"""Tile sizes of the grouped products: measured ones where a table has them, else by a rule.
+
+Tables are ``moe_tiles/{device name}.json``, written by ``python -m baton.tests.bench.tune_moe``: by the layer's shape,
+then by the number of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).with_name("moe_tiles")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program's part of a product, ``rows`` x ``columns`` by steps of ``depth``; ``band`` row blocks in turn."""
+
+    rows: int
+    columns: int
+    depth: int
+    band: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of a layer's two products; both go through one alignment, so that ``rows`` are equal."""
+
+    gate_up: Tile
+    down: Tile
+
+    def __post_init__(self) -> None:
+        assert self.gate_up.rows == self.down.rows
+
+
+def shape_key(num_places: int, hidden: int, size: int, choices: int, dtype: torch.dtype) -> str:
+    """How tables name a layer: places, hidden size, one expert's intermediate size on this rank, experts a token."""
+    return f"places={num_places},hidden={hidden},size={size},choices={choices},{str(dtype).removeprefix('torch.')}"
+
+
+def tiles_for(tokens: int, num_places: int, hidden: int, size: int, choices: int, dtype: torch.dtype,
+              device: str) -> Tiles:
+    """Those measured with the nearest number of tokens, or the rule's."""
+    measured = table(device).get(shape_key(num_places, hidden, size, choices, dtype))
+    if measured:
+        return measured[min(measured, key=lambda known: abs(known - tokens))]
+    return default_tiles(tokens * choices / num_places, dtype)
+
+
+def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:
+    """By the rows that an expert gets. Few: the weights are read once whatever the tile, by many programs. Many: as
+    much reuse as registers allow; the gated product holds two tiles."""
+    depth = 32 if dtype == torch.float32 else 64
+    if rows_each <= 16:
+        return Tiles(Tile(16, 64, depth, 1, 4, 4), Tile(16, 128, depth, 1, 4, 4))
+    if rows_each <= 32:
+        return Tiles(Tile(32, 64, depth, 8, 4, 4), Tile(32, 128, depth, 8, 4, 4))
+    if rows_each <= 96 or dtype == torch.float32:
+        return Tiles(Tile(64, 64, depth, 16, 4, 3), Tile(64, 128, depth, 16, 4, 3))
+    return Tiles(Tile(128, 64, depth, 16, 8, 3), Tile(128, 128, depth, 16, 8, 3))
+
+
+@lru_cache
+def table(device: str) -> dict[str, dict[int, Tiles]]:
+    """The measured tiles of ``device`` (torch's name of it), by shape and tokens; empty where none were measured."""
+    file = FOLDER / f"{device.replace(' ', '_')}.json"
+    if not file.exists():
+        return {}
+    return {shape: {int(tokens): Tiles(Tile(**tiles["gate_up"]), Tile(**tiles["down"]))
+                    for tokens, tiles in by_tokens.items()}
+            for shape, by_tokens in json.loads(file.read_text(encoding="utf-8")).items()}
+
+
+def to_json(measured: dict[str, dict[int, Tiles]]) -> str:
+    """The text of a table file."""
+    content = {shape: {str(tokens): asdict(tiles) for tokens, tiles in sorted(by_tokens.items())}
+               for shape, by_tokens in sorted(measured.items())}
+    return json.dumps(content, indent=1) + "\n"
+
+
+@lru_cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,100 @@
+"""The kernels of mixtures of experts against their twins, on a GPU or under the interpreter; collected by
+test_kernels_interpreted.py and tests/gpu/test_moe.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.common.config.moe import MoESpec
+from baton.kernels import reference
+from baton.kernels.moe_align import moe_align, num_blocks_of
+from baton.kernels.moe_experts import BlockScales, moe_experts
+from baton.kernels.moe_tiles import Tile, Tiles
+from baton.kernels.moe_topk import moe_topk
+from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
+
+__all__ = ["pytestmark"]
+
+SMALL = {rows: Tiles(Tile(rows, 16, 16, 2, 4, 2), Tile(rows, 32, 16, 2, 4, 2)) for rows in (16, 32)}
+
+
+def choices_of(tokens: int, num_places: int, choices: int, outside: int = 0, seed: int = 0) -> torch.Tensor:
+    """Distinct places a token, of which ``outside`` on either side are not held here."""
+    generator = torch.Generator().manual_seed(seed)
+    all_places = num_places + 2 * outside
+    picked = [torch.randperm(all_places, generator=generator)[:choices] for _ in range(tokens)]
+    return (torch.stack(picked) - outside).to(DEVICE)
+
+
+@pytest.mark.parametrize("tokens,num_places,choices,outside,block", [
+    (1, 4, 2, 0, 16), (7, 5, 3, 0, 16), (40, 3, 2, 2, 32), (3, 9, 8, 0, 16), (1100, 6, 2, 1, 64),
+])
+def test_moe_align(tokens, num_places, choices, outside, block):
+    """Also of more choices than one program counts, and where no choice is held at all."""
+    for places in (choices_of(tokens, num_places, choices, outside),
+                   torch.full((tokens, choices), num_places, device=DEVICE)):
+        got = moe_align(places, num_places, block)
+        rows, place = reference.moe_align(places, num_places, block)
+        used = len(place)
+        assert used <= len(got.place) == num_blocks_of(tokens * choices, num_places, block)
+        assert torch.equal(got.place[:used], place) and (got.place[used:] == -1).all()
+        assert torch.equal(got.rows[:used * block], rows)
+
+
+@each_dtype
+@pytest.mark.parametrize("block", SMALL)
+@pytest.mark.parametrize("tokens,num_places,choices,outside,hidden,size", [
+    (1, 4, 2, 0, 32, 16), (19, 5, 3, 1, 40, 24), (50, 2, 1, 1, 16, 40),
+])
+def test_moe_experts(tokens, num_places, choices, outside, hidden, size, block, dtype, atol, rtol):
+    places = choices_of(tokens, num_places, choices, outside)
+    weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x = random(tokens, hidden, dtype=dtype)
+    gate_up = random(num_places, 2 * size, hidden, dtype=dtype, seed=2) * 0.2
+    down = random(num_places, hidden, size, dtype=dtype, seed=3) * 0.2
+    want = reference.moe_experts(x, gate_up, down, places, weights)
+    got = moe_experts(x, gate_up, down, places, weights, tiles=SMALL[block])
+    torch.testing.assert_close(got, want, atol=2 * atol, rtol=rtol)  # the twin rounds before the activation too
+
+
+def test_moe_experts_by_default_tiles_and_of_no_tokens():
+    places = choices_of(5, 4, 2)
+    x, gate_up, down = (random(*shape, dtype=torch.float32) for shape in ((5, 32), (4, 48, 32), (4, 32, 24)))
+    weights = torch.rand(places.shape).to(DEVICE)
+    want = reference.moe_experts(x, gate_up, down, places, weights)
+    torch.testing.assert_close(moe_experts(x, gate_up, down, places, weights), want, atol=1e-3, rtol=1e-4)
+    assert moe_experts(x[:0], gate_up, down, places[:0], weights[:0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("experts,changes", [
+    (8, {"top_k": 2}), (60, {"top_k": 4, "renormalize": False}), (128, {"top_k": 8}),
+    (160, {"top_k": 6, "num_groups": 8, "top_groups": 3, "scaling_factor": 16.0, "renormalize": False}),
+    (24, {"top_k": 5, "num_groups": 4, "top_groups": 2, "scoring": "sigmoid", "group_score": "top2",
+          "correction_bias": True, "scaling_factor": 2.5}),
+    (5, {"top_k": 5, "scoring": "sigmoid", "correction_bias": True}),
+], ids=str)
+def test_moe_topk(experts, changes):
+    spec = MoESpec(num_experts=experts, intermediate_size=8, layers=(0,), **changes)
+    logits = random(9, experts + 3, dtype=torch.float32)[:, :experts] * 3
+    bias = random(experts, dtype=torch.float32, seed=1) if spec.correction_bias else None
+    ids, weights = moe_topk(logits, bias, spec)
+    want_ids, want_weights = reference.moe_topk(logits, bias, spec)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("hidden,size", [(128, 128), (200, 256)])
+def test_moe_experts_in_float8(hidden, size):
+    """Blocks of 128 x 128; both sides round the same values to float8, so that only the order of sums differs."""
+    places = choices_of(9, 3, 2, 1)
+    weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x = random(9, hidden, dtype=torch.float16)
+    gate_up = random(3, 2 * size, hidden, dtype=torch.float32, seed=2).to(torch.float8_e4m3fn)
+    down = random(3, hidden, size, dtype=torch.float32, seed=3).to(torch.float8_e4m3fn)
+    blocks = -(-hidden // 128)
+    scales = BlockScales(torch.rand(3, 2 * size // 128, blocks).to(DEVICE) * 0.1,
+                         torch.rand(3, blocks, size // 128).to(DEVICE) * 0.1)
+    want = reference.moe_experts(x, gate_up, down, places, weights, scales)
+    got = moe_experts(x, gate_up, down, places, weights, scales, SMALL[16])
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
