@@ -26,7 +26,7 @@ class DecodeScheduler:
         self.ledger = unified.ledger
         self.receiver = receiver
         self.rooms = Rooms(receiver, tp)
-        self.arrived: deque[Req] = deque()
+        self.arrived = self.batcher.make_queue()
         self._begun: list[Half] = []  # in this step
 
     @property
@@ -84,7 +84,7 @@ class DecodeScheduler:
             self.unified.make_way(req, req.num_prompt_tokens, req.num_prompt_tokens)
             if not self.batcher.has_slot or not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
                 return
-            self.arrived.popleft()
+            self.arrived.remove(req)
             req.mark("queue")
             self._ask_prefill(req)
 
