@@ -230,9 +230,9 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         sliding_window=window, dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
         moe=family.experts(config) if family.experts else None,
-    )
         quantization=scheme_of(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
+    )
 
 
 def _head(architecture: str, args: ModelArgs) -> Head:
