@@ -19,11 +19,13 @@ from .sampling import SamplingParams
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
     """Where the two halves of one attempt meet: the prefill server's bootstrap address, and their room.
 
+    ``previous`` is the room of the attempt before this one, with the same prefill server, if there was one.
     ``dp_rank`` is the prefill server's data-parallel rank, where it does not follow from the room."""
 
     host: str
     port: int
     room: int
+    previous: int | None = None
     dp_rank: int | None = None
 
 
