@@ -40,13 +40,13 @@ class Engine:
         config = ServerConfig(model, cache_args, schedule, ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs())
         spec = load_model_spec(config.model)
-        self.config, self.parallel = config, Parallel()
+        self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, page_size, radix)
         self.sent = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                              max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
-        executor = Executor(runner, Sampler(spec.vocab_size, device, 0))
+        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attention))
         batcher = make_batcher(config, runner, self.cache, self.parallel.attention)
         self.scheduler = UnifiedScheduler(batcher, executor, self.ledger, overlap=overlap)
 

@@ -1,0 +1,138 @@
+"""Data-parallel attention over gloo ranks: every attention group computes its own requests as one rank would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.common.api.messages import Generate, State
+from baton.common.api.sampling import SamplingParams
+from baton.common.engine.balancer import Balancer
+from baton.common.engine.states import merged
+from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.common.small_models import save_model
+from baton.tests.common.small_moe import save_moe
+
+LENGTHS = [[3, 50, 17, 9], [31]]  # of the prompts of either data-parallel rank
+
+
+def run_ranks(size: int, folder: Path, cases: list[dict]) -> list[dict]:
+    command = [sys.executable, str(Path(__file__).with_name("dp_rank.py"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    outs = [folder / f"rank{rank}.pt" for rank in range(size)]
+    ranks = [subprocess.Popen([*command, str(rank), str(size), "2", f"file://{folder}/rendezvous", str(outs[rank]),
+                               *map(json.dumps, cases)], env=environment, stderr=subprocess.PIPE, text=True)
+             for rank in range(size)]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=240)
+            assert rank.returncode == 0, errors[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [torch.load(out) for out in outs]
+
+
+def make_prompts(seed: int) -> list[list[list[int]]]:
+    rng = np.random.default_rng(seed)
+    return [[rng.integers(8, 97, length).tolist() for length in lengths] for lengths in LENGTHS]
+
+
+def alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What a single rank answers."""
+    engine = Engine(checkpoint)
+    for i, prompt in enumerate(prompts):
+        engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
+    tokens = tokens_of(engine.run())
+    return [tokens[str(i)] for i in range(len(prompts))]
+
+
+def greedy(model, prompt: list[int], count: int) -> list[int]:
+    out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=count,
+                         do_sample=False)
+    return out[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
+    dense, tied, moe = (tmp_path / name for name in ("dense", "tied", "moe"))
+    model = save_model(dense, "Qwen2")
+    save_model(tied, "Qwen3", tie_word_embeddings=True)
+    save_moe(moe, "Qwen3Moe")
+    prompts = make_prompts(1)
+    variants = [
+        (dense, {}),
+        (dense, {"dp_head": True, "chunk": 8, "overlap": True}),
+        (dense, {"max_total_tokens": 88, "chunk": 16}),  # too few pages for rank 0's requests: some are retracted
+        (tied, {"overlap": True}),
+        (moe, {}),
+    ]
+    cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
+    cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies
+    ranks = run_ranks(size, tmp_path, cases)
+    for rank, seen in enumerate(ranks):
+        group = rank // (size // 2)
+        assert all(seen["exchanges"]) and len(seen["exchanges"]) == 6
+        for (folder, _), found in zip(variants, seen["cases"]):
+            assert found["tokens"] == alone(folder, prompts[group]), (rank, folder)
+        assert (seen["cases"][2]["retracted"] > 0) == (group == 0)
+        turns = {other["cases"][0]["turns"] for other in ranks}
+        assert len(turns) == 1, "all ranks meet in every turn"
+        assert seen["cases"][-1]["tokens"] == (alone(dense, prompts[1]) if group else [])
+        assert bool(seen["cases"][-1]["computed"]) == bool(group)
+    expected = [greedy(model, prompt, 8 + 5 * i) for i, prompt in enumerate(prompts[0])]
+    assert ranks[0]["cases"][0]["tokens"] == expected
+
+
+def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:
+    return Generate(rid, [1] * tokens, SamplingParams(), dp_rank=dp_rank)
+
+
+def placed(balancer: Balancer, *args, **kwargs) -> int | None:
+    made = request(*args, **kwargs)
+    balancer.place(made)
+    return made.dp_rank
+
+
+def test_round_robin_and_named_ranks():
+    balancer = Balancer("round_robin", 3)
+    assert [placed(balancer, name) for name in "abcd"] == [0, 1, 2, 0]
+    assert placed(balancer, "e", dp_rank=2) == 2
+
+
+def test_the_shortest_queue():
+    balancer = Balancer("shortest_queue", 2)
+    assert [placed(balancer, name, dp_rank=1) for name in "ab"] == [1, 1]
+    assert [placed(balancer, name, tokens=99) for name in "cd"] == [0, 0]
+    balancer.ended("a")
+    balancer.ended("b")
+    assert placed(balancer, "e") == 1
+
+
+def test_the_fewest_tokens():
+    balancer = Balancer("minimum_tokens", 2)
+    assert placed(balancer, "a", tokens=10) == 0
+    assert [placed(balancer, name, tokens=4) for name in "bcd"] == [1, 1, 1]
+    assert placed(balancer, "e") == 0
+    balancer.grew("a", 30)
+    assert placed(balancer, "f") == 1
+    balancer.ended("a")
+    assert placed(balancer, "g") == 0
+
+
+def test_states_add_up():
+    one = State(1, 10, 4, 5, 1, 16, 1, 2, 0, {"a": 1.0}, {"token_usage": 0.5})
+    two = State(1, 10, 10, 0, 0, 16, 0, 0, 3, {"a": 2.0, "b": 1.0}, {"token_usage": 0.0}, dp_rank=1)
+    both = merged([one, two])
+    assert (both.total_pages, both.free_pages, both.held_pages, both.cached_pages) == (20, 14, 5, 1)
+    assert (both.num_running, both.num_waiting, both.num_transferring) == (1, 2, 3)
+    assert both.counters == {"a": 3.0, "b": 1.0} and both.gauges == {"token_usage": 0.25}
+    assert merged([one]) is one
