@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
-                 load_format="auto", schedule=None):
+                 load_format="auto", schedule=None, parallel=None):
         """``schedule``: further fields of ScheduleArgs. Nothing is reserved for output unless it says so, so that small
         pools see retractions."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix)
