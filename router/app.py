@@ -87,7 +87,8 @@ class Router:
         try:
             return await loop.create_server(
                 lambda: ClientConnection(serve, max_payload=self.config.http.max_payload_size,
-                                         connections=self._connections, loop=loop, rules=rules),
+                                         connections=self._connections, loop=loop, rules=rules,
+                                         heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else error

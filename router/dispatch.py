@@ -11,6 +11,7 @@ from typing import Protocol
 from ..common.api.errors import WorkerUnavailable
 from .answer import Failure, Sink
 from .body import Peek
+from .busy_poll import BusyPoll
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
@@ -67,6 +68,9 @@ class Dispatcher:
         self._pools: dict[Worker, UpstreamPool] = {}
         self._tls = worker_context(config.security)
         self._known = KnownHeads(plain_answer)
+        microseconds = config.http.busy_poll_us
+        self.heard = BusyPoll(self.loop, microseconds / 1e6).heard if microseconds else None
+        """To be called by connections whenever data arrives."""
         self._worker_key = config.security.worker_api_key
         own_key = next(iter(config.security.client_keys), None)
         self.own_authorization = bearer(own_key) if own_key else b""
@@ -78,7 +82,7 @@ class Dispatcher:
         key = worker.api_key or self._worker_key
         self._pools[worker] = pool = UpstreamPool(
             worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
-            tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known)
+            tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, heard=self.heard)
         if self.watch is not None:
             self.watch.join(worker)
         return pool

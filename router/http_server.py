@@ -41,17 +41,19 @@ Serve = Callable[["ClientConnection", Request], None]
 class ClientConnection(asyncio.Protocol):
     """One client connection; its requests are served one after another."""
 
-    __slots__ = ("_serve", "_reader", "_open", "_loop", "_serving", "_busy", "_reading_paused", "transport", "handler",
-                 "closing", "heard_at", "idle_sweeps")
+    __slots__ = ("_serve", "_reader", "_open", "_loop", "_serving", "_busy", "_reading_paused", "_heard", "transport",
+                 "handler", "closing", "heard_at", "idle_sweeps")
 
     transport: asyncio.Transport
 
     def __init__(self, serve: Serve, *, max_payload: int, connections: set[ClientConnection],
-                 loop: asyncio.AbstractEventLoop, rules: HeadRules):
+                 loop: asyncio.AbstractEventLoop, rules: HeadRules, heard: Callable[[], None] | None = None):
+        """``heard`` is called whenever data arrives."""
         self._serve = serve
         self._reader = RequestReader(rules, max_payload)
         self._open = connections
         self._loop = loop
+        self._heard = heard
         self._serving = self._busy = self._reading_paused = False
         self.handler: Handler | None = None
         self.closing = False
@@ -101,6 +103,8 @@ class ClientConnection(asyncio.Protocol):
         self._open.add(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._heard is not None:
+            self._heard()
         reader = self._reader
         if reader.refused or self.closing:
             return

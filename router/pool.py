@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+from collections.abc import Callable
 
 import httptools
 
@@ -59,7 +60,10 @@ class UpstreamPool:
     """The connections to one worker; idle ones are reused newest first and dropped after IDLE_SECONDS."""
 
     def __init__(self, endpoint: Endpoint, *, connect_timeout: float, authorization: bytes = b"",
-                 tls: ssl.SSLContext | None = None, known: KnownHeads[AnswerFacts] | None = None):
+                 tls: ssl.SSLContext | None = None, known: KnownHeads[AnswerFacts] | None = None,
+                 heard: Callable[[], None] | None = None):
+        """``heard`` is called whenever data arrives."""
+        self.heard = heard
         self.endpoint = endpoint
         self.url = endpoint.url
         self.host_line = b"host: " + endpoint.authority.encode() + b"\r\n"

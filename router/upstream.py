@@ -12,6 +12,7 @@ its reader to close the connection, or ended with it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import httptools
@@ -29,6 +30,8 @@ class Home(Protocol):
     url: str
     known: KnownHeads[AnswerFacts]
     connections: set[UpstreamConnection]
+    heard: Callable[[], None] | None
+    """Called whenever data arrives."""
 
     def park(self, connection: UpstreamConnection) -> None:
         """It idles, and may carry another call."""
@@ -164,6 +167,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
+        if (heard := self._pool.heard) is not None:
+            heard()
         call = self.call
         if call is None:  # A worker that talks unasked: nothing it says belongs to a request.
             self.transport.abort()
