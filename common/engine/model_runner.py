@@ -302,7 +302,7 @@ def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parall
 def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel) -> int:
     """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
     schedule = config.schedule
-    local = 2 * spec.num_heads * spec.head_dim // parallel.attention.size
+    local = _attention_values(spec) // parallel.attention.size
     local += parallel.dp_size * _mlp_values(spec, parallel.mlp.size)  # of all attention groups' tokens
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
     row = values * DTYPE_BYTES[layout.dtype]
@@ -310,6 +310,13 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
     workspaces = 1 << 30
     return rows * row + logits + workspaces
+
+
+def _attention_values(spec: ModelSpec) -> int:
+    """Queries and results of one row, of all heads; of long contexts latent attention adds results up in float32."""
+    if spec.mla is None:
+        return 2 * spec.num_heads * spec.head_dim
+    return spec.num_heads * (spec.mla.qk_dim + 3 * spec.mla.v_dim)
 
 
 def _mlp_values(spec: ModelSpec, ranks: int) -> int:

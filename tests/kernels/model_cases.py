@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from baton.common.attention.mla_triton import MLATritonBackend
 from baton.kernels import _triton
+from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.small_models import (
     expected_logits,
     forward,
@@ -44,3 +47,21 @@ def test_a_mixture_of_experts_equals_transformers(tmp_path):
     torch.testing.assert_close(got, want[:19], atol=1e-4, rtol=0)
     got = forward(runner, [(tokens[19:], 19, pages)], is_decode=True)
     torch.testing.assert_close(got, want[19:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("most_tokens", [None, 16])
+def test_latent_attention_equals_transformers(tmp_path, most_tokens):
+    """Prompts over prefixes, in one segment and in many of two pages, and a decode step of unequal lengths."""
+    model = save_deepseek(tmp_path, 3, num_hidden_layers=1, first_k_dense_replace=1)
+    runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
+    assert isinstance(runner._attention, MLATritonBackend)
+    runner._attention._most_tokens = most_tokens or runner._attention._most_tokens
+    prompts = [np.random.default_rng(count).integers(0, 97, count) for count in (40, 3)]
+    want = [expected_logits(model, prompt) for prompt in prompts]
+    pages = scattered_pages(runner, 2, 40)
+    got = forward(runner, [(prompts[0][:21], 0, pages[0]), (prompts[1][:2], 0, pages[1])])
+    torch.testing.assert_close(got, torch.cat((want[0][:21], want[1][:2])), atol=1e-4, rtol=0)
+    got = forward(runner, [(prompts[0][21:39], 21, pages[0])])
+    torch.testing.assert_close(got, want[0][21:39], atol=1e-4, rtol=0)
+    got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
+    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=1e-4, rtol=0)
