@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.common.api.messages import Generate, Outputs
+from baton.common.api.grammar import GrammarSpec
+from baton.common.api.messages import Generate, Outputs, PrepareGrammar
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
@@ -22,6 +23,7 @@ from baton.common.engine.model_runner import ModelRunner
 from baton.common.engine.sampler import Sampler
 from baton.common.engine.scheduling.make import make_batcher
 from baton.common.engine.unified import UnifiedScheduler
+from baton.common.grammar.store import GrammarStore
 from baton.common.kvcache.manager import KVCacheManager
 
 
@@ -30,9 +32,9 @@ class Engine:
 
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
-                 load_format="auto", schedule=None, parallel=None):
+                 load_format="auto", schedule=None, parallel=None, vocabulary=None):
         """``schedule``: further fields of ScheduleArgs. Nothing is reserved for output unless it says so, so that small
-        pools see retractions."""
+        pools see retractions. ``vocabulary``: what grammars are made over."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix)
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
                                 max_running_requests=max_running, schedule_policy=policy)
@@ -46,7 +48,11 @@ class Engine:
         self.sent = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
                              max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
-        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attention))
+        self.grammars = None
+        if vocabulary is not None:
+            self.grammars = GrammarStore(None, spec.vocab_size, self.ledger.eos_ids)
+            self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
+        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attention), self.grammars)
         batcher = make_batcher(config, runner, self.cache, self.parallel.attention)
         self.scheduler = UnifiedScheduler(batcher, executor, self.ledger, overlap=overlap)
 
@@ -58,6 +64,8 @@ class Engine:
         req = self.ledger.accept(Generate(rid, list(prompt), params, **logprobs, **fields),
                                  now=float(len(self.ledger.live)))
         if req is not None:
+            if params.grammar is not None:
+                req.matcher = self.grammars.matcher(req, req.num_prompt_tokens)
             self.scheduler.add(req)
         return req
 
