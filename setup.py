@@ -25,6 +25,6 @@ setup(
     package_dir={"baton": "."},
     packages=["baton", *PACKAGES],
     package_data={"baton.common.tinychat": ["checkpoint/*"], "baton.common.tokenizer": ["chat_templates/*.jinja"],
-                  "baton.router": ["dashboard.html"]},
+                  "baton.kernels": ["tiles/*.json"], "baton.router": ["dashboard.html"]},
     cmdclass={"build_py": BuildPackages},
 )

@@ -1,6 +1,6 @@
 """Tile sizes of the grouped products: measured ones where a table has them, else by a rule.
 
-Tables are ``moe_tiles/{device name}.json``, written by ``python -m baton.tests.bench.tune_moe``: by the layer's shape,
+Tables are ``tiles/{device name}.json``, written by ``python -m baton.tests.bench.tune_moe``: by the layer's shape,
 then by the number of tokens.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(__file__).with_name("moe_tiles")
+FOLDER = Path(__file__).with_name("tiles")
 
 
 @dataclass(frozen=True)

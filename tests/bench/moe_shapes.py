@@ -1,0 +1,84 @@
+"""Layers with experts as published models have them, random, and the time that a piece of work on a device takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One rank's part of a layer."""
+
+    hidden: int
+    experts: int
+    top_k: int
+    size: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert's matrices in 16 bits."""
+        return 3 * 2 * self.hidden * self.size
+
+    def flops(self, tokens: int) -> int:
+        return 6 * tokens * self.top_k * self.hidden * self.size
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 128, 8, 768),
+    "qwen3-30b-a3b-tp2": Shape(2048, 128, 8, 384),
+    "mixtral-8x7b": Shape(4096, 8, 2, 14336),
+    "deepseek-v3-ep8": Shape(7168, 32, 8, 2048),
+    "tiny": Shape(64, 8, 2, 48),  # for a look at these scripts on a CPU, under Triton's interpreter
+}
+
+
+class Layer:
+    """Random experts, and random choices of tokens."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str):
+        self.shape = shape
+        self.device = device
+        self.gate_up = self._random(shape.experts, 2 * shape.size, shape.hidden, dtype=dtype)
+        self.down = self._random(shape.experts, shape.hidden, shape.size, dtype=dtype)
+
+    def _random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        return (torch.randn(sizes, device=self.device, dtype=torch.float32 if dtype.itemsize > 2 else torch.bfloat16)
+                * 0.02).to(dtype)
+
+    def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``(x, places, weights)``: ``top_k`` different experts a token, all equally likely."""
+        x = self._random(count, self.shape.hidden, dtype=self.gate_up.dtype) * 50
+        places = torch.rand(count, self.shape.experts, device=self.device).topk(self.shape.top_k).indices
+        return x, places, torch.full(places.shape, 1 / self.shape.top_k, device=self.device)
+
+
+def micros(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median microseconds of ``work``; on a GPU as a CUDA graph, so that launches cost what they cost in decode."""
+    if not torch.cuda.is_available():
+        work()
+        begin = time.perf_counter()
+        work()
+        return 1e6 * (time.perf_counter() - begin)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()  # compiles, outside of the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,101 @@
+"""Mixtures of experts on a GPU: kernels against their twins, CUDA graphs, whole models, a real layer's shape."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.common.config.moe import MoESpec
+from baton.common.config.server import KernelArgs
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.tp import TPGroup
+from baton.common.layers.moe import MoE
+from baton.common.weights.slots import allocator
+from baton.kernels import reference
+from baton.kernels.moe_experts import moe_experts
+from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.tests.common.small_moe import FAMILIES, save_moe
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_kernels_equal_their_twins():
+    cases = Path(__file__).parents[1] / "kernels" / "moe_cases.py"
+    done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
+                           str(cases)], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 200, 1500, 5000])
+def test_the_shape_of_qwen3_30b(tokens):
+    """In bfloat16, by every size of default tiles, against the twin in float32; 5,000 tokens fill several parts of the
+    alignment."""
+    hidden, experts, size, top_k = 2048, 128, 768, 8
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device="cuda") * scale).bfloat16()
+
+    x, gate_up = random(tokens, hidden, scale=1.0), random(experts, 2 * size, hidden, scale=0.03)
+    down = random(experts, hidden, size, scale=0.03)
+    places = torch.rand(tokens, experts, generator=generator, device="cuda").topk(top_k).indices
+    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
+    got = moe_experts(x, gate_up, down, places, weights).float()
+    want = reference.moe_experts(x.float(), gate_up.float(), down.float(), places, weights)
+    assert (got - want).norm() <= 0.01 * want.norm()
+    assert (got - want).abs().max() <= 0.05 * want.abs().max()
+
+
+def test_a_layer_under_a_cuda_graph():
+    """Captured with one choice of experts, replayed with others."""
+    spec = MoESpec(num_experts=16, top_k=4, intermediate_size=64, layers=(0,), shared_size=64)
+    layer = MoE("mixture", spec, 128, ExpertShare(TPGroup()), allocator(torch.bfloat16, torch.device("cuda")))
+    for slot in layer.slots():
+        slot.target.normal_(0, 0.1)
+    inputs = [torch.randn(24, 128, device="cuda").bfloat16() for _ in range(4)]
+    with torch.inference_mode():
+        x = inputs[0].clone()
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for given in inputs:
+            x.copy_(given)
+            graph.replay()
+            torch.testing.assert_close(out, layer(given), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_logits_equal_transformers(tmp_path, family):
+    changes = {} if family == "Qwen3Moe" else {"hidden_size": 64}
+    model = save_moe(tmp_path, family, **changes)
+    runner = load_runner(server_config(tmp_path, backend="triton", dtype="float32"), device="cuda:0")
+    tokens = np.random.default_rng(0).integers(0, 97, 60)
+    pages = scattered_pages(runner, 1, 60)[0]
+    want = expected_logits(model, tokens)
+    got = [forward(runner, [(tokens[:59], 0, pages)]), forward(runner, [(tokens[59:], 59, pages)], is_decode=True)]
+    torch.testing.assert_close(torch.cat(got).cpu(), want, atol=1e-4, rtol=0)
+
+
+def test_graphs_and_overlap_change_no_token(tmp_path):
+    save_moe(tmp_path, "Qwen3Moe", eos_token_id=None, head_dim=32)
+    prompts = [[(7 * i + count) % 97 for i in range(count)] for count in (3, 20, 41, 8, 17)]
+
+    def answers(**options) -> list[list[int]]:
+        engine = Engine(tmp_path, page_size=16, device="cuda", **options)
+        for rid, prompt in enumerate(prompts):
+            engine.start(str(rid), prompt, max_new_tokens=24)
+        found = tokens_of(engine.run())
+        return [found[str(rid)] for rid in range(len(prompts))]
+
+    plain = answers(kernels=KernelArgs(attention_backend="torch", disable_cuda_graph=True))
+    assert answers(kernels=KernelArgs(disable_cuda_graph=True)) == plain
+    assert answers(kernels=KernelArgs(), overlap=True) == plain
