@@ -1,37 +1,55 @@
-"""Attention of one query row a request over its pages, split along the sequence.
+"""Attention of one query row a request over its pages, cut along the sequence into pieces.
 
-A decode step has few programs (requests x KV heads) with long loops: splitting the keys over several programs fills
-the GPU, and a second, small kernel joins the parts by their log-sum-exps (Flash-Decoding, Dao et al., 2023). With one
-split there is nothing to join, and the first kernel writes the result: that saves 10 us a layer at 64 requests.
+A decode step has few programs (requests x KV heads) with long loops: cutting the keys into pieces of about equal length
+fills the GPU whatever the lengths, and a second, small kernel joins a request's pieces by their log-sum-exps
+(Flash-Decoding, Dao et al., 2023). A request of one piece needs no join: the first kernel writes its result.
+
+All query heads of a KV head are rows of one tile, padded to the 16 that a matrix product takes: keys are read once.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
-from .join_splits import join_splits
-
-_BLOCK_TOKENS = 64
+from .decode_plan import DecodePlan
 
 
-# Without ``do_not_specialize`` a step whose splits are the first to be a multiple of 16 would compile anew: a second's
-# pause for every running request.
-@triton.jit(do_not_specialize=["splits"])
-def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
-                         last_page_len_ptr, scale_log2, q_stride_t, q_stride_h, stride_page, stride_head, stride_slot,
-                         num_q_heads, splits, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-                         DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-                         JOINS: tl.constexpr):
-    request = tl.program_id(0).to(tl.int64)
+class Tile(NamedTuple):
+    """Tokens that one turn of the loop takes, and how the compiler is to run it."""
+
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+TILE = Tile()
+
+
+# Without ``do_not_specialize`` a batch of the first size that is a multiple of 16 would compile anew: a second's pause
+# for every running request.
+@triton.jit(do_not_specialize=["requests"])
+def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
+                         last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, q_stride_t, q_stride_h,
+                         stride_page, stride_head, stride_slot, num_q_heads, PAGE: tl.constexpr, GROUP: tl.constexpr,
+                         BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+                         BLOCK_TOKENS: tl.constexpr):
+    piece = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    if piece >= tl.load(firsts_ptr + requests):
+        return
+    request = tl.load(owners_ptr + piece).to(tl.int64)
+    first_piece = tl.load(firsts_ptr + request)
+    pieces = tl.load(firsts_ptr + request + 1) - first_piece
     first_page = tl.load(kv_indptr_ptr + request)
     length = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
-    blocks = tl.cdiv(tl.cdiv(length, BLOCK_TOKENS), splits)
-    begin = split * blocks * BLOCK_TOKENS
-    end = tl.minimum(begin + blocks * BLOCK_TOKENS, length)
+    blocks = tl.cdiv(length, BLOCK_TOKENS)
+    place = piece - first_piece
+    begin = blocks * place // pieces * BLOCK_TOKENS
+    end = tl.minimum(blocks * (place + 1) // pieces * BLOCK_TOKENS, length)
 
     group = tl.arange(0, BLOCK_GROUP)
     dim = tl.arange(0, BLOCK_DIM)
@@ -60,22 +78,56 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, part_ptr, lse_ptr, kv_
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
-    # A split beyond a short request's end holds nothing: weight 0 in the join, and no 0 / 0.
-    empty = total == 0.0
-    row = (request * num_q_heads + heads) * splits + split
-    if JOINS:
-        tl.store(lse_ptr + row, tl.where(empty, float("-inf"), top + tl.log2(total)), in_group)
-    out = (acc / tl.where(empty, 1.0, total)[:, None]).to(part_ptr.dtype.element_ty)
-    tl.store(part_ptr + row[:, None] * DIM + dim[None, :], out, in_group[:, None] & in_dim[None, :])
+    # A piece has at least one token: as many pieces as tiles at most, for no piece is shorter than a tile on average.
+    result = acc / total[:, None]
+    kept = in_group[:, None] & in_dim[None, :]
+    if pieces == 1:
+        row = request * num_q_heads + heads
+        tl.store(out_ptr + row[:, None] * DIM + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
+    else:
+        row = piece.to(tl.int64) * num_q_heads + heads
+        tl.store(lse_ptr + row, top + tl.log2(total), in_group)
+        tl.store(part_ptr + row[:, None] * DIM + dim[None, :], result, kept)
+
+
+@triton.jit
+def _join_pieces_kernel(part_ptr, lse_ptr, out_ptr, firsts_ptr, num_q_heads, DIM: tl.constexpr,
+                        BLOCK_DIM: tl.constexpr, BLOCK_PIECES: tl.constexpr):
+    request = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first = tl.load(firsts_ptr + request)
+    pieces = tl.load(firsts_ptr + request + 1) - first
+    if pieces == 1:
+        return
+    dim = tl.arange(0, BLOCK_DIM)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    for start in range(0, pieces, BLOCK_PIECES):
+        piece = start + tl.arange(0, BLOCK_PIECES)
+        there = piece < pieces
+        row = (first + piece).to(tl.int64) * num_q_heads + head
+        lse = tl.load(lse_ptr + row, there, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_top)
+        shrink = tl.exp2(top - new_top)
+        parts = tl.load(part_ptr + row[:, None] * DIM + dim[None, :], there[:, None] & (dim < DIM)[None, :], other=0.0)
+        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = new_top
+    out = (acc / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (request * num_q_heads + head) * DIM + dim, out, dim < DIM)
 
 
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
-                 kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, splits: int) -> torch.Tensor:
+                 kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
+                 tile: Tile = TILE) -> torch.Tensor:
     """``softmax(q k^T * scale) v`` of each request over all its tokens: ``[B, Hq, D]``.
 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
     [pages, Hkv, page_size, D]; the page table in FlashInfer's form (int32). Query heads
-    ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h.
+    ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. ``plan`` is of the same page table, and its pieces are no
+    shorter than ``tile.tokens``.
     """
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
@@ -83,18 +135,21 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     requests, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
-    joins = splits > 1
     out = torch.empty((requests, num_q_heads, dim), dtype=q.dtype, device=q.device)
     parts = lses = out
-    if joins:
-        parts = torch.empty((requests, num_q_heads, splits, dim), dtype=torch.float32, device=q.device)
-        lses = torch.empty((requests, num_q_heads, splits), dtype=torch.float32, device=q.device)
+    most = requests
+    if plan.joins:
+        most = len(plan.owners)
+        parts = torch.empty((most, num_q_heads, dim), dtype=torch.float32, device=q.device)
+        lses = torch.empty((most, num_q_heads), dtype=torch.float32, device=q.device)
     block_dim = max(16, triton.next_power_of_2(dim))
-    _paged_decode_kernel[(requests, num_kv_heads, splits)](
-        q, k_pages, v_pages, parts, lses, kv_indptr, kv_indices, kv_last_page_len, scale * 1.4426950408889634,
-        q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), num_q_heads, splits,
-        PAGE=page_size, GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=block_dim,
-        BLOCK_TOKENS=_BLOCK_TOKENS, JOINS=joins, num_warps=4, num_stages=3)
-    if joins:
-        join_splits(parts, lses, out)
+    _paged_decode_kernel[(most, num_kv_heads)](
+        q, k_pages, v_pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,
+        requests, scale * 1.4426950408889634, q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1),
+        k_pages.stride(2), num_q_heads, PAGE=page_size, GROUP=group,
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=block_dim, BLOCK_TOKENS=tile.tokens,
+        num_warps=tile.warps, num_stages=tile.stages)
+    if plan.joins:
+        _join_pieces_kernel[(requests, num_q_heads)](parts, lses, out, plan.firsts, num_q_heads, DIM=dim,
+                                                     BLOCK_DIM=block_dim, BLOCK_PIECES=16)
     return out

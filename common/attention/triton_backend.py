@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...kernels.join_splits import decode_splits
+from ...kernels.decode_plan import DecodePlan, plan_decode
 from ...kernels.paged_decode import paged_decode
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ..engine.forward_batch import ForwardBatch
@@ -25,14 +25,16 @@ class TritonBackend:
         if device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch: ForwardBatch | None = None
-        self._splits = 1
+        self._longest = 0
+        self._plan: DecodePlan | None = None
         self._blocks: PrefillBlocks | None = None
 
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         self._batch = batch
         if batch.is_decode:
-            longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self._pool.layout.page_size
-            self._splits = decode_splits(batch.num_reqs, self._pool.layout.num_kv_heads, longest, self._processors)
+            # The first layer makes it, so that a graph that captures the layers holds it, and makes it in every replay.
+            self._plan = None
+            self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self._pool.layout.page_size
         else:
             self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
 
@@ -43,6 +45,9 @@ class TritonBackend:
         k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin)
         table = (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
         if batch.is_decode:
-            return paged_decode(q, k_pages, v_pages, *table, self._scale, self._splits)
+            if self._plan is None:
+                self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
+                                         self._pool.layout.num_kv_heads, self._processors, self._longest)
+            return paged_decode(q, k_pages, v_pages, *table, self._scale, self._plan)
         assert self._blocks is not None
         return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
+from baton.kernels.decode_plan import plan_decode
 from baton.kernels.join_splits import decode_splits
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
@@ -84,6 +85,7 @@ def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, dtype, atol, rt
 
 def page_table(lengths: list[int], page_size: int, pages: int) -> list[torch.Tensor]:
     counts = [-(-length // page_size) for length in lengths]
+    assert sum(counts) <= pages
     indices = np.random.default_rng(4).permutation(pages)[:sum(counts)]
     last = [length - (count - 1) * page_size for length, count in zip(lengths, counts)]
     return [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (np.cumsum([0, *counts]), indices, last)]
@@ -95,16 +97,41 @@ ATTENTION = [  # heads, KV heads, head_dim, page_size
 
 
 @each_dtype
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("processors", [1, 100])
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size", ATTENTION)
-def test_paged_decode(heads, kv_heads, dim, page_size, splits, dtype, atol, rtol):
-    lengths = [1, 63, 64, 65, 200]
-    table = page_table(lengths, page_size, 700)
-    pool = paged_pool(700, kv_heads, page_size, dim, dtype)
+def test_paged_decode(heads, kv_heads, dim, page_size, processors, dtype, atol, rtol):
+    """One piece a request, and with many processors up to 20 of the longest: more than one turn of the join."""
+    lengths = [1, 63, 64, 65, 200, 1300 if processors > 1 else 90]
+    table = page_table(lengths, page_size, 1800)
+    pool = paged_pool(1800, kv_heads, page_size, dim, dtype)
     q = random(len(lengths), heads + 2, dim, dtype=dtype)[:, :heads]
     rows = torch.arange(len(lengths) + 1)
     want = reference.paged_attention(q, *pool, rows, *table, dim**-0.5)
-    torch.testing.assert_close(paged_decode(q, *pool, *table, dim**-0.5, splits), want, atol=atol, rtol=rtol)
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
+                       programs=1 if processors == 1 else 8)
+    counts = plan.firsts.diff().tolist()
+    assert max(counts) > 16 if processors > 1 else max(counts) <= 2
+    torch.testing.assert_close(paged_decode(q, *pool, *table, dim**-0.5, plan), want, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("lengths,kv_heads,processors", [
+    ([1], 8, 132), ([8192], 8, 132), ([2048] * 64, 8, 132), ([2048] * 256, 8, 132), ([100] * 20 + [30_000], 8, 132),
+    ([100_000, 1, 1, 700], 1, 132), (list(range(1, 3000, 17)), 4, 16)])
+def test_plan_of_a_decode_batch(lengths, kv_heads, processors):
+    indptr, _, last = page_table(lengths, 16, sum(lengths))
+    made = plan_decode(indptr, last, 16, kv_heads, processors, max(lengths))
+    wanted = 8 * processors // kv_heads
+    owners, firsts = torch.full_like(made.owners, -1), torch.empty_like(made.firsts)
+    reference.plan_decode(indptr, last, owners, firsts, 16, wanted, 256)
+    assert made.firsts.tolist() == firsts.tolist()
+    total = int(firsts[-1])
+    assert len(lengths) <= total <= len(made.owners) == len(lengths) + wanted
+    assert made.owners[:total].tolist() == owners[:total].tolist()
+    piece = max(256, sum(lengths) / wanted)
+    for count, length in zip(firsts.diff().tolist(), lengths):
+        assert count == 1 or length / count >= piece * 2 / 3 - 1
+        assert length / count <= 1.5 * piece + 1, "a request keeps its programs longer than the others"
+    assert made.joins == (2 * max(lengths) >= 768)
 
 
 @each_dtype

@@ -1,0 +1,69 @@
+"""How a decode step's keys are shared out over the GPU: pieces of about equal length, one program each and KV head.
+
+A split count common to all requests leaves a long request's programs running when those of the short ones have ended.
+So the piece's length is what is common: all tokens of the batch over the programs wanted, and each request is cut into
+as many equal pieces as come nearest to that (the scheduling of FlashInfer's plan, but on the device: a CUDA graph that
+holds the kernel finds other lengths in every replay). Grids are fixed by a bound on the number of pieces; programs
+beyond the last piece end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import reference
+from ._triton import runs_triton, tl, triton
+
+# Two programs fit a multiprocessor; four turns of them leave an eighth of a turn idle at the end, on average.
+PROGRAMS_PER_PROCESSOR = 8
+# A shorter piece's start-up and join cost more than what it takes off the others.
+SHORTEST_PIECE = 256
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """``owners`` [most pieces] int32: the request of each piece, arbitrary beyond the last; request b's pieces are
+    ``firsts[b]:firsts[b + 1]``, ``firsts`` [B + 1] int32. ``joins``: some request may have more than one."""
+
+    owners: torch.Tensor
+    firsts: torch.Tensor
+    joins: bool
+
+
+@triton.jit(do_not_specialize=["requests", "wanted"])
+def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr, requests, wanted,
+                        PAGE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr):
+    request = tl.arange(0, BLOCK)
+    real = request < requests
+    pages = (tl.load(kv_indptr_ptr + request + 1, real, other=0) - tl.load(kv_indptr_ptr + request, real, other=0))
+    length = tl.where(real, (pages - 1) * PAGE + tl.load(last_page_len_ptr + request, real, other=0), 0)
+    piece = tl.maximum(tl.cdiv(tl.sum(length, 0), wanted), SHORTEST)
+    count = tl.where(real, tl.maximum((length + piece // 2) // piece, 1), 0)
+    end = tl.cumsum(count, 0)
+    tl.store(firsts_ptr + request, end - count, real)
+    tl.store(firsts_ptr + requests, tl.sum(count, 0))
+    for i in range(0, tl.max(count, 0)):
+        tl.store(owners_ptr + end - count + i, request, real & (i < count))
+
+
+def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int, num_kv_heads: int,
+                processors: int, longest: int, *, programs: int = PROGRAMS_PER_PROCESSOR,
+                shortest: int = SHORTEST_PIECE) -> DecodePlan:
+    """The plan of a decode batch: ``kv_indptr`` [B + 1] and ``kv_last_page_len`` [B] int32, in FlashInfer's form.
+
+    About ``programs * processors`` programs over ``num_kv_heads``; pieces of ``shortest`` tokens (64 or more) at
+    least. No request is longer than ``longest``, in this batch and in the replays of a graph that captures this.
+    """
+    requests = len(kv_last_page_len)
+    wanted = max(1, programs * processors // num_kv_heads)
+    # A request of n and a half pieces has n + 1 at most: one for each request, and the whole over a piece's length.
+    owners = torch.empty(requests + wanted, dtype=torch.int32, device=kv_indptr.device)
+    firsts = torch.empty(requests + 1, dtype=torch.int32, device=kv_indptr.device)
+    if runs_triton(kv_indptr):
+        _plan_decode_kernel[(1,)](kv_indptr, kv_last_page_len, owners, firsts, requests, wanted, PAGE=page_size,
+                                  SHORTEST=shortest, BLOCK=max(16, triton.next_power_of_2(requests)))
+    else:
+        reference.plan_decode(kv_indptr, kv_last_page_len, owners, firsts, page_size, wanted, shortest)
+    return DecodePlan(owners, firsts, joins=2 * longest >= 3 * shortest)
