@@ -61,6 +61,8 @@ class DecodeScheduler:
             self.rooms.abort(half, error)
         elif req in self.arrived:
             self.arrived.remove(req)
+            assert req.bootstrap is not None
+            self.receiver.decline(req.bootstrap.room, (req.bootstrap.host, req.bootstrap.port), error)
         else:
             self.unified.abort(req, error)
 
@@ -99,7 +101,7 @@ class DecodeScheduler:
         peer = (req.bootstrap.host, req.bootstrap.port)
         try:
             self.receiver.reserve(req.bootstrap.room, peer, req.prompt_digest, req.num_prompt_tokens,
-                                  first, req.hold.ids[first:].copy())
+                                  first, req.hold.ids[first:].copy(), req.bootstrap.dp_rank)
         except ServingError as error:
             self.batcher.finish(req, keep=False)
             self.ledger.fail(req, error)

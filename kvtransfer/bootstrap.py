@@ -11,6 +11,7 @@ an old request nor an old answer can be played again.
 from __future__ import annotations
 
 import http.client
+import itertools
 import secrets
 import time
 import urllib.parse
@@ -51,7 +52,7 @@ class BootstrapServer:
     def __init__(self, host: str, port: int, secret: str | None = None):
         self.host = host
         self.port = port
-        self.ranks: dict[int, RankInfo] = {}
+        self.ranks: dict[tuple[int, int], RankInfo] = {}  # by data-parallel rank and place in its group
         self._secret = secret_of(secret)
         self._session = secrets.token_hex(16)
         self._nonces: set[str] = set()
@@ -99,15 +100,17 @@ class BootstrapServer:
             info = msgspec.json.decode(await request.read(), type=RankInfo)
         except msgspec.MsgspecError as error:
             return _failure(InvalidRequest(f"The body is no rank description: {error}."))
-        self.ranks[info.rank] = info
+        self.ranks[info.dp_rank, info.rank] = info
         return web.json_response({})
 
     async def _tell_ranks(self, request: web.Request) -> web.Response:
-        ranks = [self.ranks[rank] for rank in sorted(self.ranks)]
-        expected = ranks[0].tp_size if ranks else 1
-        if [info.rank for info in ranks[:expected]] != list(range(expected)):
-            return _failure(NotFound(f"{len(ranks)} of the {expected} ranks of this prefill server have registered."))
-        return web.Response(body=msgspec.json.encode(ranks[:expected]), content_type="application/json")
+        first = self.ranks.get((0, 0))
+        dp_size, tp_size = (first.dp_size, first.tp_size) if first is not None else (1, 1)
+        ranks = [self.ranks.get(place) for place in itertools.product(range(dp_size), range(tp_size))]
+        if None in ranks:
+            return _failure(NotFound(f"{len(self.ranks)} of the {len(ranks)} ranks of this prefill server have "
+                                     "registered."))
+        return web.Response(body=msgspec.json.encode(ranks), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -138,7 +141,8 @@ def register_rank(url: str, info: RankInfo, deadline: float = 30.0, secret: str 
 
 
 def fetch_ranks(address: tuple[str, int], timeout: float, secret: Secret | None = None) -> list[RankInfo]:
-    """All ranks, in order; blocking. Raises NotRegistered, OtherSecret, or OSError when none answers intelligibly."""
+    """All ranks, by data-parallel rank and place in its group; blocking. Raises NotRegistered, OtherSecret, or OSError
+    when none answers intelligibly."""
     status, body = _request(address, "GET", "/ranks", None, timeout, secret)
     if status == 404:
         raise NotRegistered("not all of its ranks have registered there")

@@ -14,9 +14,11 @@ from .backends.base import Backend, Region
 from .messages import MAX_MESSAGE_BYTES, RankInfo
 
 
-def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend) -> RankInfo:
+def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
+              dp_size: int) -> RankInfo:
     """Our identity, with a fresh instance id (the epoch of this process)."""
-    return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name)
+    return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
+                    dp_size=dp_size)
 
 
 def register_pool(backend: Backend, layout: KVLayout, num_pages: int,

@@ -63,6 +63,11 @@ def why_not(prefill: Side, decode: Side) -> str | None:
         theirs, ours = getattr(prefill.layout, name), getattr(decode.layout, name)
         if ours != theirs:
             return f"{name} of the KV layout is {ours!r} here and {theirs!r} there"
+    for layer in range(decode.layout.num_layers):
+        theirs, ours = prefill.layout.scales_of(layer), decode.layout.scales_of(layer)
+        if ours != theirs:
+            return (f"the scales of keys and values in layer {layer} are {ours} here and {theirs} there: give both "
+                    f"servers the same checkpoint and --quantization-param-path")
     total = _num_heads(prefill, decode)
     for side in (decode, prefill):
         if not _shares(side, total):

@@ -11,6 +11,7 @@ this use of a room from every earlier one; ``instance`` is a process's random id
     Reserve(room, stamp, destination)    ->                                (after Welcome; any number)
                                          <-    Result(room, stamp)         every write is complete
     Taken(room, stamp)                   ->                                the first token is on its way to the client
+    Decline(room, error)                 ->                                it will not reserve for this room
     Abort(room, stamp, error)            ->    or   <-   Abort(room, stamp, error)
                                          <-    Stopped(room, stamp)        answers each Abort, once writing has ended
     Pong(time)                           ->    <-   Ping(time)             the lease, see sending.py
@@ -18,7 +19,8 @@ this use of a room from every earlier one; ``instance`` is a process's random id
 
 History: version 1 is the first. Version 2 has seals (seal.py), checksums (checksum.py) and lanes
 (lanes.py): a decode rank has sessions with all prefill ranks that it has lanes from, reserves with each, and waits for
-the result of each. Version 3 has Taken: until then prefill keeps what another attempt at the request would need.
+the result of each. Version 3 has Taken, until which prefill keeps what another attempt at the request would need, and
+Decline.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ class PrefillResult(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of one server instance, as its peers need to know it. Receivers have no ``endpoint``."""
+    """One rank of one server instance, as its peers need to know it. Receivers have no ``endpoint``.
+
+    ``rank`` of ``tp_size`` is its place in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``.
+    """
 
     instance: str
     endpoint: str
@@ -64,6 +69,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     layout: KVLayout
     backend: str
     protocol: int = PROTOCOL
+    dp_rank: int = 0
+    dp_size: int = 1
 
     def mismatch(self, peer: RankInfo) -> str | None:
         """Why pages cannot travel from ``peer`` to us, as the name and both values of what differs; None: they can."""
@@ -126,6 +133,16 @@ class Taken(msgspec.Struct, tag="taken", frozen=True):
     stamp: int
 
 
+class Decline(msgspec.Struct, tag="decline", frozen=True):
+    room: int
+    code: str
+    message: str
+
+    @property
+    def error(self) -> errors.ServingError:
+        return errors.from_code(self.code, self.message)
+
+
 class Abort(msgspec.Struct, tag="abort", frozen=True):
     room: int
     stamp: int
@@ -158,7 +175,7 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
     message: str
 
 
-ToSender = Hello | Reserve | Taken | Abort | Pong | Bye
+ToSender = Hello | Reserve | Decline | Taken | Abort | Pong | Bye
 ToReceiver = Welcome | Refused | Result | Abort | Stopped | Ping | Gone
 
 encode = msgspec.msgpack.Encoder().encode

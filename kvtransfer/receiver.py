@@ -41,7 +41,8 @@ class KVReceiver:
     """
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
-                 num_pages: int, regions: list[tuple[int, int, int]], backend: Backend):
+                 num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
+                 dp_size: int = 1):
         named = register_pool(backend, layout, num_pages, regions)
         self._checksum = make_checksum(named, num_pages)
         self._extent = extent_of(args.kv_checksum, named)
@@ -49,7 +50,8 @@ class KVReceiver:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._secret = secret_of(args.cluster_secret)
         self._timing = Timing.of(args)
-        self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend)
+        self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend,
+                                        dp_rank=dp_rank, dp_size=dp_size)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent)
         self._lock = threading.Lock()
         self._closed = False
@@ -64,15 +66,17 @@ class KVReceiver:
     # -- rooms ----------------------------------------------------------------------------------------------------
 
     def reserve(self, room: int, peer: Address, prompt_digest: int, num_prompt_tokens: int, first_page: int,
-                page_ids: np.ndarray) -> None:
+                page_ids: np.ndarray, dp_rank: int | None = None) -> None:
         """Our pages ``page_ids [n]`` are to take the prompt's pages from ``first_page`` on (n may be 0).
 
-        ``peer`` is host and port of the prefill server's bootstrap server. Its look-up and the connection are made in
-        the background. Raises Conflict when the room is in use.
+        ``peer`` is host and port of the prefill server's bootstrap server, ``dp_rank`` which of its data-parallel ranks
+        computes the prompt: without it, the one that the room leads to (room modulo their number). Its look-up and the
+        connection are made in the background. Raises Conflict when the room is in use.
         """
         self._io.check()
         with self._lock:
-            self._core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, time.monotonic())
+            self._core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, time.monotonic(),
+                               dp_rank)
         self._io.wake()
 
     def phase(self, room: int) -> Phase:
@@ -101,6 +105,12 @@ class KVReceiver:
         """Fail a room and tell prefill. It is FAILED once no write can land any more. Harmless when it has ended."""
         with self._lock:
             self._core.abort(room, error, time.monotonic())
+        self._io.wake()
+
+    def decline(self, room: int, peer: Address, error: ServingError) -> None:
+        """Tell prefill that a room is not going to be reserved, so that its half need not wait for a deadline."""
+        with self._lock:
+            self._core.decline(room, peer, error, time.monotonic())
         self._io.wake()
 
     def forget(self, room: int) -> None:

@@ -31,6 +31,7 @@ from ..common.api.errors import Conflict, DeadlineExceeded, ServingError, Transf
 from . import messages as m
 from .checksum import Extent
 from .lanes import lane, writers_of
+from .lobby import MAX_WAITING
 from .recv_state import Address, Close, Connect, Effect, Link, Lookup, RecvRoom, Route, Search, Send, Verify
 from .seal import OTHER_SECRET
 from .states import RECEIVER, Event, Phase, step
@@ -57,6 +58,7 @@ class ReceiverCore:
         self.routes: dict[Address, Route] = {}  # the usable one to each prefill server
         self.links: dict[bytes, Link] = {}  # all whose connection stands
         self.searches: dict[Address, Search] = {}
+        self.declines: dict[Address, deque[tuple[float, m.Decline]]] = {}  # with deadlines; no way there is known yet
         self.counters: dict[str, float] = {"kv_bytes_received": 0, "kv_transfers_done": 0, "kv_transfer_seconds": 0,
                                            "kv_messages_dropped": 0}
         self._stamps = itertools.count(secrets.randbits(48))
@@ -64,22 +66,37 @@ class ReceiverCore:
     # -- the scheduler's calls ------------------------------------------------------------------------------------
 
     def reserve(self, room: int, address: Address, prompt_digest: int, num_prompt_tokens: int, first_page: int,
-                page_ids: np.ndarray, now: float) -> None:
+                page_ids: np.ndarray, now: float, dp_rank: int | None = None) -> None:
         if room in self.rooms:
             raise Conflict(f"bootstrap_room {room} is in use; every request needs a room of its own.")
         assert len(page_ids) == self.info.layout.pages_for(num_prompt_tokens) - first_page, "a page for every gap"
         reserve = m.Reserve(room, next(self._stamps), prompt_digest, num_prompt_tokens, first_page,
                             m.pack_page_ids(page_ids))
-        half = self.rooms[room] = RecvRoom(room, address, reserve, now)
+        half = self.rooms[room] = RecvRoom(room, address, reserve, now, dp_rank=dp_rank)
         route = self.routes.get(address)
         if route is not None and route.welcome:
-            self._publish(half, route)
+            self._publish(half, route, now)
         elif route is None and address not in self.searches:
             self._search(address)
 
     def abort(self, room: int, error: ServingError, now: float) -> None:
         if (half := self.rooms.get(room)) is not None:
+            if half.phase is Phase.RESERVING:
+                self.decline(room, half.address, error, now)
             self._fail(half, error, now)
+
+    def decline(self, room: int, address: Address, error: ServingError, now: float) -> None:
+        """Tell the sender at once, or as soon as there is a way to it, that nothing will be reserved for a room."""
+        decline = m.Decline(room, error.code, error.message)
+        route = self.routes.get(address)
+        if route is not None and route.welcome:
+            for link in route.links.values():
+                self._send(link, decline)
+            return
+        waiting = self.declines.setdefault(address, deque(maxlen=MAX_WAITING))
+        waiting.append((now + self.timing.bootstrap_timeout, decline))
+        if route is None and address not in self.searches:
+            self._search(address)
 
     def taken(self, room: int) -> None:
         """Tell the senders of a room that is DONE that they need not keep anything for another attempt."""
@@ -97,7 +114,7 @@ class ReceiverCore:
 
     def found(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> None:
         """All ranks of the server at ``address``, in order."""
-        if not self._waiting(address):
+        if not self._wanted(address):
             self.searches.pop(address, None)
             return
         why = next((why for rank in ranks if (why := self.info.mismatch(rank)) is not None), None)
@@ -106,12 +123,14 @@ class ReceiverCore:
             self._fail_waiting(address, TransferFailed(
                 f"prefill and decode do not fit together: {why} (decode, prefill)"), now)
             return
-        route = self.routes[address] = Route({})
-        for writer in writers_of(self.info.rank, ranks[0].side, self.info.side):
-            info, way = ranks[writer], lane(writer, ranks[0].side, self.info.rank, self.info.side)
+        route = self.routes[address] = Route({}, dp_size=ranks[0].dp_size)
+        writers = writers_of(self.info.rank, ranks[0].side, self.info.side)
+        for info in (info for info in ranks if info.rank in writers):
+            way = lane(info.rank, ranks[0].side, self.info.rank, self.info.side)
             assert way is not None
             route.blocks = way.dst_blocks  # equal of all
-            link = Link(secrets.token_hex(16).encode(), address, info.instance, heard=now, last_pong=-float("inf"))
+            link = Link(secrets.token_hex(16).encode(), address, info.instance, heard=now, last_pong=-float("inf"),
+                        dp_rank=info.dp_rank)
             route.links[link.id] = self.links[link.id] = link
             self.effects.append(Connect(link, _seen_from(address, info.endpoint)))
             self._send(link, m.Hello(self.info, info.instance, self.num_pages, self.metadata, self.checksum))
@@ -173,7 +192,7 @@ class ReceiverCore:
         if (link := self.links.get(link_id)) is not None:
             self._break(link, TransferFailed("the connection to the prefill server was lost"), now,
                         quiet_at=max(now, link.last_pong + self.timing.peer_timeout) + self.timing.landing)
-            if not link.welcome and self._waiting(link.address):
+            if not link.welcome and self._wanted(link.address):
                 self.unreachable(link.address, "its engine does not accept connections", now)
 
     def verified(self, half: RecvRoom, matches: bool, now: float) -> None:
@@ -199,10 +218,15 @@ class ReceiverCore:
                 self.effects.append(Close(link.id))
         for half in list(self.rooms.values()):
             self._check_deadlines(half, now)
+        for address, declines in list(self.declines.items()):
+            while declines and declines[0][0] <= now:
+                declines.popleft()
+            if not declines:
+                del self.declines[address]
         for address, search in list(self.searches.items()):
             if search.retry_at is not None and now >= search.retry_at:
                 search.retry_at = None
-                if self._waiting(address):
+                if self._wanted(address):
                     self.effects.append(Lookup(address))
                 else:
                     del self.searches[address]
@@ -210,7 +234,7 @@ class ReceiverCore:
     @property
     def idle(self) -> bool:
         """Nothing has a deadline."""
-        return not (self.rooms or self.links or self.searches)
+        return not (self.rooms or self.links or self.searches or self.declines)
 
     @property
     def expecting(self) -> bool:
@@ -239,14 +263,23 @@ class ReceiverCore:
     def _waiting(self, address: Address) -> list[RecvRoom]:
         return [half for half in self.rooms.values() if half.phase is Phase.RESERVING and half.address == address]
 
+    def _wanted(self, address: Address) -> bool:
+        return bool(self._waiting(address) or address in self.declines)
+
     def _fail_waiting(self, address: Address, error: ServingError, now: float) -> None:
+        self.declines.pop(address, None)
         for half in self._waiting(address):
             self._fail(half, error, now)
 
-    def _publish(self, half: RecvRoom, route: Route) -> None:
+    def _publish(self, half: RecvRoom, route: Route, now: float) -> None:
+        links = route.links_of(half)
+        if not links:
+            self._fail(half, TransferFailed(f"the prefill server has no data-parallel rank {half.dp_rank}, only "
+                                            f"{route.dp_size} of them (disagg_prefill_dp_rank)"), now)
+            return
         half.phase = step(RECEIVER, half.phase, Event.PUBLISH)
-        half.blocks, half.published_over = route.blocks, tuple(route.links)
-        for link in route.links.values():
+        half.blocks, half.published_over = route.blocks, tuple(link.id for link in links)
+        for link in links:
             half.writers[link.id] = None
             link.rooms[half.room] = half
             self._send(link, half.reserve)
@@ -260,7 +293,10 @@ class ReceiverCore:
         if route is not None and link.id in route.links and route.welcome:
             self.searches.pop(link.address, None)
             for half in self._waiting(link.address):
-                self._publish(half, route)
+                self._publish(half, route, now)
+            for _, decline in self.declines.pop(link.address, ()):
+                for other in route.links.values():
+                    self._send(other, decline)
 
     def _refused(self, link: Link, refused: m.Refused, now: float) -> None:
         error = TransferFailed(refused.message)
@@ -329,7 +365,7 @@ class ReceiverCore:
         del self.routes[link.address]
         for other in route.links.values():
             other.retired = True
-        if self._waiting(link.address):
+        if self._wanted(link.address):
             # Not at once: a bootstrap server may still hold the route of a rank that has just died.
             self.searches.setdefault(link.address, Search()).retry_at = now + RETRY_INTERVAL / 5
         else:

@@ -28,6 +28,11 @@ class RecvRoom:
     blocks: tuple[int, ...] = ()  # that they cut our pages into, by layer group
     writers: dict[bytes, float | None] = field(default_factory=dict)
     published_over: tuple[bytes, ...] = ()
+    dp_rank: int | None = None  # the sender's data-parallel rank; None: by room
+
+    def dp_rank_of(self, dp_size: int) -> int:
+        """The data-parallel rank, of ``dp_size``, that computes the prompt."""
+        return self.room % dp_size if self.dp_rank is None else self.dp_rank
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Link:
     welcome: bool = False
     silent: bool = False
     retired: bool = False
+    dp_rank: int = 0  # that the sender is part of
     rooms: dict[int, RecvRoom] = field(default_factory=dict)
 
 
@@ -52,6 +58,12 @@ class Route:
 
     links: dict[bytes, Link]
     blocks: tuple[int, ...] = ()
+    dp_size: int = 1
+
+    def links_of(self, half: RecvRoom) -> list[Link]:
+        """The links to the data-parallel rank that computes the room's prompt; none where there is no such rank."""
+        dp_rank = half.dp_rank_of(self.dp_size)
+        return [link for link in self.links.values() if link.dp_rank == dp_rank]
 
     @property
     def welcome(self) -> bool:

@@ -117,6 +117,8 @@ class SenderCore:
             self._reserve(session, message, now)
         elif isinstance(message, m.Abort):
             self._peer_abort(session, message, now)
+        elif isinstance(message, m.Decline):
+            self._declined(message, now)
         elif isinstance(message, m.Taken):
             self._taken(session, message)
         elif isinstance(message, m.Pong):
@@ -336,6 +338,11 @@ class SenderCore:
             self._abandon(abort.room, abort.error, now)
         # A stamp that we do not know, or no longer, is one that we cannot write for.
         self._send(session.id, m.Stopped(abort.room, abort.stamp))
+
+    def _declined(self, decline: m.Decline, now: float) -> None:
+        half = self.rooms.get(decline.room)
+        if half is None or half.phase is Phase.RESERVING:  # else somebody has reserved, and the word is not about that
+            self._abandon(decline.room, decline.error, now)
 
     def _abandon(self, room: int, error: ServingError, now: float) -> None:
         """A destination of a room that has not joined is gone: the rest of the room, here or still to come, fails."""

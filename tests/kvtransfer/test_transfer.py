@@ -12,7 +12,7 @@ from baton.common.api.messages import Logprobs
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.messages import PrefillResult
 from baton.kvtransfer.states import Phase
-from baton.tests.kvtransfer.conftest import BACKENDS
+from baton.tests.kvtransfer.conftest import BACKENDS, wait_until
 
 
 @pytest.fixture(params=BACKENDS)
@@ -144,6 +144,40 @@ def test_abort_ends_both_halves_with_its_error(pair, by, progress):
         assert isinstance(each.error(1), Aborted) and each.error(1).message == "the client left"
         each.forget(1)
     pair.transfer(1)
+
+
+@pytest.mark.parametrize("met", [True, False])
+@pytest.mark.parametrize("prefill_first", [True, False])
+def test_a_room_that_decode_declines_fails_prefill_s_half_at_once(pair, met, prefill_first):
+    """Its request was given up before it had pages, or before there was a way to prefill."""
+    if met:
+        pair.transfer(1)
+    info = pair.bootstrap.server.ranks.pop(0)
+    if prefill_first:
+        pair.expect(2)
+    if met:
+        pair.receiver.decline(2, pair.bootstrap.address, Aborted("the client left"))
+    else:
+        pair.reserve(2)
+        time.sleep(0.05)
+        pair.receiver.abort(2, Aborted("the client left"))
+        pair.until(2, Phase.FAILED, half=pair.receiver)
+        pair.receiver.forget(2)
+    pair.bootstrap.server.ranks[0] = info
+    if not prefill_first:
+        time.sleep(0.1)  # either comes first
+        pair.expect(2)
+    assert pair.until(2, Phase.FAILED, half=pair.sender) < 2
+    assert isinstance(pair.sender.error(2), Aborted)
+    pair.sender.forget(2)
+    pair.transfer(2)
+
+
+def test_a_decline_that_finds_no_way_is_given_up(make_pair):
+    pair = make_pair(disaggregation_bootstrap_timeout=0.3)
+    pair.bootstrap.server.ranks.clear()
+    pair.receiver.decline(1, pair.bootstrap.address, Aborted("the client left"))
+    wait_until(lambda: pair.receiver._core.idle)
 
 
 def test_pushes_and_results_for_a_failed_room_are_dropped(pair):
