@@ -239,3 +239,27 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
         fleet.prefill.assert_clean()
         fleet.kill(first)
         fleet.prefill.take()
+
+
+def test_a_request_that_leaves_while_decode_has_no_pages_for_it_ends_at_prefill_too(fleet):
+    first = fleet.decode()
+    hold = first.cache.begin_private()
+    assert first.cache.grow(hold, 640)
+    req, room = fleet.start(prompt_of(30, 14), first)
+    for _ in range(3):
+        fleet.prefill.scheduler.step(0.0)
+        first.scheduler.step(0.0)
+    assert first.scheduler.num_waiting == fleet.prefill.scheduler.num_waiting == 1
+    first.abort(first.ledger.live[f"r{room}"])
+    failures = {}
+
+    def told():
+        fleet.prefill.scheduler.step(0.0)
+        failures.update(fleet.prefill.take()[1])
+        return failures
+    assert wait_until(told) < 4
+    assert failures[req.rid].code == "request_aborted"
+    first.cache.release(hold)
+    run(fleet.prefill)
+    fleet.prefill.assert_clean()
+    fleet.kill(first)
