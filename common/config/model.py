@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
-from ..kvcache.layout import DTYPE_BYTES
 from ..quantization.scheme import Scheme, scheme_of
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, deepseek_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
 
+DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -261,8 +261,8 @@ def _check_supported(config: dict[str, Any]) -> str:
 
 def _dtype(config: dict[str, Any]) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"Checkpoint dtype {dtype!r} is not supported: use one of {', '.join(DTYPE_BYTES)}.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"Checkpoint dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}.")
     return dtype
 
 

@@ -16,14 +16,15 @@ import msgspec
 
 TARGET_DESCRIPTOR_BYTES = 1 << 20
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 class KVLayout(msgspec.Struct, frozen=True):
     """Layout of one rank's pool; also the fingerprint that two servers compare in their handshake.
 
     ``num_kv_heads`` counts this rank's heads; latents are one, whatever the number of ranks. ``groups`` holds the
-    number of layers of each layer group.
+    number of layers of each layer group. ``scales`` are those of a pool in float8, ``(keys', values')`` of each layer: a
+    stored value times its scale is the value. None are scales of one.
     """
 
     groups: tuple[int, ...]
@@ -32,6 +33,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     page_size: int
     dtype: str
     form: Literal["heads", "latent"] = "heads"
+    scales: tuple[tuple[float, float], ...] = ()
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        """``(keys', values')`` of a layer."""
+        return self.scales[layer] if self.scales else (1.0, 1.0)
 
     @property
     def planes(self) -> int:
