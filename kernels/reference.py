@@ -44,20 +44,29 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
                    page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
-                   cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> None:
+                   cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+                   k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """See ``kernels.rope_and_store.rope_and_store``."""
     if cos_sin is not None:
         assert positions is not None
         cos, sin = cos_sin[positions].chunk(2, dim=-1)
         q.copy_(rotate(q, cos, sin))
         k = rotate(k, cos, sin)
-    k_pages[page_of_token, :, offset_in_page] = k
-    v_pages[page_of_token, :, offset_in_page] = v
+    k_pages[page_of_token, :, offset_in_page] = _stored(k, k_scale, k_pages.dtype)
+    v_pages[page_of_token, :, offset_in_page] = _stored(v, v_scale, v_pages.dtype)
+
+
+def _stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as pages of ``dtype`` hold it; of float8, what is beyond its largest value is cut off."""
+    if dtype.itemsize > 1:
+        return x
+    largest = torch.finfo(dtype).max
+    return (x.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
 
 
 def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, qo_indptr: torch.Tensor,
                     kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
-                    scale: float) -> torch.Tensor:
+                    scale: float, v_scale: float = 1.0) -> torch.Tensor:
     """Causal attention over paged KV, request by request; see ``kernels.paged_prefill.paged_prefill``.
 
     Written for clarity, in float32 and with the whole score matrix.
@@ -74,8 +83,20 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
         count = scores.shape[1]
         visible = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("hqk,hkd->qhd", weights, values).to(q.dtype)
+        out[rows] = (torch.einsum("hqk,hkd->qhd", weights, values) * v_scale).to(q.dtype)
     return out
+
+
+def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, owners: torch.Tensor, firsts: torch.Tensor,
+                page_size: int, wanted: int, shortest: int) -> None:
+    """See ``kernels.decode_plan.plan_decode``."""
+    lengths = (kv_indptr.diff() - 1) * page_size + kv_last_page_len
+    piece = max(shortest, -(-int(lengths.sum()) // wanted))
+    counts = ((lengths + piece // 2) // piece).clamp(min=1)
+    firsts[0] = 0
+    firsts[1:] = counts.cumsum(0)
+    owners[:int(counts.sum())] = torch.arange(len(counts), dtype=owners.dtype,
+                                              device=owners.device).repeat_interleave(counts)
 
 
 def _tokens(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
