@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 
@@ -9,16 +10,29 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
 
 from baton.common.api.errors import ConfigError
 from baton.common.attention.mla_select import choose_latent_backend, choose_latent_decode_backend
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs, KernelArgs
 from baton.common.engine.model_runner import kv_layout
+from baton.tests.common.deepseek_models import BASE as DEEPSEEK
 from baton.tests.common.deepseek_models import YARN, save_deepseek
-from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.tests.common.fp8_checkpoints import save_float8
+from baton.tests.common.small_models import (
+    expected_logits,
+    forward,
+    load_runner,
+    save_model,
+    scattered_pages,
+    server_config,
+)
 from baton.tests.common.test_models_numerics import TOLERANCE, check_whole_and_decode, tokens_of
 
+FLOAT8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "first_k_dense_replace": 2,
+                "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+                "v_head_dim": 64, "num_key_value_heads": 4, "head_dim": 32}
 SHAPES = {
     "v2": (2, {}),
     "v2 with query latents": (2, {"q_lora_rank": 40}),
@@ -114,3 +128,25 @@ def test_backends_that_cannot_are_refused():
         choose_latent_decode_backend(KernelArgs(decode_attention_backend="torch"), gpu)
     allowed = KernelArgs(decode_attention_backend="torch", disable_cuda_graph=True)
     assert choose_latent_decode_backend(allowed, gpu) == "torch"
+
+
+def test_float8_weights(tmp_path):
+    """As DeepSeek-V3's own checkpoint holds them. What makes keys and values of latents is made dense again."""
+    sizes = {**DEEPSEEK, **FLOAT8_SIZES}
+    plain = save_float8(tmp_path / "float8", "blocks", "DeepseekV3", **sizes)
+    for layer in plain.model.layers:
+        up = layer.self_attn.kv_b_proj
+        up.forward = functools.partial(linear, weight=up.weight)  # its inputs are not rounded here
+    tokens = tokens_of(30)
+    exact = expected_logits(save_model(tmp_path / "exact", "DeepseekV3", **sizes), tokens)
+    runner = load_runner(server_config(tmp_path / "float8"))
+    weight = runner._model.layers[0].attention.up.weight
+    torch.testing.assert_close(weight, plain.model.layers[0].self_attn.kv_b_proj.weight)
+    pages = scattered_pages(runner, 1, 30)[0]
+    found = torch.cat((forward(runner, [(tokens[:29], 0, pages)]),
+                       forward(runner, [(tokens[29:], 29, pages)], is_decode=True)))
+    rms = [float(x.square().mean().sqrt()) for x in (found - expected_logits(plain, tokens), found - exact, exact)]
+    assert rms[0] < 0.1 * rms[1] < 0.05 * rms[2]
+    before, address = weight.clone(), weight.data_ptr()
+    runner.update_weights(str(tmp_path / "float8"), None)
+    assert torch.equal(weight, before) and runner._model.layers[0].attention.up.weight.data_ptr() == address

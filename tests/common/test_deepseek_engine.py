@@ -9,6 +9,8 @@ import torch
 from baton.tests.common.deepseek_models import YARN, save_deepseek
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import expected_logits
+from baton.tests.common.test_dp import alone, make_prompts
+from baton.tests.common.test_dp import run_ranks as run_dp_ranks
 from baton.tests.common.test_tp import run_ranks
 
 NEW_TOKENS = 10
@@ -51,3 +53,12 @@ def test_two_ranks_equal_transformers(tmp_path):
         assert len(rank["logits"]) == 6
         for (name, _), logits in rank["logits"].items():
             torch.testing.assert_close(logits, want[name], atol=1e-4, rtol=0)
+
+
+def test_data_parallel_attention(tmp_path):
+    """Each rank has latents of its own requests alone, all heads, and half of the experts."""
+    save_deepseek(tmp_path / "model", 3)
+    prompts = make_prompts(1)
+    ranks = run_dp_ranks(2, tmp_path, [{"checkpoint": str(tmp_path / "model"), "prompts": prompts, "chunk": 16}])
+    for seen, own in zip(ranks, prompts):
+        assert seen["cases"][0]["tokens"] == alone(tmp_path / "model", own)
