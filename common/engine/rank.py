@@ -64,10 +64,11 @@ SchedulerFactory = Callable[[EngineParts], Scheduler]
 
 def main(spec: RankSpec) -> None:
     """Entry of a unified server's rank."""
-    run_rank(spec, _make_scheduler)
+    run_rank(spec, unified_scheduler)
 
 
-def _make_scheduler(parts: EngineParts) -> Scheduler:
+def unified_scheduler(parts: EngineParts) -> Scheduler:
+    """The one of an engine that runs both phases."""
     if parts.config.model.is_embedding:
         return EmbeddingScheduler(parts.batcher, parts.runner, parts.ledger)
     return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap)
@@ -79,8 +80,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
     send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
     try:
-        parallel = _join_groups(spec)
-        parts = _build(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)))
+        parallel = join_groups(spec)
+        parts = build_parts(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)))
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
         parallel.world.barrier()  # Ready means that every rank is up
@@ -110,8 +111,9 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     parallel.close()
 
 
-def _build(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
-           progress: Callable[[str, float], None]) -> EngineParts:
+def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
+                progress: Callable[[str, float], None]) -> EngineParts:
+    """Raises ConfigError, or torch.OutOfMemoryError, where the engine cannot be built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
@@ -134,7 +136,8 @@ def _build(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None
     return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars)
 
 
-def _join_groups(spec: RankSpec) -> Parallel:
+def join_groups(spec: RankSpec) -> Parallel:
+    """Raises ConfigError where the rank's device is lacking."""
     device = _device(spec)
     if device.type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
