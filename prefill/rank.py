@@ -18,7 +18,8 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
     config, runner, tp = parts.config, parts.runner, parts.tp
     args = config.disaggregation
     sender = KVSender(
-        args=args, host=config.http.host, rank=tp.rank, tp_size=tp.size, layout=runner.layout,
+        args=args, host=config.http.host, rank=tp.rank, tp_size=tp.size,
+        dp_rank=parts.parallel.dp_rank, dp_size=parts.parallel.dp_size, layout=runner.layout,
         num_pages=runner.pool.num_pages, regions=runner.pool.regions(),
         backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
     register_rank(f"http://{config.http.host}:{args.disaggregation_bootstrap_port}", sender.info,

@@ -101,17 +101,19 @@ class Cluster:
     """Router, prefill and decode servers of one model."""
 
     def __init__(self, folder: Path, *, prefill: int = 1, decode: int = 1, flags: Sequence[str] = (),
+                 prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = (),
                  router_flags: Sequence[str] = ("--policy", "round_robin")):
         ports = free_ports(2 * prefill + decode + 1)
         common = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning", *flags]
         self.prefill, self.decode, routed = [], [], []
         for i in range(prefill):
             port, bootstrap = ports.pop(), ports.pop()
-            argv = [*common, "--disaggregation-bootstrap-port", str(bootstrap)]
+            argv = [*common, *prefill_flags, "--disaggregation-bootstrap-port", str(bootstrap)]
             self.prefill.append(Server("baton.prefill.launch", argv, port, folder / f"prefill-{i}.log"))
             routed += ["--prefill", self.prefill[-1].url, str(bootstrap)]
         for i in range(decode):
-            self.decode.append(Server("baton.decode.launch", common, ports.pop(), folder / f"decode-{i}.log"))
+            argv = [*common, *decode_flags]
+            self.decode.append(Server("baton.decode.launch", argv, ports.pop(), folder / f"decode-{i}.log"))
             routed += ["--decode", self.decode[-1].url]
         argv = ["--pd-disaggregation", "--log-level", "warning", *routed, *router_flags]
         self.router = Server("baton.router.launch", argv, ports.pop(), folder / "router.log")

@@ -14,8 +14,8 @@ from baton.kvtransfer.messages import RankInfo
 LAYOUT = KVLayout(groups=(2,), num_kv_heads=2, head_dim=8, page_size=4, dtype="float32")
 
 
-def info(instance: str = "a", rank: int = 0, tp_size: int = 1) -> RankInfo:
-    return RankInfo(instance, "tcp://127.0.0.1:1", rank, tp_size, LAYOUT, "fake")
+def info(instance: str = "a", rank: int = 0, tp_size: int = 1, dp_rank: int = 0, dp_size: int = 1) -> RankInfo:
+    return RankInfo(instance, "tcp://127.0.0.1:1", rank, tp_size, LAYOUT, "fake", dp_rank=dp_rank, dp_size=dp_size)
 
 
 async def test_a_rank_is_found_once_registered_and_a_restarted_one_replaces_it():
@@ -63,6 +63,19 @@ async def test_an_occupied_port_is_a_sentence():
                 pass
 
 
+async def test_ranks_of_attention_groups_are_told_group_by_group():
+    async with BootstrapServer("127.0.0.1", 0) as server:
+        url, address = f"http://127.0.0.1:{server.port}", ("127.0.0.1", server.port)
+        places = [(dp_rank, rank) for dp_rank in range(2) for rank in range(2)]
+        infos = [info(f"{dp_rank}.{rank}", rank, 2, dp_rank, 2) for dp_rank, rank in places]
+        for one in (infos[3], infos[0], infos[2]):
+            await asyncio.to_thread(register_rank, url, one)
+        with pytest.raises(NotRegistered):
+            await asyncio.to_thread(fetch_ranks, address, 1.0)
+        await asyncio.to_thread(register_rank, url, infos[1])
+        assert await asyncio.to_thread(fetch_ranks, address, 1.0) == infos
+
+
 async def test_registering_waits_for_the_server_but_not_for_ever():
     async with BootstrapServer("127.0.0.1", 0) as server:
         port = server.port
@@ -73,7 +86,7 @@ async def test_registering_waits_for_the_server_but_not_for_ever():
     await asyncio.sleep(0.2)
     async with BootstrapServer("127.0.0.1", port) as server:
         await asyncio.to_thread(thread.join)
-        assert server.ranks == {0: info()}
+        assert server.ranks == {(0, 0): info()}
 
 
 async def test_something_else_at_the_address_is_an_error_not_a_hang():

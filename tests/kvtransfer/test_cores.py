@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -223,3 +224,24 @@ def test_messages_survive_the_wire_and_anything_else_does_not():
         with pytest.raises(m.msgspec.MsgspecError):
             m.decode_to_receiver(frame)
     assert m.unpack_page_ids(m.pack_page_ids(np.array([0, 2**31 - 1]))).tolist() == [0, 2**31 - 1]
+
+
+def ranked(dp_rank: int, dp_size: int = 2) -> m.RankInfo:
+    return msgspec.structs.replace(PREFILL, instance=f"prefill{dp_rank}", dp_rank=dp_rank, dp_size=dp_size)
+
+
+def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
+    core = receiving.ReceiverCore(DECODE, TIMING, 8)
+    pages = np.array([3, 4])
+    for room, named in ((4, None), (5, None), (6, 1), (7, 2)):
+        core.reserve(room, ADDRESS, 77, 2, 0, pages, 10.0, named)
+    core.found(ADDRESS, [ranked(0), ranked(1)], 10.0)
+    links = {link.dp_rank: link for link in core.links.values()}
+    core.effects.clear()
+    for dp_rank in (0, 1):
+        core.receive(links[dp_rank].id, m.Welcome(f"prefill{dp_rank}"), 10.0)
+    told = {(effect.link, effect.message.room) for effect in core.effects
+            if isinstance(effect, recv_state.Send) and isinstance(effect.message, m.Reserve)}
+    assert told == {(links[0].id, 4), (links[1].id, 5), (links[1].id, 6)}
+    assert "no data-parallel rank 2, only 2" in core.rooms[7].error.message
+    assert core.rooms[7].phase is Phase.FAILED
