@@ -1,8 +1,8 @@
-"""Multi-head latent attention of one query row a request over its pages of latents, split along the sequence.
+"""Multi-head latent attention of one query row a request over its pages of latents, cut along the sequence into pieces.
 
 In the absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) every query head is compared with the latents
 themselves, and its result is a mean of latents: one shared vector of a token is key and value of all heads. A program
-takes a block of heads, and loads each latent once for both products.
+takes a block of heads, and loads each latent once for both products. Pieces are as in paged_decode.py.
 """
 
 from __future__ import annotations
@@ -11,24 +11,30 @@ import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
-from .join_splits import join_splits
+from .decode_plan import DecodePlan
+from .join_pieces import join_pieces
 
 _MOST_HEADS = 64
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr,
-                       scale_log2, q_stride_t, q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot,
-                       num_heads, splits, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-                       BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-                       BLOCK_TOKENS: tl.constexpr, JOINS: tl.constexpr):
-    request = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
+@triton.jit(do_not_specialize=["requests"])
+def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
+                       last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, q_stride_t, q_stride_h,
+                       qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads, PAGE: tl.constexpr,
+                       RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+                       BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    piece = tl.program_id(0)
+    if piece >= tl.load(firsts_ptr + requests):
+        return
+    request = tl.load(owners_ptr + piece).to(tl.int64)
+    first_piece = tl.load(firsts_ptr + request)
+    pieces = tl.load(firsts_ptr + request + 1) - first_piece
     first_page = tl.load(kv_indptr_ptr + request)
     length = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
-    blocks = tl.cdiv(tl.cdiv(length, BLOCK_TOKENS), splits)
-    begin = split * blocks * BLOCK_TOKENS
-    end = tl.minimum(begin + blocks * BLOCK_TOKENS, length)
+    blocks = tl.cdiv(length, BLOCK_TOKENS)
+    place = piece - first_piece
+    begin = blocks * place // pieces * BLOCK_TOKENS
+    end = tl.minimum(blocks * (place + 1) // pieces * BLOCK_TOKENS, length)
 
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_RANK)
@@ -58,13 +64,15 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, part_ptr, lse_ptr, kv_indptr_pt
         acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
-    # A split beyond a short request's end holds nothing: weight 0 in the join, and no 0 / 0.
-    empty = total == 0.0
-    row = (request * num_heads + heads) * splits + split
-    if JOINS:
-        tl.store(lse_ptr + row, tl.where(empty, float("-inf"), top + tl.log2(total)), heads < num_heads)
-    out = (acc / tl.where(empty, 1.0, total)[:, None]).to(part_ptr.dtype.element_ty)
-    tl.store(part_ptr + row[:, None] * RANK + dim[None, :], out, real & (dim < RANK)[None, :])
+    result = acc / total[:, None]
+    kept = real & (dim < RANK)[None, :]
+    if pieces == 1:
+        row = request * num_heads + heads
+        tl.store(out_ptr + row[:, None] * RANK + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
+    else:
+        row = piece.to(tl.int64) * num_heads + heads
+        tl.store(lse_ptr + row, top + tl.log2(total), heads < num_heads)
+        tl.store(part_ptr + row[:, None] * RANK + dim[None, :], result, kept)
 
 
 def head_block(num_heads: int, itemsize: int) -> int:
@@ -73,12 +81,14 @@ def head_block(num_heads: int, itemsize: int) -> int:
 
 
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
-               kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, splits: int) -> torch.Tensor:
+               kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
+               plan: DecodePlan) -> torch.Tensor:
     """``softmax((q l^T + q_rope k^T) * scale) l`` of each request over all its latents l and shared keys k, as
     ``[B, H, L]``.
 
     ``q`` [B, H, L] and ``q_rope`` [B, H, R], views contiguous in their last dimension; ``pages`` one layer of a pool
-    of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32).
+    of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32). ``plan`` is of the same table,
+    its pieces no shorter than 32 tokens.
     """
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
@@ -87,18 +97,19 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
     width = q_rope.shape[2]
     out = torch.empty((requests, num_heads, rank), dtype=q.dtype, device=q.device)
     parts = lses = out
-    joins = splits > 1
-    if joins:
-        parts = torch.empty((requests, num_heads, splits, rank), dtype=torch.float32, device=q.device)
-        lses = torch.empty((requests, num_heads, splits), dtype=torch.float32, device=q.device)
+    most = requests
+    if plan.joins:
+        most = len(plan.owners)
+        parts = torch.empty((most, num_heads, rank), dtype=torch.float32, device=q.device)
+        lses = torch.empty((most, num_heads), dtype=torch.float32, device=q.device)
     block_heads = head_block(num_heads, q.element_size())
-    _mla_decode_kernel[(requests, triton.cdiv(num_heads, block_heads), splits)](
-        q, q_rope, pages, parts, lses, kv_indptr, kv_indices, kv_last_page_len, scale * 1.4426950408889634,
-        q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads,
-        splits, PAGE=pages.shape[1], RANK=rank, ROPE=width, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
-        BLOCK_ROPE=max(16, triton.next_power_of_2(width)), BLOCK_HEADS=block_heads,
-        BLOCK_TOKENS=32 if q.element_size() <= 2 else 16, JOINS=joins, num_warps=4 if block_heads <= 32 else 8,
-        num_stages=2)
-    if joins:
-        join_splits(parts, lses, out)
+    _mla_decode_kernel[(most, triton.cdiv(num_heads, block_heads))](
+        q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts, requests,
+        scale * 1.4426950408889634, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), pages.stride(0),
+        pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank, ROPE=width,
+        BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
+        BLOCK_HEADS=block_heads, BLOCK_TOKENS=32 if q.element_size() <= 2 else 16,
+        num_warps=4 if block_heads <= 32 else 8, num_stages=2)
+    if plan.joins:
+        join_pieces(parts, lses, out, plan)
     return out

@@ -16,6 +16,7 @@ import torch
 from . import reference
 from ._triton import runs_triton, tl, triton
 from .decode_plan import DecodePlan
+from .join_pieces import join_pieces
 
 
 class Tile(NamedTuple):
@@ -90,35 +91,6 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
         tl.store(part_ptr + row[:, None] * DIM + dim[None, :], result, kept)
 
 
-@triton.jit
-def _join_pieces_kernel(part_ptr, lse_ptr, out_ptr, firsts_ptr, num_q_heads, DIM: tl.constexpr,
-                        BLOCK_DIM: tl.constexpr, BLOCK_PIECES: tl.constexpr):
-    request = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    first = tl.load(firsts_ptr + request)
-    pieces = tl.load(firsts_ptr + request + 1) - first
-    if pieces == 1:
-        return
-    dim = tl.arange(0, BLOCK_DIM)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((BLOCK_DIM,), tl.float32)
-    for start in range(0, pieces, BLOCK_PIECES):
-        piece = start + tl.arange(0, BLOCK_PIECES)
-        there = piece < pieces
-        row = (first + piece).to(tl.int64) * num_q_heads + head
-        lse = tl.load(lse_ptr + row, there, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top)
-        shrink = tl.exp2(top - new_top)
-        parts = tl.load(part_ptr + row[:, None] * DIM + dim[None, :], there[:, None] & (dim < DIM)[None, :], other=0.0)
-        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        top = new_top
-    out = (acc / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (request * num_q_heads + head) * DIM + dim, out, dim < DIM)
-
-
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
                  tile: Tile = TILE) -> torch.Tensor:
@@ -150,6 +122,5 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=block_dim, BLOCK_TOKENS=tile.tokens,
         num_warps=tile.warps, num_stages=tile.stages)
     if plan.joins:
-        _join_pieces_kernel[(requests, num_q_heads)](parts, lses, out, plan.firsts, num_q_heads, DIM=dim,
-                                                     BLOCK_DIM=block_dim, BLOCK_PIECES=16)
+        join_pieces(parts, lses, out, plan)
     return out

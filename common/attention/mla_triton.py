@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.join_splits import decode_splits
+from ...kernels.decode_plan import DecodePlan, plan_decode
 from ...kernels.mla_decode import head_block, mla_decode
 from ...kernels.mla_prefill import Segment, mla_prefill, plan_mla_prefill
 from ..config.mla import MLASpec
@@ -31,15 +31,17 @@ class MLATritonBackend:
         if memory.device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(memory.device).multi_processor_count
         self._batch: ForwardBatch | None = None
-        self._splits = 1
+        self._longest = 0
+        self._plan: DecodePlan | None = None
         self._segments: list[Segment] = []
 
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         self._batch = batch
         page_size = self._pool.layout.page_size
         if batch.is_decode:
-            longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
-            self._splits = decode_splits(batch.num_reqs, self._head_blocks, longest, self._processors)
+            # The first layer makes it, so that a graph that captures the layers holds it, and makes it in every replay.
+            self._plan = None
+            self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
         else:
             self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
                                               page_size, self._most_tokens, batch.input_ids.device)
@@ -51,8 +53,11 @@ class MLATritonBackend:
         pages = store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         if not batch.is_decode:
             return self._extend(batch, q, pages, up)
+        if self._plan is None:
+            self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
+                                     self._head_blocks, self._processors, self._longest)
         latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
-                             batch.kv_last_page_len, self._mla.scale, self._splits)
+                             batch.kv_last_page_len, self._mla.scale, self._plan)
         return values_of(latents, up, nope)
 
     def _extend(self, batch: ForwardBatch, q: torch.Tensor, pages: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from baton.kernels import _triton, reference
 from baton.kernels.decode_plan import plan_decode
-from baton.kernels.join_splits import decode_splits
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
@@ -148,10 +147,3 @@ def test_paged_prefill(heads, kv_heads, dim, page_size, dtype, atol, rtol):
     got = paged_prefill(q, *pool, blocks, on_device, *table, dim**-0.5)
     want = reference.paged_attention(q, *pool, on_device, *table, dim**-0.5)
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
-
-
-def test_decode_splits_fill_the_gpu_without_tiny_parts():
-    assert decode_splits(1, 8, 8192, 132) == 32
-    assert decode_splits(1, 8, 300, 132) == 1
-    assert decode_splits(256, 8, 100_000, 132) == 1
-    assert decode_splits(1, 1, 1_000_000, 132) == 64

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.kernels import reference
+from baton.kernels.decode_plan import plan_decode
 from baton.kernels.mla_decode import head_block, mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
@@ -63,9 +64,10 @@ def test_interleaved_pairs_turn_like_halves_of_reordered_elements():
 
 
 @each_dtype
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("processors", [1, 100])
 @pytest.mark.parametrize("heads,rank,rope,page_size", SHAPES)
-def test_decode(heads, rank, rope, page_size, splits, dtype, atol, rtol):
+def test_decode(heads, rank, rope, page_size, processors, dtype, atol, rtol):
+    """One piece a request, and with many processors several of the longer ones."""
     lengths = [1, 31, 32, 33, 150]
     table = page_table(lengths, page_size, PAGES)
     pages = latent_pool(rank, rope, page_size, dtype)
@@ -73,7 +75,10 @@ def test_decode(heads, rank, rope, page_size, splits, dtype, atol, rtol):
     q_rope = random(len(lengths), heads, 5 + rope, dtype=dtype, seed=1)[..., 5:]
     scale = (rank + rope) ** -0.5
     want = reference.mla_attention(q, q_rope, pages, torch.arange(len(lengths) + 1), *table, scale)
-    torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, scale, splits), want, atol=atol, rtol=rtol)
+    plan = plan_decode(table[0], table[2], page_size, 1, processors, max(lengths), shortest=32,
+                       programs=1 if processors == 1 else 8)
+    assert (plan.firsts[-1] > len(lengths)) == (processors > 1)
+    torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, scale, plan), want, atol=atol, rtol=rtol)
 
 
 PREFILL = [(2, 12, 8, 20, 4), (3, 16, 6, 16, 1), *([(16, 128, 64, 128, 16)] if GPU else [])]
