@@ -52,7 +52,7 @@ def wired(tmp_path_factory):
         with cluster:
             (rank,) = fetch_ranks(address, timeout=5.0)
             wire = Proxy(rank.endpoint)
-            bootstrap.server.ranks[0] = msgspec.structs.replace(rank, endpoint=wire.endpoint)
+            bootstrap.server.ranks[0, 0] = msgspec.structs.replace(rank, endpoint=wire.endpoint)
             yield cluster, wire
             wire.close()
     finally:
