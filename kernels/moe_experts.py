@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -13,14 +14,18 @@ from .moe_align import moe_align
 from .moe_gemm import SCALE_GROUP, moe_gemm
 from .moe_tiles import Tiles, device_name, tiles_for
 
+By = Literal["block", "row"]
+
 
 @dataclass(frozen=True)
-class BlockScales:
-    """Float32 scales of float8 experts, one for 128 x 128 values: ``gate_up`` [S, ceil(2 * I / 128),
-    ceil(H / 128)] and ``down`` [S, ceil(H / 128), ceil(I / 128)]; I is a multiple of 128."""
+class Scales:
+    """Float32 scales of float8 experts. ``block``: one for 128 x 128 values, ``gate_up`` [S, ceil(2 * I / 128),
+    ceil(H / 128)] and ``down`` [S, ceil(H / 128), ceil(I / 128)], where I is a multiple of 128. ``row``: one for an
+    output, [S, 2 * I] and [S, H]."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
+    by: By
 
 
 @triton.jit
@@ -38,13 +43,13 @@ def _moe_sum_kernel(made_ptr, places_ptr, out_ptr, num_places, columns, CHOICES:
 
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
-                weights: torch.Tensor, scales: BlockScales | None = None, tiles: Tiles | None = None) -> torch.Tensor:
+                weights: torch.Tensor, scales: Scales | None = None, tiles: Tiles | None = None) -> torch.Tensor:
     """``sum over k of weights[t, k] * down[p] (silu(gate[p] x[t]) * up[p] x[t])`` with ``p = places[t, k]``.
 
     ``x`` [T, H]; ``gate_up`` [S, 2 * I, H], each expert's gate before its up; ``down`` [S, H, I]; ``places`` [T, K]
     int64, of which those outside of ``[0, S)`` add nothing; ``weights`` [T, K] float32. A token names a place once.
-    Float8 experts come with ``scales``; then ``x`` and what is between the products are made float8 by groups of 128
-    too. ``tiles`` override what ``moe_tiles`` chooses.
+    Float8 experts come with ``scales``; then ``x`` and what is between the products are made float8 too, with a scale
+    a token, or a group of 128 of its values. ``tiles`` override what ``moe_tiles`` chooses.
     """
     if not runs_triton(x):
         return reference.moe_experts(x, gate_up, down, places, weights, scales)
@@ -56,13 +61,19 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     tiles = tiles or tiles_for(tokens, num_places, hidden, size, choices, gate_up.dtype, device_name(x.device))
     aligned = moe_align(places, num_places, tiles.gate_up.rows)
     total = tokens * choices
-    given, x_scale = quantize_groups(x, SCALE_GROUP) if scales else (x, None)
-    between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, gated=True, a_scale=x_scale,
+    given, given_scale = _quantized(x, scales)
+    between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, gated=True, a_scale=given_scale,
                        b_scale=scales and scales.gate_up)
-    given, x_scale = quantize_groups(between, SCALE_GROUP) if scales else (between, None)
-    made = moe_gemm(given, down, aligned, 1, total, tiles.down, x.dtype, weights=weights.contiguous(), a_scale=x_scale,
-                    b_scale=scales and scales.down)
+    given, given_scale = _quantized(between, scales)
+    made = moe_gemm(given, down, aligned, 1, total, tiles.down, x.dtype, weights=weights.contiguous(),
+                    a_scale=given_scale, b_scale=scales and scales.down)
     block = min(1024, triton.next_power_of_2(hidden))
     _moe_sum_kernel[(tokens, triton.cdiv(hidden, block))](made, places.contiguous(), out, num_places, hidden,
                                                           CHOICES=choices, BLOCK=block)
     return out
+
+
+def _quantized(rows: torch.Tensor, scales: Scales | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if scales is None:
+        return rows, None
+    return quantize_groups(rows, SCALE_GROUP if scales.by == "block" else rows.shape[1])

@@ -18,9 +18,9 @@ SCALE_GROUP = 128
 @triton.jit(do_not_specialize=["total", "num_blocks"])
 def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, place_ptr, weights_ptr, total,
                      num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth,
-                     CHOICES: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr,
-                     WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-                     BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr):
+                     CHOICES: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
+                     ROW_SCALED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+                     BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr):
     # Programs go through a band of row blocks before the next columns, so that an expert's matrix stays in the cache.
     program = tl.program_id(0)
     column_blocks = tl.cdiv(columns, BLOCK_COLUMNS)
@@ -41,7 +41,7 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, 
     a_at = a_ptr + row[:, None] * a_stride + inner[None, :]
     b_at = b_ptr + place * b_stride + safe[None, :] * depth + inner[:, None]
     up_at = b_at + columns * depth
-    if SCALED:
+    if BLOCK_SCALED:
         a_scale_at = a_scale_ptr + row * scale_depth
         b_scale_at = b_scale_ptr + (place * scale_columns + safe // GROUP) * scale_depth
         up_scale_at = b_scale_ptr + (place * scale_columns + (columns + safe) // GROUP) * scale_depth
@@ -55,7 +55,7 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, 
             inside = start + inner < depth
             a = tl.load(a_at, inside[None, :], other=0.0)
             b = tl.load(b_at, inside[:, None], other=0.0)
-        if SCALED:
+        if BLOCK_SCALED:
             step = start // GROUP
             a_scale = tl.load(a_scale_at + step)[:, None]
             acc += tl.dot(a, b) * (a_scale * tl.load(b_scale_at + step)[None, :])
@@ -66,13 +66,19 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, 
                 c = tl.load(up_at)
             else:
                 c = tl.load(up_at, inside[:, None], other=0.0)
-            if SCALED:
+            if BLOCK_SCALED:
                 up += tl.dot(a, c) * (a_scale * tl.load(up_scale_at + step)[None, :])
             else:
                 up = tl.dot(a, c, up, input_precision="ieee")
             up_at += BLOCK_DEPTH
         a_at += BLOCK_DEPTH
         b_at += BLOCK_DEPTH
+    if ROW_SCALED:
+        row_scale = tl.load(a_scale_ptr + row)[:, None]
+        b_scale_at = b_scale_ptr + place * scale_columns + safe
+        acc *= row_scale * tl.load(b_scale_at)[None, :]
+        if GATED:
+            up *= row_scale * tl.load(b_scale_at + columns)[None, :]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     if WEIGHTED:
@@ -90,20 +96,20 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
     ``a`` [., depth], contiguous in depth; ``b`` [S, N, depth], contiguous. ``gated``: ``b`` [S, 2 * N, depth], and the
     result is ``silu`` of the first half's product times the second's. ``weights`` [total] float32 scale the rows.
     With float8 ``a`` and ``b`` come float32 scales: ``a_scale`` [., ceil(depth / 128)] and ``b_scale``
-    [S, ceil(N / 128), ceil(depth / 128)].
+    [S, ceil(N / 128), ceil(depth / 128)], or [., 1] and [S, N].
     """
     columns, depth = b.shape[1] // (2 if gated else 1), b.shape[2]
-    scaled = b_scale is not None
+    by_block, by_row = b_scale is not None and b_scale.ndim == 3, b_scale is not None and b_scale.ndim == 2
     assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
-    assert not scaled or (a_scale is not None and a_scale.is_contiguous() and b_scale.is_contiguous())
+    assert b_scale is None or (a_scale is not None and a_scale.is_contiguous() and b_scale.is_contiguous())
     out = torch.empty((total, columns), dtype=dtype, device=a.device)
     num_blocks = aligned.place.shape[0]
-    deep = SCALE_GROUP if scaled else tile.depth
+    deep = SCALE_GROUP if by_block else tile.depth
     if num_blocks:
         _moe_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
             a, a_scale, b, b_scale, out, aligned.rows, aligned.place, weights, total, num_blocks, columns, depth,
-            a.stride(0), b.stride(0), b_scale.shape[1] if scaled else 0, b_scale.shape[2] if scaled else 0,
-            CHOICES=choices, GATED=gated, WEIGHTED=weights is not None, SCALED=scaled, WHOLE=depth % deep == 0,
-            GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=deep, BAND=tile.band,
-            num_warps=tile.warps, num_stages=tile.stages)
+            a.stride(0), b.stride(0), 0 if b_scale is None else b_scale.shape[1], b_scale.shape[2] if by_block else 0,
+            CHOICES=choices, GATED=gated, WEIGHTED=weights is not None, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
+            WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
+            BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages)
     return out

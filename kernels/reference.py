@@ -12,7 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from .mla_prefill import Segment
-    from .moe_experts import BlockScales
+    from .moe_experts import Scales
     from .moe_topk import Choice
 
 FP8_LARGEST = 448.0  # of e4m3
@@ -190,11 +190,13 @@ def _spread(scale: torch.Tensor, size: int, total: int, dim: int) -> torch.Tenso
 
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
-                weights: torch.Tensor, scales: BlockScales | None = None) -> torch.Tensor:
+                weights: torch.Tensor, scales: Scales | None = None) -> torch.Tensor:
     """Expert by expert of those that have a token; see ``kernels.moe_experts.moe_experts``."""
     def product(rows: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if scale is None:
             return torch.nn.functional.linear(rows, matrix)
+        if scale.ndim == 1:
+            return scaled_matmul(*quantize_groups(rows, rows.shape[1]), matrix, scale, rows.dtype)
         return block_matmul(*quantize_groups(rows, 128), matrix, scale, (128, 128), rows.dtype)
 
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -9,7 +9,7 @@ import torch
 from baton.common.config.moe import MoESpec
 from baton.kernels import reference
 from baton.kernels.moe_align import moe_align, num_blocks_of
-from baton.kernels.moe_experts import BlockScales, moe_experts
+from baton.kernels.moe_experts import Scales, moe_experts
 from baton.kernels.moe_tiles import Tile, Tiles
 from baton.kernels.moe_topk import moe_topk
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
@@ -84,17 +84,18 @@ def test_moe_topk(experts, changes):
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("hidden,size", [(128, 128), (200, 256)])
-def test_moe_experts_in_float8(hidden, size):
-    """Blocks of 128 x 128; both sides round the same values to float8, so that only the order of sums differs."""
+@pytest.mark.parametrize("by,hidden,size", [("block", 128, 128), ("block", 200, 256), ("row", 48, 40)])
+def test_moe_experts_in_float8(by, hidden, size):
+    """Both sides round the same values to float8, so that only the order of sums differs."""
     places = choices_of(9, 3, 2, 1)
     weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     x = random(9, hidden, dtype=torch.float16)
     gate_up = random(3, 2 * size, hidden, dtype=torch.float32, seed=2).to(torch.float8_e4m3fn)
     down = random(3, hidden, size, dtype=torch.float32, seed=3).to(torch.float8_e4m3fn)
     blocks = -(-hidden // 128)
-    scales = BlockScales(torch.rand(3, 2 * size // 128, blocks).to(DEVICE) * 0.1,
-                         torch.rand(3, blocks, size // 128).to(DEVICE) * 0.1)
+    shapes = [(2 * size // 128, blocks), (blocks, size // 128)] if by == "block" else [(2 * size,), (hidden,)]
+    generator = torch.Generator().manual_seed(4)
+    scales = Scales(*(torch.rand(3, *shape, generator=generator).to(DEVICE) * 0.1 for shape in shapes), by)
     want = reference.moe_experts(x, gate_up, down, places, weights, scales)
     got = moe_experts(x, gate_up, down, places, weights, scales, SMALL[16])
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)

@@ -6,28 +6,37 @@ from collections.abc import Iterator
 
 import torch
 
-from ....kernels.moe_experts import moe_experts
+from ....kernels.moe_experts import Scales, moe_experts
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
+from ...quantization.shards import Shard
 from ...weights.slots import Allocate, Slot
+from .stack import ExpertLinear
 
 
 class Experts:
-    """``gate_up`` [S, 2 * I, hidden] and ``down`` [S, hidden, I]: the experts of this rank's S places, of each the
-    I intermediate values that are its own. Place p holds expert ``residents[p]``.
+    """Of each expert in one of this rank's S places, the I intermediate values that are its own. Place p holds expert
+    ``residents[p]``.
 
     In the checkpoint every expert has three matrices; see ``weights.expert_names`` for other forms.
     """
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
-        self.name = name
         self.spec = spec
-        self.share = share
         self.places = spec.num_experts // share.ep_size
         self.residents = list(range(share.ep_rank * self.places, (share.ep_rank + 1) * self.places))
-        size = spec.intermediate_size // share.split
-        self.gate_up = allocate(self.places, 2 * size, hidden_size)
-        self.down = allocate(self.places, hidden_size, size)
+        full, size = spec.intermediate_size, spec.intermediate_size // share.split
+        start = share.split_rank * size
+
+        def gate_up(expert: int) -> list[Shard]:
+            return [Shard(f"{name}.{expert}.{part}_proj", index * size, size, (full, hidden_size), 0, start)
+                    for index, part in enumerate(("gate", "up"))]
+
+        def down(expert: int) -> list[Shard]:
+            return [Shard(f"{name}.{expert}.down_proj", 0, hidden_size, (hidden_size, full), 1, start)]
+
+        self.gate_up = ExpertLinear(self.places, hidden_size, gate_up, allocate)
+        self.down = ExpertLinear(self.places, size, down, allocate)
 
     def __call__(self, x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``[T, hidden]``, to be added to the other ranks' parts.
@@ -35,17 +44,12 @@ class Experts:
         ``places`` [T, K] int64 are places of this rank; one outside of ``[0, S)`` belongs to another rank and adds
         nothing. ``weights`` [T, K] float32.
         """
-        return moe_experts(x, self.gate_up, self.down, places, weights)
+        return moe_experts(x, self.gate_up.weight, self.down.weight, places, weights, self._scales())
+
+    def _scales(self) -> Scales | None:
+        gate_up, down = self.gate_up.scale, self.down.scale
+        return None if gate_up is None or down is None else Scales(gate_up, down, self.gate_up.by)
 
     def slots(self) -> Iterator[Slot]:
-        here = {expert: place for place, expert in enumerate(self.residents)}
-        size, full = self.down.shape[2], self.spec.intermediate_size
-        start, hidden = self.share.split_rank * size, self.down.shape[1]
-        for expert in range(self.spec.num_experts):
-            place = here.get(expert)
-            gate_up = self.gate_up[:0].flatten(0, 1) if place is None else self.gate_up[place]
-            down = self.down[0, :0] if place is None else self.down[place]
-            name = f"{self.name}.{expert}"
-            yield Slot(f"{name}.gate_proj.weight", gate_up[:size], (full, hidden), 0, start)
-            yield Slot(f"{name}.up_proj.weight", gate_up[size:], (full, hidden), 0, start)
-            yield Slot(f"{name}.down_proj.weight", down, (hidden, full), 1, start)
+        for layer in (self.gate_up, self.down):
+            yield from layer.slots(self.residents, self.spec.num_experts)

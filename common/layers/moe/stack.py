@@ -1,0 +1,82 @@
+"""One linear layer of every expert that a rank holds, with the parameters stacked for the grouped kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import torch
+
+from ....kernels.moe_experts import By
+from ...api.errors import ConfigError
+from ...quantization.blocks import BlockFloat8
+from ...quantization.methods import LinearMethod, Plain, linear_method
+from ...quantization.rows import RowFloat8
+from ...quantization.scheme import BLOCK
+from ...quantization.shards import Shard
+from ...weights.slots import Allocate, Slot
+
+
+@dataclass(frozen=True)
+class _Slices(Allocate):
+    """Gives the parameters of one of ``places`` alike modules: the n-th is a slice of the n-th stack."""
+
+    places: int = 0
+    place: int = 0
+    stacks: list[torch.Tensor] = field(default_factory=list)
+    given: Iterator[int] = field(default_factory=count)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        index = next(self.given)
+        if index == len(self.stacks):
+            self.stacks.append(super().__call__(self.places, *shape, dtype=dtype))
+        return self.stacks[index][self.place]
+
+
+class ExpertLinear:
+    """``[S, out, in]`` as ``weight``, with ``scales`` where it is in float8: for each place a linear layer in the form
+    that the model is quantized in, made of ``shards_of(expert)``."""
+
+    def __init__(self, places: int, width: int, shards_of: Callable[[int], list[Shard]], allocate: Allocate):
+        self.shards_of = shards_of
+        stacks: list[torch.Tensor] = []
+        self.methods = [linear_method(shards_of(place), width, _Slices(
+            allocate.own, allocate.device, allocate.scheme, places, place, stacks)) for place in range(places)]
+        _check(self.methods[0], shards_of(0)[0].name)
+        self.stacks = stacks
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.stacks[0]
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        return self.stacks[1] if len(self.stacks) > 1 else None
+
+    @property
+    def by(self) -> By:
+        return "block" if isinstance(self.methods[0], BlockFloat8) else "row"
+
+    def slots(self, residents: list[int], num_experts: int) -> Iterator[Slot]:
+        """Of all experts, for place p holds expert ``residents[p]``; those of experts held elsewhere take nothing."""
+        here = {expert: place for place, expert in enumerate(residents)}
+        for expert in range(num_experts):
+            place = here.get(expert, 0)
+            names = {made.name: wanted.name for made, wanted in zip(self.shards_of(place), self.shards_of(expert))}
+            for slot in self.methods[place].slots():
+                shard, _, kind = slot.name.rpartition(".")
+                slot = replace(slot, name=f"{names[shard]}.{kind}")
+                yield slot if expert in here else replace(slot, target=slot.target[:0], take=None)
+
+
+def _check(method: LinearMethod, name: str) -> None:
+    """Raises ConfigError for a form that the grouped kernels do not compute."""
+    if isinstance(method, BlockFloat8) and method.scheme.block != BLOCK:
+        tall, wide = method.scheme.block
+        raise ConfigError(f"{name} is quantized in blocks of {tall} x {wide}; experts are computed in blocks of "
+                          f"{BLOCK[0]} x {BLOCK[1]}: use a checkpoint with those.")
+    if isinstance(method, RowFloat8) and method.scheme.activations == "static":
+        raise ConfigError(f"{name} is quantized with static scales of activations, which is not supported for experts: "
+                          "use a checkpoint with dynamic ones, or one in bfloat16 with --quantization fp8.")
+    assert isinstance(method, (Plain, BlockFloat8, RowFloat8))
