@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from baton.common.engine.unified import UnifiedScheduler
+from baton.common.tinychat import CHECKPOINT
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.common.deepseek_models import save_deepseek
+from baton.tests.integration.harness import Server, post_json
 from baton.tests.integration.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
+from baton.tests.ports import free_ports
 
 __all__ = ["bootstrap_port"]
 
@@ -53,3 +60,44 @@ def test_disaggregated_tokens_equal_unified(tmp_path, bootstrap_port, backend): 
     finally:
         prefill.scheduler.close()
         decode.scheduler.close()
+
+
+def answers(server: Server) -> list[str]:
+    """Greedy ones of raw prompts, one longer than a chunk; the last is asked again, over the prefix caches."""
+    prompts = ["What is the capital of Italy?", "Two and two are " * 20, "a", "a b c d e f g h i j k l m n o p"]
+    texts = []
+    for prompt in [*prompts, prompts[-1]]:
+        status, answer = post_json(server.url + "/v1/completions", {
+            "model": "default", "prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True})
+        assert status == 200, answer
+        texts.append(answer["choices"][0]["text"])
+    return texts
+
+
+@pytest.mark.slow  # the lanes of latents between unequal numbers of ranks have fast tests in tests/kvtransfer
+@pytest.mark.parametrize("prefill_ranks,decode_ranks", [(2, 1), (1, 2), (2, 2)])
+def test_servers_of_unequal_ranks_answer_as_one(tmp_path, prefill_ranks, decode_ranks):
+    model = tmp_path / "model"
+    save_deepseek(model, 3, vocab_size=4096, eos_token_id=2)
+    for file in Path(CHECKPOINT).iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, model)
+    ports = free_ports(5)
+    common = ["--model-path", str(model), "--device", "cpu", "--log-level", "warning", "--chunked-prefill-size", "32"]
+    alone = Server("baton.launch", ["server", *common], ports[0], tmp_path / "alone.log")
+    prefill = Server("baton.prefill.launch", [*common, "--tp-size", str(prefill_ranks),
+                                              "--disaggregation-bootstrap-port", str(ports[1])],
+                     ports[2], tmp_path / "prefill.log")
+    decode = Server("baton.decode.launch", [*common, "--tp-size", str(decode_ranks)], ports[3],
+                    tmp_path / "decode.log")
+    router = Server("baton.router.launch", ["--pd-disaggregation", "--prefill", prefill.url, str(ports[1]), "--decode",
+                                            decode.url, "--log-level", "warning"], ports[4], tmp_path / "router.log")
+    with contextlib.ExitStack() as stack:
+        for server in (alone, prefill, decode, router):
+            stack.callback(server.start().kill)
+        for server in (alone, prefill, decode, router):
+            server.wait_ready()
+        expected = answers(alone)
+        assert len(set(expected)) == 4 and answers(router) == expected
+        prefill.assert_clean()
+        decode.assert_clean()
