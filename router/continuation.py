@@ -1,9 +1,9 @@
 """A stream that goes on after its worker died: what is kept for that, and what is asked of the next worker.
 
-Our servers name each event's tokens where ``x-baton-token-ids`` asks for it. Of a stream that can be continued
-(greedy or seeded, so that another worker chooses the same tokens) the router keeps the bytes it relayed, and reads them
-only when it comes to that, or when they grow: then the ids are taken out and the bytes dropped. The client is
-sent whole chunks only; half of an event could not be taken back.
+Our servers name each event's tokens, in the event or in a comment behind it, where ``x-baton-token-ids`` asks for it.
+Of a stream that can be continued (greedy or seeded, so that another worker chooses the same tokens) the router keeps
+the bytes it relayed, and reads them only when it comes to that, or when they grow: then the ids are taken out and the
+bytes dropped. The client is sent whole chunks only; half of an event could not be taken back.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ import msgspec
 ASK_FOR_IDS = b"x-baton-token-ids: 1\r\n"
 _END_OF_CHUNK = b"\n\n\r\n"
 """Our servers end a chunk with an event; within one, JSON has no line breaks."""
-_ERROR_EVENT = b'data: {"error":'
+_ERROR_EVENT = b': {"error":'
+"""In an event, or in the comment behind an event that tells of the error in its own API's way."""
+_LAST_EVENTS = (b'data: {"type":"message_stop"', b'data: {"type":"response.completed"',
+                b'data: {"type":"response.incomplete"')
+"""Of the APIs whose streams do not end with [DONE]."""
 # Errors that the request itself is the reason of: another worker would tell the same.
 _CLIENTS_OWN = (b'"code":"request_aborted"', b'"type":"invalid_request_error"')
 _KEPT_BYTES = 64 * 1024
 _IDS = re.compile(rb'"(?:token_ids|output_ids)":\[([0-9,]*)\]')
-_CREATED = re.compile(rb'"created":(\d+)')
+_CREATED = re.compile(rb'"created(?:_at)?":(\d+)')
+_NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _ID = re.compile(rb'"id":("[^"\\]*")')
 
 
@@ -36,6 +41,8 @@ class _Sampling(msgspec.Struct):
 class _Fields(_Sampling):
     stream: bool | None = None
     logprobs: Any = None
+    top_logprobs: Any = None
+    include: Any = None
     return_logprob: Any = None
     return_hidden_states: Any = None
     sampling_params: _Sampling | None = None
@@ -56,8 +63,9 @@ def continuable(body: bytes) -> bool:
     sampling = found.sampling_params or found
     same = (sampling.temperature == 0 or sampling.top_k == 1 or sampling.seed is not None
             or sampling.sampling_seed is not None)
-    return bool(found.stream and same and sampling.n in (None, 1)
-                and not (found.logprobs or found.return_logprob or found.return_hidden_states or found.continuation))
+    more = (found.logprobs, found.top_logprobs, found.include, found.return_logprob, found.return_hidden_states,
+            found.continuation)
+    return bool(found.stream and same and sampling.n in (None, 1) and not any(more))
 
 
 class StreamLog:
@@ -108,15 +116,19 @@ class StreamLog:
     @property
     def missing_end(self) -> bytes | None:
         """What ends the message, when nothing but its end is missing."""
-        if b"data: [DONE]" in self._kept[-256:]:
+        if b"data: [DONE]" in self._kept[-256:] or self._last_event.startswith(_LAST_EVENTS):
             return b"0\r\n\r\n"
         return b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n" if self.finished else None
 
     @property
     def finished(self) -> bool:
         """Whether the last event told why the answer ended: nothing may be generated any more."""
-        last = self._kept[self._kept.rfind(b"data: "):]
+        last = self._last_event
         return b'"finish_reason":"' in last or b'"finish_reason":{' in last
+
+    @property
+    def _last_event(self) -> bytes:
+        return self._kept[max(0, self._kept.rfind(b"data: ")):]
 
     def resumed_body(self) -> bytes:
         """The request for what is still to come; what the last worker left half said is forgotten."""
@@ -138,9 +150,11 @@ class StreamLog:
             self._identity["id"] = msgspec.json.decode(found[1])
             if created := _CREATED.search(kept):
                 self._identity["created"] = int(created[1])
+        if numbers := _NUMBER.findall(kept):
+            self._identity["sequence_number"] = int(numbers[-1])
         ids = [match for match in _IDS.findall(kept) if match]
         if self._cumulative:
             self._ids = ids[-1:] or self._ids
         else:
             self._ids += ids
-        self._kept = _IDS.sub(b'"token_ids":[]', kept[max(0, kept.rfind(b"data: ")):])
+        self._kept = _IDS.sub(b'"token_ids":[]', self._last_event)

@@ -23,7 +23,7 @@ from .registry import Role, Worker
 from .relay import Relay
 from .request import Request
 from .retry import Backoff, Retries
-from .routes import ANY_METHOD, CONTINUED_PATHS, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
+from .routes import ANY_METHOD, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
 from .sticky import away, keeper, key_of, with_session_id
 from .tracing import Tracer
 from .wire import Response, check_method
@@ -120,7 +120,7 @@ class Entry:
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
                             self._log_access, span)
-        if (self._continues and found is not None and found.streamed and path in CONTINUED_PATHS
+        if (self._continues and found is not None and found.streamed and path in PAIR_PATHS
                 and continuable(request.body)):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
             request.headers += ASK_FOR_IDS

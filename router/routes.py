@@ -4,10 +4,9 @@ from __future__ import annotations
 
 _POST, _GET = (b"POST",), (b"GET", b"HEAD")
 
-CONTINUED_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/generate"))
-"""Streams of these name their tokens, so that another worker can go on with them."""
-PAIR_PATHS = CONTINUED_PATHS | {b"/v1/responses", b"/v1/messages"}
-"""In a cluster of pairs these need one; all others one worker of either role."""
+PAIR_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/generate"))
+"""In a cluster of pairs these need one; all others one worker of either role. Streams of our servers name their tokens,
+so that another worker can go on with them."""
 
 RELAYED: dict[bytes, tuple[bytes, ...]] = {
     **dict.fromkeys(PAIR_PATHS, _POST),

@@ -8,6 +8,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..openai.bootstrap import BootstrapFields
+from ..openai.continuation import Continuation
 from ..openai.decoding import BodyDecoder
 from ..openai.protocol import (
     ChatRequest,
@@ -92,6 +93,8 @@ class MessagesRequest(Conversation, kw_only=True):
     # SGLang's
     rid: str | None = None
     priority: int | None = None
+    # ours
+    continuation: Continuation | None = None
 
 
 _messages = BodyDecoder(MessagesRequest)
@@ -127,7 +130,7 @@ def as_chat(request: Conversation) -> ChatRequest:
     if isinstance(request, MessagesRequest):
         chat.max_tokens, chat.stop, chat.stream = request.max_tokens, request.stop_sequences, request.stream
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
-        chat.rid, chat.priority = request.rid, request.priority
+        chat.rid, chat.priority, chat.continuation = request.rid, request.priority, request.continuation
         chat.stream_options = StreamOptions(include_usage=True) if request.stream else None
     return chat
 

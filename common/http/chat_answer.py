@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from msgspec import UNSET
 
@@ -36,14 +37,16 @@ from .usage import usage_of
 class _Telling:
     """What is told of one choice: its reader, the calls it has made, and token ids that wait for the next chunk."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: Reader, name: str):
+        """``name``: the answer's and the choice's."""
         self.reader = reader
         self.num_calls = 0
         self.token_ids: list[int] = []
+        self._name = name
 
-    def catch_up(self, text: str) -> None:
-        """Read what another server has told."""
-        self.num_calls = sum(isinstance(part, CallBegun) for part in self.reader.push(text))
+    def catch_up(self, text: str) -> list[ChatDelta]:
+        """Read what another server has told; returns it."""
+        return [self.delta(part) for part in joined(self.reader.push(text))]
 
     def delta(self, part: Part) -> ChatDelta:
         match part:
@@ -51,20 +54,29 @@ class _Telling:
                 return ChatDelta(reasoning_content=text)
             case CallBegun(name):
                 self.num_calls += 1
-                call = ToolCallDelta(self.num_calls - 1, CalledFunctionDelta("", name), _call_id(), "function")
+                call = ToolCallDelta(self.num_calls - 1, CalledFunctionDelta("", name), self._call_id(), "function")
                 return ChatDelta(tool_calls=[call])
             case Arguments(text):
                 return ChatDelta(tool_calls=[ToolCallDelta(self.num_calls - 1, CalledFunctionDelta(text))])
         return ChatDelta(content=part)
 
+    def _call_id(self) -> str:
+        """The same on every server that tells this answer."""
+        name = f"{self._name}/{self.num_calls}"
+        return f"call_{blake2b(name.encode(), digest_size=12).hexdigest()}"
+
 
 class ChatAnswer:
     """Tells one chat, see ``run.Answer``."""
 
-    def __init__(self, front: Front, body: ChatRequest, reading: Reading, *, with_ids: bool):
+    def __init__(self, front: Front, body: ChatRequest, reading: Reading, *, with_ids: bool,
+                 name: str | None = None):
+        """``name``: its id, where another than that of its chunks is told."""
         begun = body.continuation
+        self.told_before: list[ChatDelta] = []
+        """What another server has told of the only choice."""
         self._front = front
-        self._id = (begun and begun.id) or f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = name or (begun and begun.id) or f"chatcmpl-{uuid.uuid4().hex}"
         self._created = (begun and begun.created) or int(time.time())
         self._with_ids = with_ids
         self._model = body.model or front.config.model_name
@@ -91,9 +103,9 @@ class ChatAnswer:
     # ------------------------------------------------------------------ chunks
 
     def begin(self, choices: Sequence[Choice]) -> None:
-        self._tellings = [_Telling(self._reading.reader()) for _ in choices]
+        self._tellings = [_Telling(self._reading.reader(), f"{self._id}/{choice.index}") for choice in choices]
         for choice, telling in zip(choices, self._tellings):
-            telling.catch_up(choice.text)
+            self.told_before += telling.catch_up(choice.text)
 
     def gained(self, choice: Choice) -> list[ChatChunk]:
         telling = self._tellings[choice.index]

@@ -5,6 +5,8 @@ Routes that speak of chats in other words make a ``ChatRequest``, plan a run of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ..api.messages import Generate
@@ -12,7 +14,7 @@ from ..openai.continuation import continue_after
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts
 from ..openai.protocol import ChatRequest, sampling_params
-from ..openai.responses import ChatChunk, ChatCompletion
+from ..openai.responses import ChatChunk, ChatCompletion, ChatDelta
 from ..openai.structured import grammar_field
 from ..openai.tool_choice import tool_choice
 from .chat_answer import ChatAnswer
@@ -21,11 +23,25 @@ from .chat_prompt import chat_prompt
 from .front import Front, plan
 from .run import Run
 
-ChatRun = Run[ChatCompletion, ChatChunk]
+
+class ChatRun(Run[ChatCompletion, ChatChunk]):
+    """A planned chat."""
+
+    def __init__(self, front: Front, requests: list[Generate], answer: ChatAnswer, *, arrived: float,
+                 continued: Sequence[int]):
+        super().__init__(front, requests, answer, arrived=arrived, continued=continued)
+        self._chat = answer
+
+    @property
+    def told_before(self) -> list[ChatDelta]:
+        """What another server has told of an answer that goes on here; known from the first chunk on."""
+        return self._chat.told_before
 
 
-async def plan_chat(front: Front, body: ChatRequest, *, arrived: float, with_ids: bool = False) -> ChatRun:
-    """``arrived``: when the HTTP request came, on the monotonic clock; ``with_ids``: chunks tell their token ids.
+async def plan_chat(front: Front, body: ChatRequest, *, arrived: float, with_ids: bool = False,
+                    name: str | None = None) -> ChatRun:
+    """``arrived``: when the HTTP request came, on the monotonic clock; ``with_ids``: chunks tell their token ids;
+    ``name``: the answer's id, where another than its chunks' is told.
 
     Raises InvalidRequest, NotFound for another model, and WorkerUnavailable.
     """
@@ -37,7 +53,7 @@ async def plan_chat(front: Front, body: ChatRequest, *, arrived: float, with_ids
     requests = await _plan(front, body, prompt, form)
     continued = continue_after(body.continuation, requests, front.model.vocab_size)
     await front.prepare_grammars(requests, asked.param if asked else "tools")
-    answer = ChatAnswer(front, body, form.reading, with_ids=with_ids)
+    answer = ChatAnswer(front, body, form.reading, with_ids=with_ids, name=name)
     return ChatRun(front, requests, answer, arrived=arrived, continued=continued)
 
 

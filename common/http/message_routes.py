@@ -22,9 +22,10 @@ from ..anthropic.answer import (
 )
 from ..anthropic.request import MessagesRequest, as_chat, decode_count, decode_messages
 from ..openai.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from ..openai.continuation import HEADER
 from ..openai.prompts import Prompts
 from ..openai.protocol import check_chat
-from ..openai.responses import ChatChoice, ChatChunk, ChatChunkChoice, Usage, encode
+from ..openai.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, Usage, encode
 from .chat_prompt import chat_prompt
 from .chat_run import ChatRun, plan_chat
 from .front import Front
@@ -42,11 +43,13 @@ async def messages(front: Front, request: web.Request) -> web.StreamResponse:
     with front.counting_refusals():
         front.serving_tokenizer()  # a server that is starting reads no bodies
         body = decode_messages(await request.read())
-        run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived)
+        begun, with_ids = body.continuation, HEADER in request.headers
+        name = (begun and begun.id) or f"msg_{uuid.uuid4().hex}"
+        run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived, with_ids=with_ids, name=name)
         note_pages(front, request, run.requests)
-    answer = _Answer(front, body, len(run.requests[0].input_ids))
+    answer = _Answer(front, body, name, len(run.requests[0].input_ids))
     if body.stream:
-        return await stream_events(request, retold(run, answer))
+        return await stream_events(request, retold(run, answer, resumed=begun is not None, with_ids=with_ids))
     return json_bytes(encode(await answer.whole(run)))
 
 
@@ -61,9 +64,9 @@ async def count_tokens(front: Front, request: web.Request) -> web.Response:
 
 
 class _Answer:
-    def __init__(self, front: Front, body: MessagesRequest, num_prompt_tokens: int):
+    def __init__(self, front: Front, body: MessagesRequest, name: str, num_prompt_tokens: int):
         self._blocks = Blocks()
-        self._message = AnswerMessage(f"msg_{uuid.uuid4().hex}", body.model or front.config.model_name, [],
+        self._message = AnswerMessage(name, body.model or front.config.model_name, [],
                                       MessageUsage(num_prompt_tokens, 0))
 
     async def whole(self, run: ChatRun) -> AnswerMessage:
@@ -76,6 +79,10 @@ class _Answer:
 
     def begin(self) -> list[bytes]:
         return [event("message_start", message=self._message), event("ping")]
+
+    def resume(self, told: list[ChatDelta]) -> None:
+        for delta in told:
+            self._blocks.take(delta, [])
 
     def fail(self, error: Exception) -> bytes:
         return event("error", error=error_body(shown(error)).error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from hashlib import blake2b
 
 from aiohttp import web
 from msgspec import UNSET
 
 from ..api.errors import InvalidRequest, NotFound, ServingError
 from ..openai.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from ..openai.continuation import HEADER
 from ..openai.protocol import check_chat
 from ..openai.response_objects import (
     Events,
@@ -27,7 +29,7 @@ from ..openai.response_objects import (
     ResponseUsage,
 )
 from ..openai.response_request import ResponseRequest, as_chat, decode_response, in_own_words
-from ..openai.responses import ChatChunk, FinishReason, Usage, encode
+from ..openai.responses import ChatChunk, ChatDelta, FinishReason, Usage, encode
 from .chat_run import ChatRun, plan_chat
 from .front import Front
 from .prompt_pages import note_pages
@@ -44,14 +46,16 @@ async def responses(front: Front, request: web.Request) -> web.StreamResponse:
     with front.counting_refusals():
         front.serving_tokenizer()  # a server that is starting reads no bodies
         body = decode_response(await request.read())
+        begun, with_ids = body.continuation, HEADER in request.headers
+        name = (begun and begun.id) or f"resp_{uuid.uuid4().hex}"
         try:
-            run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived)
+            run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived, with_ids=with_ids, name=name)
         except InvalidRequest as error:
             raise in_own_words(error) from None
         note_pages(front, request, run.requests)
-    answer = _Answer(front, body)
+    answer = _Answer(front, body, name)
     if body.stream:
-        return await stream_events(request, retold(run, answer))
+        return await stream_events(request, retold(run, answer, resumed=begun is not None, with_ids=with_ids))
     return json_bytes(encode(await answer.whole(run)))
 
 
@@ -61,15 +65,16 @@ async def stored(front: Front, request: web.Request) -> web.Response:
 
 
 class _Answer:
-    def __init__(self, front: Front, body: ResponseRequest):
+    def __init__(self, front: Front, body: ResponseRequest, name: str):
+        begun = body.continuation
         self._body = body
-        self._id = f"resp_{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._id = name
+        self._created = (begun and begun.created) or int(time.time())
         self._model = body.model or front.config.model_name
         self._blocks = Blocks()
-        self._ids: dict[Block, str] = {}
         self._closed: set[Block] = set()
-        self._events = Events()
+        told = begun.sequence_number if begun is not None else None
+        self._events = Events(0 if told is None else told + 1)
         self._reason: FinishReason | None = None
         self._usage: Usage | None = None
 
@@ -87,6 +92,12 @@ class _Answer:
         response = self._object("in_progress")
         return [self._events.make("response.created", response=response),
                 self._events.make("response.in_progress", response=response)]
+
+    def resume(self, told: list[ChatDelta]) -> None:
+        for delta in told:
+            for change in self._blocks.take(delta, []):
+                if isinstance(change, Closed):
+                    self._closed.add(change.block)
 
     def fail(self, error: Exception) -> bytes:
         return self._events.make("response.failed", response=self._object("failed", shown(error)))
@@ -168,7 +179,9 @@ class _Answer:
         return answer
 
     def _item_id(self, block: Block) -> str:
-        return self._ids.setdefault(block, f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
+        """The same on every server that tells this answer."""
+        name = f"{self._id}/{block.index}"
+        return f"{_PREFIXES[block.kind]}_{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
     def _opened(self, block: Block) -> OutputItem:
         item_id = self._item_id(block)

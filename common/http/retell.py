@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..openai.responses import ChatChunk
+from ..openai.responses import ChatChunk, ChatDelta, encode
 from .chat_run import ChatRun
+from .sse import shown
 
 
 class Teller(Protocol):
     """The events of one stream, encoded."""
 
     def begin(self) -> list[bytes]: ...
+
+    def resume(self, told: list[ChatDelta]) -> None:
+        """In place of ``begin``, where another server told the beginning."""
 
     def say(self, chunk: ChatChunk) -> list[bytes]: ...
 
@@ -23,21 +27,36 @@ class Teller(Protocol):
         """The last event of a stream that breaks."""
 
 
-async def retold(run: ChatRun, teller: Teller) -> AsyncGenerator[bytes, None]:
-    """The stream begins with the first chunk: what fails before it has a status of its own."""
+async def retold(run: ChatRun, teller: Teller, *, resumed: bool, with_ids: bool) -> AsyncGenerator[bytes, None]:
+    """The stream begins with the first chunk: what fails before it has a status of its own.
+
+    ``resumed``: another server told the beginning. ``with_ids``: token ids, and the error that ends a stream, are told
+    in comments for a router (see ``openai/continuation.py``).
+    """
     begun = False
     try:
         async with aclosing(run.chunks()) as chunks:
             async for ready in chunks:
-                said = [] if begun else teller.begin()
+                said: list[bytes] = []
+                if not begun and resumed:
+                    teller.resume(run.told_before)
+                elif not begun:
+                    said += teller.begin()
                 begun = True
                 for chunk in ready:
                     said += teller.say(chunk)
                 if not run.live:
                     said += teller.end()
+                ids = [token for chunk in ready for choice in chunk.choices for token in choice.token_ids or ()]
+                if ids:
+                    said.append(_comment({"token_ids": ids}))
                 if said:
                     yield b"".join(said)
     except Exception as error:
         if not begun or isinstance(error, ConnectionError):
             raise
-        yield teller.fail(error)
+        yield teller.fail(error) + (_comment(shown(error).to_openai()) if with_ids else b"")
+
+
+def _comment(value: Any) -> bytes:
+    return b": " + encode(value) + b"\n\n"

@@ -1,9 +1,11 @@
 """An answer that one server began and another goes on with, because the first one died.
 
 A router asks for ``X-Baton-Token-Ids: 1`` with a streamed request; each event then names the tokens that it ends with.
-When the stream breaks it sends the same request elsewhere with ``continuation`` added, and gets the events that were
-still to come: text, tool calls, token counts and the id are those of one unbroken answer. Greedy and seeded requests
-choose their tokens by position, so the answer itself is the same, too.
+(The events of ``/v1/messages`` and ``/v1/responses`` are not ours to add fields to: there the ids stand in comments
+behind them, which readers of event streams pass over.) When the stream breaks the router sends the same request
+elsewhere with ``continuation`` added, and gets the events that were still to come: text, tool calls, token counts and
+ids are those of one unbroken answer. Greedy and seeded requests choose their tokens by position, so the answer itself
+is the same, too.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ HEADER = "X-Baton-Token-Ids"
 
 
 class Continuation(msgspec.Struct):
-    """What has been answered: ``token_ids`` in order; ``id`` and ``created`` as its events named them."""
+    """What has been answered: ``token_ids`` in order; ``id`` and ``created`` as its events named them, and the
+    ``sequence_number`` of the last event, where they have one."""
 
     token_ids: list[int]
     id: str | None = None
     created: int | None = None
+    sequence_number: int | None = None
 
 
 def continue_after(given: Continuation | None, requests: list[Generate], vocab_size: int) -> Sequence[int]:

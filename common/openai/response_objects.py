@@ -110,10 +110,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class Events:
-    """Events of one stream, numbered as they are made."""
+    """Events of one stream, numbered as they are made, from ``first`` on."""
 
-    def __init__(self) -> None:
-        self._sequence_number = 0
+    def __init__(self, first: int) -> None:
+        self._sequence_number = first
 
     def make(self, kind: str, **fields: Any) -> bytes:
         """One server-sent event, named by ``type`` twice, as OpenAI does."""

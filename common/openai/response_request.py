@@ -11,6 +11,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from .bootstrap import BootstrapFields
+from .continuation import Continuation
 from .decoding import BodyDecoder
 from .protocol import (
     MAX_TOP_LOGPROBS,
@@ -98,6 +99,8 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     rid: str | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # ours
+    continuation: Continuation | None = None
     # refused where they would change the answer (see _REFUSED)
     store: bool | None = None
     previous_response_id: str | None = None
@@ -140,8 +143,8 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
         max_completion_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p,
         top_k=request.top_k, min_p=request.min_p, rid=request.rid, priority=request.priority,
-        chat_template_kwargs=request.chat_template_kwargs, tools=tools, tool_choice=choice,
-        response_format=_response_format(request.text), logprobs=with_logprobs or None,
+        chat_template_kwargs=request.chat_template_kwargs, continuation=request.continuation, tools=tools,
+        tool_choice=choice, response_format=_response_format(request.text), logprobs=with_logprobs or None,
         top_logprobs=request.top_logprobs if with_logprobs else None, parallel_tool_calls=request.parallel_tool_calls,
         reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
         **{name: getattr(request, name) for name in BootstrapFields.__struct_fields__})

@@ -98,3 +98,80 @@ async def test_what_cannot_be_continued_is_refused(unified, change):
     body = {**PROMPT, "continuation": {"token_ids": [1, 2, 3]}, **change}
     async with aiohttp.ClientSession(unified.url) as http, http.post("/v1/completions", json=body) as answer:
         assert answer.status == 400 and "continuation" in (await answer.json())["error"]["param"]
+
+
+SPOKEN = {
+    "messages": ("/v1/messages", {"messages": QUESTION, "temperature": 0, "max_tokens": 60}),
+    "messages with tools": ("/v1/messages", {
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}], "temperature": 0, "max_tokens": 60,
+        "tools": [{"name": "weather", "description": "Weather of a city",
+                   "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]}),
+    "response": ("/v1/responses", {"input": QUESTION, "temperature": 0}),
+    "response with tools": ("/v1/responses", {
+        "input": "What is the weather in Paris?", "temperature": 0,
+        "tools": [{"type": "function", **TOOLS[0]["function"]}]}),
+}
+
+
+async def pieces_of(http, path, body):
+    """The chunks of a stream as ``(events, ids told in the comment behind them)``."""
+    async with http.post(path, json={**body, "stream": True}, headers={"X-Baton-Token-Ids": "1"}) as answer:
+        assert answer.status == 200, await answer.text()
+        pieces, events = [], []
+        for block in (await answer.text()).split("\n\n")[:-1]:
+            if block.startswith(": "):
+                pieces.append((events, json.loads(block[2:])["token_ids"]))
+                events = []
+            else:
+                events.append(json.loads(block.split("data: ", 1)[1]))
+    assert not events, "the last tokens are not told"
+    return pieces
+
+
+def heard(events):
+    """What a client makes of the events: neighbouring pieces of one text are one, what differs between runs is none."""
+    said = []
+    for event in json.loads(json.dumps(events)):
+        kind = event["type"]
+        for told in (event, event.get("response") or event.get("message") or {}):
+            told.pop("usage", None)  # the second time more is cached
+            told.pop("completed_at", None)
+        event.pop("sequence_number", None)
+        if not kind.endswith("delta") or kind == "message_delta":
+            said.append(event)
+            continue
+        delta = event.pop("delta")
+        piece = delta if isinstance(delta, str) else delta.get("text") or delta.get("partial_json")
+        if said and said[-1].get("type") == kind:
+            said[-1]["all"] += piece
+        else:
+            said.append({**event, "all": piece})
+    return said
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+async def test_answers_in_other_apis_are_continued_too(unified, name):
+    path, body = SPOKEN[name]
+    async with aiohttp.ClientSession(unified.url) as http:
+        whole = await pieces_of(http, path, body)
+        all_events = [event for events, _ in whole for event in events]
+        first = all_events[0].get("response") or all_events[0]["message"]
+        assert len(whole) > 4
+        for cut in range(1, len(whole) - 1):
+            done = [event for events, _ in whole[:cut] for event in events]
+            begun = {"token_ids": [token for _, ids in whole[:cut] for token in ids], "id": first["id"]}
+            if path == "/v1/responses":
+                begun |= {"created": first["created_at"], "sequence_number": done[-1]["sequence_number"]}
+            rest = [event for events, _ in await pieces_of(http, path, {**body, "continuation": begun})
+                    for event in events]
+            assert heard(done + rest) == heard(all_events), cut
+            if path == "/v1/responses":
+                assert [event["sequence_number"] for event in done + rest] == list(range(len(done + rest)))
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+async def test_comments_are_for_those_who_ask(unified, name):
+    path, body = SPOKEN[name]
+    async with (aiohttp.ClientSession(unified.url) as http, http.post(path, json={**body, "stream": True}) as answer):
+        text = await answer.text()
+        assert "token_ids" not in text and "\n: " not in text

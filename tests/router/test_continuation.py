@@ -201,3 +201,61 @@ def test_no_byte_of_a_whole_stream_is_held_back():
             log = StreamLog(b'{"a":1}', cumulative=False)
             pieces = [whole[:first], whole[first:max(first, second)], whole[max(first, second):]]
             assert b"".join(log.take(piece) for piece in pieces) + log.rest() == whole
+
+
+def spoken(token: int, last: bool = False) -> bytes:
+    """An event of /v1/messages, and the token's id in a comment behind it."""
+    told = b'{"type":"%b","delta":{"text":"%d"}}' % (b"message_stop" if last else b"content_block_delta", token)
+    if token == 0:
+        told = b'{"type":"message_start","message":{"id":"msg_1"}}'
+    return b"event: x\ndata: %b\n\n: {\"token_ids\":[%d]}\n\n" % (told, token)
+
+
+@pytest.mark.parametrize("then", ["die", "error", "aborted"])
+async def test_messages_go_on_with_another_worker(router, worker, connect, then):
+    begun = []
+
+    async def behave(served):
+        done = served.json.get("continuation", {}).get("token_ids", [])
+        begun.append(served.json.get("continuation"))
+        served.head()
+        for token in range(len(done), COUNT):
+            if token == 4 and not done:
+                if then == "die":
+                    await asyncio.sleep(0.02)
+                    served.die()
+                    return
+                error = "request_aborted" if then == "aborted" else "worker_unavailable"
+                data = b'event: error\ndata: {"type":"error"}\n\n: {"error":{"code":"%b"}}\n\n' % error.encode()
+                served.write(b"%x\r\n%b\r\n" % (len(data), data))
+                served.end()
+                return
+            data = spoken(token, token == COUNT - 1)
+            served.write(b"%x\r\n%b\r\n" % (len(data), data))
+            await asyncio.sleep(0.002)
+        served.end()
+
+    front = await router(await worker(behave, **OURS), await worker(behave, **OURS))
+    client = await connect(front)
+    client.send("POST", "/v1/messages", json.dumps({"messages": [], "stream": True, "temperature": 0}).encode())
+    reply = await client.reply()
+    assert reply.complete
+    if then == "aborted":  # by the client: another worker must not go on with it
+        assert len(begun) == 1 and b'"type":"error"' in reply.body
+        return
+    assert reply.body == b"".join(spoken(token, token == COUNT - 1) for token in range(COUNT))
+    assert begun == [None, {"token_ids": [0, 1, 2, 3], "id": "msg_1"}]
+
+
+@pytest.mark.parametrize("end", ['{"type":"message_stop"}', '{"type":"response.completed","response":{"output":[]}}'])
+async def test_of_other_apis_too_the_end_alone_needs_no_worker(router, worker, connect, end):
+    async def almost(served):
+        served.head()
+        served.write(chunk(end))
+        await asyncio.sleep(0.02)
+        served.die()
+
+    client = await connect(await router(await worker(almost, **OURS)))
+    client.send("POST", "/v1/messages", json.dumps(GREEDY).encode())
+    reply = await client.reply()
+    assert reply.complete and reply.body == b"data: " + end.encode() + b"\n\n"
