@@ -34,9 +34,9 @@ TILE = Tile()
 # for every running request.
 @triton.jit(do_not_specialize=["requests"])
 def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
-                         last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, q_stride_t, q_stride_h,
-                         stride_page, stride_head, stride_slot, num_q_heads, PAGE: tl.constexpr, GROUP: tl.constexpr,
-                         BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+                         last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, v_scale, q_stride_t,
+                         q_stride_h, stride_page, stride_head, stride_slot, num_q_heads, PAGE: tl.constexpr,
+                         GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
                          BLOCK_TOKENS: tl.constexpr):
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -69,18 +69,18 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
         slot = page * stride_page + kv_head * stride_head + (token % PAGE) * stride_slot
         address = slot[:, None] + dim[None, :]
         inside = present[:, None] & in_dim[None, :]
-        k = tl.load(k_pages_ptr + address, inside, other=0.0)
+        k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(present[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        v = tl.load(v_pages_ptr + address, inside, other=0.0)
+        v = tl.load(v_pages_ptr + address, inside, other=0.0).to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
     # A piece has at least one token: as many pieces as tiles at most, for no piece is shorter than a tile on average.
-    result = acc / total[:, None]
+    result = acc / total[:, None] * v_scale
     kept = in_group[:, None] & in_dim[None, :]
     if pieces == 1:
         row = request * num_q_heads + heads
@@ -93,17 +93,18 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
 
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
-                 tile: Tile = TILE) -> torch.Tensor:
-    """``softmax(q k^T * scale) v`` of each request over all its tokens: ``[B, Hq, D]``.
+                 tile: Tile = TILE, v_scale: float = 1.0) -> torch.Tensor:
+    """``softmax(q k^T * scale) v * v_scale`` of each request over all its tokens: ``[B, Hq, D]``.
 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
     [pages, Hkv, page_size, D]; the page table in FlashInfer's form (int32). Query heads
-    ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. ``plan`` is of the same page table, and its pieces are no
-    shorter than ``tile.tokens``.
+    ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than ``q``. ``plan`` is of
+    the same page table, and its pieces are no shorter than ``tile.tokens``.
     """
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-        return reference.paged_attention(q, k_pages, v_pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale)
+        return reference.paged_attention(q, k_pages, v_pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,
+                                         v_scale)
     requests, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
@@ -117,7 +118,7 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     block_dim = max(16, triton.next_power_of_2(dim))
     _paged_decode_kernel[(most, num_kv_heads)](
         q, k_pages, v_pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,
-        requests, scale * 1.4426950408889634, q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1),
+        requests, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1),
         k_pages.stride(2), num_q_heads, PAGE=page_size, GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=block_dim, BLOCK_TOKENS=tile.tokens,
         num_warps=tile.warps, num_stages=tile.stages)

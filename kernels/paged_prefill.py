@@ -30,14 +30,14 @@ def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, k
         page = tl.load(kv_indices_ptr + first_page + token // PAGE, present, other=0).to(tl.int64)
         address = (page * stride_page + (token % PAGE) * stride_slot)[:, None] + dim[None, :]
         inside = present[:, None] & (dim < DIM)[None, :]
-        k = tl.load(k_pages_ptr + address, inside, other=0.0)
+        k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             scores = tl.where((token[None, :] < visible[:, None]) & present[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        v = tl.load(v_pages_ptr + address, inside, other=0.0)
+        v = tl.load(v_pages_ptr + address, inside, other=0.0).to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
@@ -46,7 +46,7 @@ def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, k
 
 @triton.jit
 def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, block_request_ptr, block_row_ptr, qo_indptr_ptr,
-                          kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, scale_log2, q_stride_t, q_stride_h,
+                          kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, scale_log2, v_scale, q_stride_t, q_stride_h,
                           out_stride_t, stride_page, stride_head, stride_slot, PAGE: tl.constexpr,
                           GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                           BLOCK_TOKENS: tl.constexpr):
@@ -82,7 +82,7 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, block_reques
     acc, top, total = _absorb(q, acc, top, total, seen_by_all, seen_by_last, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
                               BLOCK_DIM, BLOCK_TOKENS)
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (place * out_stride_t + head * DIM)[:, None] + dim[None, :], out, inside)
 
 
@@ -108,16 +108,17 @@ def plan_prefill(qo_indptr: np.ndarray, group: int, device: torch.device) -> Pre
 
 def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, blocks: PrefillBlocks,
                   qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor,
-                  kv_last_page_len: torch.Tensor, scale: float) -> torch.Tensor:
-    """``softmax(q k^T * scale) v``, where request b's rows are the last of its sequence: ``[T, Hq, D]``.
+                  kv_last_page_len: torch.Tensor, scale: float, v_scale: float = 1.0) -> torch.Tensor:
+    """``softmax(q k^T * scale) v * v_scale``, where request b's rows are the last of its sequence: ``[T, Hq, D]``.
 
     ``q`` [T, Hq, D], contiguous in D; request b owns rows ``qo_indptr[b]:qo_indptr[b+1]``; ``k_pages`` and
     ``v_pages`` one layer of the pool with equal strides [pages, Hkv, page_size, D]; the page table in FlashInfer's
-    form (int32). Query heads ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h.
+    form (int32). Query heads ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than
+    ``q``.
     """
     if not runs_triton(q):
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-                                         scale)
+                                         scale, v_scale)
     tokens, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     out = torch.empty((tokens, num_q_heads, dim), dtype=q.dtype, device=q.device)
@@ -126,8 +127,8 @@ def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     block_tokens = 64 if block_dim * q.element_size() <= _WIDEST_ROW_BYTES else 32
     _paged_prefill_kernel[(blocks.request.shape[0], num_kv_heads)](
         q, k_pages, v_pages, out, blocks.request, blocks.row, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-        scale * 1.4426950408889634, q.stride(0), q.stride(1), out.stride(0), k_pages.stride(0), k_pages.stride(1),
-        k_pages.stride(2), PAGE=page_size, GROUP=num_q_heads // num_kv_heads, DIM=dim,
+        scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), out.stride(0), k_pages.stride(0),
+        k_pages.stride(1), k_pages.stride(2), PAGE=page_size, GROUP=num_q_heads // num_kv_heads, DIM=dim,
         BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=block_tokens,
         num_warps=8, num_stages=2)
     return out

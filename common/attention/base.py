@@ -38,6 +38,7 @@ def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: tor
           cos_sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The first half of ``run``, equal for every backend; returns the layer's key and value pages."""
     k_pages, v_pages = pool.layer(layer)
+    k_scale, v_scale = pool.layout.scales_of(layer)
     rope_and_store(q, k, v, k_pages, v_pages, batch.page_of_token, batch.offset_in_page, cos_sin,
-                   batch.positions)
+                   batch.positions, k_scale, v_scale)
     return k_pages, v_pages

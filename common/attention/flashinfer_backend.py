@@ -19,18 +19,20 @@ _LARGEST_PLAIN_GROUP = 2
 class FlashInferBackend:
     """One decode and one prefill wrapper over a shared workspace: a batch is planned once and run by every layer."""
 
-    def __init__(self, pool: KVPool, num_heads: int):
+    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype):
+        """``dtype`` is the model's; the pool's may be float8."""
         layout = pool.layout
         device = pool.groups[0].device
         self._pool = pool
         self._heads = {"num_qo_heads": num_heads, "num_kv_heads": layout.num_kv_heads}
-        dtype = pool.groups[0].dtype
-        self._types = {"q_data_type": dtype, "kv_data_type": dtype}
+        stored = pool.groups[0].dtype
+        self._types = {"q_data_type": dtype, "kv_data_type": stored}
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
-        hopper = torch.cuda.get_device_capability(device) == (9, 0)
+        # FA3's kernels take queries and keys of one type.
+        fa3 = torch.cuda.get_device_capability(device) == (9, 0) and stored == dtype
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if hopper else "fa2")
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if fa3 else "fa2")
         self._wrapper: Any = None
         self._batch: ForwardBatch | None = None
         self._planned = torch.cuda.Event()
@@ -59,4 +61,7 @@ class FlashInferBackend:
         assert self._batch is not None
         pages = store(self._pool, self._batch, layer, q, k, v, cos_sin)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        return self._wrapper.run(q, pages, out=out)
+        if self._types["kv_data_type"] == q.dtype:
+            return self._wrapper.run(q, pages, out=out)
+        k_scale, v_scale = self._pool.layout.scales_of(layer)
+        return self._wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out)

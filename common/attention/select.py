@@ -64,22 +64,29 @@ def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, he
     return chosen
 
 
-def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_heads: int) -> AttentionBackend:
-    """What the flags ask for: one backend, or one for prompts and one for decode steps."""
-    prefill = choose_backend(args.attention_backend, device, pool.layout.dtype, pool.layout.head_dim)
-    decode = choose_decode_backend(args, device, pool.layout.dtype, pool.layout.head_dim)
+def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_heads: int,
+                     dtype: str | None = None) -> AttentionBackend:
+    """What the flags ask for: one backend, or one for prompts and one for decode steps.
+
+    ``dtype`` is the model's, where the pool's is another."""
+    dtype = dtype or pool.layout.dtype
+    prefill = choose_backend(args.attention_backend, device, dtype, pool.layout.head_dim)
+    decode = choose_decode_backend(args, device, dtype, pool.layout.head_dim)
     if prefill == decode:
-        return select_backend(prefill, device, pool, num_heads)
-    return SplitBackend(select_backend(prefill, device, pool, num_heads),
-                        select_backend(decode, device, pool, num_heads))
+        return select_backend(prefill, device, pool, num_heads, dtype)
+    return SplitBackend(select_backend(prefill, device, pool, num_heads, dtype),
+                        select_backend(decode, device, pool, num_heads, dtype))
 
 
-def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int) -> AttentionBackend:
-    """Build the backend that ``name`` (the flag's value) means here; ``num_heads`` counts this rank's query heads."""
-    chosen = choose_backend(name, device, pool.layout.dtype, pool.layout.head_dim)
+def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int,
+                   dtype: str | None = None) -> AttentionBackend:
+    """Build the backend that ``name`` (the flag's value) means here; ``num_heads`` counts this rank's query heads.
+    ``dtype`` as in ``select_attention``."""
+    dtype = dtype or pool.layout.dtype
+    chosen = choose_backend(name, device, dtype, pool.layout.head_dim)
     if chosen == "flashinfer":
         from .flashinfer_backend import FlashInferBackend
-        return FlashInferBackend(pool, num_heads)
+        return FlashInferBackend(pool, num_heads, getattr(torch, dtype))
     if chosen == "triton":
         from .triton_backend import TritonBackend
         return TritonBackend(pool, num_heads)

@@ -36,7 +36,9 @@ class TorchBackend:
         self._layout = pool.layout
         self._batch: ForwardBatch | None = None
         self._buckets: list[_Bucket] = []
-        self._scratch = torch.empty(0, dtype=pool.groups[0].dtype, device=pool.groups[0].device)
+        dtype = pool.groups[0].dtype
+        self._float8 = dtype if dtype.itemsize == 1 else None  # gathered as bytes: not every device indexes float8
+        self._scratch = torch.empty(0, dtype=torch.uint8 if self._float8 else dtype, device=pool.groups[0].device)
 
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         self._batch = batch
@@ -69,17 +71,22 @@ class TorchBackend:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend = self._decode if batch.is_decode else self._extend
         for bucket in self._buckets:
-            attend(bucket, *self._gather(bucket, layer), q, out)
+            attend(bucket, *self._gather(bucket, layer, q.dtype), q, out)
         return out
 
-    def _gather(self, bucket: _Bucket, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, bucket: _Bucket, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[b, heads, tokens, D]`` of a bucket; tokens beyond a request's length are arbitrary."""
         layout = self._layout
         group, index = layout.locate(layer)
-        memory = self._pool.groups[group].view(-1, layout.page_size * layout.head_dim)
+        memory = self._pool.groups[group].view(self._scratch.dtype).view(-1, layout.page_size * layout.head_dim)
         rows = bucket.first_rows[layout.groups[group]] + index * 2 * layout.num_kv_heads
         gathered = torch.index_select(memory, 0, rows.flatten(), out=self._scratch_of(rows.numel(), memory.shape[1]))
+        if self._float8 is not None:
+            gathered = gathered.view(self._float8).to(dtype)
         keys, values = gathered.view(*rows.shape[:3], -1, layout.head_dim).unbind(0)
+        if self._float8 is not None:
+            k_scale, v_scale = layout.scales_of(layer)
+            keys, values = keys * k_scale, values * v_scale
         return keys, values
 
     def _scratch_of(self, rows: int, width: int) -> torch.Tensor:

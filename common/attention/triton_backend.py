@@ -44,10 +44,11 @@ class TritonBackend:
         assert batch is not None
         k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin)
         table = (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        k_scale, v_scale = self._pool.layout.scales_of(layer)
         if batch.is_decode:
             if self._plan is None:
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
                                          self._pool.layout.num_kv_heads, self._processors, self._longest)
-            return paged_decode(q, k_pages, v_pages, *table, self._scale, self._plan)
+            return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale)
         assert self._blocks is not None
-        return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale)
+        return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale)

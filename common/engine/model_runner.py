@@ -16,12 +16,13 @@ from ..attention.base import Planned
 from ..attention.mla_select import choose_latent_decode_backend, select_latent_attention
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.model import ModelSpec, load_model_spec, resolve_checkpoint
-from ..config.server import CacheArgs, ServerConfig
+from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
 from ..models.registry import build_model
+from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from ..quantization.methods import check_device
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
@@ -79,14 +80,15 @@ class ModelRunner:
         except torch.OutOfMemoryError:
             raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
                               f"smaller --dtype than {dtype}.") from None
-        layout = kv_layout(config.cache, spec, parallel.attention.size, dtype)
+        scales = _kv_scales(config.cache, config.model, spec)
+        layout = kv_layout(config.cache, spec, parallel.attention.size, dtype, scales)
         counted = _count_pages(config, spec, layout, parallel, device)
         num_pages = int(parallel.world.min_reduce(np.array([counted]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device)
-        attention = _attention(config, spec, pool, spec.num_heads // parallel.attention.size)
+        attention = _attention(config, spec, pool, spec.num_heads // parallel.attention.size, dtype)
         runner = cls(config, spec, model, pool, attention, device, parallel)
         if device.type == "cuda":
             runner._warm_up(progress)
@@ -128,6 +130,9 @@ class ModelRunner:
                      and field.name not in ("dtype", "eos_token_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
+        if _kv_scales(self._config.cache, args, spec) != self.layout.scales:
+            raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
+                              "peers know: start servers with it, or give all --quantization-param-path.")
         check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings,
                           unused=self.spec.unused_names)
 
@@ -253,7 +258,8 @@ def _load_model(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
 
 
 def resolve_dtype(config: ServerConfig, spec: ModelSpec, device: torch.device) -> str:
-    """Type of weights and KV cache: the flag's, else the checkpoint's on a GPU and float32 on a CPU."""
+    """Type of the model, and of its KV cache where --kv-cache-dtype names no other: the flag's, else the checkpoint's
+    on a GPU and float32 on a CPU."""
     if config.model.dtype != "auto":
         return config.model.dtype
     return spec.dtype if device.type == "cuda" else "float32"
@@ -263,21 +269,31 @@ def _check_attention(config: ServerConfig, spec: ModelSpec, device: torch.device
     """Raises ConfigError where the backend that the flags name cannot run the model."""
     if spec.mla is None:
         choose_decode_backend(config.kernels, device, dtype, spec.head_dim)
+    elif config.cache.kv_cache_dtype != "auto":
+        raise ConfigError("Latents are not kept in float8: leave --kv-cache-dtype out for a model with multi-head "
+                          "latent attention.")
     else:
         choose_latent_decode_backend(config.kernels, device)
 
 
-def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: int) -> Planned:
+def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: int, dtype: str) -> Planned:
     device = pool.groups[0].device
     if spec.mla is None:
-        return select_attention(config.kernels, device, pool, num_heads)
+        return select_attention(config.kernels, device, pool, num_heads, dtype)
     return select_latent_attention(config.kernels, device, pool, spec.mla, num_heads)
 
 
-def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str) -> KVLayout:
-    """The layout of one rank's pool."""
+def _kv_scales(cache: CacheArgs, model: ModelArgs, spec: ModelSpec) -> Scales:
+    if cache.kv_cache_dtype == "auto":
+        return ()
+    return read_kv_scales(cache, None if model.load_format == "dummy" else resolve_checkpoint(model), spec.num_layers)
+
+
+def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scales: Scales = ()) -> KVLayout:
+    """The layout of one rank's pool; ``dtype`` is the model's."""
     layout = KVLayout(groups=(spec.num_layers,), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
-                      page_size=cache.page_size, dtype=dtype, form="heads" if spec.mla is None else "latent")
+                      page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype), scales=scales,
+                      form="heads" if spec.mla is None else "latent")
     groups = split_layers(spec.num_layers, layout.layer_page_bytes, cache.num_layer_groups)
     return msgspec.structs.replace(layout, groups=groups)
 
@@ -296,16 +312,17 @@ def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parall
     free, total = torch.cuda.mem_get_info(device)
     # The share is this process's own, so that servers which share a GPU need not start one after the other.
     share = total * config.cache.mem_fraction_static - torch.cuda.memory_allocated(device)
-    return int(min(share, free - _activation_bytes(config, spec, layout, parallel)) // layout.page_bytes)
+    return int(min(share, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
 
 
-def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel) -> int:
+def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
+                      device: torch.device) -> int:
     """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
     schedule = config.schedule
     local = _attention_values(spec) // parallel.attention.size
     local += parallel.dp_size * _mlp_values(spec, parallel.mlp.size)  # of all attention groups' tokens
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
-    row = values * DTYPE_BYTES[layout.dtype]
+    row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
     workspaces = 1 << 30

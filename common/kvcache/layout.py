@@ -23,8 +23,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """Layout of one rank's pool; also the fingerprint that two servers compare in their handshake.
 
     ``num_kv_heads`` counts this rank's heads; latents are one, whatever the number of ranks. ``groups`` holds the
-    number of layers of each layer group. ``scales`` are those of a pool in float8, ``(keys', values')`` of each layer: a
-    stored value times its scale is the value. None are scales of one.
+    number of layers of each layer group. ``scales`` are those of a pool in float8, ``(keys', values')`` of each layer:
+    a stored value times its scale is the value. None are scales of one.
     """
 
     groups: tuple[int, ...]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ...kernels.reference import FP8_LARGEST
 from ..api.errors import ConfigError
-from .expert_names import by_expert
+from ..quantization.kv_scales import is_kv_scale
+from .files import checkpoint_files, some, tensors_of
 from .slots import Slot
 
 Progress = Callable[[str, float], None]
@@ -39,8 +38,8 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
     done = num_unused = 0
     unexpected: list[str] = []
     missing = set(wanted)
-    for file in _files(folder):
-        for name, source in _tensors(file):
+    for file in checkpoint_files(folder):
+        for name, source in tensors_of(file):
             slot = _slot_of(name, wanted)
             if slot is None:
                 num_unused += name.startswith(unused)
@@ -54,17 +53,17 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
     if num_unused:
         log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
     if missing:
-        raise ConfigError(f"The checkpoint {folder} lacks {_some(missing)}.")
+        raise ConfigError(f"The checkpoint {folder} lacks {some(missing)}.")
     if unexpected:
-        raise ConfigError(f"The checkpoint {folder} holds {_some(unexpected)}, which its architecture does not have.")
+        raise ConfigError(f"The checkpoint {folder} holds {some(unexpected)}, which its architecture does not have.")
 
 
 def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused: tuple[str, ...] = ()) -> None:
     """Raises the ConfigError that ``load_safetensors`` would end with; reads no tensor."""
     wanted = {slot.name: slot for slot in slots}
     missing = set(wanted)
-    for file in _files(folder):
-        for name, source in _tensors(file):
+    for file in checkpoint_files(folder):
+        for name, source in tensors_of(file):
             slot = _slot_of(name, wanted)
             if slot is not None:
                 _check(slot, source, file)
@@ -72,7 +71,7 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused
             elif not _redundant(name, tied) and not name.startswith(unused):
                 raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
     if missing:
-        raise ConfigError(f"The checkpoint {folder} lacks {_some(missing)}.")
+        raise ConfigError(f"The checkpoint {folder} lacks {some(missing)}.")
 
 
 def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
@@ -106,34 +105,6 @@ def _drawn(slot: Slot, seed: int) -> torch.Tensor:
     return drawn.clamp_(-FP8_LARGEST, FP8_LARGEST) if slot.holds == "float8" else drawn
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"Cannot read {index}: {error!r}.") from None
-        files = [folder / name for name in names]
-    elif (folder / "model.safetensors").exists():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} holds no safetensors files; --load-format dummy runs without weights.")
-    if absent := [file.name for file in files if not file.exists()]:
-        raise ConfigError(f"{folder} lacks {_some(absent)}, which its index names.")
-    return files
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118 (the file is no mapping)
-                yield from by_expert(name, content.get_slice(name))
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"Cannot read {file}: {error}.") from None
-
-
 def _fill(slot: Slot, source: Any, file: Path) -> None:
     _check(slot, source, file)
     slot.fill(source)
@@ -160,10 +131,4 @@ def _slot_of(name: str, wanted: Mapping[str, Slot]) -> Slot | None:
 
 
 def _redundant(name: str, tied: bool) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    rest = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return f"{', '.join(listed[:3])}{rest}"
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight") or is_kv_scale(name)

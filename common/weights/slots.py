@@ -26,7 +26,7 @@ class Slot:
     dim: int = 0
     start: int = 0
     holds: Literal["values", "float8", "weight scale", "input scale"] = "values"
-    take: Callable[[torch.Tensor], None] | None = None
+    take: Callable[[torch.Tensor], object] | None = None
 
     def fill(self, source: Any) -> None:
         """Take the slot's slice of ``source``, of any device."""

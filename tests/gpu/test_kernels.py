@@ -12,8 +12,9 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_kernels_equal_their_twins():
-    cases = Path(__file__).parents[1] / "kernels" / "kernel_cases.py"
+@pytest.mark.parametrize("file", ["kernel_cases.py", "fp8_cases.py"])
+def test_kernels_equal_their_twins(file):
+    cases = Path(__file__).parents[1] / "kernels" / file
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
                            str(cases)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

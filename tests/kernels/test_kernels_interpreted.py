@@ -36,5 +36,9 @@ def test_mixtures_of_experts_equal_their_twins():
     run_interpreted("moe_cases.py")
 
 
+def test_float8_equals_its_twins():
+    run_interpreted("fp8_cases.py")
+
+
 def test_model_over_the_triton_backend():
     run_interpreted("model_cases.py")
