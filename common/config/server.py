@@ -115,6 +115,11 @@ class ScheduleArgs:
             if getattr(self, field) != defaults[field].default:
                 raise ConfigError(f"--{field.replace('_', '-')} needs --enable-priority-scheduling.")
 
+    @property
+    def lowest_priority(self) -> int:
+        """What the least urgent request can name."""
+        return 2**31 - 1 if self.schedule_low_priority_values_first else -(2**31)
+
     def largest_prefill(self, context_length: int) -> int:
         """Prompt tokens of one step, at most."""
         if self.chunked_prefill_size > 0:
@@ -163,6 +168,38 @@ class DataParallelArgs:
                               "servers behind the router (launch_cluster --dp-size does).")
         if self.dp_size == 1 and (self.enable_dp_attention or self.enable_dp_lm_head):
             raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
+
+
+@dataclass(frozen=True)
+class NodeArgs:
+    """The hosts that a server's ranks are spread over, in equal shares."""
+
+    nnodes: int = flag(1, help=(
+        "hosts that share the ranks of --tp-size; each runs the same command with its --node-rank"))
+    node_rank: int = flag(0, help="this host's number; HTTP is served by host 0 alone")
+    dist_init_addr: str | None = flag(None, names=("--nccl-init-addr",), help=(
+        "HOST:PORT of host 0, where the ranks of all hosts meet; the port above it is used too"))
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"--node-rank {self.node_rank} must be 0 or more and below --nnodes {self.nnodes}.")
+        if (self.nnodes > 1) != (self.dist_init_addr is not None):
+            raise ConfigError("--nnodes above 1 and --dist-init-addr HOST:PORT go together.")
+        if self.dist_init_addr is not None:
+            host, _, port = self.dist_init_addr.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65535:
+                raise ConfigError(f"--dist-init-addr must be HOST:PORT, not {self.dist_init_addr}.")
+
+    @property
+    def first_host(self) -> str | None:
+        """Host 0's address; None where there is one host."""
+        return None if self.dist_init_addr is None else self.dist_init_addr.rpartition(":")[0].strip("[]")
+
+    @property
+    def link_address(self) -> tuple[str, int]:
+        """Where host 0 listens for the others."""
+        assert self.dist_init_addr is not None and self.first_host is not None
+        return self.first_host, int(self.dist_init_addr.rpartition(":")[2]) + 1
 
 
 @dataclass(frozen=True)
@@ -342,6 +379,7 @@ class ServerConfig:
     storage: StorageArgs = StorageArgs()
     answers: AnswerArgs = AnswerArgs()
     data_parallel: DataParallelArgs = DataParallelArgs()
+    nodes: NodeArgs = NodeArgs()
 
     def __post_init__(self) -> None:
         positive = {
@@ -370,6 +408,9 @@ class ServerConfig:
         if self.parallel.tp_size % self.data_parallel.dp_size:
             raise ConfigError(f"--dp-size {self.data_parallel.dp_size} must divide --tp-size {self.parallel.tp_size}, "
                               "which counts all ranks of the server.")
+        if self.parallel.tp_size % self.nodes.nnodes:
+            raise ConfigError(f"--nnodes {self.nodes.nnodes} must divide --tp-size {self.parallel.tp_size}, which "
+                              "counts the ranks of all hosts.")
         if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
             raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
                               "--enable-dp-attention has its own: leave it out.")

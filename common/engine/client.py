@@ -171,6 +171,13 @@ class EngineClient:
         self._dead: str | None = None
         self._unsent: deque[bytes] = deque()
 
+    def listen(self, host: str) -> str:
+        """A further endpoint for the engine's messages, for ranks on other hosts: a free TCP port of ``host``."""
+        bracketed = f"[{host}]" if ":" in host else host
+        self._inbox.ipv6 = ":" in host
+        self._inbox.bind(f"tcp://{bracketed}:*")
+        return self._inbox.last_endpoint.decode()
+
     def start(self) -> None:
         self._receiver = asyncio.create_task(self._receive(), name="engine-outputs")
 

@@ -151,7 +151,7 @@ def _device(spec: RankSpec) -> torch.device:
     wanted = spec.config.model.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    index = spec.config.model.base_gpu_id + spec.rank
+    index = spec.config.model.base_gpu_id + spec.local_rank
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"Rank {spec.rank} needs GPU {index}, this host has {torch.cuda.device_count()}; "

@@ -23,7 +23,8 @@ _POLL_SECONDS = 0.02
 @dataclass(frozen=True)
 class RankSpec:
     """All that a rank's process is told. ``to_engine`` and ``from_engine`` are ZMQ endpoints that the front has bound;
-    ``dist_init`` is where the ranks of the group meet (torch.distributed's ``init_method``)."""
+    ``dist_init`` is where the ranks of the group meet (torch.distributed's ``init_method``). ``local_rank`` counts the
+    ranks of this host."""
 
     config: ServerConfig
     rank: int
@@ -31,6 +32,15 @@ class RankSpec:
     to_engine: str
     from_engine: str
     dist_init: str
+    local_rank: int = 0
+
+
+def rank_specs(config: ServerConfig, to_engine: str, from_engine: str, dist_init: str) -> list[RankSpec]:
+    """The ranks of this host."""
+    size = config.parallel.tp_size
+    here = size // config.nodes.nnodes
+    return [RankSpec(config, config.nodes.node_rank * here + i, size, to_engine, from_engine, dist_init, i)
+            for i in range(here)]
 
 
 RankTarget = Callable[[RankSpec], None]
@@ -49,7 +59,7 @@ class RankProcesses:
         self._specs = specs
         self._on_exit = on_exit
         self._processes: list[BaseProcess] = []
-        self._watched: dict[int, int] = {}  # sentinel -> rank
+        self._watched: dict[int, int] = {}  # sentinel -> index of the process
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -59,7 +69,7 @@ class RankProcesses:
                                       daemon=False)
             process.start()
             self._processes.append(process)
-            self._watched[process.sentinel] = spec.rank
+            self._watched[process.sentinel] = len(self._processes) - 1
             loop.add_reader(process.sentinel, self._ended, process.sentinel)
 
     @property
@@ -71,11 +81,11 @@ class RankProcesses:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def _ended(self, sentinel: int) -> None:
-        rank = self._watched.pop(sentinel)
+        index = self._watched.pop(sentinel)
         asyncio.get_running_loop().remove_reader(sentinel)
-        process = self._processes[rank]
+        process = self._processes[index]
         process.join()
-        self._on_exit(rank, process.exitcode or 0)
+        self._on_exit(self._specs[index].rank, process.exitcode or 0)
 
     async def stop(self, grace: float) -> None:
         """Give the processes ``grace`` seconds to end by themselves, then terminate, then kill.

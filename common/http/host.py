@@ -17,7 +17,8 @@ from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine.balancer import Balancer
 from ..engine.client import EngineClient
-from ..engine.ranks import RankProcesses, RankSpec, RankTarget
+from ..engine.nodes import Nodes
+from ..engine.ranks import RankProcesses, RankTarget, rank_specs
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .chat_formats import ChatFormats
 from .front import Front
@@ -45,6 +46,7 @@ class EngineHost:
         self._model = model
         self._rank_target = rank_target
         self._spare_torch = spare_torch
+        self._nodes: Nodes | None = None
         self._stack = contextlib.AsyncExitStack()
         self.front: Front
         self.ended: asyncio.Future[str | None]
@@ -67,7 +69,14 @@ class EngineHost:
         """Begin to load; raises ConfigError where a service cannot run."""
         for service in services:
             await self._stack.enter_async_context(service())
-        ranks = self._make_ranks()
+        config, client = self.config, self.front.client
+        meeting = f"file://{client.folder}/ranks"
+        if config.nodes.nnodes > 1:
+            meeting = f"tcp://{config.nodes.dist_init_addr}"
+            endpoint = client.listen(config.nodes.link_address[0])
+            self._nodes = await self._stack.enter_async_context(Nodes(config, endpoint, self._on_lost))
+        ranks = RankProcesses(self._rank_target, rank_specs(config, client.to_engine, client.from_engine, meeting),
+                              self._on_rank_exit)
         self._stack.push_async_callback(self._stop_ranks, ranks)
         ranks.start()
         tokenizer = asyncio.create_task(self._load_tokenizer())
@@ -84,18 +93,13 @@ class EngineHost:
 
     # ------------------------------------------------------------------ parts
 
-    def _make_ranks(self) -> RankProcesses:
-        size, client = self.config.parallel.tp_size, self.front.client
-        meeting = f"file://{client.folder}/ranks"
-        specs = [RankSpec(self.config, rank, size, client.to_engine, client.from_engine, meeting)
-                 for rank in range(size)]
-        return RankProcesses(self._rank_target, specs, self._on_rank_exit)
-
     async def _stop_ranks(self, ranks: RankProcesses) -> None:
         """Ranks that serve leave their loop by themselves; others (loading, or stuck without a peer) are ended."""
         client = self.front.client
         serving = self.front.ready is not None and client.dead is None
         if serving:
+            if self._nodes is not None:
+                self._nodes.stop()
             client.shut_down()
         await ranks.stop(_RANK_GRACE_SECONDS if serving else 0.0)
 
@@ -137,7 +141,12 @@ class EngineHost:
             asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self.finish,
                                                   f"Rank {rank} ended with exit code {code} while it started.")
             return
-        reason = f"Rank {rank} of the engine ended with exit code {code}."
+        self._on_lost(f"Rank {rank} of the engine ended with exit code {code}.")
+
+    def _on_lost(self, reason: str) -> None:
+        """A part of the engine is gone, and with it all that was held."""
+        if self.front.dead is not None:
+            return
         log.error(reason)
         self.front.journal.dump(reason)
         self.front.client.engine_died(reason)

@@ -16,6 +16,7 @@ from aiohttp import web
 from ..api.errors import ConfigError
 from ..config.model import load_model_spec
 from ..config.server import ServerConfig
+from ..engine.node import run_node
 from ..engine.ranks import RankTarget
 from ..obs.logging import setup_logging
 from ..obs.tracing import Tracing, exporter_for
@@ -31,8 +32,11 @@ _SHOW_DEATH_SECONDS = 1.0  # clients read their errors, and health checks see th
 def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence[Service] = ()) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code, with a sentence on stderr where it is not 0.
 
-    ``rank_target`` runs in every rank's process. HTTP answers (``/health``: starting) while the ranks load.
+    ``rank_target`` runs in every rank's process. HTTP answers (``/health``: starting) while the ranks load; a
+    node beside the first serves none.
     """
+    if config.nodes.node_rank > 0:
+        return run_node(config, rank_target)
     setup_logging(config.http.log_level, _name(config))
     try:
         host = EngineHost(config, load_model_spec(config.model), rank_target, spare_torch=True)
