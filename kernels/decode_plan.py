@@ -44,7 +44,7 @@ def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr
     end = tl.cumsum(count, 0)
     tl.store(firsts_ptr + request, end - count, real)
     tl.store(firsts_ptr + requests, tl.sum(count, 0))
-    for i in range(0, tl.max(count, 0)):
+    for i in range(tl.max(count, 0)):
         tl.store(owners_ptr + end - count + i, request, real & (i < count))
 
 

@@ -1,0 +1,126 @@
+"""The kernels that draw tokens against the plain path; collected by test_kernels_interpreted.py and
+tests/gpu/test_kernels.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from baton.common.api.sampling import SamplingParams
+from baton.common.engine.choosing import Choosing
+from baton.common.engine.drawing import FusedDrawing, PlainDrawing, _Table, choose_drawing
+from baton.common.engine.noise import SMALLEST, seeded_exponential
+from baton.kernels import draw as kernel
+from baton.tests.kernels.kernel_cases import DEVICE, GPU
+from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
+
+CUDA = torch.device(DEVICE)
+VOCAB = 128_256 if GPU else 4301  # not a multiple of either kernel's block, and more than one of each
+
+
+def make_logits(rows: int, kind: str) -> torch.Tensor:
+    logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows)) * 3
+    if kind == "ties":  # what a head in bfloat16 makes, and coarser
+        logits = (logits * 4).round() / 4
+    if kind == "flat":
+        logits = logits * 0 + 1.5
+    if kind == "peaked":
+        logits[:, 17] = 60.0
+    if kind == "masked":  # as a grammar does, with few tokens left
+        logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.998] = float("-inf")
+    if kind == "wide":  # what processors write in place of minus infinity
+        logits[:, ::3] = -1e30
+    return logits.to(DEVICE)
+
+
+PARAMS = [
+    SamplingParams(), SamplingParams(temperature=0.3), SamplingParams(top_k=1), SamplingParams(temperature=0),
+    SamplingParams(top_k=2), SamplingParams(top_k=50), SamplingParams(top_k=4100), SamplingParams(top_k=10**12),
+    SamplingParams(top_p=0.9), SamplingParams(top_p=1e-6), SamplingParams(top_p=0.999, temperature=2.5),
+    SamplingParams(top_k=40, top_p=0.6), SamplingParams(top_k=3000, top_p=0.95), SamplingParams(min_p=0.05),
+    SamplingParams(top_k=20, top_p=0.8, min_p=0.1, temperature=0.7), SamplingParams(temperature=1e-30, top_p=0.5),
+    SamplingParams(temperature=100.0, top_k=30, top_p=0.3), SamplingParams(top_k=7, top_p=0.99999),
+]
+
+
+@pytest.mark.parametrize("kind", ["ties", "peaked", "masked", "wide", *(["random", "flat"] if GPU else [])])
+def test_seeded_draws_equal_the_plain_path(kind):
+    rows = [Choosing(SamplingParams(**{name: getattr(p, name) for name in p.__struct_fields__} | {"seed": 7 * i - 50}),
+                     3 + i) for i, p in enumerate(PARAMS)]
+    logits = make_logits(len(rows), kind)
+    before = logits.clone()
+    found = FusedDrawing(CUDA, 0)(logits, rows).tolist()
+    assert torch.equal(logits, before)
+    assert found == PlainDrawing(VOCAB, CUDA, 0)(logits, rows).tolist()
+
+
+def left_by(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int]]:
+    """Tokens that the truncating kernel leaves."""
+    count = len(params)
+    sent = torch.from_numpy(_Table(params, VOCAB).filled([0] * count, np.random.default_rng(0))).to(DEVICE)
+    floors = torch.empty(count, device=DEVICE)
+    lasts = torch.empty(count, dtype=torch.int32, device=DEVICE)
+    kernel._truncate_kernel[(count,)](logits, logits.stride(0), logits.amax(-1), sent, sent[4:].view(torch.float64),
+                                      floors, lasts, count, VOCAB, BLOCK=4096, num_warps=16)
+    floors, lasts, tokens = floors[:, None], lasts[:, None], torch.arange(VOCAB, device=DEVICE)
+    kept = (logits > floors) | ((logits == floors) & (tokens <= lasts))
+    return [row.nonzero()[:, 0].tolist() for row in kept]
+
+
+@pytest.mark.parametrize("kind", ["random", "flat", *(["ties", "masked"] if GPU else [])])
+def test_what_truncation_leaves(kind):
+    params = [p for p in PARAMS if not p.greedy and not p.min_p and (p.top_k > 0 or p.top_p < 1)]
+    logits = make_logits(len(params), kind)
+    plain = PlainDrawing(VOCAB, CUDA, 0)
+    for row, (one, found) in enumerate(zip(params, left_by(logits, params))):
+        scaled = (logits[row:row + 1].double() - logits[row].max()) / one.temperature
+        wanted = plain._truncate(scaled, [one]).softmax(-1)[0]
+        alive = scaled.softmax(-1)[0].float() > 0  # a token without probability may be left or not
+        found = [token for token in found if alive[token]]
+        wanted = [token for token in wanted.nonzero()[:, 0].tolist() if alive[token]]
+        # Where the sum passes top_p is a matter of rounding.
+        assert len(set(found) ^ set(wanted)) <= (1 if one.top_p < 1 else 0), (one, len(found), len(wanted))
+
+
+def test_noise_is_the_hash_of_the_plain_path():
+    """Every token of a flat row wins once: by the same noise it is the same token at each position and seed."""
+    rows = [Choosing(SamplingParams(seed=seed), position) for seed in (0, 5, -(2**63), 2**63 - 1)
+            for position in (0, 9, 70_000)]
+    logits = torch.zeros(len(rows), VOCAB, device=DEVICE)
+    seeds = torch.tensor([row.params.seed for row in rows], device=DEVICE)
+    noise = seeded_exponential(seeds, torch.tensor([row.position for row in rows], device=DEVICE), VOCAB)
+    assert FusedDrawing(CUDA, 0)(logits, rows).tolist() == noise.clamp(min=SMALLEST).argmin(-1).tolist()
+
+
+def test_rows_without_a_seed_follow_the_distribution():
+    steps, rows = (100, 200) if GPU else (2, 150)
+    logits = torch.full((1, 64), -20.0, device=DEVICE)
+    logits[0, 30:34] = torch.tensor([0.4, 0.3, 0.2, 0.1], device=DEVICE).log()
+    drawing, seen = FusedDrawing(CUDA, 3), torch.zeros(64)
+    for _ in range(steps):
+        tokens = drawing(logits.expand(rows, -1), [Choosing(SamplingParams(min_p=0.01), 0)] * rows)
+        seen += torch.bincount(tokens.cpu(), minlength=64)
+    want = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    assert seen.sum() == seen[30:34].sum() == steps * rows
+    assert ((seen[30:34] / seen.sum() - want).abs() < 5 * (want * (1 - want) / seen.sum()).sqrt()).all()
+
+
+def test_rows_that_hold_nothing_to_draw():
+    rows = [Choosing(SamplingParams(seed=1, top_k=5), 0), Choosing(SamplingParams(seed=1, top_p=0.5), 0)]
+    logits = torch.full((2, VOCAB), float("-inf"), device=DEVICE)
+    assert FusedDrawing(CUDA, 0)(logits, rows).tolist() == [0, 0]
+    tokens = FusedDrawing(CUDA, 0)(logits * float("nan"), rows).tolist()
+    assert all(0 <= token < VOCAB for token in tokens)
+
+
+def test_the_kernels_pass_the_check_at_start():
+    assert isinstance(choose_drawing("triton", VOCAB, CUDA, 0), FusedDrawing)
+    from baton.common.engine.drawing import _trouble
+    assert _trouble(FusedDrawing(CUDA, 0), VOCAB, CUDA) is None
+    assert "in place of" in str(_trouble(lambda logits, rows: logits.argmax(-1), VOCAB, CUDA))
+    assert "ValueError: no" in str(_trouble(_refuse, VOCAB, CUDA))
+
+
+def _refuse(logits: torch.Tensor, rows: list[Choosing]) -> torch.Tensor:
+    raise ValueError("no")
