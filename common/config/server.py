@@ -208,6 +208,8 @@ class KernelArgs:
         "auto is flashinfer on a GPU where installed, else triton; torch on a CPU"))
     decode_attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = flag("auto", help=(
         "backend of decode steps; auto is triton on a GPU, which CUDA graphs need, else --attention-backend"))
+    sampling_backend: Literal["auto", "torch", "triton"] = flag("auto", help=(
+        "what draws tokens: auto is our kernels, which sort nothing, on a GPU where a trial at start draws as torch does"))
     disable_cuda_graph: bool = flag(False, help="launch a decode step's kernels one by one")
     cuda_graph_max_bs: int = flag(256, help="largest decode batch that runs as a CUDA graph")
     cuda_graph_bs: tuple[int, ...] = flag((), help="decode batch sizes to capture, instead of a list up to the largest")

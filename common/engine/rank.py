@@ -127,7 +127,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         reserves_output=config.mode != "prefill",
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attention,
-                      original_logprobs=config.model.return_original_logprob)
+                      original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend)
     grammars = None
     if parallel.attention.rank == 0:
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)

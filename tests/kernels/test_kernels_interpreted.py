@@ -28,6 +28,10 @@ def test_kernels_equal_their_twins():
     run_interpreted("kernel_cases.py")
 
 
+def test_draws_equal_the_plain_path():
+    run_interpreted("draw_cases.py")
+
+
 def test_latent_attention_equals_its_twins():
     run_interpreted("mla_cases.py")
 
