@@ -19,11 +19,18 @@ class ExpertShare:
 
     ``a2a`` says how tokens reach the experts of other ranks: ``none`` computes every token on every rank that holds
     one of its experts, and adds the results up; ``alltoall`` sends each token to the ranks of its experts and back.
+    ``apart``: every rank is an attention group of its own, with its own tokens.
     """
 
     group: TPGroup
     ep_size: int = 1
     a2a: AllToAll = "none"
+    apart: bool = False
+
+    @property
+    def own_tokens(self) -> bool:
+        """Whether a rank gives its layers its own tokens, in place of all tokens that there are."""
+        return self.apart and self.a2a == "alltoall"
 
     @property
     def split(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -31,7 +32,8 @@ class Parallel:
         self.world = world or TPGroup()
         self.attention = attention or self.world
         self.across = across or TPGroup(device=self.world.device)
-        self.experts = experts or ExpertShare(self.world)
+        apart = self.attention.size == 1 and self.across.size > 1
+        self.experts = replace(experts or ExpertShare(self.world), apart=apart)
         self.tokens = TokenExchange(self.across)
         self.head = self.attention if dp_head else self.world
         self.scored = TokenExchange(TPGroup() if dp_head else self.across)

@@ -15,6 +15,8 @@ from .linear import ColumnLinear, Columns, RowLinear
 class MLP:
     """``[T, hidden] -> [T, hidden]``, the ``size`` values between split over the ranks of ``tp``."""
 
+    own_tokens = False
+
     def __init__(self, name: str, hidden_size: int, size: int, bias: bool, tp: TPGroup, allocate: Allocate):
         self.gate_up = ColumnLinear(hidden_size, [
             Columns.shard(f"{name}.gate_proj", size, tp), Columns.shard(f"{name}.up_proj", size, tp),

@@ -64,7 +64,10 @@ MakeAttention = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerAttentio
 
 
 class LayerMLP(Protocol):
-    """What stands behind a layer's attention: ``[T, hidden] -> [T, hidden]``, whole on every rank."""
+    """What stands behind a layer's attention: ``[T, hidden] -> [T, hidden]``, of the tokens of all attention groups
+    together, or with ``own_tokens`` of this rank's alone."""
+
+    own_tokens: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -94,7 +97,7 @@ class DecoderLayer:
         x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, attention, cos_sin)
         x, residual = self.mlp_norm.add(x, residual)
-        return self.tokens.around(self.mlp, x), residual
+        return self.mlp(x) if self.mlp.own_tokens else self.tokens.around(self.mlp, x), residual
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):

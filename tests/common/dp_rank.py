@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from baton.common.api.messages import Outputs
+from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.tests.common.hand_driven import Engine, tokens_of
 
@@ -45,7 +46,8 @@ def check_exchange(parallel: Parallel) -> list[bool]:
 
 
 def run(case: dict, joined: Parallel) -> dict:
-    parallel = Parallel(joined.world, joined.attention, joined.across, joined.experts,
+    experts = ExpertShare(joined.world, *case.pop("experts", ()))
+    parallel = Parallel(joined.world, joined.attention, joined.across, experts,
                         dp_head=case.pop("dp_head", False))
     prompts = case.pop("prompts")[parallel.dp_rank]
     engine = Engine(case.pop("checkpoint"), parallel=parallel, **case)

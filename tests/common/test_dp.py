@@ -74,6 +74,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (dense, {"max_total_tokens": 88, "chunk": 16}),  # too few pages for rank 0's requests: some are retracted
         (tied, {"overlap": True}),
         (moe, {}),
+        (moe, {"experts": (size, "alltoall"), "chunk": 16}),  # of two ranks each sends its own tokens to their experts
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies

@@ -25,6 +25,7 @@ class MoE:
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
         self.share = share
+        self.own_tokens = share.own_tokens
         self.router = Router(f"{name}.gate", spec, hidden_size, allocate)
         self.experts = Experts(f"{name}.experts", spec, hidden_size, share, allocate)
         self.shared: SharedExpert | None = None
@@ -34,7 +35,9 @@ class MoE:
             self.shared = SharedExpert(f"{name}.{spec.shared_name}", spec, hidden_size, tp, allocate)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` and the result are the same on every rank of the group."""
+        """``x`` and the result are the same on every rank of the group, or with ``own_tokens`` each rank's own."""
+        if self.own_tokens:
+            return self.spread(x)
         if self.share.a2a == "alltoall":
             return self._own_rows_gathered(x)
         ids, weights = self.router(x)
