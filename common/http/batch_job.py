@@ -90,6 +90,7 @@ class _Peek(msgspec.Struct):
 
 
 _peek = msgspec.json.Decoder(_Peek)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BatchJob:
@@ -194,6 +195,9 @@ class BatchJob:
                 raise TooLarge(f"The request body is larger than --max-payload-size ({limit} bytes).")
             if _streams(body):
                 raise InvalidRequest("stream is not possible in a batch; leave it out.", param="stream")
+            schedule = self._front.config.schedule
+            if schedule.enable_priority_scheduling:
+                body = _with_priority(body, schedule.lowest_priority)
             answer = await self._route(self._front, cast(web.Request, _Line(body)))
             assert isinstance(answer, web.Response) and isinstance(answer.body, bytes)
             return answer.status, answer.body
@@ -263,6 +267,15 @@ def _streams(body: bytes) -> bool:
         return bool(_peek.decode(body).stream)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return False  # the route says what is wrong
+
+
+def _with_priority(body: bytes, priority: int) -> bytes:
+    """The body with this priority, whatever it names: a batch can wait."""
+    try:
+        fields = _fields.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return body  # the route says what is wrong
+    return encode(fields | {"priority": msgspec.Raw(str(priority).encode())})
 
 
 async def _end(*tasks: asyncio.Task[None]) -> None:

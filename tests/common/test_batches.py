@@ -10,15 +10,18 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from aiohttp import web
 from fake_engine import Seed
 from serving import Server
 
-from baton.common.http.batch_job import BatchJob
+from baton.common.config.server import ScheduleArgs
+from baton.common.http.batch_job import BatchJob, Places
 from baton.common.openai.batches import CreateBatch
 from baton.common.storage.storage import Storage
 
@@ -251,6 +254,33 @@ async def test_a_batch_is_cancelled_before_its_file_is_examined(tmp_path: Path) 
         ended = await store.batches.get(batch.id)
         assert (ended.status, ended.output_file_id, ended.error_file_id) == ("cancelled", None, None)
         assert await store.batches.claim() is None
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("schedule, named", [
+    (ScheduleArgs(), [5, None]),
+    (ScheduleArgs(enable_priority_scheduling=True), [-2**31] * 2),
+    (ScheduleArgs(enable_priority_scheduling=True, schedule_low_priority_values_first=True), [2**31 - 1] * 2)])
+async def test_lines_have_the_lowest_priority(tmp_path: Path, schedule: ScheduleArgs, named: list[int | None]) -> None:
+    seen = []
+
+    async def answer(front: Any, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        seen.append(body.get("priority"))
+        assert body["messages"][0]["content"].startswith("hello")
+        return web.Response(body=b"{}")
+
+    front = SimpleNamespace(is_ready=True, client=SimpleNamespace(num_open=0),
+                            config=SimpleNamespace(schedule=schedule, http=SimpleNamespace(max_payload_size=1 << 20)))
+    store: Any = Storage(str(tmp_path))
+    try:
+        text = "\n".join(json.dumps(text) for text in (line(1, priority=5), line(2)))
+        file_id, size = store.files.write([text.encode()])
+        await store.files.add(file_id, "in.jsonl", "batch", size, None)
+        batch = await store.batches.create(CreateBatch(input_file_id=file_id, endpoint=URL))
+        await BatchJob(front, store, await store.batches.claim(), {URL: answer}, Places(front, 1)).run()
+        assert (await store.batches.get(batch.id)).status == "completed" and seen == named
     finally:
         store.close()
 

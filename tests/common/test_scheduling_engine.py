@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory):
 
 
 def make_requests(seed, count):
-    """``(rid, prompt, options of Engine.start)``: greedy and sampled, with penalties, grammars, logprobs, priorities."""
+    """``(rid, prompt, options of Engine.start)``: greedy and sampled, penalties, grammars, logprobs, priorities."""
     rng = random.Random(seed)
     for i in range(count):
         prompt = rng.choice([[], *STEMS]) + [rng.randrange(90) for _ in range(rng.randrange(1, 30))]
