@@ -1,0 +1,142 @@
+"""Latent attention's kernels at DeepSeek-V2-Lite's shape, beside the copy and matrix-product ceilings of the same run.
+
+    python -m baton.tests.bench.mla_decode [--heads 16] [--contexts 1024,8192] [--batches 1,16,64,256] [--out FILE.json]
+
+Decode: one layer's kernel over random pages, alone and with the products that absorb W_UK and W_UV; the floor is each
+latent read once at the copy's speed. Prefill: a prompt behind a cached prefix, expansion included; the floor is its
+arithmetic in the expanded form at the matrix product's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...common.attention.mla_base import absorb, values_of
+from ...common.attention.mla_triton import MLATritonBackend
+from ...common.config.mla import MLASpec
+from ...common.engine.forward_batch import Row, build_forward_batch
+from ...common.kvcache.layout import KVLayout
+from ...common.kvcache.pool import KVPool
+from ...kernels.decode_plan import plan_decode
+from ...kernels.mla_decode import head_block, mla_decode
+from . import ceilings
+
+MLA = MLASpec(q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128, scale=192**-0.5)
+PAGE_SIZE = 16
+V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "vocab_size": 102400, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 0.707, "mscale_all_dim": 0.707},
+    "torch_dtype": "bfloat16", "bos_token_id": 100000, "eos_token_id": 100001,
+}
+
+
+def seconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Median device time; the cache of the device is flushed in between, as a model's other layers would."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def decode(heads: int, batch: int, context: int, copy_tb_s: float) -> dict[str, float]:
+    pages_each = -(-context // PAGE_SIZE)
+    pool = KVPool(KVLayout((1,), 1, MLA.latent_dim, PAGE_SIZE, "bfloat16", "latent"), batch * pages_each, "cuda")
+    pool.groups[0].normal_()
+    order = np.random.default_rng(0).permutation(batch * pages_each).reshape(batch, pages_each)
+    rows = [Row([0], context - 1, order[b]) for b in range(batch)]
+    made = build_forward_batch(rows, PAGE_SIZE, torch.device("cuda"), True)
+    table = (made.kv_indptr, made.kv_indices, made.kv_last_page_len)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    plan = plan_decode(made.kv_indptr, made.kv_last_page_len, PAGE_SIZE, -(-heads // head_block(heads, 2)), processors,
+                       context)
+    q, up, pages = random(batch, heads, MLA.qk_dim), random(heads, 256, 512) * 512**-0.5, pool.latents(0)
+    absorbed, q_rope = absorb(q, up, MLA.nope_dim), q[..., MLA.nope_dim:]
+
+    def kernel() -> torch.Tensor:
+        return mla_decode(absorbed, q_rope, pages, *table, MLA.scale, plan)
+
+    def layer() -> torch.Tensor:
+        latents = mla_decode(absorb(q, up, MLA.nope_dim), q_rope, pages, *table, MLA.scale, plan)
+        return values_of(latents, up, MLA.nope_dim)
+
+    floor = batch * context * MLA.latent_dim * 2 / copy_tb_s / 1e12
+    found = {"batch": batch, "context": context, "kernel_us": 1e6 * seconds(kernel), "layer_us": 1e6 * seconds(layer),
+             "floor_us": 1e6 * floor}
+    return found | {"ratio": found["kernel_us"] / found["floor_us"]}
+
+
+def prefill(heads: int, new: int, prefix: int, tflops: float) -> dict[str, float]:
+    total = new + prefix
+    pool = KVPool(KVLayout((1,), 1, MLA.latent_dim, PAGE_SIZE, "bfloat16", "latent"), -(-total // PAGE_SIZE), "cuda")
+    pool.groups[0].normal_()
+    batch = build_forward_batch([Row([0] * new, prefix, np.arange(pool.num_pages))], PAGE_SIZE, torch.device("cuda"),
+                                False)
+    backend = MLATritonBackend(pool, MLA, heads)
+    backend.plan(batch)
+    q, up = random(new, heads, MLA.qk_dim), random(heads, 256, 512) * 512**-0.5
+    latent, k_rope = random(new, MLA.kv_lora_rank), random(new, MLA.rope_dim)
+    table = torch.randn(total, MLA.rope_dim, device="cuda")
+    took = seconds(lambda: backend.run(0, q, latent, k_rope, up, table))
+    pairs = new * (prefix + (new + 1) / 2)
+    work = 2 * heads * (pairs * (MLA.qk_dim + MLA.v_dim) + total * MLA.kv_lora_rank * (MLA.nope_dim + MLA.v_dim))
+    return {"new": new, "prefix": prefix, "layer_us": 1e6 * took, "tflops": work / took / 1e12,
+            "ratio": took * tflops * 1e12 / work}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=16, help="of one rank; 128 are DeepSeek-V3's on one")
+    parser.add_argument("--contexts", default="1024,8192")
+    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    copy, tflops = ceilings.copy_tb_s(), ceilings.matmul_tflops()
+    print(f"{args.heads} heads, bfloat16; copy {copy:.2f} TB/s, matrix product {tflops:.0f} TFLOP/s")
+    print("| decode batch | context | kernel us | with absorbing us | floor us | kernel / floor |\n" + "|---" * 6 + "|")
+    decodes = []
+    for context in map(int, args.contexts.split(",")):
+        for batch in map(int, args.batches.split(",")):
+            row = decode(args.heads, batch, context, copy)
+            decodes.append(row)
+            figures = " | ".join(f"{row[name]:.1f}" for name in ("kernel_us", "layer_us", "floor_us", "ratio"))
+            print(f"| {batch} | {context} | {figures} |", flush=True)
+    print("| prefill new | prefix | layer us | TFLOP/s | times floor |\n" + "|---" * 5 + "|")
+    prefills = []
+    for new, prefix in ((1024, 0), (8192, 0), (8192, 24576), (256, 16384)):
+        row = prefill(args.heads, new, prefix, tflops)
+        prefills.append(row)
+        print(f"| {new} | {prefix} | {row['layer_us']:.0f} | {row['tflops']:.0f} | {row['ratio']:.2f} |", flush=True)
+    if args.out:
+        args.out.write_text(json.dumps({"heads": args.heads, "copy_tb_s": copy, "matmul_tflops": tflops,
+                                        "decode": decodes, "prefill": prefills}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
