@@ -12,6 +12,7 @@ from ..api.errors import ConfigError
 from ..config.cli import flag
 from .dataset_args import DatasetArgs
 from .goodput import Slo
+from .profile_args import ProfileArgs
 
 Backend = Literal["baton", "sglang", "vllm", "openai", "openai-chat", "sglang-oai", "sglang-oai-chat", "vllm-chat"]
 
@@ -85,18 +86,6 @@ class LoadArgs:
     def shown_rate(self) -> float | str:
         """For a record: a number, or ``inf``."""
         return "inf" if self.request_rate is None or math.isinf(self.request_rate) else self.request_rate
-
-
-@dataclass(frozen=True)
-class ProfileArgs:
-    profile: bool = flag(False, help="record torch.profiler's trace meanwhile, for chrome://tracing or ui.perfetto.dev")
-    profile_output_dir: str | None = flag(None, help="the server's folder for it; the default is its temporary one")
-    profile_num_steps: int | None = flag(None, help="record so many steps, in place of all")
-    profile_activities: tuple[Literal["CPU", "GPU"], ...] = flag(("CPU", "GPU"), help="what is recorded")
-
-    def __post_init__(self) -> None:
-        if not self.profile and (self.profile_output_dir is not None or self.profile_num_steps is not None):
-            raise ConfigError("--profile-output-dir and --profile-num-steps need --profile.")
 
 
 @dataclass(frozen=True)

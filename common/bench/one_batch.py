@@ -1,0 +1,217 @@
+"""``bench_one_batch``: prefill and decode steps of one batch, without a server."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..api.errors import ConfigError
+from ..config.cli import parse
+from .hand_engine import HandEngine
+from .one_batch_args import BenchOneBatch
+from .parts import milliseconds, recorder
+from .progress import Progress
+from .report import append_line, check_writable
+from .spread import Spread
+
+_RECORDED_STEPS = 10  # decode steps of a trace
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(BenchOneBatch, argv, prog="bench_one_batch", description=(
+        "Measure prefill and decode steps of one batch, without a server."))
+    try:
+        sys.exit(run(config))
+    except ConfigError as error:
+        print(f"bench_one_batch: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One case; times of the median run. ``decode``: milliseconds of its steps behind the first, of all runs.
+
+    ``host_ms``: of a decode step, what the host spends outside of waiting for the device (on a CPU, outside of the
+    model and the sampler; None where parts were not asked for). ``parts``: a step's milliseconds by part.
+    """
+
+    batch: int
+    input_len: int
+    output_len: int
+    prefill_ms: float
+    decode: Spread
+    total_s: float
+    host_ms: float | None
+    prefill_parts: dict[str, float]
+    decode_parts: dict[str, float]
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second."""
+        return 1e3 * self.batch * self.input_len / self.prefill_ms
+
+    @property
+    def decode_rate(self) -> float:
+        """Output tokens a second."""
+        return 1e3 * self.batch / self.decode.p50
+
+    @property
+    def overall_rate(self) -> float:
+        return self.batch * (self.input_len + self.output_len) / self.total_s
+
+
+@dataclass(frozen=True)
+class Run:
+    """Times of a case in seconds: ``steps`` of decode, of which the host ``waited`` for the device in all."""
+
+    prefill: float
+    steps: list[float]
+    waited: float
+
+    @property
+    def total(self) -> float:
+        return self.prefill + sum(self.steps)
+
+
+def run(config: BenchOneBatch) -> int:
+    args = config.batches
+    check_writable(args.output_file, "--output-file")
+    engine = HandEngine(config.server)
+    try:
+        print(f"{config.model.model_path} on {engine.device}, {engine.dtype}, {args.repeat} runs a case")
+        print(f"{'batch':>6}{'input':>8}{'output':>8}{'prefill ms':>13}{'tok/s':>11}{'step p50 ms':>14}{'p99 ms':>9}"
+              f"{'host ms':>9}{'tok/s':>11}", flush=True)
+        progress = Progress("runs", len(args.cases) * (args.repeat + 1), disabled=args.disable_progress)
+        for case in args.cases:
+            figure = measure(engine, case, config, progress.advance)
+            progress.close()
+            print(_row(figure), flush=True)
+            if args.output_file is not None:
+                append_line(args.output_file, _record(config, engine, figure))
+    finally:
+        engine.close()
+    return 0
+
+
+def measure(engine: HandEngine, case: tuple[int, int, int], config: BenchOneBatch,
+            ran: Callable[[], None] = lambda: None) -> Figure:
+    """``ran`` is told of each run. Raises ConfigError where the case does not fit."""
+    runs = []
+    for _ in range(config.batches.repeat + 1):
+        runs.append(once(engine, *case))
+        ran()
+    del runs[0]
+    middle = sorted(runs, key=lambda run: run.total)[len(runs) // 2]
+    # With overlap the first call launches a step and waits for none.
+    decode = Spread.of([1e3 * step for run in runs for step in (run.steps[1:] or run.steps)])
+    prefill_ms = 1e3 * statistics.median(run.prefill for run in runs)
+    prefill_parts: dict[str, float] = {}
+    decode_parts: dict[str, float] = {}
+    if config.batches.parts or config.profile.profile:
+        prefill_parts, decode_parts = _record_parts(engine, case, config, prefill_ms, decode.p50)
+    host = decode_parts.get("host")
+    if engine.asynchronous and middle.steps:
+        host = 1e3 * (sum(middle.steps) - middle.waited) / len(middle.steps)
+    return Figure(*case, prefill_ms, decode, middle.total, host, prefill_parts, decode_parts)
+
+
+def once(engine: HandEngine, batch: int, input_len: int, output_len: int) -> Run:
+    """Raises ConfigError where the batch cannot run together."""
+    engine.start(batch, input_len, output_len)
+    engine.synchronize()
+    begin = time.perf_counter()
+    _prefill(engine)
+    engine.synchronize()
+    prefill, waited, steps = time.perf_counter() - begin, engine.waited, []
+    if output_len > 1 and engine.num_decoding < batch:
+        raise ConfigError(f"The KV pool has no room for a batch of {batch}: raise --max-total-tokens.")
+    while True:
+        begin = time.perf_counter()
+        if not engine.step():
+            break
+        steps.append(time.perf_counter() - begin)
+    waited = engine.waited - waited
+    engine.finish()
+    return Run(prefill, steps, waited)
+
+
+def _prefill(engine: HandEngine) -> None:
+    while engine.prefilling:
+        engine.step()
+
+
+def _record_parts(engine: HandEngine, case: tuple[int, int, int], config: BenchOneBatch, prefill_ms: float,
+                  decode_ms: float) -> tuple[dict[str, float], dict[str, float]]:
+    """The parts of a prefill and of decode steps, by recording them; traces are written where they are wanted."""
+    batch, input_len, output_len = case
+    profile = config.profile
+    steps = min(output_len - 1, profile.profile_num_steps or _RECORDED_STEPS)
+    activities = profile.profile_activities if profile.profile else None
+    engine.start(batch, input_len, output_len)
+    with recorder(engine.device, activities) as recorded:
+        _prefill(engine)
+        engine.synchronize()
+    prefill = milliseconds(recorded, engine.device, prefill_ms, 1)
+    _write_trace(config, recorded, f"{batch}x{input_len}+{output_len}-prefill")
+    decode: dict[str, float] = {}
+    if steps > 0:
+        with recorder(engine.device, activities) as recorded:
+            for _ in range(steps):
+                engine.step()
+            engine.synchronize()
+        decode = milliseconds(recorded, engine.device, decode_ms, steps)
+        _write_trace(config, recorded, f"{batch}x{input_len}+{output_len}-decode")
+    engine.finish()
+    return (prefill, decode) if config.batches.parts else ({}, {})
+
+
+def _write_trace(config: BenchOneBatch, recorded: Any, name: str) -> None:
+    if not config.profile.profile:
+        return
+    folder = Path(config.profile.profile_output_dir or tempfile.gettempdir())
+    target = folder / f"bench_one_batch-{time.strftime('%Y%m%d-%H%M%S')}-{name}.trace.json.gz"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(target))
+    except OSError as error:
+        raise ConfigError(f"Cannot write the trace {target}: {error.strerror}.") from None
+    print(f"profile: {target}", flush=True)
+
+
+def _row(figure: Figure) -> str:
+    host = "-" if figure.host_ms is None else f"{figure.host_ms:.3f}"
+    decode = f"{'-':>14}{'-':>9}{'-':>9}{'-':>11}"
+    if figure.decode.count:
+        decode = f"{figure.decode.p50:>14.3f}{figure.decode.p99:>9.3f}{host:>9}{figure.decode_rate:>11,.0f}"
+    lines = [f"{figure.batch:>6}{figure.input_len:>8}{figure.output_len:>8}{figure.prefill_ms:>13.2f}"
+             f"{figure.prefill_rate:>11,.0f}{decode}"]
+    for name, parts in (("prefill", figure.prefill_parts), ("decode", figure.decode_parts)):
+        if parts:
+            total = sum(parts.values()) or 1.0
+            told = ", ".join(f"{part} {ms:.2f} ({ms / total:.0%})" for part, ms in parts.items())
+            lines.append(f"{'':6}{name:<8} ms: {told}")
+    return "\n".join(lines)
+
+
+def _record(config: BenchOneBatch, engine: HandEngine, figure: Figure) -> dict[str, Any]:
+    """SGLang's keys (seconds, tokens a second), and ours behind them."""
+    return {
+        "run_name": config.batches.tag, "model_path": config.model.model_path, "device": str(engine.device),
+        "dtype": engine.dtype, "batch_size": figure.batch, "input_len": figure.input_len,
+        "output_len": figure.output_len, "prefill_latency": figure.prefill_ms / 1e3,
+        "prefill_throughput": figure.prefill_rate,
+        "median_decode_latency": figure.decode.p50 / 1e3, "median_decode_throughput": figure.decode_rate,
+        "total_latency": figure.total_s, "overall_throughput": figure.overall_rate,
+        "decode_step_ms": asdict(figure.decode), "host_ms": figure.host_ms,
+        "prefill_parts_ms": figure.prefill_parts, "decode_parts_ms": figure.decode_parts,
+    }
+
+
+if __name__ == "__main__":
+    main()
