@@ -24,12 +24,12 @@ from baton.common.config.server import (
     ServerConfig,
 )
 from baton.common.distributed.parallel import Parallel
-from baton.common.engine.batcher import Batcher
 from baton.common.engine.executor import Executor
 from baton.common.engine.ledger import Ledger
 from baton.common.engine.model_runner import ModelRunner
 from baton.common.engine.rank import EngineParts
 from baton.common.engine.sampler import Sampler
+from baton.common.engine.scheduling.make import make_batcher
 from baton.common.engine.unified import UnifiedScheduler
 from baton.common.kvcache.manager import KVCacheManager
 from baton.decode.rank import _make_scheduler as make_decode
@@ -77,11 +77,13 @@ class Side:
     """One server's engine, stepped by hand."""
 
     def __init__(self, folder, make, mode, port, backend, *, chunk=8192, max_total_tokens=2048, groups=2,
-                 overlap=False):
+                 overlap=False, cache=None, schedule=None):
+        """``cache``, ``schedule``: further fields of CacheArgs and ScheduleArgs."""
         config = ServerConfig(
             ModelArgs(model_path=str(folder)),
-            CacheArgs(page_size=4, max_total_tokens=max_total_tokens, num_layer_groups=groups),
-            ScheduleArgs(chunked_prefill_size=chunk, schedule_conservativeness=0.0), ParallelArgs(), KernelArgs(),
+            CacheArgs(page_size=4, max_total_tokens=max_total_tokens, num_layer_groups=groups, **(cache or {})),
+            ScheduleArgs(**{"chunked_prefill_size": chunk, "schedule_conservativeness": 0.0} | (schedule or {})),
+            ParallelArgs(), KernelArgs(),
             DisaggregationArgs(disaggregation_mode=mode, disaggregation_transfer_backend=backend,
                                disaggregation_bootstrap_port=port), HttpArgs())
         spec = load_model_spec(config.model)
@@ -90,8 +92,8 @@ class Side:
         self.sent = []
         self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), max_request_tokens=max_total_tokens,
                              max_requests=512, timeout=1e9, reserves_output=mode != "prefill")
-        batcher = Batcher(self.cache, config.schedule)
-        executor = Executor(runner, Sampler(VOCAB, "cpu", 0))
+        batcher = make_batcher(config, runner, self.cache, Parallel().attention)
+        executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0))
         parts = EngineParts(config, Parallel(), runner, batcher, executor, self.ledger)
         if overlap:  # what a GPU would choose; here the step is over when it was launched, but its results come late
             parts = OverlappedParts(**vars(parts))
