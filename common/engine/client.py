@@ -176,7 +176,7 @@ class EngineClient:
         bracketed = f"[{host}]" if ":" in host else host
         self._inbox.ipv6 = ":" in host
         self._inbox.bind(f"tcp://{bracketed}:*")
-        return self._inbox.last_endpoint.decode()
+        return self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
         self._receiver = asyncio.create_task(self._receive(), name="engine-outputs")
