@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_tp import run_ranks
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
@@ -29,6 +28,7 @@ from baton.tests.common.small_models import (
     scattered_pages,
     server_config,
 )
+from baton.tests.common.test_tp import run_ranks
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 CPU = torch.device("cpu")
