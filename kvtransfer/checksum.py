@@ -64,9 +64,10 @@ class Checksum:
         return int(_scatter(sums + places.astype(np.uint64) * _ODD).sum())
 
 
-def places_of(group: int, blocks: int, first: int, num_pages: int, offsets: np.ndarray) -> np.ndarray:
-    """``[num_pages * m]``: the receiver's names of blocks ``offsets [m]`` of the prompt's pages ``first`` onwards."""
-    return expand(np.arange(first, first + num_pages), blocks, offsets) + (group << 48)
+def places_of(group: int, blocks: int, first: int, num_parts: int, offsets: np.ndarray, parts: int = 1) -> np.ndarray:
+    """``[num_parts * m]``: the receiver's names of blocks ``offsets [m]`` of the prompt's parts ``first`` onwards, of
+    which its pages have ``parts``."""
+    return expand(np.arange(first, first + num_parts), blocks, offsets, parts) + (group << 48)
 
 
 def _host_words(region: Region, num_pages: int) -> np.ndarray:

@@ -9,6 +9,10 @@ same everywhere.
 Where the layouts are equal a lane moves whole pages. Otherwise pages are cut into *blocks* of equal size that are
 contiguous on both sides: all heads of a layer, or as many heads of a layer's keys or values as the greatest common
 divisor of the two head counts. Neighbouring blocks travel together where the backend merges them.
+
+Where page sizes differ, one is a multiple of the other, and a larger page counts as so many *parts*, each of the tokens
+of a smaller page. A part is no contiguous memory: its blocks are one head's keys or values of these tokens (or
+latents), and lie among those of the other parts.
 """
 
 from __future__ import annotations
@@ -42,27 +46,42 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lane:
-    """``src_blocks[g]`` is how many blocks a page of our group g is cut into, ``dst_blocks`` the same of the peer's."""
+    """``src_blocks[g]`` is how many blocks a page of our group g is cut into, ``dst_blocks`` the same of the peer's;
+    ``src_parts`` and ``dst_parts`` how many parts a page has. Pieces name blocks of the first part."""
 
     src_blocks: tuple[int, ...]
     dst_blocks: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    src_parts: int = 1
+    dst_parts: int = 1
 
     def pieces_of(self, src_group: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.src_group == src_group]
 
 
-def expand(page_ids: np.ndarray, blocks: int, offsets: np.ndarray) -> np.ndarray:
-    """``[n * m]``: blocks ``offsets [m]`` of each of ``page_ids [n]``, where a page has ``blocks`` blocks."""
-    return (page_ids[:, None] * blocks + offsets).reshape(-1)
+def expand(part_ids: np.ndarray, blocks: int, offsets: np.ndarray, parts: int = 1) -> np.ndarray:
+    """``[n * m]``: blocks ``offsets [m]`` of each of ``part_ids [n]``, where a page has ``blocks`` blocks."""
+    if parts == 1:
+        return (part_ids[:, None] * blocks + offsets).reshape(-1)
+    pages, part = np.divmod(part_ids[:, None], parts)
+    return (pages * blocks + offsets * parts + part).reshape(-1)
+
+
+def parts_of(page_ids: np.ndarray, parts: int) -> np.ndarray:
+    """``[n * parts]``: the parts of pages, in order. Part i of page p has the number ``p * parts + i``."""
+    return page_ids if parts == 1 else expand(page_ids, parts, np.arange(parts))
 
 
 def why_not(prefill: Side, decode: Side) -> str | None:
     """Why no lanes lead from one to the other: the name and both values (decode's first) of what differs."""
-    for name in ("form", "page_size", "head_dim", "dtype", "num_layers"):
+    for name in ("form", "head_dim", "dtype", "num_layers"):
         theirs, ours = getattr(prefill.layout, name), getattr(decode.layout, name)
         if ours != theirs:
             return f"{name} of the KV layout is {ours!r} here and {theirs!r} there"
+    small, large = sorted((prefill.layout.page_size, decode.layout.page_size))
+    if large % small:
+        return (f"page_size of the KV layout is {decode.layout.page_size} here and {prefill.layout.page_size} there, "
+                f"and neither is a multiple of the other")
     for layer in range(decode.layout.num_layers):
         theirs, ours = prefill.layout.scales_of(layer), decode.layout.scales_of(layer)
         if ours != theirs:
@@ -93,13 +112,17 @@ def lane(src_rank: int, prefill: Side, dst_rank: int, decode: Side) -> Lane | No
     if heads is None:
         return None
     src_heads, dst_heads = prefill.layout.num_kv_heads, decode.layout.num_kv_heads
-    if src_heads == dst_heads:  # all heads, or none: whole pages, or a block for each layer
+    src_parts, dst_parts = (side.layout.page_size // min(prefill.layout.page_size, decode.layout.page_size)
+                            for side in (prefill, decode))
+    same_pages = src_parts == dst_parts
+    if src_heads == dst_heads and (same_pages or prefill.layout.form == "latent"):
+        # All heads, or none: whole pages, or a block for each layer, or for each part of it.
         src_local = dst_local = np.zeros(1 if heads else 0, np.int64)
         whole = prefill.layout == decode.layout
         src_blocks, dst_blocks = (tuple(1 if whole else layers for layers in side.layout.groups)
                                   for side in (prefill, decode))
     else:
-        unit, total = math.gcd(src_heads, dst_heads), _num_heads(prefill, decode)
+        unit, total = math.gcd(src_heads, dst_heads) if same_pages else 1, _num_heads(prefill, decode)
         units = np.array(sorted(heads)[::unit], dtype=np.int64)
         src_local = _in_layer(units - _first_head(src_rank, prefill, total), src_heads, unit)
         dst_local = _in_layer(units - _first_head(dst_rank, decode, total), dst_heads, unit)
@@ -107,7 +130,8 @@ def lane(src_rank: int, prefill: Side, dst_rank: int, decode: Side) -> Lane | No
                                   for side in (prefill, decode))
     blocks = [src_blocks, dst_blocks]
     pieces = _pieces(prefill.layout.groups, decode.layout.groups, blocks, src_local, dst_local)
-    return Lane(src_blocks, dst_blocks, tuple(pieces))
+    return Lane(tuple(n * src_parts for n in src_blocks), tuple(n * dst_parts for n in dst_blocks), tuple(pieces),
+                src_parts, dst_parts)
 
 
 def _in_layer(heads: np.ndarray, num_heads: int, unit: int) -> np.ndarray:

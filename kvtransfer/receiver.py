@@ -19,7 +19,7 @@ from .bootstrap import NotRegistered, OtherSecret, fetch_ranks
 from .checksum import extent_of, make_checksum, places_of
 from .endpoint import control_socket, rank_info, receive_all, register_pool
 from .iothread import IOThread
-from .lanes import expand
+from .lanes import expand, parts_of
 from .messages import PrefillResult, RankInfo, decode_to_receiver, encode, unpack_page_ids
 from .receiving import ReceiverCore
 from .recv_state import Address, Close, Connect, Effect, Lookup, RecvRoom, Send, Verify
@@ -180,11 +180,15 @@ class KVReceiver:
             self._core.verified(half, found == half.checksum, time.monotonic())
 
     def _checksum_of(self, half: RecvRoom) -> int:
-        page_ids, total = unpack_page_ids(half.reserve.page_ids), 0
+        """Of what the senders were asked for: a last page's parts behind the prompt's end stay as they were."""
+        reserve, parts, total = half.reserve, half.parts, 0
+        first = reserve.first_page * parts
+        count = -(-reserve.num_prompt_tokens * parts // self.info.layout.page_size) - first
+        part_ids = parts_of(unpack_page_ids(reserve.page_ids), parts)[:count]
         for group, blocks in enumerate(half.blocks):
-            offsets = np.arange(blocks)
-            places = places_of(group, blocks, half.reserve.first_page, len(page_ids), offsets)
-            total += self._checksum.of(self._extent, group, blocks, expand(page_ids, blocks, offsets), places)
+            offsets = np.arange(blocks // parts)
+            places = places_of(group, blocks, first, len(part_ids), offsets, parts)
+            total += self._checksum.of(self._extent, group, blocks, expand(part_ids, blocks, offsets, parts), places)
         return total
 
     def _look_up(self, address: Address) -> None:

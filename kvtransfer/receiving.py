@@ -128,7 +128,7 @@ class ReceiverCore:
         for info in (info for info in ranks if info.rank in writers):
             way = lane(info.rank, ranks[0].side, self.info.rank, self.info.side)
             assert way is not None
-            route.blocks = way.dst_blocks  # equal of all
+            route.blocks, route.parts = way.dst_blocks, way.dst_parts  # equal of all
             link = Link(secrets.token_hex(16).encode(), address, info.instance, heard=now, last_pong=-float("inf"),
                         dp_rank=info.dp_rank)
             route.links[link.id] = self.links[link.id] = link
@@ -278,7 +278,8 @@ class ReceiverCore:
                                             f"{route.dp_size} of them (disagg_prefill_dp_rank)"), now)
             return
         half.phase = step(RECEIVER, half.phase, Event.PUBLISH)
-        half.blocks, half.published_over = route.blocks, tuple(link.id for link in links)
+        half.blocks, half.parts = route.blocks, route.parts
+        half.published_over = tuple(link.id for link in links)
         for link in links:
             half.writers[link.id] = None
             link.rooms[half.room] = half

@@ -26,6 +26,7 @@ class RecvRoom:
     result: m.PrefillResult | None = None
     checksum: int = 0  # of what the senders say that they wrote
     blocks: tuple[int, ...] = ()  # that they cut our pages into, by layer group
+    parts: int = 1  # of our pages, that a page of theirs holds the tokens of
     writers: dict[bytes, float | None] = field(default_factory=dict)
     published_over: tuple[bytes, ...] = ()
     dp_rank: int | None = None  # the sender's data-parallel rank; None: by room
@@ -54,7 +55,8 @@ class Link:
 
 @dataclass
 class Route:
-    """The links to all ranks of one prefill server that we have lanes from, which cut our pages into ``blocks``."""
+    """The links to all ranks of one prefill server that we have lanes from, which cut our pages into ``blocks``
+    and ``parts``."""
 
     links: dict[bytes, Link]
     blocks: tuple[int, ...] = ()

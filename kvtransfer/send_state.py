@@ -65,7 +65,8 @@ class Destination:
 
 
 class Write(NamedTuple):
-    """Pages of one layer group on their way; to be posted once ``ready`` (a CUDA event or None) has happened.
+    """Pages of one layer group on their way, or their parts; to be posted once ``ready`` (a CUDA event or None) has
+    happened.
 
     ``first`` is the place in the prompt of the first of them.
     """
@@ -74,8 +75,8 @@ class Write(NamedTuple):
     destination: Destination
     group: int
     first: int
-    src_page_ids: np.ndarray
-    dst_page_ids: np.ndarray
+    src_ids: np.ndarray
+    dst_ids: np.ndarray
     ready: Any
 
     @property

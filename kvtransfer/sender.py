@@ -225,15 +225,15 @@ class KVSender:
     def _post(self, posting: _Posting, piece: Piece) -> None:
         write, lane = posting.write, posting.write.session.lane
         src_blocks, dst_blocks = lane.src_blocks[piece.src_group], lane.dst_blocks[piece.dst_group]
-        src = expand(write.src_page_ids, src_blocks, piece.src)
+        src = expand(write.src_ids, src_blocks, piece.src, lane.src_parts)
         try:
             posting.handles.append(self._backend.write(
                 write.session.peer, piece.src_group, src, piece.dst_group,
-                expand(write.dst_page_ids, dst_blocks, piece.dst)))
+                expand(write.dst_ids, dst_blocks, piece.dst, lane.dst_parts)))
         except ServingError:
             posting.failed = True
         if write.session.checksum != "off":  # the pages are read while they travel
-            places = places_of(piece.dst_group, dst_blocks, write.first, len(write.dst_page_ids), piece.dst)
+            places = places_of(piece.dst_group, dst_blocks, write.first, len(write.dst_ids), piece.dst, lane.dst_parts)
             posting.checksum += self._checksum.of(write.session.checksum, write.group, src_blocks, src, places)
 
     def _poll_writes(self) -> None:
@@ -275,6 +275,6 @@ def _bytes_of(layout: KVLayout) -> Callable[[Write], int]:
     def count(write: Write) -> int:
         lane, page_bytes = write.session.lane, layout.group_page_bytes(write.group)
         blocks = sum(len(piece.src) for piece in lane.pieces_of(write.group))
-        return len(write.src_page_ids) * page_bytes * blocks // lane.src_blocks[write.group]
+        return len(write.src_ids) * page_bytes * blocks // lane.src_blocks[write.group]
 
     return count

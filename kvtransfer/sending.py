@@ -23,7 +23,7 @@ import numpy as np
 
 from ..common.api.errors import Aborted, Conflict, DeadlineExceeded, ServingError, TransferFailed
 from . import messages as m
-from .lanes import lane, readers_of
+from .lanes import lane, parts_of, readers_of
 from .lobby import Lobby, Tombstone
 from .send_state import Admit, Destination, Dismiss, Effect, Send, SendRoom, Session, Write
 from .states import SENDER, Event, Phase, step
@@ -246,14 +246,17 @@ class SenderCore:
 
     def _queue(self, half: SendRoom, destination: Destination, group: int, first: int, src_page_ids: np.ndarray,
                ready: Any) -> None:
-        """What of these pages the destination lacks and its lane carries."""
-        skip = max(0, destination.first_page - first)
-        src, start = src_page_ids[skip:], first + skip - destination.first_page
-        dst = destination.page_ids[start:start + len(src)]
+        """What of these pages the destination lacks and its lane carries; in parts, where pages differ in size."""
+        way = destination.session.lane
+        part = self.info.layout.page_size // way.src_parts
+        start, wanted = first * way.src_parts, destination.first_page * way.dst_parts
+        skip = max(0, wanted - start)
+        src = parts_of(src_page_ids, way.src_parts)[skip:-(-half.num_prompt_tokens // part) - start]
+        dst = parts_of(destination.page_ids, way.dst_parts)[start + skip - wanted:][:len(src)]
         assert len(dst) == len(src), "pages beyond the prompt's last"
-        if len(src) and destination.session.lane.pieces_of(group):
+        if len(src) and way.pieces_of(group):
             half.queued += 1
-            self.queue.append(Write(half, destination, group, first + skip, src, dst, ready))
+            self.queue.append(Write(half, destination, group, start + skip, src, dst, ready))
 
     def _reserve(self, session: Session, reserve: m.Reserve, now: float) -> None:
         room = reserve.room
@@ -284,7 +287,7 @@ class SenderCore:
                 self._join(half, now)
 
     def _unfit(self, destination: Destination) -> str | None:
-        pages = self.info.layout.pages_for(destination.num_prompt_tokens)
+        pages = destination.session.info.layout.pages_for(destination.num_prompt_tokens)
         ids, first = destination.page_ids, destination.first_page
         if not 0 <= first <= pages or len(ids) != pages - first:
             return f"decode's reservation has {len(ids)} pages from page {first} on for a prompt of {pages} pages"

@@ -341,7 +341,7 @@ class World:
             self.prefill.cores[flight.sender].written(flight.write, False, self.now)
 
     def touch(self, flight: Flight) -> None:
-        for page in flight.write.dst_page_ids.tolist():
+        for page in flight.write.dst_ids.tolist():
             assert self.owner[page] == flight.serial, (
                 f"a late write for request {flight.serial} landed in page {page} of {self.owner[page]}")
             self.written[flight.receiver, page].add(flight.sender)

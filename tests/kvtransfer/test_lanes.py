@@ -84,7 +84,7 @@ def test_equal_layouts_move_whole_pages_and_heads_stay_together():
 
 @pytest.mark.parametrize("change, words", [
     ({"form": "latent"}, "form of the KV layout is 'latent' here and 'heads' there"),
-    ({"page_size": 4}, "page_size of the KV layout is 4 here and 2 there"),
+    ({"page_size": 3}, "page_size of the KV layout is 3 here and 2 there, and neither is a multiple of the other"),
     ({"head_dim": 4}, "head_dim of the KV layout is 4 here and 3 there"),
     ({"dtype": "bfloat16"}, "dtype of the KV layout is 'bfloat16' here and 'float32' there"),
     ({"groups": (4,)}, "num_layers of the KV layout is 4 here and 5 there"),

@@ -29,10 +29,11 @@ class Server:
     """The ranks of a prefill or decode server, their pools views of one cache ``[pages, layers, planes, heads, ...]``;
     no heads are latents."""
 
-    def __init__(self, fleet, build, tp_size: int, num_heads: int, groups: tuple[int, ...], seed: int | None):
+    def __init__(self, fleet, build, tp_size: int, num_heads: int, groups: tuple[int, ...], seed: int | None,
+                 page_size: int = PAGE_SIZE):
         form = "heads" if num_heads else "latent"
-        self.layout = KVLayout(groups, max(1, num_heads // tp_size), HEAD_DIM, PAGE_SIZE, "float32", form)
-        shape = (NUM_PAGES, sum(groups), self.layout.planes, max(1, num_heads), PAGE_SIZE, HEAD_DIM)
+        self.layout = KVLayout(groups, max(1, num_heads // tp_size), HEAD_DIM, page_size, "float32", form)
+        shape = (NUM_PAGES, sum(groups), self.layout.planes, max(1, num_heads), page_size, HEAD_DIM)
         whole = np.zeros(shape, np.float32) if seed is None else np.random.default_rng(seed).random(shape, np.float32)
         self.whole, self.pools, self.ranks = whole, [], []
         for rank in range(tp_size):
@@ -49,14 +50,15 @@ class Server:
 
 
 class Fleet:
-    def __init__(self, p: int, d: int, heads: int, groups=((2, 1), (2, 1)), backend="fake", **args):
+    def __init__(self, p: int, d: int, heads: int, groups=((2, 1), (2, 1)), backend="fake",
+                 page_sizes=(PAGE_SIZE, PAGE_SIZE), **args):
         self.backend = backend
         self.args = DisaggregationArgs(disaggregation_transfer_backend=backend, **args)
         self.closers = contextlib.ExitStack()
         self.bootstrap = Bootstrap(secret=self.args.cluster_secret)
         self.closers.callback(self.bootstrap.close)
-        self.prefill = Server(self, KVSender, p, heads, groups[0], seed=1)
-        self.decode = Server(self, KVReceiver, d, heads, groups[1], seed=None)
+        self.prefill = Server(self, KVSender, p, heads, groups[0], seed=1, page_size=page_sizes[0])
+        self.decode = Server(self, KVReceiver, d, heads, groups[1], seed=None, page_size=page_sizes[1])
         for sender in self.prefill.ranks:
             register_rank(self.bootstrap.url, sender.info, secret=self.args.cluster_secret)
 

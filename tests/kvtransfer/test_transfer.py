@@ -252,7 +252,7 @@ def test_a_restarted_decode_is_a_new_peer(pair):
 
 
 @pytest.mark.parametrize("field, change", [
-    ("head_dim", {"head_dim": 16}), ("page_size", {"page_size": 2}), ("num_layers", {"groups": (1, 1)}),
+    ("head_dim", {"head_dim": 16}), ("page_size", {"page_size": 3}), ("num_layers", {"groups": (1, 1)}),
     ("dtype", {"dtype": "bfloat16"}), ("num_kv_heads", {"num_kv_heads": 1})])
 def test_layouts_that_do_not_fit_are_refused_with_the_field(make_pair, field, change):
     pair = make_pair()
