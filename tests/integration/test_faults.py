@@ -1,16 +1,17 @@
 """Servers that die, stop, are cut off and come back while requests run: every request ends, and no page is lost.
 
-By default each fault strikes once, in the middle of a burst of 32 requests; ``pytest -m slow`` lets it strike at other
-moments: before the first connection, between the first pages, and among the last tokens.
+The matrix is {prefill, decode} x {killed, stopped for ten seconds, cut off, restarted at the same port} x {the stages
+of staged.py}, with 32 requests in flight, and a server that stands still at the stage when the fault strikes. By
+default some of it runs; ``pytest -m slow`` runs the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
-import threading
 import time
 
 import aiohttp
@@ -21,39 +22,84 @@ import pytest
 from baton.common.tinychat.tasks import held_out, matches
 from baton.kvtransfer.bootstrap import fetch_ranks
 from baton.tests.integration.harness import Cluster
+from baton.tests.integration.staged import STAGES, Stages
 from baton.tests.kvtransfer.conftest import Bootstrap, Proxy
 
 END_SECONDS = 10.0
 STOPPED_SECONDS = 10.0
 NO_RETRIES = ["--policy", "round_robin", "--retry-max-retries", "0"]
+SMALL_STEPS = ["--chunked-prefill-size", "64", "--num-layer-groups", "3"]
 
-MOMENTS = [0.15, *(pytest.param(after, marks=pytest.mark.slow) for after in (0.0, 0.03, 0.08, 0.4, 0.8))]
+FAULTS = ("killed", "stopped", "cut", "restarted")
+ALWAYS = {("prefill", "killed", "mid-chunk"), ("prefill", "stopped", "before the first chunk"),
+          ("decode", "cut", "last chunk"), ("decode", "restarted", "first tokens")}
+MATRIX = [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+          for case in itertools.product(("prefill", "decode"), FAULTS, STAGES)]
+
+
+class Staged:
+    """A cluster whose servers stand still where a test wants it, and what it takes to end 32 requests undisturbed."""
+
+    def __init__(self, folder):
+        self.cluster = Cluster(folder, router_flags=NO_RETRIES, flags=SMALL_STEPS)
+        self.stages = Stages(folder)
+        for role in ("prefill", "decode"):
+            server = getattr(self, role)
+            server.argv[2:3] = ["baton.tests.integration.staged", role]
+            server.environment["BATON_STAGES"] = str(folder)
+        self.calm_seconds = 0.0
+
+    @property
+    def prefill(self):
+        return self.cluster.prefill[0]
+
+    @property
+    def decode(self):
+        return self.cluster.decode[0]
+
+    async def measure(self):
+        if not self.calm_seconds:
+            await until_right(self.cluster)
+            began = time.monotonic()
+            await asyncio.gather(*await ask_all(self.cluster.url, 32))
+            self.calm_seconds = time.monotonic() - began
+
+    @property
+    def end_seconds(self):
+        """What has not failed is answered: on a slow machine that takes its time, with or without a fault."""
+        return END_SECONDS + 2 * self.calm_seconds
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def staged(tmp_path_factory):
     """One for all tests: each leaves it whole, or fails."""
-    with Cluster(tmp_path_factory.mktemp("faults"), router_flags=NO_RETRIES) as cluster:
-        yield cluster
+    staged = Staged(tmp_path_factory.mktemp("faults"))
+    with staged.cluster:
+        yield staged
+
+
+@pytest.fixture(scope="module")
+def cluster(staged):
+    return staged.cluster
 
 
 @pytest.fixture(scope="module")
 def wired(tmp_path_factory):
-    """A cluster whose decode server reaches its prefill server over a wire that can be cut: ``(cluster, wire)``.
+    """The same with a wire between the two servers that can be cut: ``(staged, wire)``.
 
     The router names a bootstrap server of ours, which tells the wire's end for the prefill rank's own.
     """
-    cluster = Cluster(tmp_path_factory.mktemp("wired"), router_flags=NO_RETRIES)
-    bootstrap, argv = Bootstrap(), cluster.router.argv
+    staged = Staged(tmp_path_factory.mktemp("wired"))
+    bootstrap, argv = Bootstrap(), staged.cluster.router.argv
     place = argv.index("--prefill") + 2
     address = ("127.0.0.1", int(argv[place]))
     argv[place] = str(bootstrap.server.port)
     try:
-        with cluster:
+        with staged.cluster:
             (rank,) = fetch_ranks(address, timeout=5.0)
             wire = Proxy(rank.endpoint)
             bootstrap.server.ranks[0, 0] = msgspec.structs.replace(rank, endpoint=wire.endpoint)
-            yield cluster, wire
+            yield staged, wire
             wire.close()
     finally:
         bootstrap.close()
@@ -72,6 +118,14 @@ async def ask(session, url, example):
         return ("right" if matches(example, parsed["choices"][0]["message"]) else "wrong"), seconds
 
 
+async def ask_all(url, count):
+    """Tasks, one a question, in a session of their own."""
+    async def one(example):
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(180)) as session:
+            return (await ask(session, url, example))[0]
+    return [asyncio.ensure_future(one(example)) for example in questions(count)]
+
+
 _seeds = itertools.count(31)
 
 
@@ -86,18 +140,6 @@ async def all_right(url, count=12):
     return sum(how == "right" for how, _ in ended) >= 0.9 * count
 
 
-async def disturb(cluster, act, after=0.15, count=32):
-    """Ask ``count`` questions at once, ``act`` while they run; returns how each ended."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-        tasks = [asyncio.ensure_future(ask(session, cluster.url, example)) for example in questions(count)]
-        await asyncio.sleep(after)
-        act()
-        acted = time.monotonic()
-        ended = await asyncio.gather(*tasks)
-        assert time.monotonic() - acted < END_SECONDS, f"the last request ended after {time.monotonic() - acted:.1f} s"
-    return [how for how, _ in ended]
-
-
 async def until_right(cluster, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not await all_right(cluster.url):
@@ -105,79 +147,74 @@ async def until_right(cluster, seconds=30.0):
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize("after", MOMENTS)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_server_killed_and_restarted_behind_the_same_address(cluster, role, after):
-    await until_right(cluster)
-    victim = getattr(cluster, role)[0]
-    survivor = getattr(cluster, {"prefill": "decode", "decode": "prefill"}[role])[0]
-    ended = await disturb(cluster, victim.kill, after)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role, fault, stage", MATRIX)
+async def test_a_fault_at_a_stage(request, role, fault, stage):
+    wired = request.getfixturevalue("wired") if fault == "cut" else None
+    staged = wired[0] if wired else request.getfixturevalue("staged")
+    victim, survivor = (staged.prefill, staged.decode) if role == "prefill" else (staged.decode, staged.prefill)
+    await staged.measure()
+    staged.stages.arm(stage)
+    tasks = await ask_all(staged.cluster.url, 32)
+    await asyncio.to_thread(until, lambda: staged.stages.reached, 60 + staged.end_seconds)
+    try:
+        over = await asyncio.to_thread(strike, fault, victim, wired and wired[1], staged.stages)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks), staged.end_seconds)
+    finally:
+        staged.stages.go()
     assert "wrong" not in ended, ended
-    if role == "decode":  # without prefill, requests may still be answered; without decode none can
-        assert any(how != "right" for how in ended), ended
-    survivor.assert_clean(seconds=END_SECONDS)
-    victim.start().wait_ready()
-    await until_right(cluster)
-    for server in cluster.workers:
-        server.assert_clean()
+    if fault in ("killed", "restarted") and role == "decode":
+        assert any(how != "right" for how in ended), "the fault struck nothing"
+    survivor.assert_clean(seconds=staged.end_seconds)
+    await asyncio.to_thread(over)
+    await until_right(staged.cluster, staged.end_seconds + 30)
+    for server in staged.cluster.workers:
+        server.assert_clean(seconds=staged.end_seconds)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_server_stopped_for_ten_seconds(cluster, role):
-    """SIGSTOP of a whole server: its peer counts it as dead, later bytes of it change nothing.
-
-    Pages that a stopped writer was told of stay held until it runs again and says that it is quiet: a write of its
-    may be half done.
-    """
-    await until_right(cluster)
-    victim = getattr(cluster, role)[0]
-    survivor = getattr(cluster, {"prefill": "decode", "decode": "prefill"}[role])[0]
-    family = [victim.process.pid, *children_of(victim.process.pid)]
-
-    def freeze():
-        for pid in family:
-            signal_to(pid, signal.SIGSTOP)
-
-    threading.Timer(STOPPED_SECONDS, lambda: [signal_to(pid, signal.SIGCONT) for pid in family]).start()
-    if role == "prefill":  # decode notices and answers at once; with decode stopped the router waits for its bytes
-        ended = await disturb(cluster, freeze)
-        assert "wrong" not in ended, ended
-        survivor.assert_clean(seconds=STOPPED_SECONDS)
+def strike(fault, victim, wire, stages):
+    """Returns what ends the fault, where it has not ended by itself. The server that stands still goes on."""
+    if fault == "cut":
+        wire.cut()
+    elif fault == "stopped":
+        family = [victim.process.pid, *children_of(victim.process.pid)]
+        with contextlib.ExitStack() as resume:
+            for pid in family:
+                signal_to(pid, signal.SIGSTOP)
+                resume.callback(signal_to, pid, signal.SIGCONT)
+            stages.go()
+            time.sleep(STOPPED_SECONDS)
     else:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
-            tasks = [asyncio.ensure_future(ask(session, cluster.url, example)) for example in questions(32)]
-            await asyncio.sleep(0.15)
-            freeze()
-            ended = [how for how, _ in await asyncio.gather(*tasks)]
-            assert "wrong" not in ended, ended
-    await asyncio.sleep(1.0)
-    await until_right(cluster)
-    for server in cluster.workers:
-        server.assert_clean()
+        victim.kill()
+    stages.go()
+    if fault == "restarted":
+        victim.start()
+    return {"killed": lambda: victim.start().wait_ready(), "restarted": victim.wait_ready}.get(fault, lambda: None)
 
 
-@pytest.mark.parametrize("after", MOMENTS)
-async def test_a_cut_connection_between_the_servers(wired, after):
-    """Both are alive and reach each other again at once: the requests under way end, the next ones are answered."""
-    cluster, wire = wired
-    await until_right(cluster)
-    ended = await disturb(cluster, wire.cut, after)
-    assert "wrong" not in ended, ended
-    for server in cluster.workers:
-        server.assert_clean(seconds=END_SECONDS)
-    assert await all_right(cluster.url)
+def until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen in {seconds:.0f} s"
+        time.sleep(0.005)
 
 
 async def test_a_wire_that_is_cut_again_and_again(wired):
-    cluster, wire = wired
-    await until_right(cluster)
-    cuts = threading.Timer(0.05, lambda: [(wire.cut(), time.sleep(0.1)) for _ in range(5)])
-    ended = await disturb(cluster, cuts.start, after=0.0)
-    cuts.join()
+    staged, wire = wired
+    await staged.measure()
+    staged.stages.arm("mid-chunk")
+    tasks = await ask_all(staged.cluster.url, 32)
+    await asyncio.to_thread(until, lambda: staged.stages.reached, 60 + staged.end_seconds)
+    wire.cut()
+    staged.stages.go()
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        wire.cut()
+    ended = await asyncio.wait_for(asyncio.gather(*tasks), staged.end_seconds)
     assert "wrong" not in ended and any(how != "right" for how in ended), ended
-    for server in cluster.workers:
-        server.assert_clean(seconds=END_SECONDS)
-    assert await all_right(cluster.url)
+    for server in staged.cluster.workers:
+        server.assert_clean(seconds=staged.end_seconds)
+    await until_right(staged.cluster)
 
 
 def children_of(pid):
