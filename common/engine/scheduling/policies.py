@@ -23,7 +23,8 @@ def order_maker(name: str, cache: PrefixCache | None, seed: int) -> Callable[[],
         return partial(KeyOrder, lof.key)
     if name == "random":
         return partial(KeyOrder, RandomKey(seed))
+    assert name in NAMES
     if name == "fcfs" or cache is None:
         return partial(KeyOrder, fcfs.key)
-    arrange = {"lpm": LongestPrefixFirst, "dfs-weight": HeaviestSubtreeFirst}[name](cache)
+    arrange = LongestPrefixFirst(cache) if name == "lpm" else HeaviestSubtreeFirst(cache)
     return partial(ArrangedOrder, arrange, lambda: cache.version)
