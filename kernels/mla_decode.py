@@ -13,8 +13,14 @@ from . import reference
 from ._triton import runs_triton, tl, triton
 from .decode_plan import DecodePlan
 from .join_pieces import join_pieces
+from .paged_decode import Tile
 
 _MOST_HEADS = 64
+# Each latent is found by an index that is loaded before it: only from 5 stages on the compiler (Triton 3.6) has a second
+# tile on its way while one is computed. Two programs of 16 heads then fit a multiprocessor of an H100 or H200.
+_NARROW = Tile(tokens=32, warps=4, stages=5)
+_WIDE = Tile(tokens=32, warps=8, stages=5)
+_FLOAT32 = Tile(tokens=16, warps=4, stages=2)
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -80,15 +86,21 @@ def head_block(num_heads: int, itemsize: int) -> int:
     return max(16, min(_MOST_HEADS if itemsize <= 2 else 16, triton.next_power_of_2(num_heads)))
 
 
+def tile_of(block_heads: int, itemsize: int) -> Tile:
+    if itemsize > 2:
+        return _FLOAT32
+    return _NARROW if block_heads <= 16 else _WIDE
+
+
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
                kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
-               plan: DecodePlan) -> torch.Tensor:
+               plan: DecodePlan, tile: Tile | None = None) -> torch.Tensor:
     """``softmax((q l^T + q_rope k^T) * scale) l`` of each request over all its latents l and shared keys k, as
     ``[B, H, L]``.
 
     ``q`` [B, H, L] and ``q_rope`` [B, H, R], views contiguous in their last dimension; ``pages`` one layer of a pool
     of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32). ``plan`` is of the same table,
-    its pieces no shorter than 32 tokens.
+    its pieces no shorter than ``tile.tokens`` (by default 32).
     """
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
@@ -103,13 +115,13 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
         parts = torch.empty((most, num_heads, rank), dtype=torch.float32, device=q.device)
         lses = torch.empty((most, num_heads), dtype=torch.float32, device=q.device)
     block_heads = head_block(num_heads, q.element_size())
+    tile = tile or tile_of(block_heads, q.element_size())
     _mla_decode_kernel[(most, triton.cdiv(num_heads, block_heads))](
         q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts, requests,
         scale * 1.4426950408889634, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), pages.stride(0),
         pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank, ROPE=width,
         BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
-        BLOCK_HEADS=block_heads, BLOCK_TOKENS=32 if q.element_size() <= 2 else 16,
-        num_warps=4 if block_heads <= 32 else 8, num_stages=2)
+        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages)
     if plan.joins:
         join_pieces(parts, lses, out, plan)
     return out

@@ -1,6 +1,7 @@
 """Latent attention's kernels at DeepSeek-V2-Lite's shape, beside the copy and matrix-product ceilings of the same run.
 
-    python -m baton.tests.bench.mla_decode [--heads 16] [--contexts 1024,8192] [--batches 1,16,64,256] [--out FILE.json]
+    python -m baton.tests.bench.mla_decode [--heads 16] [--contexts 1024,8192] [--batches 1,16,64,256]
+        [--tiles 32x4x5,32x4x3,64x4x5] [--out FILE.json]
 
 Decode: one layer's kernel over random pages, alone and with the products that absorb W_UK and W_UV; the floor is each
 latent read once at the copy's speed. Prefill: a prompt behind a cached prefix, expansion included; the floor is its
@@ -10,10 +11,12 @@ arithmetic in the expanded form at the matrix product's speed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +28,8 @@ from ...common.engine.forward_batch import Row, build_forward_batch
 from ...common.kvcache.layout import KVLayout
 from ...common.kvcache.pool import KVPool
 from ...kernels.decode_plan import plan_decode
-from ...kernels.mla_decode import head_block, mla_decode
+from ...kernels.mla_decode import head_block, mla_decode, tile_of
+from ...kernels.paged_decode import Tile
 from . import ceilings
 
 MLA = MLASpec(q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128, scale=192**-0.5)
@@ -65,7 +69,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def decode(heads: int, batch: int, context: int, copy_tb_s: float) -> dict[str, float]:
+def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: Tile) -> dict[str, Any]:
     pages_each = -(-context // PAGE_SIZE)
     pool = KVPool(KVLayout((1,), 1, MLA.latent_dim, PAGE_SIZE, "bfloat16", "latent"), batch * pages_each, "cuda")
     pool.groups[0].normal_()
@@ -80,19 +84,19 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float) -> dict[str, 
     absorbed, q_rope = absorb(q, up, MLA.nope_dim), q[..., MLA.nope_dim:]
 
     def kernel() -> torch.Tensor:
-        return mla_decode(absorbed, q_rope, pages, *table, MLA.scale, plan)
+        return mla_decode(absorbed, q_rope, pages, *table, MLA.scale, plan, tile)
 
     def layer() -> torch.Tensor:
-        latents = mla_decode(absorb(q, up, MLA.nope_dim), q_rope, pages, *table, MLA.scale, plan)
+        latents = mla_decode(absorb(q, up, MLA.nope_dim), q_rope, pages, *table, MLA.scale, plan, tile)
         return values_of(latents, up, MLA.nope_dim)
 
     floor = batch * context * MLA.latent_dim * 2 / copy_tb_s / 1e12
-    found = {"batch": batch, "context": context, "kernel_us": 1e6 * seconds(kernel), "layer_us": 1e6 * seconds(layer),
+    found = {"tile": "x".join(map(str, tile)), "batch": batch, "context": context, "kernel_us": 1e6 * seconds(kernel), "layer_us": 1e6 * seconds(layer),
              "floor_us": 1e6 * floor}
     return found | {"ratio": found["kernel_us"] / found["floor_us"]}
 
 
-def prefill(heads: int, new: int, prefix: int, tflops: float) -> dict[str, float]:
+def prefill(heads: int, new: int, prefix: int, tflops: float) -> dict[str, Any]:
     total = new + prefix
     pool = KVPool(KVLayout((1,), 1, MLA.latent_dim, PAGE_SIZE, "bfloat16", "latent"), -(-total // PAGE_SIZE), "cuda")
     pool.groups[0].normal_()
@@ -110,23 +114,30 @@ def prefill(heads: int, new: int, prefix: int, tflops: float) -> dict[str, float
             "ratio": took * tflops * 1e12 / work}
 
 
+def _ints(listed: str) -> list[int]:
+    return [int(number) for number in listed.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=16, help="of one rank; 128 are DeepSeek-V3's on one")
     parser.add_argument("--contexts", default="1024,8192")
     parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--tiles", help="TOKENSxWARPSxSTAGES of the decode kernel to compare; without it the default")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     copy, tflops = ceilings.copy_tb_s(), ceilings.matmul_tflops()
     print(f"{args.heads} heads, bfloat16; copy {copy:.2f} TB/s, matrix product {tflops:.0f} TFLOP/s")
-    print("| decode batch | context | kernel us | with absorbing us | floor us | kernel / floor |\n" + "|---" * 6 + "|")
+    print("| tile | decode batch | context | kernel us | with absorbing us | floor us | kernel / floor |\n" + "|---" * 7 + "|")
+    tiles = [tile_of(head_block(args.heads, 2), 2)]
+    if args.tiles:
+        tiles = [Tile(*map(int, name.split("x"))) for name in args.tiles.split(",")]
     decodes = []
-    for context in map(int, args.contexts.split(",")):
-        for batch in map(int, args.batches.split(",")):
-            row = decode(args.heads, batch, context, copy)
-            decodes.append(row)
-            figures = " | ".join(f"{row[name]:.1f}" for name in ("kernel_us", "layer_us", "floor_us", "ratio"))
-            print(f"| {batch} | {context} | {figures} |", flush=True)
+    for tile, context, batch in itertools.product(tiles, _ints(args.contexts), _ints(args.batches)):
+        row = decode(args.heads, batch, context, copy, tile)
+        decodes.append(row)
+        figures = " | ".join(f"{row[name]:.1f}" for name in ("kernel_us", "layer_us", "floor_us", "ratio"))
+        print(f"| {row['tile']} | {batch} | {context} | {figures} |", flush=True)
     print("| prefill new | prefix | layer us | TFLOP/s | times floor |\n" + "|---" * 5 + "|")
     prefills = []
     for new, prefix in ((1024, 0), (8192, 0), (8192, 24576), (256, 16384)):
