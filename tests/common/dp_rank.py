@@ -1,4 +1,4 @@
-"""One rank of test_dp.py: ``dp_rank.py RANK SIZE DP_SIZE INIT_METHOD OUT CASE...``, each case a JSON object.
+"""One rank of test_dp.py: ``dp_rank.py RANK SIZE DP_SIZE DEVICE INIT_METHOD OUT CASE...``, each case a JSON object.
 
 A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine; OUT gets the tokens of every
 prompt of this rank, and what was seen on the way.
@@ -18,9 +18,9 @@ from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.tests.common.hand_driven import Engine, tokens_of
 
 
-def main(rank: int, size: int, dp_size: int, init_method: str, out: str, cases: list[dict]) -> None:
+def main(rank: int, size: int, dp_size: int, device: str, init_method: str, out: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
-    joined = init_parallel(rank, size, dp_size, init_method, "cpu", timeout=60)
+    joined = init_parallel(rank, size, dp_size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120)
     seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
     torch.save(seen, out)
     joined.close()
@@ -30,7 +30,8 @@ def check_exchange(parallel: Parallel) -> list[bool]:
     """Whether rows come together in order and part again, for parts of every kind of sizes."""
     found = []
     for counts in ([3, 3], [5, 2], [0, 4], [40, 1], [1, 0]):
-        parts = [torch.arange(count * 6.0).view(count, 6) + 1000 * i for i, count in enumerate(counts)]
+        parts = [torch.arange(count * 6.0, device=parallel.device).view(count, 6) + 1000 * i
+                 for i, count in enumerate(counts)]
         whole = torch.cat(parts)
 
         def compute(x: torch.Tensor, whole=whole) -> torch.Tensor:
@@ -41,7 +42,7 @@ def check_exchange(parallel: Parallel) -> list[bool]:
         mine = parts[parallel.dp_rank]
         found.append(torch.equal(parallel.tokens.around(compute, mine), mine * 2))
     parallel.tokens.begin([0, 0])
-    found.append(parallel.tokens.around(lambda x: x, torch.empty(0, 6)).shape == (0, 6))
+    found.append(parallel.tokens.around(lambda x: x, torch.empty(0, 6, device=parallel.device)).shape == (0, 6))
     return found
 
 
@@ -50,7 +51,7 @@ def run(case: dict, joined: Parallel) -> dict:
     parallel = Parallel(joined.world, joined.attention, joined.across, experts,
                         dp_head=case.pop("dp_head", False))
     prompts = case.pop("prompts")[parallel.dp_rank]
-    engine = Engine(case.pop("checkpoint"), parallel=parallel, **case)
+    engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, **case)
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
     turns = computed = 0
@@ -67,4 +68,4 @@ def run(case: dict, joined: Parallel) -> dict:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *sys.argv[4:6], [json.loads(case) for case in sys.argv[6:]])
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:7], [json.loads(case) for case in sys.argv[7:]])

@@ -23,12 +23,13 @@ from baton.tests.common.small_moe import save_moe
 LENGTHS = [[3, 50, 17, 9], [31]]  # of the prompts of either data-parallel rank
 
 
-def run_ranks(size: int, folder: Path, cases: list[dict]) -> list[dict]:
+def run_ranks(size: int, folder: Path, cases: list[dict], device: str = "cpu") -> list[dict]:
     command = [sys.executable, str(Path(__file__).with_name("dp_rank.py"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     outs = [folder / f"rank{rank}.pt" for rank in range(size)]
-    ranks = [subprocess.Popen([*command, str(rank), str(size), "2", f"file://{folder}/rendezvous", str(outs[rank]),
-                               *map(json.dumps, cases)], env=environment, stderr=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen([*command, str(rank), str(size), "2", device, f"file://{folder}/rendezvous",
+                               str(outs[rank]), *map(json.dumps, cases)],
+                              env=environment, stderr=subprocess.PIPE, text=True)
              for rank in range(size)]
     try:
         for rank in ranks:
@@ -46,9 +47,9 @@ def make_prompts(seed: int) -> list[list[list[int]]]:
     return [[rng.integers(8, 97, length).tolist() for length in lengths] for lengths in LENGTHS]
 
 
-def alone(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+def alone(checkpoint: Path, prompts: list[list[int]], **options) -> list[list[int]]:
     """What a single rank answers."""
-    engine = Engine(checkpoint)
+    engine = Engine(checkpoint, **options)
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
     tokens = tokens_of(engine.run())
@@ -61,7 +62,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt):].tolist()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
     dense, tied, moe = (tmp_path / name for name in ("dense", "tied", "moe"))
     model = save_model(dense, "Qwen2")

@@ -1,0 +1,31 @@
+"""Data-parallel attention over two GPUs and NCCL: every group's tokens are a single GPU's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.tests.common.small_models import save_model
+from baton.tests.common.small_moe import save_moe
+from baton.tests.common.test_dp import alone, make_prompts, run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+def test_two_groups_on_two_gpus(tmp_path):
+    """In float32 over our kernels, whose sums no batch changes enough for another token."""
+    dense, moe = tmp_path / "dense", tmp_path / "moe"
+    wide = {"hidden_size": 256, "num_attention_heads": 4}
+    save_model(dense, "Qwen2", **wide)
+    save_moe(moe, "Qwen3Moe", head_dim=64)
+    prompts = make_prompts(1)
+    variants = [(dense, {}), (dense, {"dp_head": True, "chunk": 16, "overlap": True}), (moe, {"overlap": True})]
+    cases = [{"checkpoint": str(folder), "prompts": prompts, "page_size": 16, **options}
+             for folder, options in variants]
+    cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]], "page_size": 16})
+    ranks = run_ranks(2, tmp_path, cases, "cuda")
+    for group, seen in enumerate(ranks):
+        assert all(seen["exchanges"])
+        for (folder, _), found in zip(variants, seen["cases"]):
+            assert found["tokens"] == alone(folder, prompts[group], page_size=16, device="cuda:0"), (group, folder)
+    assert ranks[1]["cases"][-1]["tokens"] == alone(dense, prompts[1], page_size=16, device="cuda:0")
