@@ -16,8 +16,8 @@ from .join_pieces import join_pieces
 from .paged_decode import Tile
 
 _MOST_HEADS = 64
-# Each latent is found by an index that is loaded before it: only from 5 stages on the compiler (Triton 3.6) has a second
-# tile on its way while one is computed. Two programs of 16 heads then fit a multiprocessor of an H100 or H200.
+# Each latent is found by an index that is loaded before it: only from 5 stages on the compiler (Triton 3.6) has a
+# second tile on its way while one is computed. Two programs of 16 heads then fit a multiprocessor of an H100 or H200.
 _NARROW = Tile(tokens=32, warps=4, stages=5)
 _WIDE = Tile(tokens=32, warps=8, stages=5)
 _FLOAT32 = Tile(tokens=16, warps=4, stages=2)

@@ -91,8 +91,8 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: Tile) -
         return values_of(latents, up, MLA.nope_dim)
 
     floor = batch * context * MLA.latent_dim * 2 / copy_tb_s / 1e12
-    found = {"tile": "x".join(map(str, tile)), "batch": batch, "context": context, "kernel_us": 1e6 * seconds(kernel), "layer_us": 1e6 * seconds(layer),
-             "floor_us": 1e6 * floor}
+    found = {"tile": "x".join(map(str, tile)), "batch": batch, "context": context, "kernel_us": 1e6 * seconds(kernel),
+             "layer_us": 1e6 * seconds(layer), "floor_us": 1e6 * floor}
     return found | {"ratio": found["kernel_us"] / found["floor_us"]}
 
 
@@ -128,7 +128,8 @@ def main() -> None:
     args = parser.parse_args()
     copy, tflops = ceilings.copy_tb_s(), ceilings.matmul_tflops()
     print(f"{args.heads} heads, bfloat16; copy {copy:.2f} TB/s, matrix product {tflops:.0f} TFLOP/s")
-    print("| tile | decode batch | context | kernel us | with absorbing us | floor us | kernel / floor |\n" + "|---" * 7 + "|")
+    print("| tile | decode batch | context | kernel us | with absorbing us | floor us | kernel / floor |")
+    print("|---" * 7 + "|")
     tiles = [tile_of(head_block(args.heads, 2), 2)]
     if args.tiles:
         tiles = [Tile(*map(int, name.split("x"))) for name in args.tiles.split(",")]
