@@ -78,9 +78,10 @@ class DecodeGraphs:
             is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._inputs(size),
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
-        attention.plan(batch, max_length=max_length)
 
         def forward() -> torch.Tensor:
+            # Planned anew each time: what a backend computes of its plan on the device has to be in the graph as well.
+            attention.plan(batch, max_length=max_length)
             return model.forward(batch, attention, lambda layer: None)
 
         stream = torch.cuda.Stream()
