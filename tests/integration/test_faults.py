@@ -27,7 +27,7 @@ from baton.tests.kvtransfer.conftest import Bootstrap, Proxy
 
 END_SECONDS = 10.0
 STOPPED_SECONDS = 10.0
-NO_RETRIES = ["--policy", "round_robin", "--retry-max-retries", "0"]
+NO_RETRIES = ["--policy", "round_robin", "--retry-max-retries", "0", "--disable-circuit-breaker"]
 SMALL_STEPS = ["--chunked-prefill-size", "64", "--num-layer-groups", "3"]
 
 FAULTS = ("killed", "stopped", "cut", "restarted")
