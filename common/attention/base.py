@@ -18,8 +18,12 @@ class Planned(Protocol):
         """Prepare for ``batch``, a decode step or a ragged extend over existing prefixes.
 
         With ``max_length`` what is planned is captured into a graph, whose replays find other page tables in the
-        batch's tensors, of sequences up to so many tokens. Only backends that can decode under capture take it.
+        batch's tensors, of sequences up to so many tokens. Only backends that can decode under capture take it. It is
+        called twice: before the run that warms up, and before the one that is captured.
         """
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        """What a replay needs of the host: ``batch``, of a captured size, stands in the tensors that were captured."""
 
 
 class AttentionBackend(Planned, Protocol):

@@ -5,19 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+)
 
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
 
 _WORKSPACE_BYTES = 256 << 20
+_PLAN_BYTES = 8 << 20  # FlashInfer's own size for what a plan holds
 # The plain decode kernel is made for small groups; from 3 query heads a KV head the tensor cores win.
 _LARGEST_PLAIN_GROUP = 2
 
 
 class FlashInferBackend:
-    """One decode and one prefill wrapper over a shared workspace: a batch is planned once and run by every layer."""
+    """One decode and one prefill wrapper over a shared workspace: a batch is planned once and run by every layer.
+
+    A captured decode step has a wrapper of its own, over the graph's tensors: its plan is made anew before each replay.
+    Plans of all sizes take turns in one piece of memory.
+    """
 
     def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype):
         """``dtype`` is the model's; the pool's may be float8."""
@@ -27,34 +36,55 @@ class FlashInferBackend:
         self._heads = {"num_qo_heads": num_heads, "num_kv_heads": layout.num_kv_heads}
         stored = pool.groups[0].dtype
         self._types = {"q_data_type": dtype, "kv_data_type": stored}
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
+        workspace = self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        tensor_cores = self._tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
         # FA3's kernels take queries and keys of one type.
         fa3 = torch.cuda.get_device_capability(device) == (9, 0) and stored == dtype
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
         self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if fa3 else "fa2")
+        self._captured: dict[int, Any] = {}  # by batch size
+        self._captured_plans: torch.Tensor | None = None
         self._wrapper: Any = None
         self._batch: ForwardBatch | None = None
         self._planned = torch.cuda.Event()
 
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
-        assert max_length is None, "this backend's plans hold the page table, and cannot be captured"
+        self._batch = batch
+        if max_length is not None:
+            self._captured[batch.num_reqs] = self._over_tensors_of(batch)
+            self.refresh(batch)
+        elif batch.is_decode:
+            self._plan(self._decode, batch)
+        else:
+            self._plan(self._prefill, batch)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        self._plan(self._captured[batch.num_reqs], batch)
+
+    def _plan(self, wrapper: Any, batch: ForwardBatch) -> None:
         # A plan is copied to the device from the wrapper's pinned buffer: written again before that copy has run, as
         # when chunks without logits are enqueued back to back, it would change the batch still in flight.
         self._planned.synchronize()
         layout = self._pool.layout
-        table = (torch.from_numpy(batch.kv_indptr_cpu), batch.kv_indices,
+        table = (torch.from_numpy(batch.kv_indptr_cpu), batch.kv_indices[:int(batch.kv_indptr_cpu[-1])],
                  torch.from_numpy(batch.kv_last_page_len_cpu))
-        self._batch = batch
-        if batch.is_decode:
-            self._wrapper = self._decode
-            self._decode.plan(*table, head_dim=layout.head_dim, page_size=layout.page_size, **self._heads,
-                              **self._types)
+        self._wrapper = wrapper
+        if wrapper is self._prefill:
+            wrapper.plan(torch.from_numpy(batch.qo_indptr_cpu), *table, head_dim_qk=layout.head_dim,
+                         page_size=layout.page_size, causal=True, **self._heads, **self._types)
         else:
-            self._wrapper = self._prefill
-            self._prefill.plan(torch.from_numpy(batch.qo_indptr_cpu), *table, head_dim_qk=layout.head_dim,
-                               page_size=layout.page_size, causal=True, **self._heads, **self._types)
+            wrapper.plan(*table, head_dim=layout.head_dim, page_size=layout.page_size, **self._heads, **self._types)
         self._planned.record()
+
+    def _over_tensors_of(self, batch: ForwardBatch) -> Any:
+        """A wrapper that reads the page table where a graph finds it, and plans into the memory all graphs share."""
+        if self._captured_plans is None:
+            self._captured_plans = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=self._workspace.device)
+        wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len, "HND",
+            use_tensor_cores=self._tensor_cores)
+        wrapper.reset_workspace_buffer(self._workspace, self._captured_plans)
+        return wrapper
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             cos_sin: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
-from .mla_base import absorb, store, values_of
+from .mla_base import absorb, gather, store, values_of
 from .torch_backend import QUERY_BLOCK, similar
 
 
@@ -55,6 +55,9 @@ class MLATorchBackend:
         return _Bucket(torch.from_numpy(requests).to(device), torch.from_numpy(padded).to(device), mask,
                        lengths[requests].tolist())
 
+    def refresh(self, batch: ForwardBatch) -> None:
+        raise AssertionError("this backend is never captured")
+
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
         batch = self._batch
@@ -63,16 +66,17 @@ class MLATorchBackend:
         attend = self._decode if batch.is_decode else self._extend
         out = torch.empty((*q.shape[:2], self._mla.v_dim), dtype=q.dtype, device=q.device)
         for bucket in self._buckets:
-            attend(batch, bucket, self._gather(bucket, layer), q, up, out)
+            attend(batch, bucket, self._gather(bucket, layer, q.dtype), q, up, out)
         return out
 
-    def _gather(self, bucket: _Bucket, layer: int) -> torch.Tensor:
+    def _gather(self, bucket: _Bucket, layer: int, dtype: torch.dtype) -> torch.Tensor:
         """``[b, tokens, latent_dim]``; tokens beyond a request's length are arbitrary."""
         layout = self._pool.layout
         group, index = layout.locate(layer)
         memory = self._pool.groups[group].view(-1, layout.page_size * layout.head_dim)
         rows = bucket.pages * layout.groups[group] + index
-        return memory.index_select(0, rows.flatten()).view(len(rows), -1, layout.head_dim)
+        scale, _ = layout.scales_of(layer)
+        return gather(memory, rows.flatten(), dtype, scale).view(len(rows), -1, layout.head_dim)
 
     def _decode(self, batch: ForwardBatch, bucket: _Bucket, context: torch.Tensor, q: torch.Tensor, up: torch.Tensor,
                 out: torch.Tensor) -> None:

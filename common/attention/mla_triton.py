@@ -12,7 +12,7 @@ from ...kernels.mla_prefill import Segment, mla_prefill, plan_mla_prefill
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
-from .mla_base import absorb, store, values_of
+from .mla_base import absorb, gather, store, values_of
 
 _INTERPRETER_PROCESSORS = 8
 _EXPANDED_BYTES = 256 << 20
@@ -20,16 +20,16 @@ _EXPANDED_BYTES = 256 << 20
 
 
 class MLATritonBackend:
-    def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, expanded_bytes: int = _EXPANDED_BYTES):
-        """``num_heads`` counts this rank's heads."""
+    def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
+        """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
         self._pool = pool
         self._mla = mla
-        memory = pool.groups[0]
-        self._head_blocks = -(-num_heads // head_block(num_heads, memory.itemsize))
-        self._most_tokens = expanded_bytes // (num_heads * (mla.nope_dim + mla.v_dim) * memory.itemsize)
+        device = pool.groups[0].device
+        self._head_blocks = -(-num_heads // head_block(num_heads, dtype.itemsize))
+        self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
         self._processors = _INTERPRETER_PROCESSORS
-        if memory.device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(memory.device).multi_processor_count
+        if device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch: ForwardBatch | None = None
         self._longest = 0
         self._plan: DecodePlan | None = None
@@ -46,21 +46,26 @@ class MLATritonBackend:
             self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
                                               page_size, self._most_tokens, batch.input_ids.device)
 
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Nothing: the plan is made on the device."""
+
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
         batch, nope = self._batch, self._mla.nope_dim
         assert batch is not None
         pages = store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
+        page_scale, _ = self._pool.layout.scales_of(layer)
         if not batch.is_decode:
-            return self._extend(batch, q, pages, up)
+            return self._extend(batch, q, pages, page_scale, up)
         if self._plan is None:
             self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
                                      self._head_blocks, self._processors, self._longest)
         latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
-                             batch.kv_last_page_len, self._mla.scale, self._plan)
+                             batch.kv_last_page_len, self._mla.scale, self._plan, page_scale=page_scale)
         return values_of(latents, up, nope)
 
-    def _extend(self, batch: ForwardBatch, q: torch.Tensor, pages: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def _extend(self, batch: ForwardBatch, q: torch.Tensor, pages: torch.Tensor, page_scale: float,
+                up: torch.Tensor) -> torch.Tensor:
         rank, shape = self._mla.kv_lora_rank, (*q.shape[:2], self._mla.v_dim)
         lse = None
         if len(self._segments) == 1:
@@ -70,7 +75,7 @@ class MLATritonBackend:
             lse = torch.full(shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
         for segment in self._segments:
             indices = batch.kv_indices[segment.first_page:segment.last_page]
-            context = pages.index_select(0, indices).flatten(0, 1)  # [S, L + R]
+            context = gather(pages, indices, q.dtype, page_scale).flatten(0, 1)  # [S, L + R]
             kv = linear(context[:, :rank], up.flatten(0, 1)).unflatten(-1, up.shape[:2])  # [S, H, N + V]
             mla_prefill(q, kv, context[:, rank:], segment, batch.qo_indptr, self._mla.scale, out, lse)
         return out.to(q.dtype)

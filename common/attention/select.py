@@ -49,7 +49,7 @@ def interpreted() -> bool:
 
 
 def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, head_dim: int) -> str:
-    """The backend of decode steps: triton on a GPU where it is installed, for it runs under CUDA graphs.
+    """The backend of decode steps: triton on a GPU where it is installed, which under CUDA graphs needs no host.
 
     Raises ConfigError where the named one cannot run, or not under the CUDA graphs that were not disabled.
     """
@@ -58,9 +58,9 @@ def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, he
     if name == "auto":
         return "triton" if device.type == "cuda" and prefill != "torch" and find_spec("triton") else prefill
     chosen = choose_backend(name, device, dtype, head_dim)
-    if chosen != "triton" and device.type == "cuda" and not args.disable_cuda_graph:
-        raise ConfigError(f"--decode-attention-backend {name} does not run under CUDA graphs: use triton, or "
-                          "--disable-cuda-graph.")
+    if chosen == "torch" and device.type == "cuda" and not args.disable_cuda_graph:
+        raise ConfigError("--decode-attention-backend torch does not run under CUDA graphs: use triton or flashinfer, "
+                          "or --disable-cuda-graph.")
     return chosen
 
 

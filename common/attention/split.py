@@ -21,6 +21,9 @@ class SplitBackend:
         self._chosen = self._decode if batch.is_decode else self._prefill
         self._chosen.plan(batch, max_length)
 
+    def refresh(self, batch: ForwardBatch) -> None:
+        self._decode.refresh(batch)
+
     def run(self, *args: Any, **named: Any) -> torch.Tensor:
         result: torch.Tensor = self._chosen.run(*args, **named)
         return result

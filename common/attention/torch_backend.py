@@ -63,6 +63,9 @@ class TorchBackend:
             mask = torch.from_numpy(tokens < lengths[requests][:, None])[:, None, None].to(device)
         return _Bucket(torch.from_numpy(requests).to(device), rows, mask, lengths[requests].tolist())
 
+    def refresh(self, batch: ForwardBatch) -> None:
+        raise AssertionError("this backend is never captured")
+
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             cos_sin: torch.Tensor | None = None) -> torch.Tensor:
         batch = self._batch

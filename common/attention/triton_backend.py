@@ -38,6 +38,9 @@ class TritonBackend:
         else:
             self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
 
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Nothing: the plan is made on the device."""
+
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             cos_sin: torch.Tensor | None = None) -> torch.Tensor:
         batch = self._batch

@@ -31,6 +31,7 @@ class DecodeGraphs:
     def __init__(self, model: DenseDecoder, attention: Planned, sizes: Sequence[int], page_size: int,
                  max_pages: int, scratch_page: int, device: torch.device, progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
+        self._attention = attention
         self.padding_row = Row([0], 0, np.array([scratch_page]))
         self._static = self._static_batch(page_size, max_pages, device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -38,7 +39,7 @@ class DecodeGraphs:
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
-            self._capture(size, model, attention, max_pages * page_size, memory)
+            self._capture(size, model, max_pages * page_size, memory)
             progress((done + 1) / len(self._sizes))
 
     def size_for(self, num_reqs: int) -> int | None:
@@ -53,6 +54,7 @@ class DecodeGraphs:
         for name, target in static.items():
             source = getattr(batch, name)
             target[:source.shape[0]].copy_(source)
+        self._attention.refresh(batch)
         self._graphs[size].replay()
         return self._logits[size]
 
@@ -71,25 +73,25 @@ class DecodeGraphs:
             "kv_last_page_len": static.kv_last_page_len[:size],
         }
 
-    def _capture(self, size: int, model: DenseDecoder, attention: Planned, max_length: int,
-                 memory: Any) -> None:
-        static = self._static
+    def _capture(self, size: int, model: DenseDecoder, max_length: int, memory: Any) -> None:
+        static, attention = self._static, self._attention
         batch = ForwardBatch(
             is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._inputs(size),
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
 
         def forward() -> torch.Tensor:
-            # Planned anew each time: what a backend computes of its plan on the device has to be in the graph as well.
-            attention.plan(batch, max_length=max_length)
             return model.forward(batch, attention, lambda layer: None)
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            attention.plan(batch, max_length=max_length)
             forward()  # libraries allocate and compile outside of the capture
         torch.cuda.current_stream().wait_stream(stream)
+        attention.plan(batch, max_length=max_length)  # what a backend plans in its first layer has to be in the graph
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             self._logits[size] = forward()
         self._graphs[size] = graph
