@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .peers import PeerSums
 
 _INLINE_BYTES = 4096
 _HEADER_BYTES = 8
@@ -17,7 +22,7 @@ class TPGroup:
     """Ranks that work in lockstep: every rank makes the same calls in the same order.
 
     A group of one rank never touches torch.distributed. Tensors on a GPU travel over NCCL; tensors on a CPU,
-    bytes and integers over gloo.
+    bytes and integers over gloo. ``peers``, where it is set on all ranks, takes small sums.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu", *,
@@ -27,10 +32,18 @@ class TPGroup:
         self.device = torch.device(device)
         self._device_group = device_group
         self._host_group = host_group
+        self.peers: PeerSums | None = None
+
+    @property
+    def device_group(self) -> dist.ProcessGroup | None:
+        """What tensors on a GPU travel by; None on a CPU, and of one rank."""
+        return self._device_group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns ``tensor``."""
-        if self.size > 1:
+        if self.peers is not None and self.peers.takes(tensor):
+            self.peers.sum(tensor)
+        elif self.size > 1:
             dist.all_reduce(tensor, group=self._group_of(tensor))
         return tensor
 

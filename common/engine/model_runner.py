@@ -17,6 +17,7 @@ from ..attention.mla_select import choose_latent_decode_backend, select_latent_a
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.model import ModelSpec, load_model_spec, resolve_checkpoint
 from ..config.server import CacheArgs, ModelArgs, ServerConfig
+from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..kvcache.pool import KVPool
@@ -92,9 +93,8 @@ class ModelRunner:
         runner = cls(config, spec, model, pool, attention, device, parallel)
         if device.type == "cuda":
             runner._warm_up(progress)
-            # NCCL's collectives are captured only where they have been seen to work: with several ranks, not yet.
             decodes = config.mode != "prefill" and not config.model.is_embedding
-            runner._captures = decodes and not config.kernels.disable_cuda_graph and parallel.world.size == 1
+            runner._captures = decodes and not config.kernels.disable_cuda_graph and may_capture(parallel)
             if runner._captures:
                 runner._capture(progress)
         progress("ready", 1.0)

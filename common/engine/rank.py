@@ -14,6 +14,7 @@ from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel, init_parallel
+from ..distributed.peers import connect_all
 from ..distributed.tp import TPGroup
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
@@ -81,6 +82,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
     try:
         parallel = join_groups(spec)
+        if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
+            connect_all(parallel)
         parts = build_parts(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)))
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None

@@ -28,6 +28,10 @@ def test_kernels_equal_their_twins():
     run_interpreted("kernel_cases.py")
 
 
+def test_a_rank_sums_what_its_peers_left():
+    run_interpreted("peer_sum_cases.py")
+
+
 def test_draws_equal_the_plain_path():
     run_interpreted("draw_cases.py")
 
