@@ -14,6 +14,7 @@ from ...kernels import peer_sum as kernel
 from ...kernels._triton import AVAILABLE
 
 if TYPE_CHECKING:
+    from .parallel import Parallel
     from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
@@ -23,7 +24,7 @@ LARGEST_BYTES = 512 << 10
 _TWO_SHOT_TRAFFIC = 768 << 10
 """Bytes that a rank reads in one shot before two take less: by message size times the peers."""
 _DTYPES = (torch.bfloat16, torch.float16)
-_TRIAL_PATIENCE = 1 << 18  # looks at a flag: about half a second
+_TRIAL_PATIENCE = 1 << 24  # looks at a flag, about 10 s: another rank may still compile the kernel
 
 
 class PeerSums:
@@ -50,7 +51,7 @@ class PeerSums:
         self._size = size
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        return (tensor.dtype in self._peers and 0 < tensor.nbytes <= LARGEST_BYTES and tensor.is_contiguous()
+        return (tensor.is_cuda and tensor.dtype in self._peers and 0 < tensor.nbytes <= LARGEST_BYTES and tensor.is_contiguous()
                 and tensor.data_ptr() % 16 == 0)
 
     def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
@@ -74,6 +75,15 @@ class PeerSums:
                 if not torch.allclose(mine.float(), wanted, atol=0.05, rtol=0.02):
                     return f"a sum of {count} values of {dtype} was wrong"
         return None
+
+
+def connect_all(parallel: Parallel) -> None:
+    """Give the groups of a host's GPUs that sum in every layer their shared memory. A collective of all ranks."""
+    if parallel.device.type != "cuda":
+        return
+    for group in {id(group): group for group in (parallel.world, parallel.attention)}.values():
+        if group.size > 1:
+            group.peers = connect(group)
 
 
 def connect(group: TPGroup) -> PeerSums | None:

@@ -1,0 +1,65 @@
+"""Whether a CUDA graph may hold a rank's collectives."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from .parallel import Parallel
+from .tp import TPGroup
+
+log = logging.getLogger("baton.engine")
+
+_SIZES = (2048, 600_000)  # a sum of each kind: through peers' memory where that is used, and NCCL's
+
+
+def may_capture(parallel: Parallel) -> bool:
+    """Whether a decode step of these ranks can be captured: tried with several ranks, once, by all of them together.
+
+    Not where the host decides in every step what is sent: with data-parallel attention, experts by all-to-all, and
+    experts that move. A sentence in the log tells of a trial that failed. All ranks get the same answer.
+    """
+    experts = parallel.experts
+    if parallel.world.size == 1:
+        return True
+    if parallel.dp_size > 1 or experts.a2a != "none" or getattr(experts, "movable", False):
+        return False
+    trouble = _trouble(parallel.world)
+    if trouble is not None:
+        log.warning("Decode steps run without CUDA graphs: %s.", trouble)
+    return trouble is None
+
+
+def _trouble(group: TPGroup) -> str | None:
+    """Capture sums and a gather, replay them twice and compare. Nobody replays unless all have captured."""
+    graph, trouble = torch.cuda.CUDAGraph(), None
+    values = [torch.full((size,), float(group.rank + 1), dtype=torch.bfloat16, device=group.device) for size in _SIZES]
+    results: list[torch.Tensor] = []
+
+    def collect() -> list[torch.Tensor]:
+        return [*(group.all_reduce(value.clone()) for value in values), group.all_gather_last_dim(values[0])]
+
+    collect()  # NCCL connects its ranks at the first call, which cannot be captured
+    torch.cuda.synchronize(group.device)
+    group.barrier()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = collect()
+    except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
+        trouble = f"collectives cannot be captured ({type(error).__name__}: {error})"
+    if not _all(group, trouble is None):
+        return trouble or "collectives cannot be captured on another rank"
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize(group.device)
+    total = sum(range(1, group.size + 1))
+    right = all(bool((result == total).all()) for result in results[:-1])
+    ranks = torch.arange(1, group.size + 1, device=group.device).repeat_interleave(_SIZES[0])
+    right = right and bool((results[-1] == ranks).all())
+    return None if _all(group, right) else "captured collectives gave wrong results"
+
+
+def _all(group: TPGroup, fine: bool) -> bool:
+    return bool(group.min_reduce(np.array([fine], np.int64))[0])
