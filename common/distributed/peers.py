@@ -51,8 +51,8 @@ class PeerSums:
         self._size = size
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        return (tensor.is_cuda and tensor.dtype in self._peers and 0 < tensor.nbytes <= LARGEST_BYTES and tensor.is_contiguous()
-                and tensor.data_ptr() % 16 == 0)
+        return (tensor.is_cuda and tensor.dtype in self._peers and 0 < tensor.nbytes <= LARGEST_BYTES
+                and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
 
     def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
         """Sum ``tensor``, which ``takes`` took, in place."""
