@@ -63,10 +63,10 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     total = tokens * choices
     given, given_scale = _quantized(x, scales)
     between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, gated=True, a_scale=given_scale,
-                       b_scale=scales and scales.gate_up)
+                       b_scale=None if scales is None else scales.gate_up)
     given, given_scale = _quantized(between, scales)
     made = moe_gemm(given, down, aligned, 1, total, tiles.down, x.dtype, weights=weights.contiguous(),
-                    a_scale=given_scale, b_scale=scales and scales.down)
+                    a_scale=given_scale, b_scale=None if scales is None else scales.down)
     block = min(1024, triton.next_power_of_2(hidden))
     _moe_sum_kernel[(tokens, triton.cdiv(hidden, block))](made, places.contiguous(), out, num_places, hidden,
                                                           CHOICES=choices, BLOCK=block)

@@ -106,7 +106,7 @@ def _tokens(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tenso
 
 def mla_rope_and_store(q: torch.Tensor, latent: torch.Tensor, k: torch.Tensor, pages: torch.Tensor,
                        page_of_token: torch.Tensor, offset_in_page: torch.Tensor, cos_sin: torch.Tensor,
-                       positions: torch.Tensor, interleaved: bool) -> None:
+                       positions: torch.Tensor, interleaved: bool, page_scale: float = 1.0) -> None:
     """See ``kernels.mla_rope_and_store.mla_rope_and_store``."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
 
@@ -117,14 +117,15 @@ def mla_rope_and_store(q: torch.Tensor, latent: torch.Tensor, k: torch.Tensor, p
         return rotate(halves, cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
     q.copy_(turn(q))
-    pages[page_of_token, offset_in_page] = torch.cat((latent, turn(k[:, None])[:, 0]), dim=-1)
+    row = torch.cat((latent, turn(k[:, None])[:, 0]), dim=-1)
+    pages[page_of_token, offset_in_page] = _stored(row, page_scale, pages.dtype)
 
 
 def mla_attention(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, qo_indptr: torch.Tensor,
                   kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
-                  scale: float) -> torch.Tensor:
+                  scale: float, page_scale: float = 1.0) -> torch.Tensor:
     """``kernels.mla_decode.mla_decode`` for any rows: one shared head whose values are the first part of its keys."""
-    keys = pages[:, None]
+    keys = pages[:, None].float() * page_scale
     values = torch.nn.functional.pad(keys[..., :q.shape[2]], (0, q_rope.shape[2]))
     whole = paged_attention(torch.cat((q, q_rope), -1), keys, values, qo_indptr, kv_indptr, kv_indices,
                             kv_last_page_len, scale)
@@ -203,8 +204,8 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     held = (places >= 0) & (places < gate_up.shape[0])
     for place in places[held].unique().tolist():
         tokens, choices = (places == place).nonzero(as_tuple=True)
-        hidden = silu_and_mul(product(x[tokens], gate_up[place], scales and scales.gate_up[place]))
-        made = product(hidden, down[place], scales and scales.down[place])
+        hidden = silu_and_mul(product(x[tokens], gate_up[place], None if scales is None else scales.gate_up[place]))
+        made = product(hidden, down[place], None if scales is None else scales.down[place])
         total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
     return total.to(x.dtype)
 

@@ -136,6 +136,13 @@ class ParallelArgs:
     moe_a2a_backend: Literal["none", "alltoall"] = flag("none", help=(
         "how tokens reach the experts of other ranks: none computes each on every rank and adds up, alltoall sends it "
         "to the ranks of its experts and back"))
+    enable_eplb: bool = flag(False, help=(
+        "count the tokens of every expert, and move experts between ranks so that all have as much to do"))
+    ep_num_redundant_experts: int = flag(0, help=(
+        "places beyond one an expert, all ranks together, which hold replicas; with --enable-eplb of the busiest"))
+    eplb_rebalance_num_iterations: int = flag(1000, help="steps after which --enable-eplb moves experts anew")
+    expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
+        "stat counts the tokens of every expert, for /start_expert_distribution_record"))
 
     def __post_init__(self) -> None:
         if self.ep_size < 1 or self.tp_size % self.ep_size:
@@ -143,6 +150,16 @@ class ParallelArgs:
         if self.moe_a2a_backend != "none" and self.ep_size != self.tp_size:
             raise ConfigError(f"--moe-a2a-backend {self.moe_a2a_backend} needs whole experts on every rank: set "
                               f"--ep-size to {self.tp_size}.")
+        if self.ep_num_redundant_experts < 0:
+            raise ConfigError(f"--ep-num-redundant-experts must be 0 or more, not {self.ep_num_redundant_experts}.")
+        if (self.enable_eplb or self.ep_num_redundant_experts) and not 1 < self.ep_size == self.tp_size:
+            raise ConfigError("--enable-eplb and --ep-num-redundant-experts need several ranks with whole experts: set "
+                              "--tp-size and --ep-size to the same number of 2 or more.")
+        if self.eplb_rebalance_num_iterations < 1:
+            raise ConfigError("--eplb-rebalance-num-iterations must be 1 or more, not "
+                              f"{self.eplb_rebalance_num_iterations}.")
+        if self.eplb_rebalance_num_iterations != 1000 and not self.enable_eplb:
+            raise ConfigError("--eplb-rebalance-num-iterations is for --enable-eplb: give both.")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ..api.errors import ConfigError
 from ..config.moe import MoESpec
+from ..config.server import ParallelArgs
 from .tp import TPGroup
 
 AllToAll = Literal["none", "alltoall"]
@@ -20,12 +21,25 @@ class ExpertShare:
     ``a2a`` says how tokens reach the experts of other ranks: ``none`` computes every token on every rank that holds
     one of its experts, and adds the results up; ``alltoall`` sends each token to the ranks of its experts and back.
     ``apart``: every rank is an attention group of its own, with its own tokens.
+
+    With ``movable`` experts change their ranks while they serve (then each is whole on its ranks), and ``redundant``
+    places hold further replicas. ``counted``: layers count the tokens of every expert.
     """
 
     group: TPGroup
     ep_size: int = 1
     a2a: AllToAll = "none"
     apart: bool = False
+    redundant: int = 0
+    movable: bool = False
+    counted: bool = False
+
+    @staticmethod
+    def of(args: ParallelArgs, group: TPGroup) -> ExpertShare:
+        """What the flags ask for."""
+        return ExpertShare(group, args.ep_size, args.moe_a2a_backend, redundant=args.ep_num_redundant_experts,
+                           movable=args.enable_eplb or args.ep_num_redundant_experts > 0,
+                           counted=args.enable_eplb or args.expert_distribution_recorder_mode is not None)
 
     @property
     def own_tokens(self) -> bool:
@@ -45,17 +59,25 @@ class ExpertShare:
     def split_rank(self) -> int:
         return self.group.rank % self.split
 
+    def places(self, spec: MoESpec) -> int:
+        """Experts that a rank holds."""
+        return (spec.num_experts + self.redundant) // self.ep_size
+
     def check(self, spec: MoESpec | None) -> None:
         """Raises ConfigError where the experts (None: the model has none) cannot be shared so."""
         ep = self.ep_size
-        assert self.group.size % ep == 0 and (self.a2a == "none" or ep == self.group.size)
+        assert self.group.size % ep == 0
+        assert ep == self.group.size or (self.a2a == "none" and not self.movable and not self.redundant)
         if spec is None:
-            if ep > 1 or self.a2a != "none":
-                raise ConfigError("--ep-size and --moe-a2a-backend are for mixtures of experts, which this model is "
-                                  "not: leave them out.")
+            if ep > 1 or self.a2a != "none" or self.movable or self.counted:
+                raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb and --expert-distribution-recorder-mode "
+                                  "are for mixtures of experts, which this model is not: leave them out.")
             return
         if spec.num_experts % ep:
             raise ConfigError(f"--ep-size {ep} must divide the model's {spec.num_experts} experts.")
+        if (spec.num_experts + self.redundant) % ep or self.places(spec) > spec.num_experts:
+            raise ConfigError(f"--ep-num-redundant-experts {self.redundant} must be a multiple of --ep-size {ep}, and "
+                              f"leave each rank at most the model's {spec.num_experts} experts once.")
         if spec.intermediate_size % self.split:
             raise ConfigError(f"{self.split} ranks cannot share an expert's intermediate size {spec.intermediate_size} "
                               f"evenly: raise --ep-size, or change --tp-size.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .exchange import TokenExchange
-from .expert_share import AllToAll, ExpertShare
+from .expert_share import ExpertShare
 from .tp import TPGroup, init_tp
 
 
@@ -63,14 +64,14 @@ class Parallel:
 
 
 def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
-                  timeout: float = 600.0, *, ep_size: int = 1, a2a: AllToAll = "none",
+                  timeout: float = 600.0, *, experts: Callable[[TPGroup], ExpertShare] = ExpertShare,
                   dp_head: bool = False) -> Parallel:
     """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp``,
     ``ExpertShare`` and ``Parallel``."""
     world = init_tp(rank, size, init_method, device, timeout)
-    experts = ExpertShare(world, ep_size, a2a)
+    share = experts(world)
     if dp_size == 1:
-        return Parallel(world, experts=experts)
+        return Parallel(world, experts=share)
     width = size // dp_size
     rows = [list(range(first, first + width)) for first in range(0, size, width)]
     columns = [list(range(place, size, width)) for place in range(width)]
@@ -78,7 +79,7 @@ def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: 
     # Every rank makes all groups, in one order: new_group is a collective of the whole world.
     attention = [_subgroup(world, ranks, limit) for ranks in rows]
     across = [_subgroup(world, ranks, limit) for ranks in columns]
-    return Parallel(world, attention[rank // width], across[rank % width], experts, dp_head=dp_head)
+    return Parallel(world, attention[rank // width], across[rank % width], share, dp_head=dp_head)
 
 
 def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta) -> TPGroup:

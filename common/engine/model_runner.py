@@ -27,6 +27,7 @@ from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from ..quantization.methods import check_device
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
+from .experts import ExpertBalancer, ExpertCounts, ExpertRecord
 from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
@@ -56,6 +57,12 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._model = model
         self._attention = attention
+        counts = ExpertCounts(model) if self._parallel.experts.counted else None
+        self.expert_record = ExpertRecord(counts)
+        args = config.parallel
+        self._balancer = None
+        if args.enable_eplb and counts is not None:
+            self._balancer = ExpertBalancer(counts, args.eplb_rebalance_num_iterations)
         self._memory: dict[MemoryKind, DeviceMemory] = {
             "weights": DeviceMemory((slot.target for slot in model.slots()), keep=True),
             "kv_cache": DeviceMemory(pool.groups, keep=False),
@@ -202,7 +209,7 @@ class ModelRunner:
         if batch.is_decode and self._graphs is not None and self._graphs.size_for(batch.num_reqs) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
-        self._attention.plan(batch)
+        self._prepare(batch)
         return self._model.forward(batch, self._attention, self._telling(after_group))
 
     @torch.inference_mode()
@@ -210,15 +217,21 @@ class ModelRunner:
                             after_group: AfterGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
         ``[R - num_logits, hidden]`` of the others behind the last norm. Runs without CUDA graphs, which keep none."""
-        self._attention.plan(batch)
+        self._prepare(batch)
         hidden = self._model.hidden(batch, self._attention, self._telling(after_group))
         return self._model.logits(hidden[:num_logits]), hidden[num_logits:]
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows``, behind the model's last norm."""
-        self._attention.plan(batch)
+        self._prepare(batch)
         return self._model.hidden(batch, self._attention, self._telling(None))
+
+    def _prepare(self, batch: ForwardBatch) -> None:
+        """Before a forward pass. Experts move here, between two steps of all ranks."""
+        if self._balancer is not None:
+            self._balancer.turn()
+        self._attention.plan(batch)
 
     @torch.inference_mode()
     def score(self, pooled: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,9 @@ def description(config: ServerConfig) -> Message:
     """What must be the same on all nodes."""
     return {"model": config.model.model_path, "mode": config.mode, "nnodes": config.nodes.nnodes,
             "tp_size": config.parallel.tp_size, "ep_size": config.parallel.ep_size, "dp_size": config.dp_size,
-            "moe_a2a_backend": config.parallel.moe_a2a_backend,
+            **{name: getattr(config.parallel, name) for name in (
+                "moe_a2a_backend", "enable_eplb", "ep_num_redundant_experts", "eplb_rebalance_num_iterations",
+                "expert_distribution_recorder_mode")},
             "enable_dp_lm_head": config.data_parallel.enable_dp_lm_head}
 
 

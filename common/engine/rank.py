@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
+from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peers import connect_all
 from ..distributed.tp import TPGroup
@@ -145,9 +147,9 @@ def join_groups(spec: RankSpec) -> Parallel:
     if device.type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
-    args = spec.config.parallel
-    return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device, ep_size=args.ep_size,
-                         a2a=args.moe_a2a_backend, dp_head=spec.config.data_parallel.enable_dp_lm_head)
+    return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
+                         experts=partial(ExpertShare.of, spec.config.parallel),
+                         dp_head=spec.config.data_parallel.enable_dp_lm_head)
 
 
 def _device(spec: RankSpec) -> torch.device:

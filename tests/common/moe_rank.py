@@ -3,6 +3,7 @@ OUT. CHECKPOINTS holds one folder a model family."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import numpy as np
 import torch
 
 from baton.common.config.moe import MoESpec
-from baton.common.distributed.expert_share import ExpertShare
+from baton.common.config.server import ParallelArgs
+from baton.common.distributed.expert_share import AllToAll, ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
+from baton.common.engine.experts import ExpertCounts
 from baton.common.layers.moe import MoE
 from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
@@ -21,6 +24,7 @@ from baton.tests.common.small_models import forward, load_runner, scattered_page
 SPREAD = MoESpec(num_experts=8, top_k=3, intermediate_size=12, layers=(0,), scoring="sigmoid", num_groups=4,
                  top_groups=2, group_score="top2", correction_bias=True, scaling_factor=2.5, shared_size=20)
 HIDDEN = 16
+TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 
 
 def main(rank: int, size: int, init_method: str, checkpoints: str, out: str) -> None:
@@ -29,20 +33,40 @@ def main(rank: int, size: int, init_method: str, checkpoints: str, out: str) -> 
     shares = {f"ep{ep}": ExpertShare(world, ep) for ep in (1, 2, 4) if ep <= size}
     shares["alltoall"] = ExpertShare(world, size, "alltoall")
     logits = {}
-    for folder in sorted(Path(checkpoints).iterdir()):
+    folders = sorted(Path(checkpoints).iterdir())
+    for folder in folders:
         for name, share in shares.items():
             logits[folder.name, name] = model_logits(folder, Parallel(world, experts=share))
-    torch.save({"logits": logits, "spread": spread(world)}, out)
+    balanced = {a2a: while_experts_move(folders[-1], world, a2a) for a2a in ("none", "alltoall")}
+    torch.save({"logits": logits, "spread": spread(world), "balanced": balanced}, out)
     world.close()
 
 
 def model_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
     """Of 29 tokens at once and one decode step."""
     runner = load_runner(server_config(folder, tp=parallel.world.size), parallel)
-    tokens = np.random.default_rng(2).integers(0, 97, 30)
     pages = scattered_pages(runner, 1, 30)[0]
-    first = forward(runner, [(tokens[:29], 0, pages)])
-    return torch.cat((first, forward(runner, [(tokens[29:], 29, pages)], is_decode=True)))
+    first = forward(runner, [(TOKENS[:29], 0, pages)])
+    return torch.cat((first, forward(runner, [(TOKENS[29:], 29, pages)], is_decode=True)))
+
+
+def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
+    """20 tokens at once and 10 decode steps, in which experts move four times; then the weights are loaded anew."""
+    args = ParallelArgs(tp_size=world.size, ep_size=world.size, moe_a2a_backend=a2a, enable_eplb=True,
+                        ep_num_redundant_experts=world.size, eplb_rebalance_num_iterations=3)
+    config = dataclasses.replace(server_config(folder, tp=world.size), parallel=args)
+    runner = load_runner(config, Parallel(world, experts=ExpertShare.of(args, world)))
+    layers = list(ExpertCounts(runner._model).layers.values())
+    pages = scattered_pages(runner, 1, 30)[0]
+    residents, logits = [], []
+    runner.expert_record.start()
+    for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 30))]:
+        logits.append(forward(runner, [(TOKENS[start:stop], start, pages)], is_decode=stop == start + 1))
+        residents.append([layer.placement.residents.tolist() for layer in layers])
+    said = runner.expert_record.stop()
+    runner.update_weights(str(folder), None)
+    again = forward(runner, [(TOKENS, 0, pages)])
+    return {"logits": torch.cat(logits), "again": again, "residents": residents, "said": said}
 
 
 def layer(share: ExpertShare) -> MoE:

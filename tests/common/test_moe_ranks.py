@@ -3,7 +3,6 @@ transformers."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,12 +11,10 @@ from baton.common.config.moe import MoESpec
 from baton.common.config.server import ParallelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.tp import TPGroup
-from baton.tests.common.moe_rank import layer, own_tokens
+from baton.tests.common.moe_rank import TOKENS, layer, own_tokens
 from baton.tests.common.small_models import expected_logits
 from baton.tests.common.small_moe import save_moe
 from baton.tests.common.test_tp import run_ranks
-
-TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 
 
 @pytest.mark.parametrize("size,families", [(2, ("Mixtral", "Qwen2Moe")), (4, ("Qwen3Moe",))])
@@ -31,8 +28,22 @@ def test_ranks_equal_transformers(tmp_path, size, families):
         assert {name for _, name in found["logits"]} == {"ep1", "ep2", "alltoall", *(["ep4"] if size == 4 else [])}
         for (family, name), logits in found["logits"].items():
             assert (logits - want[family]).abs().max() < 1e-4, (family, name)
+        for a2a, moved in found["balanced"].items():
+            check_moved(moved, want[families[-1]], a2a)
+            assert moved["residents"] == ranks[0]["balanced"][a2a]["residents"]
         with torch.inference_mode():
             torch.testing.assert_close(found["spread"], alone(own_tokens(rank)), atol=1e-5, rtol=1e-4)
+
+
+def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
+    """Experts have moved after every third step, and no logit has changed; the record has all of 30 tokens' choices in
+    two layers."""
+    assert (moved["logits"] - want).abs().max() < 1e-4, a2a
+    assert (moved["again"] - want).abs().max() < 1e-4, a2a
+    steps = moved["residents"]
+    assert steps[0] == steps[1] != steps[2] == steps[3] == steps[4], "the third step's forward pass moves experts first"
+    assert len({str(step) for step in steps}) >= 3
+    assert moved["said"] == f"Recorded {30 * 3 * 2} choices of experts."
 
 
 def test_shares_of_experts():
@@ -45,6 +56,8 @@ def test_shares_of_experts():
 
 @pytest.mark.parametrize("share,experts,width,sentence", [
     (ExpertShare(TPGroup(0, 4), 4), 6, 8, "--ep-size 4 must divide the model's 6 experts"),
+    (ExpertShare(TPGroup(0, 4), 4, redundant=3), 8, 8, "--ep-num-redundant-experts 3 must be a multiple of --ep-size"),
+    (ExpertShare(TPGroup(0, 2), 2, redundant=10), 8, 8, "leave each rank at most the model's 8 experts once"),
     (ExpertShare(TPGroup(0, 4), 2), 6, 7, "2 ranks cannot share an expert's intermediate size 7 evenly"),
 ])
 def test_experts_that_do_not_come_out_even_are_refused(share, experts, width, sentence):
@@ -55,6 +68,11 @@ def test_experts_that_do_not_come_out_even_are_refused(share, experts, width, se
 def test_flags_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="for mixtures of experts, which this model is not"):
         ExpertShare(TPGroup(0, 2), 2).check(None)
+    for args in ({"enable_eplb": True}, {"ep_num_redundant_experts": 2, "tp_size": 4, "ep_size": 2}):
+        with pytest.raises(ConfigError, match="set --tp-size and --ep-size to the same number of 2 or more"):
+            ParallelArgs(**args)
+    with pytest.raises(ConfigError, match="--eplb-rebalance-num-iterations is for --enable-eplb"):
+        ParallelArgs(eplb_rebalance_num_iterations=5)
     with pytest.raises(ConfigError, match="--ep-size 3 must be 1 or more and divide --tp-size 4"):
         ParallelArgs(tp_size=4, ep_size=3)
     with pytest.raises(ConfigError, match="--moe-a2a-backend alltoall needs whole experts on every rank: set --ep-size "

@@ -23,7 +23,7 @@ class Experts:
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
         self.spec = spec
-        self.places = spec.num_experts // share.ep_size
+        self.places = share.places(spec)
         self.residents = list(range(share.ep_rank * self.places, (share.ep_rank + 1) * self.places))
         full, size = spec.intermediate_size, spec.intermediate_size // share.split
         start = share.split_rank * size
@@ -49,6 +49,11 @@ class Experts:
     def _scales(self) -> Scales | None:
         gate_up, down = self.gate_up.scale, self.down.scale
         return None if gate_up is None or down is None else Scales(gate_up, down, self.gate_up.by)
+
+    @property
+    def stacks(self) -> list[torch.Tensor]:
+        """All that belongs to an expert, [S, ...] each."""
+        return [*self.gate_up.stacks, *self.down.stacks]
 
     def slots(self) -> Iterator[Slot]:
         for layer in (self.gate_up, self.down):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
+from .balance import balanced, first_placement
 from .dispatch import compute_by_all_to_all
 from .experts import Experts
+from .moving import move_experts
+from .placement import Placement
 from .routing import Router
 from .shared import SharedExpert
 
@@ -28,6 +32,13 @@ class MoE:
         self.own_tokens = share.own_tokens
         self.router = Router(f"{name}.gate", spec, hidden_size, allocate)
         self.experts = Experts(f"{name}.experts", spec, hidden_size, share, allocate)
+        device = allocate.device
+        self.counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device) if share.counted else None
+        self.placement: Placement | None = None
+        if share.movable:
+            first = first_placement(spec.num_experts, share.ep_size, self.experts.places)
+            self.placement = Placement(first, spec.num_experts, device)
+            self.experts.residents = first[share.ep_rank].tolist()
         self.shared: SharedExpert | None = None
         if spec.shared_size:
             # Where tokens are spread over the ranks, no other rank would add its part to this one's tokens.
@@ -40,18 +51,29 @@ class MoE:
             return self.spread(x)
         if self.share.a2a == "alltoall":
             return self._own_rows_gathered(x)
+        return self.share.group.all_reduce(self.partial(x))
+
+    @property
+    def sums(self) -> bool:
+        """Whether there is a ``partial``."""
+        return self.share.a2a == "none"
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, to be added to the other ranks'; only without an all-to-all."""
+        assert self.sums
         ids, weights = self.router(x)
-        y = self.experts(x, ids - self.share.ep_rank * self.experts.places, weights)
+        y = self.experts(x, self._numbers(ids) - self.share.ep_rank * self.experts.places, weights)
         if self.shared is not None:
             y += self.shared.partial(x)
-        return self.share.group.all_reduce(y)
+        return y
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, hidden] are this rank's own tokens, as many as it has (0 too); so is the result. For ``alltoall``
         only; all ranks of the group call it together."""
         assert self.share.a2a == "alltoall"
         ids, weights = self.router(x)
-        y = compute_by_all_to_all(self.share.group, x, ids, weights, self.experts.places, self.experts)
+        numbers = self._numbers(ids, shift=self.share.group.rank)
+        y = compute_by_all_to_all(self.share.group, x, numbers, weights, self.experts.places, self.experts)
         return y if self.shared is None else y + self.shared.partial(x)
 
     def _own_rows_gathered(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,6 +84,23 @@ class MoE:
         padded = torch.nn.functional.pad(mine, (0, 0, 0, each - mine.shape[0]))
         parts = group.all_gather_last_dim(padded.flatten()).view(group.size * each, x.shape[1])
         return parts[:x.shape[0]]
+
+    def _numbers(self, ids: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
+        """Places, numbered over all ranks, of experts that are computed now."""
+        if self.counts is not None:
+            self.counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
+        return ids if self.placement is None else self.placement.numbers_of(ids, shift=shift)
+
+    def rebalance(self, load: np.ndarray) -> int:
+        """Move experts to where tokens as of late (``load`` [num_experts], equal on all ranks) make the ranks work
+        alike. All ranks call it between two steps. Returns how many experts came to this rank."""
+        assert self.placement is not None
+        before = self.placement.residents
+        after = balanced(load, before)
+        moved = move_experts(self.share.group, before, after, self.experts.stacks)
+        self.placement.move(after)
+        self.experts.residents = after[self.share.ep_rank].tolist()
+        return moved
 
     def slots(self) -> Iterator[Slot]:
         yield from self.router.slots()
