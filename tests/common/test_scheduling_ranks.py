@@ -1,0 +1,52 @@
+"""Two tensor-parallel ranks take the same decisions, whatever each of them measures, and answer as one rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from baton.tests.common.test_scheduling_engine import (  # noqa: F401 (fixtures)
+    HOST,
+    PREEMPT,
+    alone,
+    checkpoint,
+    make_requests,
+)
+
+SMALL = {"max_total_tokens": 160, "overlap": True}
+CASES = [
+    SMALL | {"policy": "random", "chunk": 16, "schedule": PREEMPT | {"enable_mixed_chunk": True}},
+    SMALL | {"policy": "lpm", "schedule": PREEMPT | HOST, "link_rates": [1e18, 1.0]},
+]
+
+
+def test_ranks_decide_alike(checkpoint, alone, tmp_path):  # noqa: F811
+    script = str(Path(__file__).with_name("scheduling_rank.py"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    outs = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", f"file://{tmp_path}/rendezvous",
+                               str(checkpoint), str(outs[rank]), *map(json.dumps, CASES)],
+                              env=environment, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=240)
+            assert rank.returncode == 0, errors[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    first, second = (torch.load(out) for out in outs)
+    for mine, theirs, case in zip(first, second, CASES):
+        assert mine["retracted"] > 0 and mine["preempted"] > 0, case
+        for what in ("aborted", "retracted", "preempted", "saved"):
+            assert mine[what] == theirs[what], (what, case)
+        assert {rid: found[:2] for rid, found in mine["took"].items()} == {
+            rid: found[:2] for rid, found in theirs["took"].items()}
+        for rid, prompt, options in make_requests(4, 30):
+            assert rid in mine["aborted"] or mine["took"][rid] == alone(rid, prompt, options), (rid, case)
+    assert first[1]["saved"] < first[1]["retracted"], "one rank's slow link counts for both"
