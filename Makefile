@@ -20,7 +20,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	@rm -rf $(TYPES) && mkdir -p $(TYPES) && ln -s "$(CURDIR)" $(TYPES)/baton
 	cd $(TYPES) && $(abspath $(BIN))/mypy --config-file baton/pyproject.toml --cache-dir $(abspath $(VENV))/mypy \
-	  $(foreach folder,$(FOLDERS),-p baton.$(folder)) -m baton.launch
+	  $(foreach folder,$(FOLDERS),-p baton.$(folder)) -m baton.launch -m baton.bench
 	@rm -rf $(TYPES)
 
 $(VENV)/bin/python:

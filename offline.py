@@ -7,12 +7,13 @@ import concurrent.futures
 import contextlib
 import secrets
 import socket
+import tempfile
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
-from .common.api.commands import FlushCache, ReleaseMemory, ResumeMemory, UpdateWeights
+from .common.api.commands import FlushCache, ReleaseMemory, ResumeMemory, StartProfile, StopProfile, UpdateWeights
 from .common.api.errors import ConfigError
 from .common.config.cli import build
 from .common.config.server import ServerConfig
@@ -117,6 +118,16 @@ class Engine:
     def resume_memory_occupation(self, tags: tuple[Any, ...] | None = None) -> None:
         self._control(ResumeMemory(self._kinds(tags)))
 
+    def start_profile(self, output_dir: str | None = None, num_steps: int | None = None,
+                      activities: tuple[Any, ...] = ("CPU", "GPU")) -> str:
+        """Record torch.profiler's trace of every rank until ``stop_profile``, or for ``num_steps`` steps; says where
+        to. Raises Conflict while one is recorded."""
+        return self._control(StartProfile(output_dir or tempfile.gettempdir(), num_steps, activities))
+
+    def stop_profile(self) -> str:
+        """Write the trace; raises Conflict where none is recorded."""
+        return self._control(StopProfile())
+
     def state(self) -> Any:
         """A snapshot of the engine that answers: pages, requests, counters."""
         return self._thread.run(self._cluster.front.client.state())
@@ -126,9 +137,10 @@ class Engine:
             return tuple(tags)
         return ("weights", "kv_cache") if len(self._cluster.fronts) == 1 else ("weights",)
 
-    def _control(self, command: Any) -> None:
-        for front in self._cluster.fronts:
-            self._thread.run(front.client.control(command, LOAD_SECONDS))
+    def _control(self, command: Any) -> str:
+        """What the engines say to it, a line each."""
+        return "\n".join(self._thread.run(front.client.control(command, LOAD_SECONDS))
+                         for front in self._cluster.fronts)
 
     # ------------------------------------------------------------------ streams
 

@@ -45,7 +45,7 @@ def test_folder_imports_only_what_it_may(folder):
         f"{path.relative_to(ROOT)} imports {'.'.join(name)}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         for name in imports_of(path)
-        if name and name[0] in (*FOLDERS, "launch", "offline") and name[0] not in allowed
+        if name and name[0] in (*FOLDERS, "launch", "offline", "bench") and name[0] not in allowed
     ]
     assert not wrong
 
@@ -63,7 +63,7 @@ def test_router_uses_only_the_torch_free_rooms_of_common():
 @pytest.mark.parametrize("module", [
     "baton.router.app", "baton.common.http.server", "baton.common.openai.protocol", "baton.common.kvcache.manager",
     "baton.kvtransfer.bootstrap", "baton.prefill.launch", "baton.decode.launch", "baton.launch", "baton",
-    "baton.offline",
+    "baton.offline", "baton.bench", "baton.common.bench.serving",
 ])
 def test_import_does_not_bring_torch(module):
     """The router's install has no torch, and a front process that imports it starts seconds later."""

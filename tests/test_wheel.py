@@ -29,8 +29,8 @@ def test_contents(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"baton", next(t for t in tops if t.endswith(".dist-info"))}
     inside = {name.split("/")[1] for name in names if name.startswith("baton/")}
-    assert inside == {"__init__.py", "launch.py", "offline.py", "common", "kernels", "kvtransfer", "prefill", "decode",
-                      "router"}
+    assert inside == {"__init__.py", "launch.py", "offline.py", "bench.py", "common", "kernels", "kvtransfer",
+                      "prefill", "decode", "router"}
     assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/dashboard.html",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
     assert {f"baton/kernels/tiles/{table.name}" for table in (ROOT / "kernels/tiles").glob("*.json")} <= set(names)

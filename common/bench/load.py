@@ -25,8 +25,8 @@ class Load:
     """One run. ``answers`` are those that have ended, also while it runs and after it was cancelled."""
 
     def __init__(self, sender: Sender, clock: Callable[[], float], *, max_concurrency: int | None = None,
-                 ended: Callable[[Answer], None] = lambda answer: None):
-        """``ended`` is told of each answer. ``max_concurrency`` bounds the conversations that are open."""
+                 ended: Callable[[Answer, Load], None] = lambda answer, load: None):
+        """``ended`` is told of each answer, and by whom. ``max_concurrency`` bounds the conversations that are open."""
         self._sender = sender
         self._clock = clock
         self._gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
@@ -88,7 +88,7 @@ class Load:
             else:
                 answer.failure = Failure("turn before failed", failure.message)
             self.answers.append(answer)
-            self._ended(answer)
+            self._ended(answer, self)
             said.append((turn.prompt, answer))
             due = self._clock()  # the next turn's
 

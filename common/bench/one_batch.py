@@ -13,6 +13,7 @@ from typing import Any
 
 from ..api.errors import ConfigError
 from ..config.cli import parse
+from ..config.model import load_model_spec
 from .hand_engine import HandEngine
 from .one_batch_args import BenchOneBatch
 from .parts import milliseconds, recorder
@@ -82,6 +83,7 @@ class Run:
 def run(config: BenchOneBatch) -> int:
     args = config.batches
     check_writable(args.output_file, "--output-file")
+    _check_lengths(config)
     engine = HandEngine(config.server)
     try:
         print(f"{config.model.model_path} on {engine.device}, {engine.dtype}, {args.repeat} runs a case")
@@ -97,6 +99,15 @@ def run(config: BenchOneBatch) -> int:
     finally:
         engine.close()
     return 0
+
+
+def _check_lengths(config: BenchOneBatch) -> None:
+    """Raises ConfigError, before a pool for such lengths is allocated."""
+    allowed = load_model_spec(config.model).context_length
+    longest = max(given + made for _, given, made in config.batches.cases)
+    if longest > allowed:
+        raise ConfigError(f"{longest} tokens of input and output are more than the model's context of {allowed}; "
+                          "shorten them, or set --context-length.")
 
 
 def measure(engine: HandEngine, case: tuple[int, int, int], config: BenchOneBatch,

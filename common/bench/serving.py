@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import random
 import resource
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import uvloop
 
@@ -28,16 +25,17 @@ from .control import Control
 from .datasets import make_workload
 from .figures import Figures, figures
 from .goodput import Slo
+from .interrupt import EXIT_CODE, until_interrupted
 from .load import Load
 from .plot import draw
 from .progress import Progress
 from .report import append_line, check_writable, details, write_text
 from .serving_args import BenchServing
 from .table import table
+from .tally import Tally
 from .vocabulary import Vocabulary
 from .workload import Conversation, num_requests, single
 
-INTERRUPTED = 130  # a shell's status of a command that Ctrl-C ended
 BUSY = 0.9  # share of a core from which on the client's own delays show in what it measures
 _WARMUP_OUTPUT = 32
 
@@ -68,7 +66,7 @@ def run(config: BenchServing) -> int:
     measured = uvloop.run(_measure(config, control, asking, conversations, vocabulary))
     _report(config, asking, measured)
     if measured.interrupted:
-        return INTERRUPTED
+        return EXIT_CODE
     return 0 if measured.figures.completed else 1
 
 
@@ -109,17 +107,11 @@ async def _measure(config: BenchServing, control: Control, asking: Asking, conve
             control.flush_cache()
         total = num_requests(conversations)
         progress = Progress("requests", total, disabled=config.report.disable_progress)
-        counts = _Counts()
-
-        def ended(answer: Answer) -> None:
-            counts.add(answer)
-            progress.advance(counts.told(load.duration))
-
-        load = Load(asker, clock, max_concurrency=config.load.max_concurrency, ended=ended)
+        load = Load(asker, clock, max_concurrency=config.load.max_concurrency, ended=Tally(progress).add)
         due = arrivals(conversations, config.load.request_rate, random.Random(config.dataset.seed + 1))
         with _profiled(config, control), _without_garbage():
             begun = time.process_time()
-            interrupted = await _until_interrupted(load.run(conversations, due))
+            interrupted = await until_interrupted(load.run(conversations, due))
             cpu = (time.process_time() - begun) / max(load.duration, 1e-9)
         progress.close()
     finally:
@@ -142,24 +134,6 @@ async def _warm_up(config: BenchServing, asker: Asker, vocabulary: Vocabulary) -
     failures = [answer.failure for answer in load.answers if answer.failure is not None]
     if len(failures) == count:
         raise ConfigError(f"The server does not answer: {failures[0].kind}: {failures[0].message}")
-
-
-async def _until_interrupted(work: Any) -> bool:
-    """Await ``work``; True where Ctrl-C ended it. A second Ctrl-C ends the command."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-
-    def interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        task.cancel()
-
-    loop.add_signal_handler(signal.SIGINT, interrupt)
-    try:
-        await task
-    except asyncio.CancelledError:
-        return True
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-    return False
 
 
 @contextlib.contextmanager
@@ -188,22 +162,6 @@ def _without_garbage() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-class _Counts:
-    """What the progress shows."""
-
-    def __init__(self) -> None:
-        self._done = self._tokens = self._failed = 0
-
-    def add(self, answer: Answer) -> None:
-        self._done += 1
-        self._tokens += answer.num_output_tokens
-        self._failed += answer.failure is not None
-
-    def told(self, seconds: float) -> str:
-        rate = f"{self._done / seconds:.1f} req/s, {self._tokens / seconds:,.0f} tok/s"
-        return rate + (f", {self._failed} failed" if self._failed else "")
 
 
 def _heading(config: BenchServing, asking: Asking, conversations: Sequence[Conversation]) -> str:

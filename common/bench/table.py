@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import fields
 
 from .figures import Figures
 from .goodput import Slo
@@ -46,15 +44,10 @@ def _line(name: str, value: str) -> str:
 
 
 def times(figures: Figures) -> list[str]:
-    """Rows of milliseconds."""
+    """Rows of milliseconds, of what was seen."""
     rows = [f"{'ms':<12}" + "".join(f"{column:>11}" for column in _COLUMNS)]
     for name in ("ttft", "tpot", "itl", "e2e"):
-        rows.append(f"{name.upper():<12}" + "".join(_cells(getattr(figures, name))))
+        spread: Spread = getattr(figures, name)
+        if spread.count:
+            rows.append(f"{name.upper():<12}" + "".join(f"{getattr(spread, column):>11,.2f}" for column in _COLUMNS))
     return rows
-
-
-def _cells(spread: Spread) -> Iterable[str]:
-    assert set(_COLUMNS) <= {field.name for field in fields(spread)}
-    for column in _COLUMNS:
-        value = getattr(spread, column)
-        yield f"{'-' if math.isnan(value) else f'{value:,.2f}':>11}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +48,9 @@ class Profiler:
         self._profile = profile(activities=activities or [ProfilerActivity.CPU], with_stack=command.with_stack,
                                 record_shapes=command.record_shapes)
         self._steps_left = command.num_steps
-        self._target = folder / f"baton-{time.strftime('%Y%m%d-%H%M%S')}-rank{self._rank}.trace.json.gz"
+        # Servers that share a folder may start in the same second.
+        name = f"baton-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-rank{self._rank}"
+        self._target = folder / f"{name}.trace.json.gz"
         self._profile.start()
         return f"The profile goes to {self._target}."
 

@@ -302,7 +302,8 @@ def test_a_turn_that_fails_takes_those_behind_it_along():
 
 def test_what_is_cancelled_keeps_what_has_ended():
     told = []
-    server, load, found = played(plain(10), [0.0] * 10, max_concurrency=2, cancel_at=2.6, ended=told.append)
+    server, load, found = played(plain(10), [0.0] * 10, max_concurrency=2, cancel_at=2.6,
+                                 ended=lambda answer, load: told.append(answer))
     assert found.completed == len(told) == 4 and found.interrupted == 6 and server.open == 0 and load.num_open == 0
     assert found.duration == pytest.approx(2.6) and found.rate(found.completed) == pytest.approx(4 / 2.6)
 

@@ -1,0 +1,109 @@
+"""``bench_offline_throughput``: how much an engine in this process answers, without a server between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+
+from ..api.errors import ConfigError, ServingError
+from ..config.cli import parse
+from ..config.model import load_model_spec
+from ..tokenizer.tokenizer import load_tokenizer
+from .datasets import make_workload
+from .engine_asker import Engine, EngineAsker
+from .figures import Figures, figures
+from .interrupt import EXIT_CODE, until_interrupted
+from .load import Load
+from .offline_args import BenchOffline
+from .progress import Progress
+from .report import append_line, check_writable
+from .table import table
+from .tally import Tally
+from .vocabulary import Vocabulary
+from .workload import Conversation, num_requests, single
+
+MakeEngine = Callable[[BenchOffline], AbstractContextManager[Engine]]
+
+
+def main(make_engine: MakeEngine, argv: Sequence[str] | None = None) -> None:
+    config = parse(BenchOffline, argv, prog="bench_offline_throughput", description=(
+        "Measure the throughput of an engine in this process."))
+    try:
+        sys.exit(run(config, make_engine))
+    except (ConfigError, ServingError) as error:
+        print(f"bench_offline_throughput: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(config: BenchOffline, make_engine: MakeEngine) -> int:
+    """Measure and report. Returns 1 where no request was answered, 130 after Ctrl-C."""
+    args = config.offline
+    check_writable(args.output_file, "--output-file")
+    conversations = make_workload(config.dataset, _vocabulary(config))
+    total = num_requests(conversations)
+    with make_engine(config) as engine:
+        print(f"{config.model.model_path}, {'prefill and decode engine' if args.pair else 'one engine'}: {total:,} "
+              f"requests of {config.dataset.dataset_name}, {config.most_open:,} at once at most", flush=True)
+        load, interrupted = asyncio.run(_measure(config, engine, conversations))
+    found = figures(load.answers, load.duration, interrupted=total - len(load.answers))
+    errors = {answer.failure.kind: answer.failure.message for answer in load.answers if answer.failure is not None}
+    print(table(found, notes=[f"{kind}: {message}" for kind, message in errors.items()]), flush=True)
+    if args.output_file is not None:
+        append_line(args.output_file, _record(config, found, interrupted))
+    if interrupted:
+        return EXIT_CODE
+    return 0 if found.completed else 1
+
+
+def _vocabulary(config: BenchOffline) -> Vocabulary:
+    """Prompts are token ids. Raises ConfigError."""
+    size, model = load_model_spec(config.model).vocab_size, config.model
+    if config.dataset.dataset_name == "random-ids":
+        return Vocabulary(size, None, as_ids=True)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.model_path, model.revision)
+    return Vocabulary(min(size, tokenizer.size), tokenizer, as_ids=True)
+
+
+async def _measure(config: BenchOffline, engine: Engine, conversations: Sequence[Conversation]) -> tuple[Load, bool]:
+    """The run, and whether Ctrl-C ended it."""
+    clock = time.perf_counter
+    asker = EngineAsker(engine, ignore_eos=not config.offline.disable_ignore_eos, clock=clock)
+    if not config.offline.skip_warmup:
+        first = conversations[0].turns[0]
+        warm_up = single(Vocabulary(100, None, as_ids=True).prompt(range(16)), min(first.output_len, 16))
+        await Load(asker, clock).run([warm_up], [0.0])
+    progress = Progress("requests", num_requests(conversations), disabled=config.offline.disable_progress)
+    load = Load(asker, clock, max_concurrency=config.most_open, ended=Tally(progress).add)
+    with _profiled(config, engine):
+        interrupted = await until_interrupted(load.run(conversations, [0.0] * len(conversations)))
+    progress.close()
+    return load, interrupted
+
+
+@contextlib.contextmanager
+def _profiled(config: BenchOffline, engine: Engine) -> Iterator[None]:
+    args = config.profile
+    if not args.profile:
+        yield
+        return
+    told = engine.start_profile(args.profile_output_dir, args.profile_num_steps, args.profile_activities)
+    try:
+        yield
+    finally:
+        if args.profile_num_steps is None:  # else it ends by itself
+            told = engine.stop_profile()
+        print(f"profile: {told}", flush=True)
+
+
+def _record(config: BenchOffline, found: Figures, interrupted: bool) -> dict[str, object]:
+    """SGLang's keys among them."""
+    return {
+        "tag": config.offline.tag, "backend": "engine", "model_path": config.model.model_path,
+        "pair": config.offline.pair, "engine_flags": config.engine_flags, **asdict(config.dataset),
+        "interrupted_by_user": interrupted, "successful_requests": found.completed, **found.keyed(),
+    }
