@@ -14,7 +14,7 @@ Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenExchange:
-    """``across`` holds one rank of each attention group, see Parallel. Models keep the exchange; each step says by
+    """``across`` and ``attention`` are Parallel's. Models keep the exchange; each step says by
     ``begin`` how many rows every attention group has in it.
 
     A step pads the parts to the largest where that moves fewer rows than a sum over zero-filled copies of all would:
@@ -22,8 +22,9 @@ class TokenExchange:
     that decode does not make them all as long.
     """
 
-    def __init__(self, across: TPGroup):
+    def __init__(self, across: TPGroup, attention: TPGroup | None = None):
         self._across = across
+        self._attention = attention or TPGroup()
         self._counts: list[int] = [0] * across.size
         self._padded = True
         self._kept: torch.Tensor | None = None  # rows of the padded parts that are tokens; None: all are
@@ -53,6 +54,23 @@ class TokenExchange:
         y = compute(self.gather(x)) if sum(self._counts) else compute(x)
         first = sum(self._counts[:self._across.rank])
         return y[first:first + self._counts[self._across.rank]]
+
+    def summed(self, partial: Compute, x: torch.Tensor) -> torch.Tensor:
+        """``around`` for what every rank of the engine has a summand of, ``partial``: only the group's own rows are
+        summed up, half of the traffic of a sum of all rows on all ranks."""
+        if not self.spans:
+            return self._attention.all_reduce(partial(x))
+        y, own, largest = partial(self.gather(x)), self._counts[self._across.rank], max(self._counts)
+        if self._padded:
+            if self._kept is not None:
+                padded = y.new_zeros(largest * self._across.size, y.shape[1])
+                padded[self._kept] = y
+                y = padded
+            mine = self._across.reduce_scatter_rows(y)[:own]
+        else:
+            first = sum(self._counts[:self._across.rank])
+            mine = self._across.all_reduce(y)[first:first + own]
+        return self._attention.all_reduce(mine)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[own, a]`` to the rows of all groups, in the order of their ranks."""

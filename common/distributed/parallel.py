@@ -35,7 +35,7 @@ class Parallel:
         self.across = across or TPGroup(device=self.world.device)
         apart = self.attention.size == 1 and self.across.size > 1
         self.experts = replace(experts or ExpertShare(self.world), apart=apart)
-        self.tokens = TokenExchange(self.across)
+        self.tokens = TokenExchange(self.across, self.attention)
         self.head = self.attention if dp_head else self.world
         self.scored = TokenExchange(TPGroup() if dp_head else self.across)
         assert self.attention.size * self.across.size == self.world.size

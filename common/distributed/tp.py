@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 _INLINE_BYTES = 4096
 _HEADER_BYTES = 8
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name since torch 2.13
+# The names since torch 2.13, which warns of the older ones.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TPGroup:
@@ -60,6 +62,14 @@ class TPGroup:
             return tensor
         rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor))
+        return rows
+
+    def reduce_scatter_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``[size * n, a]`` on each rank, summed over the ranks; of the sum each gets its ``[n, a]``."""
+        if self.size == 1:
+            return tensor
+        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor))
         return rows
 
     def all_to_all_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:

@@ -23,12 +23,17 @@ class MLP:
         ], bias, allocate)
         self.down = RowLinear(f"{name}.down_proj", size, hidden_size, bias, tp, allocate)
 
+    @property
+    def sums(self) -> bool:
+        """Whether there is a ``partial``."""
+        return self.down.bias is None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without a bias."""
-        assert self.down.bias is None
+        assert self.sums
         return self.down.partial(silu_and_mul(self.gate_up(x)))
 
     def slots(self) -> Iterator[Slot]:

@@ -4,12 +4,14 @@ passed in."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
+from ..distributed.exchange import Compute, TokenExchange
 from ..distributed.parallel import Parallel
 from ..distributed.tp import TPGroup
 from ..engine.forward_batch import ForwardBatch
@@ -69,7 +71,13 @@ class LayerMLP(Protocol):
 
     own_tokens: bool
 
+    @property
+    def sums(self) -> bool:
+        """Whether the ranks' ``partial`` results add up to it."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def slots(self) -> Iterator[Slot]: ...
 
@@ -82,6 +90,13 @@ def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: All
     return MLP(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, tp, allocate)
 
 
+def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Compute:
+    """``mlp`` of an attention group's own rows, in the cheapest way that it allows."""
+    if mlp.own_tokens or not tokens.spans:
+        return mlp
+    return partial(tokens.summed, mlp.partial) if mlp.sums else partial(tokens.around, mlp)
+
+
 class DecoderLayer:
     def __init__(self, index: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate, make_mlp: MakeMLP,
                  make_attention: MakeAttention):
@@ -90,14 +105,14 @@ class DecoderLayer:
         self.attention = make_attention(f"{name}.self_attn", index, spec, parallel.attention, allocate)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
-        self.tokens = parallel.tokens
+        self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: Planned,
                  cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, attention, cos_sin)
         x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x) if self.mlp.own_tokens else self.tokens.around(self.mlp, x), residual
+        return self.mlp_of_groups(x), residual
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):

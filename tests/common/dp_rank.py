@@ -40,7 +40,10 @@ def check_exchange(parallel: Parallel) -> list[bool]:
 
         parallel.tokens.begin(counts)
         mine = parts[parallel.dp_rank]
-        found.append(torch.equal(parallel.tokens.around(compute, mine), mine * 2))
+        share = (parallel.world.rank + 1) / sum(range(1, parallel.world.size + 1))  # of the sum, this rank's
+        summed = parallel.tokens.summed(lambda x: compute(x) * share, mine)  # noqa: B023
+        found.append(torch.equal(parallel.tokens.around(compute, mine), mine * 2)
+                     and torch.allclose(summed, mine * 2))
     parallel.tokens.begin([0, 0])
     found.append(parallel.tokens.around(lambda x: x, torch.empty(0, 6, device=parallel.device)).shape == (0, 6))
     return found
