@@ -182,7 +182,8 @@ def test_offline_throughput(tmp_path, capsys, pair):
             "--model-path", "tinychat", "--device", "cpu", "--dataset-name", "generated-shared-prefix",
             "--gsp-num-groups", "1", "--gsp-prompts-per-group", "3", "--gsp-system-prompt-len", "32",
             "--gsp-question-len", "8", "--gsp-output-len", "3", "--max-concurrency", "1", "--disable-progress",
-            "--output-file", str(output), "--profile", "--profile-output-dir", str(traces), *(["--pair"] if pair else [])])
+            "--output-file", str(output), "--profile", "--profile-output-dir", str(traces),
+            *(["--pair"] if pair else [])])
     assert exit.value.code == 0
     (record,) = lines_of(output)
     assert record["successful_requests"] == 3 and record["total_output_tokens"] == 9 and record["pair"] == pair
