@@ -25,8 +25,8 @@ _FLOAT32 = Tile(tokens=16, warps=4, stages=2)
 
 @triton.jit(do_not_specialize=["requests"])
 def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
-                       last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, q_stride_t, q_stride_h,
-                       qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads, PAGE: tl.constexpr,
+                       last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, page_scale, q_stride_t,
+                       q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads, PAGE: tl.constexpr,
                        RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
                        BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     piece = tl.program_id(0)
@@ -58,9 +58,10 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
         present = token < end
         page = tl.load(kv_indices_ptr + first_page + token // PAGE, present, other=0).to(tl.int64)
         slot = page * stride_page + (token % PAGE) * stride_slot
-        latent = tl.load(pages_ptr + slot[:, None] + dim[None, :], present[:, None] & (dim < RANK)[None, :], other=0.0)
+        latent = tl.load(pages_ptr + slot[:, None] + dim[None, :], present[:, None] & (dim < RANK)[None, :],
+                         other=0.0).to(q.dtype)
         key = tl.load(pages_ptr + slot[:, None] + RANK + rope[None, :], present[:, None] & (rope < ROPE)[None, :],
-                      other=0.0)
+                      other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         scores += tl.dot(qr, tl.trans(key), input_precision="ieee")
         scores = tl.where(present[None, :], scores * scale_log2, float("-inf"))
@@ -70,7 +71,7 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
         acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
-    result = acc / total[:, None]
+    result = acc / total[:, None] * page_scale
     kept = real & (dim < RANK)[None, :]
     if pieces == 1:
         row = request * num_heads + heads
@@ -94,17 +95,19 @@ def tile_of(block_heads: int, itemsize: int) -> Tile:
 
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
                kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
-               plan: DecodePlan, tile: Tile | None = None) -> torch.Tensor:
+               plan: DecodePlan, tile: Tile | None = None, page_scale: float = 1.0) -> torch.Tensor:
     """``softmax((q l^T + q_rope k^T) * scale) l`` of each request over all its latents l and shared keys k, as
     ``[B, H, L]``.
 
     ``q`` [B, H, L] and ``q_rope`` [B, H, R], views contiguous in their last dimension; ``pages`` one layer of a pool
     of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32). ``plan`` is of the same table,
-    its pieces no shorter than ``tile.tokens`` (by default 32).
+    its pieces no shorter than ``tile.tokens`` (by default 32). Pages may be of another type than ``q``, and hold
+    latents and keys over ``page_scale``.
     """
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-        return reference.mla_attention(q, q_rope, pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale)
+        return reference.mla_attention(q, q_rope, pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,
+                                       page_scale)
     requests, num_heads, rank = q.shape
     width = q_rope.shape[2]
     out = torch.empty((requests, num_heads, rank), dtype=q.dtype, device=q.device)
@@ -118,8 +121,8 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
     tile = tile or tile_of(block_heads, q.element_size())
     _mla_decode_kernel[(most, triton.cdiv(num_heads, block_heads))](
         q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts, requests,
-        scale * 1.4426950408889634, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), pages.stride(0),
-        pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank, ROPE=width,
+        scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1), q_rope.stride(0),
+        q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank, ROPE=width,
         BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
         BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages)
     if plan.joins:

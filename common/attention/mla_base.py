@@ -32,9 +32,18 @@ def store(pool: KVPool, mla: MLASpec, batch: ForwardBatch, layer: int, q: torch.
           k_rope: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """The first half of ``run``, equal for every backend; returns the layer's pages of latents."""
     pages = pool.latents(layer)
+    page_scale, _ = pool.layout.scales_of(layer)
     mla_rope_and_store(q[..., mla.nope_dim:], latent, k_rope, pages, batch.page_of_token, batch.offset_in_page, cos_sin,
-                       batch.positions, mla.interleaved)
+                       batch.positions, mla.interleaved, page_scale)
     return pages
+
+
+def gather(rows: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """``rows[indices]`` in ``dtype``; those of float8 times ``scale``."""
+    if rows.itemsize > 1:
+        return rows.index_select(0, indices)
+    # As bytes: not every device indexes float8.
+    return rows.view(torch.uint8).index_select(0, indices).view(rows.dtype).to(dtype) * scale
 
 
 def absorb(q: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:

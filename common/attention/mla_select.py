@@ -44,15 +44,18 @@ def choose_latent_decode_backend(args: KernelArgs, device: torch.device) -> str:
 
 
 def select_latent_attention(args: KernelArgs, device: torch.device, pool: KVPool, mla: MLASpec,
-                            num_heads: int) -> LatentBackend:
-    """What the flags ask for: one backend, or one for prompts and one for decode steps."""
+                            num_heads: int, dtype: str) -> LatentBackend:
+    """What the flags ask for: one backend, or one for prompts and one for decode steps. ``dtype`` is the model's."""
     prefill = choose_latent_backend(args.attention_backend, device)
     decode = choose_latent_decode_backend(args, device)
     if prefill == decode:
-        return latent_backend(prefill, pool, mla, num_heads)
-    return SplitBackend(latent_backend(prefill, pool, mla, num_heads), latent_backend(decode, pool, mla, num_heads))
+        return latent_backend(prefill, pool, mla, num_heads, dtype)
+    return SplitBackend(latent_backend(prefill, pool, mla, num_heads, dtype),
+                        latent_backend(decode, pool, mla, num_heads, dtype))
 
 
-def latent_backend(name: str, pool: KVPool, mla: MLASpec, num_heads: int) -> LatentBackend:
+def latent_backend(name: str, pool: KVPool, mla: MLASpec, num_heads: int, dtype: str) -> LatentBackend:
     """Build the backend of this name; ``num_heads`` counts this rank's heads."""
-    return MLATritonBackend(pool, mla, num_heads) if name == "triton" else MLATorchBackend(pool, mla)
+    if name == "triton":
+        return MLATritonBackend(pool, mla, num_heads, getattr(torch, dtype))
+    return MLATorchBackend(pool, mla)

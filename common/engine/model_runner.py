@@ -282,9 +282,6 @@ def _check_attention(config: ServerConfig, spec: ModelSpec, device: torch.device
     """Raises ConfigError where the backend that the flags name cannot run the model."""
     if spec.mla is None:
         choose_decode_backend(config.kernels, device, dtype, spec.head_dim)
-    elif config.cache.kv_cache_dtype != "auto":
-        raise ConfigError("Latents are not kept in float8: leave --kv-cache-dtype out for a model with multi-head "
-                          "latent attention.")
     else:
         choose_latent_decode_backend(config.kernels, device)
 
@@ -293,7 +290,7 @@ def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: i
     device = pool.groups[0].device
     if spec.mla is None:
         return select_attention(config.kernels, device, pool, num_heads, dtype)
-    return select_latent_attention(config.kernels, device, pool, spec.mla, num_heads)
+    return select_latent_attention(config.kernels, device, pool, spec.mla, num_heads, dtype)
 
 
 def _kv_scales(cache: CacheArgs, model: ModelArgs, spec: ModelSpec) -> Scales:

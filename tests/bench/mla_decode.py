@@ -102,7 +102,7 @@ def prefill(heads: int, new: int, prefix: int, tflops: float) -> dict[str, Any]:
     pool.groups[0].normal_()
     batch = build_forward_batch([Row([0] * new, prefix, np.arange(pool.num_pages))], PAGE_SIZE, torch.device("cuda"),
                                 False)
-    backend = MLATritonBackend(pool, MLA, heads)
+    backend = MLATritonBackend(pool, MLA, heads, torch.bfloat16)
     backend.plan(batch)
     q, up = random(new, heads, MLA.qk_dim), random(heads, 256, 512) * 512**-0.5
     latent, k_rope = random(new, MLA.kv_lora_rank), random(new, MLA.rope_dim)

@@ -181,7 +181,18 @@ def test_servers_of_other_types_or_scales_are_refused():
     assert msgspec.msgpack.decode(packed, type=KVLayout) == scaled
 
 
-def test_latents_are_not_kept_in_float8(tmp_path):
-    save_deepseek(tmp_path, 3, num_hidden_layers=1, first_k_dense_replace=1)
-    with pytest.raises(ConfigError, match="Latents are not kept in float8: leave --kv-cache-dtype out"):
-        load_runner(config_of(tmp_path))
+@pytest.mark.parametrize("stored", DTYPES)
+def test_latents(tmp_path, stored):
+    """One scale for a layer's latents, the keys'."""
+    model = save_deepseek(tmp_path, 3, first_k_dense_replace=3)
+    scales = [2.0**-8, 0.3, 2.0**-10]
+    with_scales(tmp_path, {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(scale)
+                           for layer, scale in enumerate(scales)})
+    exact = expected_logits(model, TOKENS)
+    cache = RoundedCache(DTYPES[stored], [(scale, scale) for scale in scales])
+    with torch.inference_mode():
+        want = model(torch.from_numpy(TOKENS)[None], past_key_values=cache).logits[0]
+    runner = load_runner(config_of(tmp_path, stored))
+    assert runner.pool.groups[0].dtype == DTYPES[stored] and runner.layout.page_bytes == 3 * 16 * 32
+    assert rms(logits_of(runner) - want) < 0.15 * rms(want - exact)
+    assert rms(want - exact) > 0.02 * rms(exact)

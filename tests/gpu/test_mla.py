@@ -43,9 +43,9 @@ def test_backends_agree_at_deepseeks_widths(heads, expanded_mib):
     """Chunked extends, in one segment and in many, then a decode step; over pages of every layer of two groups."""
     layout = KVLayout((2, 1), 1, DEEPSEEK.latent_dim, 16, "bfloat16", "latent")
     pools = [KVPool(layout, NUM_PAGES, CUDA) for _ in range(2)]
-    triton = latent_backend("triton", pools[1], DEEPSEEK, heads)
+    triton = latent_backend("triton", pools[1], DEEPSEEK, heads, "bfloat16")
     triton._most_tokens = (expanded_mib << 20) // (heads * 256 * 2)
-    runs = [latent_backend("torch", pools[0], DEEPSEEK, heads), triton]
+    runs = [latent_backend("torch", pools[0], DEEPSEEK, heads, "bfloat16"), triton]
     generator = torch.Generator(CUDA).manual_seed(9)
     table = torch.randn(600, 64, device=CUDA, generator=generator)
     up = (torch.randn(heads, 256, 512, device=CUDA, generator=generator) * 512**-0.5).bfloat16()

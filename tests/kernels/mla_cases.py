@@ -123,6 +123,36 @@ def test_prefill(heads, nope, rope, v, page_size, most_tokens, dtype, atol, rtol
     torch.testing.assert_close(results[0], want, atol=5 * atol, rtol=5 * rtol)
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_pages_of_float8(stored):
+    """Stored over a scale, and some of it beyond float8's range; read back by decode steps."""
+    heads, rank, rope, page_size, lengths, scale = 4, 24, 8, 4, [1, 33, 90], 0.004
+    dtype = torch.float16 if not GPU else torch.bfloat16
+    table, tokens = page_table(lengths, page_size, PAGES), sum(lengths)
+    slots = [int(table[1][int(table[0][b]) + i // page_size]) * page_size + i % page_size
+             for b, length in enumerate(lengths) for i in range(length)]
+    at = torch.tensor(slots, device=DEVICE)
+    latent, k = random(tokens, rank, dtype=dtype), random(tokens, rope, dtype=dtype, seed=1)
+    latent[3] = 500.0
+    angles = torch.rand(tokens, rope // 2, generator=torch.Generator().manual_seed(6)) * 6
+    angles = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    q, q_rope = random(len(lengths), heads, rank, dtype=dtype), random(len(lengths), heads, rope, dtype=dtype, seed=2)
+    plan = plan_decode(table[0], table[2], page_size, 1, 1, max(lengths))
+    found = []
+    for op in (mla_rope_and_store, reference.mla_rope_and_store):
+        pages = torch.zeros(PAGES, page_size, rank + rope, device=DEVICE).to(stored)
+        op(random(tokens, heads, rope, dtype=dtype), latent, k, pages, at // page_size, at % page_size, angles,
+           torch.arange(tokens, device=DEVICE), True, scale)
+        found.append(pages)
+    assert torch.equal(found[0].float(), found[1].float())
+    row = found[0].flatten(0, 1).view(torch.uint8)[at].view(stored).float() * scale
+    largest = torch.finfo(stored).max * scale
+    torch.testing.assert_close(row[:, :rank], latent.float().clamp(-largest, largest), atol=0.002, rtol=0.13)
+    results = [mla_decode(q, q_rope, found[0], *table, 0.1, plan, page_scale=scale),
+               reference.mla_attention(q, q_rope, found[0], torch.arange(len(lengths) + 1), *table, 0.1, scale)]
+    torch.testing.assert_close(*results, atol=1e-2, rtol=1e-2)
+
+
 def test_a_block_of_heads_is_as_wide_as_the_type_allows():
     assert [head_block(heads, 2) for heads in (1, 16, 20, 64, 128)] == [16, 16, 32, 64, 64]
     assert head_block(128, 4) == 16
