@@ -32,7 +32,9 @@ ELSEWHERE: dict[bytes, str] = {
 """Paths of sglang-router that are not served here, and what to do instead."""
 
 QUICK_BROADCASTS = (b"/flush_cache", b"/abort_request", b"/start_profile", b"/stop_profile", b"/pause_generation",
-                    b"/continue_generation", b"/configure_logging", b"/set_internal_state", b"/reset_prefix_cache")
+                    b"/continue_generation", b"/configure_logging", b"/set_internal_state", b"/reset_prefix_cache",
+                    b"/start_expert_distribution_record", b"/stop_expert_distribution_record",
+                    b"/dump_expert_distribution_record")
 SLOW_BROADCASTS = (
     b"/update_weights_from_disk", b"/update_weights_from_tensor", b"/update_weights_from_distributed",
     b"/update_weights_from_ipc", b"/init_weights_update_group", b"/destroy_weights_update_group",

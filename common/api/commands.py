@@ -64,4 +64,13 @@ class SetLimits(msgspec.Struct, frozen=True, tag=True):
     schedule_policy: str | None = None
 
 
-Command = FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory | StartProfile | StopProfile | SetLimits
+class RecordExperts(msgspec.Struct, frozen=True, tag=True):
+    """Record how many tokens every expert computes, from ``start`` to ``stop``; ``dump`` writes what was recorded so
+    far, or last, into ``folder``. Refused where the engine does not count them."""
+
+    action: Literal["start", "stop", "dump"]
+    folder: str = ""
+
+
+Command = (FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory | StartProfile | StopProfile | SetLimits
+           | RecordExperts)

@@ -11,6 +11,7 @@ from ..api.commands import (
     Command,
     FlushCache,
     MemoryKind,
+    RecordExperts,
     ReleaseMemory,
     ResumeMemory,
     SetLimits,
@@ -50,7 +51,7 @@ class Control:
         ``idle``: no request runs.
         """
         idle = bool(self._tp.min_reduce(np.array([idle]))[0])  # data-parallel ranks have requests of their own
-        if not idle and not isinstance(command, (StartProfile, StopProfile, SetLimits)):
+        if not idle and not isinstance(command, (StartProfile, StopProfile, SetLimits, RecordExperts)):
             raise Conflict("Not while requests run; wait for them, or abort them.")
         match command:
             case FlushCache():
@@ -68,6 +69,8 @@ class Control:
                 return self.profiler.stop()
             case SetLimits():
                 return self._set_limits(command)
+            case RecordExperts():
+                return self._record_experts(command)
 
     def _update_weights(self, command: UpdateWeights) -> str:
         if "weights" in self._released:
@@ -111,6 +114,16 @@ class Control:
                                  param="schedule_policy")
         self._batcher.set_args(dataclasses.replace(self._batcher.args, **given))
         return "Set " + ", ".join(f"{name} to {value}" for name, value in given.items()) + "."
+
+    def _record_experts(self, command: RecordExperts) -> str:
+        record = self._runner.expert_record
+        match command.action:
+            case "start":
+                return record.start()
+            case "stop":
+                return record.stop()
+            case "dump":
+                return record.dump(command.folder, write=self._tp.rank == 0)
 
     def _agreed(self, check: Callable[[], None]) -> None:
         """Run ``check`` on all ranks of the group; raises InvalidRequest on all of them where it failed on one."""

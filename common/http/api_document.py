@@ -84,6 +84,7 @@ _SHAPES: dict[str, _Shape] = {
     "POST /resume_memory_occupation": _Shape(control_routes._Memory, optional=True),
     "POST /start_profile": _Shape(control_routes._Profile, optional=True),
     "POST /set_internal_state": _Shape(control_routes._InternalState),
+    "POST /dump_expert_distribution_record": _Shape(control_routes._Dump, optional=True),
 }
 _QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1}, "order": {"enum": ["asc", "desc"]}}

@@ -93,6 +93,9 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/start_profile", control_routes.start_profile),
     ("POST", "/stop_profile", control_routes.stop_profile),
     ("POST", "/set_internal_state", control_routes.set_internal_state),
+    ("POST", "/start_expert_distribution_record", control_routes.start_expert_distribution_record),
+    ("POST", "/stop_expert_distribution_record", control_routes.stop_expert_distribution_record),
+    ("POST", "/dump_expert_distribution_record", control_routes.dump_expert_distribution_record),
 )
 _CONTROL_PATHS = frozenset(path for _, path, _ in _CONTROL)
 _OPEN_TO_ALL = frozenset(("/health", "/health_generate", "/metrics"))

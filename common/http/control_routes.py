@@ -14,6 +14,7 @@ from ..api.commands import (
     Command,
     FlushCache,
     MemoryKind,
+    RecordExperts,
     ReleaseMemory,
     ResumeMemory,
     SetLimits,
@@ -48,6 +49,10 @@ class _Profile(msgspec.Struct):
     record_shapes: bool | None = None
 
 
+class _Dump(msgspec.Struct):
+    output_dir: str | None = None
+
+
 class _Limits(msgspec.Struct, forbid_unknown_fields=True):
     max_running_requests: int | None = None
     chunked_prefill_size: int | None = None
@@ -60,6 +65,7 @@ class _InternalState(msgspec.Struct):
 
 _update, _memory = BodyDecoder(_Update), BodyDecoder(_Memory)
 _profile, _internal_state = BodyDecoder(_Profile), BodyDecoder(_InternalState)
+_dump = BodyDecoder(_Dump)
 
 
 async def _body(request: web.Request) -> bytes:
@@ -122,6 +128,21 @@ async def start_profile(front: Front, request: web.Request) -> web.Response:
 
 async def stop_profile(front: Front, request: web.Request) -> web.Response:
     return await _carry_out(front, StopProfile(), LOAD_SECONDS)
+
+
+async def start_expert_distribution_record(front: Front, request: web.Request) -> web.Response:
+    """Count the tokens of every expert from now on; 400 without --expert-distribution-recorder-mode."""
+    return await _carry_out(front, RecordExperts("start"))
+
+
+async def stop_expert_distribution_record(front: Front, request: web.Request) -> web.Response:
+    return await _carry_out(front, RecordExperts("stop"))
+
+
+async def dump_expert_distribution_record(front: Front, request: web.Request) -> web.Response:
+    """Write what was recorded, so far or last, as JSON; the answer's message is the file's path."""
+    folder = _dump.decode(await _body(request)).output_dir
+    return await _carry_out(front, RecordExperts("dump", folder or tempfile.gettempdir()))
 
 
 async def set_internal_state(front: Front, request: web.Request) -> web.Response:

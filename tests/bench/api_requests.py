@@ -12,7 +12,7 @@ from urllib.parse import quote
 LEFT_OUT = frozenset((
     "/update_weights_from_disk",  # would be another model for all that follows
     "/release_memory_occupation", "/resume_memory_occupation", "/set_internal_state",  # and these another server
-    "/start_profile", "/stop_profile",  # fill the disk
+    "/start_profile", "/stop_profile", "/dump_expert_distribution_record",  # fill the disk
 ))
 LIMITS = {"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4, "max_new_tokens": 4, "n": 2,
           "best_of": 2}

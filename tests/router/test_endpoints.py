@@ -13,7 +13,8 @@ ONE = ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/tokenize", "/v1/detoken
        "/separate_reasoning"]
 PAIRS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"]
 ALL = ["/flush_cache", "/update_weights_from_disk", "/release_memory_occupation", "/resume_memory_occupation",
-       "/start_profile", "/stop_profile", "/abort_request", "/set_internal_state"]
+       "/start_profile", "/stop_profile", "/abort_request", "/set_internal_state",
+       "/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record"]
 
 
 @pytest.mark.parametrize("path", ONE)
