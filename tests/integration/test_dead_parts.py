@@ -71,7 +71,7 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["dp2", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_server(tmp_path, shape):
     server = Server("baton.launch", [*FLAGS, *SHAPES[shape]], free_ports(1)[0], tmp_path / "log").start()
     try:
@@ -92,6 +92,7 @@ def test_a_killed_rank_ends_the_server(tmp_path, shape):
         server.kill()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_noticed(tmp_path):
     argv = [*FLAGS, *SHAPES["tp2"], "--watchdog-timeout", "6"]
     server = Server("baton.launch", argv, free_ports(1)[0], tmp_path / "log").start()
@@ -128,21 +129,28 @@ class Hosts:
             server.kill()
 
 
+def assert_answers(server: Server) -> None:
+    question = {"model": "tinychat", "temperature": 0,
+                "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    for _ in range(2):  # one for each attention group
+        status, answer = post_json(server.url + "/v1/chat/completions", question)
+        assert status == 200 and "Paris" in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.slow
 def test_two_hosts_answer_and_stop_together(tmp_path):
     with Hosts(tmp_path) as hosts:
         assert len(ranks_of(hosts.first)) == len(ranks_of(hosts.second)) == 1
-        question = {"model": "tinychat", "temperature": 0,
-                    "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-        status, answer = post_json(hosts.first.url + "/v1/chat/completions", question)
-        assert status == 200 and "Paris" in answer["choices"][0]["message"]["content"]
+        assert_answers(hosts.first)
         assert hosts.first.stop(ENDS_WITHIN) == 0, repr(hosts.first)
         assert hosts.second.process.wait(ENDS_WITHIN) == 0, repr(hosts.second)
         assert_all_gone(hosts.parts)
 
 
-@pytest.mark.parametrize("killed", ["first", "second"])
+@pytest.mark.parametrize("killed", ["second", pytest.param("first", marks=pytest.mark.slow)])
 def test_a_host_that_dies_ends_the_other(tmp_path, killed):
     with Hosts(tmp_path, "--dp-size", "2", "--enable-dp-attention") as hosts:
+        assert_answers(hosts.first)
         held = Held(hosts.first.url, 2) if killed == "second" else None
         if held is not None:
             wait_running(hosts.first, 2)
