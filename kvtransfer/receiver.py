@@ -52,7 +52,8 @@ class KVReceiver:
         self._timing = Timing.of(args)
         self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend,
                                         dp_rank=dp_rank, dp_size=dp_size)
-        self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent)
+        self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
+                                  backend.lingering)
         self._lock = threading.Lock()
         self._closed = False
         self._next_tick = 0.0

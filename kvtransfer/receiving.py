@@ -11,6 +11,8 @@ When a published room fails, its pages wait until the writer is quiet (see state
 * The link is closed (the process ended, or the network is cut): until ``peer_timeout`` after our last Pong, when the
   sender must have torn its writes down (see sending.py), and ``landing`` more. When the sender itself has dismissed
   us, it has just done so, and ``landing`` is enough.
+  Where the backend cannot take writes back, for as long as they linger in addition, or until another instance of the
+  sender's answers at its address.
 * The link is silent, yet its connection stands (the process is stopped): a stopped process may resume in the middle of
   a write at any time, so only its answer, or the end of its connection, frees the pages. Their error is known at once.
 
@@ -47,12 +49,14 @@ class ReceiverCore:
     """
 
     def __init__(self, info: m.RankInfo, timing: Timing, num_pages: int, metadata: bytes = b"",
-                 checksum: Extent = "off"):
+                 checksum: Extent = "off", lingering: float = 0.0):
+        """``lingering`` is the backend's."""
         self.info = info
         self.timing = timing
         self.num_pages = num_pages
         self.metadata = metadata
         self.checksum = checksum
+        self.lingering = lingering
         self.effects: deque[Effect] = deque()
         self.rooms: dict[int, RecvRoom] = {}
         self.routes: dict[Address, Route] = {}  # the usable one to each prefill server
@@ -114,6 +118,7 @@ class ReceiverCore:
 
     def found(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> None:
         """All ranks of the server at ``address``, in order."""
+        self._end_lingering(address, {rank.instance for rank in ranks}, now)
         if not self._wanted(address):
             self.searches.pop(address, None)
             return
@@ -263,6 +268,15 @@ class ReceiverCore:
     def _waiting(self, address: Address) -> list[RecvRoom]:
         return [half for half in self.rooms.values() if half.phase is Phase.RESERVING and half.address == address]
 
+    def _end_lingering(self, address: Address, alive: set[str], now: float) -> None:
+        """Where others answer in place of instances, those are dead, and their hosts send no more for them."""
+        for half in self.rooms.values():
+            if half.address != address or half.phase is not Phase.ABORTING:
+                continue
+            for link_id, quiet_at in half.writers.items():
+                if quiet_at is not None and half.published_over[link_id] not in alive:
+                    half.writers[link_id] = min(quiet_at, max(now, quiet_at - self.lingering) + self.timing.landing)
+
     def _wanted(self, address: Address) -> bool:
         return bool(self._waiting(address) or address in self.declines)
 
@@ -279,7 +293,7 @@ class ReceiverCore:
             return
         half.phase = step(RECEIVER, half.phase, Event.PUBLISH)
         half.blocks, half.parts = route.blocks, route.parts
-        half.published_over = tuple(link.id for link in links)
+        half.published_over = {link.id: link.instance for link in links}
         for link in links:
             half.writers[link.id] = None
             link.rooms[half.room] = half
@@ -343,10 +357,11 @@ class ReceiverCore:
         self._ended(half, now)
 
     def _break(self, link: Link, error: ServingError, now: float, *, quiet_at: float) -> None:
-        """The connection is gone: what was published waits until ``quiet_at``, the rest tries a new link."""
+        """The connection is gone: what was published waits until ``quiet_at``, and for writes that linger; the rest
+        tries a new link."""
         del self.links[link.id]
         for half in list(link.rooms.values()):
-            half.writers[link.id] = quiet_at
+            half.writers[link.id] = quiet_at + self.lingering
             self._fail(half, error, now, told_by=link.id)
         self._unroute(link, now)
 

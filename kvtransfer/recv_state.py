@@ -28,7 +28,7 @@ class RecvRoom:
     blocks: tuple[int, ...] = ()  # that they cut our pages into, by layer group
     parts: int = 1  # of our pages, that a page of theirs holds the tokens of
     writers: dict[bytes, float | None] = field(default_factory=dict)
-    published_over: tuple[bytes, ...] = ()
+    published_over: dict[bytes, str] = field(default_factory=dict)  # links, and the senders' instances
     dp_rank: int | None = None  # the sender's data-parallel rank; None: by room
 
     def dp_rank_of(self, dp_size: int) -> int:
@@ -60,6 +60,7 @@ class Route:
 
     links: dict[bytes, Link]
     blocks: tuple[int, ...] = ()
+    parts: int = 1
     dp_size: int = 1
 
     def links_of(self, half: RecvRoom) -> list[Link]:

@@ -33,6 +33,8 @@ Write = Any  # a backend's own handle of one write
 
 class Backend(Protocol):
     name: str
+    lingering: float
+    """Seconds for which a write may still land that has FAILED or whose peer was removed; 0 where it cannot."""
 
     def register(self, regions: Sequence[Region], num_pages: int) -> None:
         """Make the pool's memory reachable, once. Raises ConfigError where the backend cannot."""

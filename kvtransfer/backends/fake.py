@@ -46,6 +46,7 @@ class FakeBackend:
     ``fail_writes``: so many of the next writes of ours fail. ``lose_pages``: of so many the last page stays behind."""
 
     name = "fake"
+    lingering = 0.0
 
     def __init__(self) -> None:
         self.gate = threading.Event()

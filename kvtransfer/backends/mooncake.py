@@ -4,9 +4,15 @@ Its batches take lists of addresses, so runs of blocks that are neighbours on bo
 engine handles each entry by itself. A call blocks until its batch is complete at the target, without the interpreter's
 lock; threads of our own make the calls, so that several writes are under way.
 
-The engine cannot withdraw a write that was posted. When a peer is removed, its writes therefore poll PENDING until they
-have ended by themselves, and their source pages stay held. A write that a broken network stalls for longer than
-the sender's lease and ``landing`` (see timing.py) could land late; the NIXL backend has no such gap.
+The engine cannot withdraw a write that was posted. A call returns when its writes have ended, or fails after
+MC_TRANSFER_TIMEOUT (30 s unless the environment says otherwise) with the rest of them still on their way; the same
+holds when a peer is removed. Such a write can land when a broken network heals. The decode server therefore sets the
+pages of a connection that ended aside for ``lingering`` seconds, or until another instance of the prefill server
+answers:
+
+* RDMA: a queue pair retransmits for some 4 s before it gives up, and the engine tries a slice 9 times at most, on other
+  paths too (MC_RETRY_CNT).
+* TCP: the kernel retransmits for 924 s (net.ipv4.tcp_retries2 at its default of 15).
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from ...common.api.errors import ConfigError, TransferFailed
 from .base import Region, WriteState
 
 _THREADS = 4
+_RDMA_LINGERS, _TCP_LINGERS = 60.0, 960.0  # seconds, see above
 _WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -75,6 +82,7 @@ class MooncakeBackend:
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0:
             raise ConfigError(f"Mooncake's transfer engine does not start on {host} over {protocol}"
                               f"{' with --disaggregation-ib-device ' + device if device else ''}; its log says why.")
+        self.lingering = _TCP_LINGERS if ib_device is None else _RDMA_LINGERS
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._regions: list[Region] = []
         self._num_pages = 0

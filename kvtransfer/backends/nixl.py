@@ -60,6 +60,7 @@ class NixlBackend:
     """One NIXL agent with the UCX backend. Raises ConfigError when NIXL is not installed or does not start."""
 
     name = "nixl"
+    lingering = 0.0
 
     def __init__(self) -> None:
         try:

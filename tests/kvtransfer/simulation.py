@@ -105,8 +105,10 @@ class Group:
 
 
 class World:
-    def __init__(self, prefill_ranks: int = 1, decode_ranks: int = 1) -> None:
-        self.now = 100.0
+    def __init__(self, prefill_ranks: int = 1, decode_ranks: int = 1, lingering: float = 0.0) -> None:
+        """``lingering``: how long the backend's writes may still land that it has given up."""
+        self.now, self.lingering = 100.0, lingering
+        self.late: list[tuple[float, Flight]] = []  # given up, with the time until which each may land
         self.instances, self.serials = itertools.count(), itertools.count()
         self.wires: dict[bytes, Wire] = {}
         self.flights: list[Flight] = []
@@ -127,8 +129,9 @@ class World:
         self.watched: dict[int, int] = {}  # room -> the request that its pages were for
 
     def start_decode(self) -> None:
-        self.decode = Group([receiving.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES,
-                                                    checksum="sampled") for rank in range(self.ranks[1])])
+        self.decode = Group([
+            receiving.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum="sampled",
+                                   lingering=self.lingering) for rank in range(self.ranks[1])])
         self.requests: dict[int, Request] = {}
         self.owner: dict[int, int | None] = dict.fromkeys(range(NUM_PAGES))  # page -> serial
         self.written: dict[tuple[int, int], set[int]] = {}  # rank and page -> senders that wrote it for its owner
@@ -338,7 +341,14 @@ class World:
         if moving:
             flight = moving[n % len(moving)]
             self.flights.remove(flight)
+            self.late.append((self.now + self.lingering, flight))
             self.prefill.cores[flight.sender].written(flight.write, False, self.now)
+
+    def land_late(self, n: int) -> None:
+        """What was given up lands after all, on the last occasion or before."""
+        self.late = [(until, flight) for until, flight in self.late if self.now < until and not flight.lost]
+        if self.late:
+            self.touch(self.late.pop(n % len(self.late))[1])
 
     def touch(self, flight: Flight) -> None:
         for page in flight.write.dst_ids.tolist():
@@ -375,6 +385,7 @@ class World:
             if n >> number % 8 & 1 and not flight.lost:
                 self.touch(flight)
         self.flights.clear()
+        self.late.clear()
         self.inbox.clear()
         self.start_prefill()
         for link, wire in list(self.wires.items()):
@@ -383,7 +394,7 @@ class World:
 
     def kill_decode(self, n: int) -> None:
         """Its memory is gone with it; a successor starts with memory of its own. Prefill hears nothing."""
-        for flight in self.flights:
+        for flight in [*self.flights, *(flight for _, flight in self.late)]:
             flight.lost = True
         for link, wire in list(self.wires.items()):
             self.inbox += [(wire.sender, link, message) for message in list(wire.to_sender)[:n // 8 % 4]]
@@ -488,6 +499,7 @@ class World:
         else:
             for flight in [f for f in self.flights if f.session == effect.session.id]:
                 self.flights.remove(flight)
+                self.late.append((self.now + self.lingering, flight))
                 core.written(flight.write, False, self.now)
 
     def finale(self) -> None:
@@ -518,14 +530,14 @@ class World:
 COMMON = ["meet", "meet", "expect", "reserve", "push", "push", "finish", "work", "verify", "run_rank",
           *["deliver"] * 4, *["post"] * 2, *["land"] * 2, *["flow"] * 3, "poll_prefill", "poll_decode"]
 RARE = ["abort_prefill", "abort_decode", "decline", "fail_write", "advance", "advance", "advance", "cut",
-        "kill_prefill", "kill_decode", "stop", "outage", "outage", "read_inbox"]
+        "kill_prefill", "kill_decode", "stop", "outage", "outage", "read_inbox", "land_late", "land_late"]
 _NAMES = COMMON * 6 + RARE
 
 
 def run_seed(seed: int) -> World:
     """One schedule, which is all in its seed. An AssertionError names it, whatever went wrong."""
     rng = Random(seed)
-    world = World(*SHAPES[seed % len(SHAPES)])
+    world = World(*SHAPES[seed % len(SHAPES)], lingering=(0.0, 10.0)[seed // len(SHAPES) % 2])
     schedule = [(rng.choice(_NAMES), rng.randrange(1024)) for _ in range(rng.randrange(10, 120))]
     try:
         return world.run(schedule)

@@ -63,6 +63,13 @@ def no_quarantine(monkeypatch):
                         lambda self, link, error, now, *, quiet_at: broken(self, link, error, now, quiet_at=now))
 
 
+def no_time_for_what_lingers(monkeypatch):
+    """Decode trusts in writes that were given up, whatever the backend says of them."""
+    begin = receiving.ReceiverCore.__init__
+    monkeypatch.setattr(receiving.ReceiverCore, "__init__",
+                        lambda self, *args, lingering, **named: begin(self, *args, **named))
+
+
 def no_lease(monkeypatch):
     """Prefill writes for as long as it likes after it was last heard, and gives up no session."""
     monkeypatch.setattr(Timing, "lease", property(lambda self: 1e9))
@@ -128,6 +135,7 @@ def deaf_to_failure(monkeypatch):
 
 @pytest.mark.parametrize("break_a_rule", [
     free_at_abort, stop_before_writes_have_ended, result_before_writes_have_ended, no_quarantine, no_lease,
+    no_time_for_what_lingers,
     one_result_is_enough, any_stamp_will_do, taken_by_anybody, deaf_to_failure])
 def test_a_broken_rule_is_found_and_the_seed_shows_it_again(monkeypatch, break_a_rule):
     break_a_rule(monkeypatch)
