@@ -30,7 +30,7 @@ class Played:
         return torch.zeros(batch.num_reqs, 3)
 
     @contextlib.contextmanager
-    def graph(self, made, pool):
+    def graph(self, made, **options):
         self.capturing = True
         yield
         self.capturing = False
