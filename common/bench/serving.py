@@ -92,7 +92,11 @@ def make_vocabulary(config: BenchServing, control: Control) -> Vocabulary:
     name = name or target.model or control.model().get("id")
     if name is None:
         raise ConfigError("The server names no model; give --tokenizer.")
-    tokenizer: Tokenizer = load_tokenizer(name)
+    try:
+        tokenizer: Tokenizer = load_tokenizer(name)
+    except ImportError:
+        raise ConfigError("Text takes a tokenizer, which needs transformers: pip install 'baton-serve[engine]', "
+                          "or send token ids with --dataset-name random-ids --tokenize-prompt.") from None
     return Vocabulary(tokenizer.size, tokenizer, as_ids=target.tokenize_prompt)
 
 

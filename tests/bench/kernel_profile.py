@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
-from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
-from ..common.hand_driven import Engine
-from .relay import LLAMA_8B
+from ...common.bench.hand_engine import HandEngine
+from ...common.bench.parts import of_kernel, recorder
+from . import dummy_engine
 
 STEPS = 10
 
@@ -22,18 +19,16 @@ STEPS = 10
 Rows = list[tuple[str, float, float]]
 
 
-def prefill(engine: Engine) -> Rows:
-    """Two prompts of 4,096 tokens in one step."""
-    for attempt in range(2):
-        for i in range(2):
-            engine.start(f"p{attempt}-{i}", [(7 * i + j) % 4000 for j in range(4096)], max_new_tokens=1)
-        if attempt == 0:
-            engine.run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        engine.scheduler.step(0.0)
-        torch.cuda.synchronize()
-    engine.run()
+def prefill(engine: HandEngine) -> Rows:
+    """Two prompts of 4,096 tokens in one step, after two that are not looked at."""
+    engine.start(2, 4096, 1)
+    engine.finish()
+    engine.start(2, 4096, 1)
+    engine.synchronize()
+    with recorder(engine.device) as profiler:
+        engine.step()
+        engine.synchronize()
+    engine.finish()
     return _rows(profiler, 1)
 
 
@@ -45,24 +40,22 @@ def _rows(profiler: profile, steps: int) -> Rows:
 def _show(what: str, rows: Rows) -> None:
     print(f"\n{what}: {sum(row[2] for row in rows):.0f} us of kernels a step")
     for name, calls, micros in rows[:16]:
-        print(f"{micros:9.1f} us {calls:6.1f} calls  {name[:110]}")
+        print(f"{micros:9.1f} us {calls:6.1f} calls  {of_kernel(name):<10} {name[:100]}")
 
 
-def decode(engine: Engine, batch: int, context: int) -> Rows:
+def decode(engine: HandEngine, batch: int, context: int) -> Rows:
     """``(kernel, calls a step, microseconds a step)``, the costliest first."""
-    for i in range(batch):
-        engine.start(f"{batch}-{i}", [(7 * i + j) % 4000 for j in range(context)], max_new_tokens=60, ignore_eos=True)
-    scheduler = engine.scheduler
-    while scheduler.batcher.waiting or scheduler.batcher.prefilling:
-        scheduler.step(0.0)
+    engine.start(batch, context, 60)
+    while engine.prefilling:
+        engine.step()
     for _ in range(5):
-        scheduler.step(0.0)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        engine.step()
+    engine.synchronize()
+    with recorder(engine.device) as profiler:
         for _ in range(STEPS):
-            scheduler.step(0.0)
-        torch.cuda.synchronize()
-    engine.run()
+            engine.step()
+        engine.synchronize()
+    engine.finish()
     return _rows(profiler, STEPS)
 
 
@@ -71,13 +64,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batches", default="1,64")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
-        engine = Engine(folder, page_size=16, max_total_tokens=300_000, max_running=64, overlap=True, radix=False,
-                        device="cuda", dtype="bfloat16", load_format="dummy")
-        _show("prefill, 2 x 4096", prefill(engine))
-        for batch in map(int, args.batches.split(",")):
-            _show(f"decode, batch {batch}", decode(engine, batch, args.context))
+    engine = dummy_engine.make(tokens=300_000, max_running=64)
+    _show("prefill, 2 x 4096", prefill(engine))
+    for batch in map(int, args.batches.split(",")):
+        _show(f"decode, batch {batch}", decode(engine, batch, args.context))
 
 
 if __name__ == "__main__":
