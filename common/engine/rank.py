@@ -23,6 +23,7 @@ from ..kvcache.manager import KVCacheManager
 from ..obs.logging import setup_logging
 from .batcher import Batcher
 from .channel import FrontChannel, Ticker
+from .collector import settle_collector
 from .control import Control
 from .embedding import EmbeddingScheduler
 from .executor import Executor
@@ -106,6 +107,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     control = Control(spec.config, parallel.world, parts.runner, parts.batcher)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
+    settle_collector()
     EngineLoop(Ticker(channel, parallel.world), parts.ledger, scheduler, cache, control, send, events, watchdog,
                parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None).run()
     if watchdog is not None:
