@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..config.server import ScheduleArgs
 from ..kvcache.manager import KVCacheManager
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from .scheduling.swap import Swap
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The request's tokens ``start:stop`` are computed in this step; ``samples``: they end with its last, and the
     step yields the next one."""
 
@@ -216,7 +215,9 @@ class Batcher:
 
     def grow_running(self) -> bool:
         """Give every running request the page of its next token; False where pages for all are lacking."""
-        grown = [self._grow(req) for req in self.running]
+        page_size = self.cache.page_size
+        short = [req for req in self.running if req.hold is None or req.hold.count * page_size < req.length]
+        grown = [self._grow(req) for req in short]
         return all(grown)
 
     def retract_for_room(self) -> None:

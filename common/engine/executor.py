@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from ..api.messages import Logprobs
 from ..grammar.store import GrammarStore
 from .batcher import Batch, Chunk
 from .choosing import FAILED, FillAllowed
-from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
+from .forward_batch import AfterGroup, DecodeRows, ForwardBatch, Row, build_decode_batch, build_forward_batch
 from .hidden_states import HiddenReport, HiddenRows, hidden_rows
 from .prompt_logprobs import PromptReport, prompt_rows
 from .req import Req
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from .sampler import Launched, Sampler
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """The token that a request gained in a step; the request itself is not touched yet.
 
     With an ``error`` it gained none, and is to be failed.
@@ -86,9 +85,8 @@ class Executor:
         device runs the forward pass; that needs its pending token, so that the host then waits for the step before.
         """
         wanted = [] if batch.is_decode else prompt_rows(batch)
-        sampling = [chunk for chunk in batch.chunks if chunk.samples]
-        ends = np.cumsum([chunk.stop - chunk.start for chunk in batch.chunks])
-        rows = [int(end) - 1 for end, chunk in zip(ends, batch.chunks) if chunk.samples]
+        sampling = batch.chunks if batch.is_decode else [chunk for chunk in batch.chunks if chunk.samples]
+        rows = list(range(len(sampling))) if batch.is_decode else _last_rows(batch)
         rows += [row.index for row in wanted]
         hidden = hidden_rows(batch)
         sources = self._sources(batch)
@@ -124,11 +122,13 @@ class Executor:
 
     def _sources(self, batch: Batch) -> dict[Req, int]:
         """Where requests with a pending token find it among ``_previous``."""
-        pending = [chunk.req for chunk in batch.chunks if chunk.stop > len(chunk.req.tokens)]
+        pending = [chunk.req for chunk in batch.chunks if chunk.stop > chunk.req.tokens.count]
         if not pending:
             return {}
         assert self._last is not None, "a pending token comes from a step"
-        places = {req: i for i, req in enumerate(self._last.sampling)}
+        places = dict(zip(self._last.sampling, range(len(self._last.sampling))))
+        if pending == self._last.sampling:  # a decode batch that goes on: requests are compared by identity
+            return places
         return {req: places[req] for req in pending}
 
     def _allowed(self, chunks: list[Chunk], sources: dict[Req, int]) -> dict[Req, FillAllowed]:
@@ -156,6 +156,10 @@ class Executor:
                padded: bool = True) -> ForwardBatch:
         """``padded``: to a size that a CUDA graph was captured for."""
         runner, page_size = self._runner, self._runner.layout.page_size
+        if batch.is_decode and not any(chunk.req.embeds is not None for chunk in batch.chunks):
+            padding = runner.padding(len(batch.chunks)) if padded else []
+            return build_decode_batch(_decode_rows(batch.chunks, sources, padding), page_size, runner.device,
+                                      logits_rows, self._previous)
         rows = []
         for chunk in batch.chunks:
             req = chunk.req
@@ -167,3 +171,20 @@ class Executor:
         if batch.is_decode and padded:
             rows += runner.padding(len(rows))
         return build_forward_batch(rows, page_size, runner.device, batch.is_decode, logits_rows, self._previous)
+
+
+def _last_rows(batch: Batch) -> list[int]:
+    """Of the batch's token rows, those whose logits choose a token."""
+    ends = np.cumsum([chunk.stop - chunk.start for chunk in batch.chunks])
+    return [int(end) - 1 for end, chunk in zip(ends, batch.chunks) if chunk.samples]
+
+
+def _decode_rows(chunks: list[Chunk], sources: dict[Req, int], padding: list[Row]) -> DecodeRows:
+    reqs = [chunk.req for chunk in chunks]
+    places = [sources.get(req) for req in reqs] if sources else [None] * len(reqs)
+    known = [req.tokens.last if place is None else 0 for req, place in zip(reqs, places)]
+    pages = [req.hold.ids for req in reqs if req.hold is not None]
+    assert len(pages) == len(reqs)
+    count = len(padding)
+    return DecodeRows(known + [0] * count, [chunk.start for chunk in chunks] + [0] * count,
+                      pages + [row.page_ids for row in padding], places + [None] * count)

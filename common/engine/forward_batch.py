@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -101,14 +102,51 @@ def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, i
     sourced = [i for i, row in enumerate(rows) if row.source is not None]
     host["pending_rows"] = np.asarray(qo_indptr[1:][sourced] - 1, np.int64)
     host["sources"] = np.asarray([rows[i].source for i in sourced], np.int64)
+    built = _send(host, device, is_decode=is_decode, previous=previous)
+    return replace(built, **embeds) if (embeds := _embeds(rows, qo_indptr, device)) else built
+
+
+class DecodeRows(NamedTuple):
+    """A decode step's rows, one token a request: a Row's fields, each of all rows."""
+
+    token_ids: list[int]
+    starts: list[int]
+    page_ids: list[np.ndarray]
+    sources: list[int | None]
+
+
+def build_decode_batch(rows: DecodeRows, page_size: int, device: torch.device, logits_rows: list[int],
+                       previous: torch.Tensor | None) -> ForwardBatch:
+    """``build_forward_batch`` of a decode step without embeddings. Of 256 rows it takes a third of the time."""
+    positions = np.array(rows.starts, np.int64)
+    in_request, offsets = np.divmod(positions, page_size)
+    kv_indptr, qo_indptr = _indptr(in_request + 1), np.arange(len(positions) + 1, dtype=np.int32)
+    parts = [ids[:count] for ids, count in zip(rows.page_ids, (in_request + 1).tolist())]
+    kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
+    assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
+    sourced = [i for i, source in enumerate(rows.sources) if source is not None]
+    host = {
+        "input_ids": np.array(rows.token_ids, np.int64), "positions": positions,
+        "page_of_token": kv_indices[kv_indptr[1:] - 1].astype(np.int64), "offset_in_page": offsets,
+        "logits_rows": np.array(logits_rows, np.int64),
+        "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
+        "kv_last_page_len": (offsets + 1).astype(np.int32),
+        "pending_rows": np.array(sourced, np.int64),
+        "sources": np.array([rows.sources[i] for i in sourced], np.int64),
+    }
+    return _send(host, device, is_decode=True, previous=previous)
+
+
+def _send(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,
+          previous: torch.Tensor | None) -> ForwardBatch:
+    """A batch of the arrays; tokens of ``pending_rows`` are ``previous[sources]``."""
     sent = _to_device(host, device)
     pending_rows, sources = sent.pop("pending_rows"), sent.pop("sources")
-    if sourced:
+    if len(host["sources"]):
         assert previous is not None, "a row's token comes from a step that was not given"
         sent["input_ids"][pending_rows] = previous[sources]
-    return ForwardBatch(is_decode=is_decode, **sent, qo_indptr_cpu=qo_indptr, kv_indptr_cpu=kv_indptr,
-                        kv_indices_cpu=kv_indices, kv_last_page_len_cpu=host["kv_last_page_len"],
-                        **_embeds(rows, qo_indptr, device))
+    return ForwardBatch(is_decode=is_decode, **sent, qo_indptr_cpu=host["qo_indptr"], kv_indptr_cpu=host["kv_indptr"],
+                        kv_indices_cpu=host["kv_indices"], kv_last_page_len_cpu=host["kv_last_page_len"])
 
 
 def _embeds(rows: list[Row], qo_indptr: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:

@@ -107,17 +107,17 @@ class Req:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.tokens.count - self.num_prompt_tokens
 
     @property
     def length(self) -> int:
         """Tokens of the request, pending ones included."""
-        return len(self.tokens) + self.num_pending
+        return self.tokens.count + self.num_pending
 
     @property
     def complete(self) -> bool:
         """Whether the pending token is the last that was asked for, whatever it is."""
-        return self.length - self.num_prompt_tokens >= self.sampling.max_new_tokens
+        return self.tokens.count + self.num_pending - self.num_prompt_tokens >= self.sampling.max_new_tokens
 
     @property
     def prompt(self) -> np.ndarray:

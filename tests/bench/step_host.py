@@ -1,0 +1,132 @@
+"""Host time of a decode step: the engine's own work, over a model that costs nothing, on a CPU.
+
+    python -m baton.tests.bench.step_host [--batches 1,16,64,256] [--context 2048] [--profile]
+
+Scheduling, building the batch, choosing (greedy, over a vocabulary of 32), taking in the results of the step before
+and telling the front, with steps overlapped as on a GPU; ``encode`` is the message to the front as bytes. Medians of
+this thread's time, as milliseconds and as microseconds a request. ``--sampled`` lets every request draw with top-p.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ...common.api.messages import FromEngine, Generate
+from ...common.api.sampling import SamplingParams
+from ...common.config.server import ScheduleArgs
+from ...common.engine.batcher import Batcher
+from ...common.engine.collector import settle_collector
+from ...common.engine.executor import Executor
+from ...common.engine.forward_batch import ForwardBatch, Row
+from ...common.engine.ledger import Ledger
+from ...common.engine.sampler import Sampler
+from ...common.engine.unified import UnifiedScheduler
+from ...common.kvcache.layout import KVLayout
+from ...common.kvcache.manager import KVCacheManager
+
+VOCAB = 32
+PAGE = 16
+
+
+class FreeModel:
+    """What an Executor asks of a ModelRunner; all logits are equal but for one token's."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.layout = KVLayout(groups=(1,), num_kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32")
+        self._logits = torch.zeros(4096, VOCAB)
+        self._logits[:, 7] = 1.0
+
+    def meet(self, num_tokens: int, num_scored: int) -> bool:
+        return True
+
+    def padding(self, num_reqs: int) -> list[Row]:
+        return []
+
+    def forward(self, batch: ForwardBatch, after_group: Any = None) -> torch.Tensor:
+        assert batch.logits_rows is not None
+        return self._logits[:len(batch.logits_rows)]
+
+
+class Bench:
+    def __init__(self, batch: int, context: int, steps: int, sampled: bool):
+        pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
+        self.sent: FromEngine | None = None
+        self.ledger = Ledger(self._take, eos_ids=frozenset({1}), max_request_tokens=1 << 20, max_requests=4096,
+                             timeout=1e9)
+        cache = KVCacheManager(pages, PAGE)
+        batcher = Batcher(cache, ScheduleArgs(chunked_prefill_size=1 << 20, max_running_requests=batch,
+                                              schedule_conservativeness=0.0))
+        executor = Executor(FreeModel(), Sampler(VOCAB, "cpu", 0))  # type: ignore[arg-type]
+        self.scheduler = UnifiedScheduler(batcher, executor, self.ledger, overlap=True)
+        prompt = np.random.default_rng(0)
+        for i in range(batch):
+            params = SamplingParams(temperature=1.0 if sampled else 0.0, top_p=0.9 if sampled else 1.0,
+                                    max_new_tokens=steps + 40, ignore_eos=True)
+            req = self.ledger.accept(Generate(str(i), prompt.integers(2, VOCAB, context).tolist(), params), 0.0)
+            assert req is not None
+            self.scheduler.add(req)
+        while len(batcher.running) < batch:
+            self.step()
+        for _ in range(5):
+            self.step()
+        settle_collector()
+
+    def _take(self, message: FromEngine) -> None:
+        self.sent = message
+
+    def step(self) -> None:
+        self.scheduler.step(0.0)
+        self.ledger.flush()
+
+
+def median_ms(work: Callable[[], object], steps: int) -> float:
+    times = []
+    for _ in range(steps):
+        begin = time.thread_time()
+        work()
+        times.append(time.thread_time() - begin)
+    return 1e3 * float(np.median(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sampled", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="show where the time goes, for the largest batch")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    print("| batch | step ms | us a request | encode ms |\n|---|---|---|---|")
+    for batch in map(int, args.batches.split(",")):
+        bench = Bench(batch, args.context, 2 * args.steps, args.sampled)
+        step = median_ms(bench.step, args.steps)
+        message = bench.sent
+        encode = median_ms(lambda message=message: msgspec.msgpack.encode(message), 50)
+        rows.append({"batch": batch, "step_ms": step, "encode_ms": encode})
+        print(f"| {batch} | {step:.3f} | {1e3 * step / batch:.2f} | {encode:.3f} |", flush=True)
+    if args.profile:
+        with cProfile.Profile() as profile:
+            for _ in range(args.steps):
+                bench.step()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+    if args.out:
+        args.out.write_text(json.dumps({"context": args.context, "sampled": args.sampled, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
