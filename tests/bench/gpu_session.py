@@ -51,7 +51,7 @@ PLANS: dict[str, list[Step]] = {
         tests("kernels", 120), tests("attention", 150), tests("engine", 150), tests("grammar", 120),
         bench("grammar", 120),
         bench("decode_step", 120, json="--out"),
-        tests("moe", 90), tests("mla", 90), tests("models-sampler", 90), tests("models", 120),
+        tests("moe", 90), tests("mla", 90), tests("models-sampler", 90), tests("models", 120), tests("one-batch", 90),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
         bench("relay", 240, "--only", "unified", json="--out", tail=16),
     ],
