@@ -1,0 +1,90 @@
+"""Time of float8 products over Llama-3-8B's linear layers, beside bfloat16's and what the machine can do at most.
+
+    python -m baton.tests.bench.fp8_gemm [--rows 1,64,4096] [--output figures.json]
+
+``bf16``: torch's product. ``row``: ``torch._scaled_mm`` with a scale a row, and with that the quantizing of its input.
+``tensor``: one scale for each matrix. ``block``: our kernel by blocks of 128 x 128, and with the quantizing by groups.
+``floor``: a float8 weight, input and output at the rate of a copy, or the operations at twice the rate of one large
+bfloat16 product, whichever takes longer; both rates are measured in the same run. Products run as CUDA graphs, back to
+back over weights that together exceed the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear
+
+from ...kernels.fp8_block_matmul import block_matmul
+from ...kernels.fp8_quantize import quantize_groups, quantize_tokens
+from ...kernels.fp8_scaled_matmul import scaled_matmul
+from . import ceilings
+from .moe_shapes import micros
+
+SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
+BLOCK = (128, 128)
+_CACHE_BYTES = 256 << 20  # several times an H200's 50 MiB
+
+
+class Case:
+    """Inputs of ``rows`` tokens and as many copies of the weight as exceed the caches."""
+
+    def __init__(self, width: int, out: int, rows: int):
+        self.flops = 2 * rows * width * out
+        self.bytes = width * out + rows * width + 2 * rows * out
+        self.x = torch.randn(rows, width, device="cuda").bfloat16()
+        copies = max(2, -(-_CACHE_BYTES // (width * out)))
+        self.weights = [torch.randn(out, width, device="cuda").to(torch.float8_e4m3fn) for _ in range(copies)]
+        self.wide = [weight.bfloat16() for weight in self.weights]
+        self.row_scale = torch.rand(out, device="cuda") + 0.5
+        self.block_scale = torch.rand(-(-out // 128), -(-width // 128), device="cuda") + 0.5
+
+    def measure(self) -> dict[str, float]:
+        by_token, by_group = quantize_tokens(self.x), quantize_groups(self.x, 128)
+        one, bfloat16 = torch.ones(1, device="cuda"), torch.bfloat16
+
+        def by_block(x: tuple[torch.Tensor, torch.Tensor], w: torch.Tensor) -> torch.Tensor:
+            return block_matmul(*x, w, self.block_scale, BLOCK, bfloat16)
+
+        works: dict[str, Callable[[torch.Tensor], object]] = {
+            "row": lambda w: scaled_matmul(*by_token, w, self.row_scale, bfloat16),
+            "row+quantize": lambda w: scaled_matmul(*quantize_tokens(self.x), w, self.row_scale, bfloat16),
+            "tensor": lambda w: scaled_matmul(by_token[0], one, w, one, bfloat16),
+            "block": lambda w: by_block(by_group, w),
+            "block+quantize": lambda w: by_block(quantize_groups(self.x, 128), w),
+        }
+        found = {"bf16": micros(lambda: [linear(self.x, w) for w in self.wide]) / len(self.wide)}
+        for name, work in works.items():
+            found[name] = micros(lambda work=work: [work(w) for w in self.weights]) / len(self.weights)
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,64,4096")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    copy, tflops = ceilings.copy_tb_s(), ceilings.matmul_tflops()
+    print(f"{torch.cuda.get_device_name()}: copy {copy:.2f} TB/s, bf16 product {tflops:.0f} TFLOP/s; microseconds")
+    measured = []
+    for rows in map(int, args.rows.split(",")):
+        for name, (width, out) in SHAPES.items():
+            case = Case(width, out, rows)
+            figures = case.measure()
+            floor = max(case.bytes / copy / 1e6, case.flops / (2 * tflops) / 1e6)
+            measured.append({"rows": rows, "layer": name, "floor": floor, **figures})
+            told = "  ".join(f"{what} {value:.1f}" for what, value in figures.items())
+            print(f"M {rows:5d} {name:8s} floor {floor:.1f}  {told}", flush=True)
+            del case
+            torch.cuda.empty_cache()
+    if args.output:
+        args.output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "copy_tb_s": copy,
+                                           "bf16_matmul_tflops": tflops, "measured": measured}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
