@@ -18,14 +18,20 @@ from ..models.decoder import DenseDecoder
 log = logging.getLogger("baton.engine")
 
 
+def expert_layers(model: DenseDecoder) -> dict[int, MoE]:
+    """The layers whose MLP is a mixture of experts, by their index."""
+    return {index: layer.mlp for index, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)}
+
+
 class ExpertCounts:
     """Of a model whose layers count (``ExpertShare.counted``). Ranks call ``totals`` together."""
 
     def __init__(self, model: DenseDecoder):
-        self.layers = {index: layer.mlp for index, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)}
+        self.layers = expert_layers(model)
 
     def totals(self) -> np.ndarray:
-        """``[layers with experts, experts]`` int64: tokens since the start, of all ranks. Waits for the device."""
+        """``[layers with experts, experts]`` int64: tokens since the start, of all ranks, rows that pad a batch included.
+        Waits for the device."""
         counts = []
         for layer in self.layers.values():
             assert layer.counts is not None

@@ -27,7 +27,7 @@ from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from ..quantization.methods import check_device
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
-from .experts import ExpertBalancer, ExpertCounts, ExpertRecord
+from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
 from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
@@ -111,6 +111,8 @@ class ModelRunner:
         """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
         page = np.zeros(1, np.int32)
         self._begin(Turn.of_one_row_each(self._parallel.dp_size))
+        for layer in list(expert_layers(self._model).values())[:1]:  # the others are alike
+            layer.experts.warm_up(self._config.schedule.largest_prefill(self.spec.context_length))
         if self._config.model.is_embedding:
             self.hidden(build_forward_batch([Row([0], 0, page)], self.layout.page_size, self.device, False))
             return
@@ -206,10 +208,11 @@ class ModelRunner:
         ``after_group(g, event)`` is called once the last layer of layer group g has been enqueued: its pages may
         be read when ``event`` has happened (on a CPU they may be read at once, and ``event`` is None).
         """
+        self._between_steps()
         if batch.is_decode and self._graphs is not None and self._graphs.size_for(batch.num_reqs) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
-        self._prepare(batch)
+        self._attention.plan(batch)
         return self._model.forward(batch, self._attention, self._telling(after_group))
 
     @torch.inference_mode()
@@ -217,21 +220,22 @@ class ModelRunner:
                             after_group: AfterGroup | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
         ``[R - num_logits, hidden]`` of the others behind the last norm. Runs without CUDA graphs, which keep none."""
-        self._prepare(batch)
+        self._between_steps()
+        self._attention.plan(batch)
         hidden = self._model.hidden(batch, self._attention, self._telling(after_group))
         return self._model.logits(hidden[:num_logits]), hidden[num_logits:]
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows``, behind the model's last norm."""
-        self._prepare(batch)
+        self._between_steps()
+        self._attention.plan(batch)
         return self._model.hidden(batch, self._attention, self._telling(None))
 
-    def _prepare(self, batch: ForwardBatch) -> None:
-        """Before a forward pass. Experts move here, between two steps of all ranks."""
+    def _between_steps(self) -> None:
+        """Experts move here. Every rank comes here once a step, whether it replays a graph or not."""
         if self._balancer is not None:
             self._balancer.turn()
-        self._attention.plan(batch)
 
     @torch.inference_mode()
     def score(self, pooled: torch.Tensor) -> torch.Tensor:

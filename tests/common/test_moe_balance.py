@@ -8,9 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.common.config.moe import MoESpec
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.tp import TPGroup
+from baton.common.layers.moe import experts as experts_module
 from baton.common.layers.moe.balance import balanced, first_placement, replicas_of, unevenness
+from baton.common.layers.moe.experts import Experts
 from baton.common.layers.moe.moving import sources_of
 from baton.common.layers.moe.placement import Placement
+from baton.common.weights.slots import allocator
 
 
 @st.composite
@@ -87,3 +93,13 @@ def test_replicas_take_turns_and_follow_moves():
     assert placement.numbers_of(ids, shift=1).tolist() == [[5, 4], [0, 4], [1, 3], [1, 2]]
     placement.move(np.array([[3, 1, 2], [2, 3, 0]]))
     assert placement.numbers_of(ids).tolist() == [[5, 0], [5, 4], [1, 2], [1, 3]]
+
+
+def test_kernels_are_warmed_up_for_all_sizes(monkeypatch):
+    """By powers of two up to a largest that is none, and with more choices than places."""
+    seen = []
+    spec = MoESpec(num_experts=3, top_k=2, intermediate_size=8, layers=(0,))
+    made = Experts("experts", spec, 16, ExpertShare(TPGroup()), allocator(torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(experts_module, "moe_experts", lambda x, *rest: seen.append((len(x), int(rest[2].max()))))
+    made.warm_up(13)
+    assert seen == [(1, 1), (2, 2), (4, 2), (8, 2), (13, 2)]

@@ -23,6 +23,7 @@ class Experts:
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
         self.spec = spec
+        self.hidden_size, self.dtype = hidden_size, allocate.own
         self.places = share.places(spec)
         self.residents = list(range(share.ep_rank * self.places, (share.ep_rank + 1) * self.places))
         full, size = spec.intermediate_size, spec.intermediate_size // share.split
@@ -49,6 +50,18 @@ class Experts:
     def _scales(self) -> Scales | None:
         gate_up, down = self.gate_up.scale, self.down.scale
         return None if gate_up is None or down is None else Scales(gate_up, down, self.gate_up.by)
+
+    def warm_up(self, most_tokens: int) -> None:
+        """Compile the kernels for every number of tokens: tiles depend on it, and the first request of a size would
+        wait for them."""
+        tokens = 1
+        while True:
+            x = self.down.stacks[0].new_zeros((tokens, self.hidden_size), dtype=self.dtype)
+            choices = torch.arange(tokens * self.spec.top_k, device=x.device).view(tokens, -1) % self.places
+            self(x, choices, torch.ones(choices.shape, device=x.device))
+            if tokens == most_tokens:
+                return
+            tokens = min(2 * tokens, most_tokens)
 
     @property
     def stacks(self) -> list[torch.Tensor]:
