@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,17 @@ def test_seeded_tokens_equal_the_plain_loop(questions):
 def test_bfloat16_answers_are_right(questions):
     tokenizer, examples, prompts = questions
     answers = answer(prompts, dtype="bfloat16", overlap=True)
+    right = [matches(e, tokenizer.decode(ids, skip_special_tokens=True)) for e, ids in zip(examples, answers)]
+    assert sum(right) >= 0.97 * len(right), [e.task for e, ok in zip(examples, right) if not ok]
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer")
+@pytest.mark.parametrize("kernels", [KernelArgs(decode_attention_backend="flashinfer"), KernelArgs(
+    decode_attention_backend="flashinfer", disable_cuda_graph=True)], ids=["graphs", "eager"])
+def test_flashinfer_decodes(questions, kernels):
+    """A graph's plan is made anew for each replay, whose batches have other lengths than what was captured."""
+    tokenizer, examples, prompts = questions
+    answers = answer(prompts, dtype="bfloat16", overlap=True, kernels=kernels)
     right = [matches(e, tokenizer.decode(ids, skip_special_tokens=True)) for e, ids in zip(examples, answers)]
     assert sum(right) >= 0.97 * len(right), [e.task for e, ok in zip(examples, right) if not ok]
 

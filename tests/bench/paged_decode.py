@@ -1,0 +1,118 @@
+"""Decode attention by itself: GB/s of keys and values read, beside the copy ceiling, for batches and contexts.
+
+    python -m baton.tests.bench.paged_decode [--heads 32 --kv-heads 8] [--sweep] [--out FILE]
+
+One layer of a pool far larger than the L2 cache, scattered pages of 16 tokens, bfloat16; a CUDA graph of many layers'
+runs is replayed, as in a decode step, with the plan made once in it. ``mixed`` are batches whose lengths go from 64
+tokens to the context, most of them short. ``--sweep`` also tries other numbers of programs and other tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...kernels.decode_plan import PROGRAMS_PER_PROCESSOR, SHORTEST_PIECE, plan_decode
+from ...kernels.paged_decode import TILE, Tile, paged_decode
+from . import ceilings
+
+PAGE, DIM, LAYERS = 16, 128, 8
+POOL_BYTES = 24 << 30
+GRID = [(1, 2048), (8, 2048), (16, 2048), (64, 2048), (256, 2048), (1, 8192), (8, 8192), (16, 8192), (64, 8192),
+        (1, 32768), (8, 32768), (16, 32768)]
+TILES = [TILE, Tile(64, 4, 5), Tile(64, 4, 2), Tile(32, 4, 5), Tile(128, 8, 3), Tile(128, 4, 3)]
+
+
+class Case:
+    """A batch's queries, page tables and one pool of ``LAYERS`` layers, whose layers are read in turn."""
+
+    def __init__(self, heads: int, kv_heads: int, lengths: list[int]):
+        self.heads, self.kv_heads, self.lengths = heads, kv_heads, lengths
+        counts = [-(-length // PAGE) for length in lengths]
+        pages = sum(counts)
+        shape = (pages, LAYERS, 2, kv_heads, PAGE, DIM)
+        assert np.prod(shape) * 2 <= POOL_BYTES, "the batch does not fit the pool"
+        self.pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+        self.q = torch.randn(len(lengths), heads, DIM, device="cuda", dtype=torch.bfloat16)
+        table = np.random.default_rng(0).permutation(pages)
+        last = [length - (count - 1) * PAGE for length, count in zip(lengths, counts)]
+        self.indptr, self.indices, self.last = (
+            torch.tensor(x, dtype=torch.int32, device="cuda") for x in (np.cumsum([0, *counts]), table, last))
+
+    @property
+    def layer_bytes(self) -> int:
+        return sum(self.lengths) * self.kv_heads * DIM * 2 * 2
+
+    def seconds(self, programs: int, tile: Tile, shortest: int = SHORTEST_PIECE) -> float:
+        """Of one layer: a graph of the plan and all layers, its replays timed."""
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+
+        def step() -> None:
+            plan = plan_decode(self.indptr, self.last, PAGE, self.kv_heads, processors, 1 << 17, programs=programs,
+                               shortest=shortest)
+            for layer in range(LAYERS):
+                paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], self.indptr, self.indices,
+                             self.last, DIM**-0.5, plan, tile)
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        times = []
+        for _ in range(12):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / LAYERS)
+        return statistics.median(times[2:])
+
+
+def mixed(batch: int, context: int) -> list[int]:
+    """Lengths of which half are below an eighth of the context."""
+    shares = np.random.default_rng(batch).random(batch) ** 3
+    return [max(64, int(share * context)) for share in shares]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    copy = ceilings.copy_tb_s() * 1e3
+    torch.cuda.empty_cache()
+    programs = [PROGRAMS_PER_PROCESSOR, *([2, 4, 16] if args.sweep else [])]
+    tiles = TILES if args.sweep else [TILE]
+    rows = []
+    print(f"copy ceiling {copy:.0f} GB/s; {args.heads} query heads, {args.kv_heads} KV heads")
+    print("| batch | context | programs | tile | us a layer | GB/s | of copy |\n|---|---|---|---|---|---|---|")
+    for batch, context, kind in [*((b, c, "") for b, c in GRID), (64, 16384, "mixed"), (256, 8192, "mixed")]:
+        if batch * context * args.kv_heads * DIM * 4 * LAYERS > POOL_BYTES and not kind:
+            print(f"| {batch} | {context} | left out: it does not fit the pool |")
+            continue
+        case = Case(args.heads, args.kv_heads, mixed(batch, context) if kind else [context] * batch)
+        for count, tile in [(count, tile) for count in programs for tile in tiles]:
+            seconds = case.seconds(count, tile)
+            row = {"batch": batch, "context": context, "kind": kind, "programs": count, "tile": tuple(tile),
+                   "us": seconds * 1e6, "gb_s": case.layer_bytes / seconds / 1e9}
+            rows.append(row)
+            print(f"| {batch} {kind} | {context} | {count} | {tuple(tile)} | {row['us']:.1f} | {row['gb_s']:.0f} | "
+                  f"{row['gb_s'] / copy:.2f} |", flush=True)
+        del case
+        torch.cuda.empty_cache()
+    if args.out:
+        args.out.write_text(json.dumps({"copy_gb_s": copy, "heads": args.heads, "kv_heads": args.kv_heads,
+                                        "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""One rank of test_tensor_parallel.py: ``peer_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINT``; writes what it saw."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from baton.common.config.server import KernelArgs
+from baton.common.distributed.capture import may_capture
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.peers import LARGEST_BYTES, PeerSums, connect_all
+from baton.common.distributed.tp import TPGroup, init_tp
+from baton.tests.common.hand_driven import Engine, tokens_of
+
+COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
+
+
+def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> None:
+    group = init_tp(rank, size, init_method, f"cuda:{rank}", timeout=240)
+    parallel = Parallel(group)
+    connect_all(parallel)
+    seen = {"connected": group.peers is not None, "capture": may_capture(parallel)}
+    if group.peers is not None:
+        seen["sums"] = [worst_error(group, group.peers, dtype) for dtype in (torch.bfloat16, torch.float16)]
+        seen["graph"] = worst_in_graph(group, group.peers)
+        seen["equal"] = same_bits(group, group.peers)
+    seen["tokens"] = {name: answers(checkpoint, parallel, kernels) for name, kernels in (
+        ("eager", KernelArgs(disable_cuda_graph=True)), ("graphs", KernelArgs(cuda_graph_bs=(2, 4, 8))))}
+    torch.save(seen, out)
+    group.barrier()
+    group.close()
+
+
+def worst_error(group: TPGroup, peers: PeerSums, dtype: torch.dtype) -> float:
+    """Of 300 sums of sizes in turn, each right behind the one before: no rank waits for another in between."""
+    generator = torch.Generator(group.device).manual_seed(group.rank)
+    inputs = [torch.randn(COUNTS[i % len(COUNTS)], device=group.device, generator=generator).to(dtype)
+              for i in range(300)]
+    wanted = [tensor.float() for tensor in inputs]
+    for tensor in wanted:
+        dist.all_reduce(tensor, group=group.device_group)
+    for tensor in inputs:
+        assert peers.takes(tensor)
+        peers.sum(tensor)
+    return max(float((got.float() - want).abs().max()) for got, want in zip(inputs, wanted))
+
+
+def worst_in_graph(group: TPGroup, peers: PeerSums) -> float:
+    """An odd number of sums in a graph, replayed back to back over inputs that change, with sums between replays."""
+    static = [torch.zeros(count, device=group.device, dtype=torch.bfloat16) for count in COUNTS[:5]]
+    beside = torch.ones(4096, device=group.device, dtype=torch.bfloat16)
+    results = []
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for tensor in static:
+            copy = tensor.clone()
+            peers.sum(copy)
+            results.append(copy)
+    errors = []
+    for turn in range(50):
+        for tensor in static:
+            tensor.fill_(turn % 7 + group.rank + 1)
+        graph.replay()
+        if turn % 3 == 0:
+            peers.sum(beside.fill_(1.0))
+            errors.append((beside - group.size).abs().max())
+        want = sum(turn % 7 + rank + 1 for rank in range(group.size))
+        errors += [(result - want).abs().max() for result in results]
+    return max(float(error) for error in errors)
+
+
+def same_bits(group: TPGroup, peers: PeerSums) -> bool:
+    """Whether every rank has the very same result."""
+    mine = torch.randn(200_000, device=group.device).to(torch.bfloat16)
+    peers.sum(mine)
+    return bool((group.all_gather_rows(mine[None]) == mine).all())
+
+
+def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs) -> dict[str, list[int]]:
+    engine = Engine(checkpoint, page_size=16, max_total_tokens=8192, max_running=8, device=parallel.device,
+                    parallel=parallel, kernels=kernels, overlap=True)
+    assert (engine.runner._graphs is None) == kernels.disable_cuda_graph or not may_capture(parallel)
+    for i in range(6):
+        engine.start(str(i), [(11 * i + j) % 90 + 5 for j in range(5 + 20 * i)], max_new_tokens=24, ignore_eos=True)
+    return tokens_of(engine.run())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
