@@ -99,8 +99,8 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
     [S, ceil(N / 128), ceil(depth / 128)], or [., 1] and [S, N].
     """
     columns, depth = b.shape[1] // (2 if gated else 1), b.shape[2]
-    scales = () if b_scale is None else b_scale.shape
-    by_block, by_row = len(scales) == 3, len(scales) == 2
+    sizes = [0, 0] if b_scale is None else list(b_scale.shape[1:])  # one is a row's, two are blocks
+    by_block, by_row = b_scale is not None and len(sizes) == 2, len(sizes) == 1
     assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
     assert b_scale is None or (a_scale is not None and a_scale.is_contiguous() and b_scale.is_contiguous())
     out = torch.empty((total, columns), dtype=dtype, device=a.device)
@@ -109,7 +109,7 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
     if num_blocks:
         _moe_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
             a, a_scale, b, b_scale, out, aligned.rows, aligned.place, weights, total, num_blocks, columns, depth,
-            a.stride(0), b.stride(0), scales[1] if scales else 0, scales[2] if by_block else 0,
+            a.stride(0), b.stride(0), sizes[0], sizes[-1],
             CHOICES=choices, GATED=gated, WEIGHTED=weights is not None, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
             WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
             BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages)

@@ -56,7 +56,7 @@ def tiles_for(tokens: int, num_places: int, hidden: int, size: int, choices: int
 def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:
     """By the rows that an expert gets. Few: the weights are read once whatever the tile, by many programs. Many: as
     much reuse as registers allow; the gated product holds two tiles."""
-    depth = 32 if dtype == torch.float32 else 64
+    depth = 128 // dtype.itemsize
     if rows_each <= 16:
         return Tiles(Tile(16, 64, depth, 1, 4, 4), Tile(16, 128, depth, 1, 4, 4))
     if rows_each <= 32:

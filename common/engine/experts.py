@@ -30,7 +30,7 @@ class ExpertCounts:
         self.layers = expert_layers(model)
 
     def totals(self) -> np.ndarray:
-        """``[layers with experts, experts]`` int64: tokens since the start, of all ranks, rows that pad a batch included.
+        """``[layers with experts, experts]`` int64: tokens since the start, of all ranks, and rows that pad a batch.
         Waits for the device."""
         counts = []
         for layer in self.layers.values():
