@@ -39,8 +39,13 @@ class _Node:
         """Raises ConfigError, with a sentence for the operator, unless the end was asked for."""
         self._ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._finish, "It was told to stop; stop node 0.")
-        line, from_engine = await join(self._config)
+            asyncio.get_running_loop().add_signal_handler(number, self._finish, "The node was told to stop.")
+        joining = asyncio.create_task(join(self._config))
+        await asyncio.wait((joining, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():
+            joining.cancel()
+            raise ConfigError("The node was told to stop before node 0 was there.")
+        line, from_engine = joining.result()
         specs = rank_specs(self._config, "", from_engine, f"tcp://{self._config.nodes.dist_init_addr}")
         ranks = RankProcesses(self._target, specs, self._on_rank_exit)
         ranks.start()

@@ -72,7 +72,8 @@ class Line:
 
 
 class Nodes:
-    """Node 0's side: ``async with Nodes(...)`` listens until the block is left, by when the others were told to stop.
+    """Node 0's side: ``async with Nodes(...)`` listens until the block is left. Others that were not told to ``stop`` by
+    then end with an error.
 
     ``on_lost(sentence)`` is called when a node ends, or says that one of its ranks did. Entering raises ConfigError
     where the port is taken.
@@ -97,7 +98,7 @@ class Nodes:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
                         trace: TracebackType | None) -> None:
-        self.stop()
+        self._stopping = True
         self._server.close()
         for line in list(self._lines.values()):
             await line.close()
