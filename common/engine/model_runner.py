@@ -287,7 +287,8 @@ def _check_attention(config: ServerConfig, spec: ModelSpec, device: torch.device
     if spec.mla is None:
         choose_decode_backend(config.kernels, device, dtype, spec.head_dim)
     else:
-        choose_latent_decode_backend(config.kernels, device)
+        stored = KV_DTYPES.get(config.cache.kv_cache_dtype, dtype)
+        choose_latent_decode_backend(config.kernels, device, spec.mla, dtype, stored)
 
 
 def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: int, dtype: str) -> Planned:

@@ -3,9 +3,9 @@
     python -m baton.tests.bench.mla_decode [--heads 16] [--contexts 1024,8192] [--batches 1,16,64,256]
         [--tiles 32x4x5,32x4x3,64x4x5] [--out FILE.json]
 
-Decode: one layer's kernel over random pages, alone and with the products that absorb W_UK and W_UV; the floor is each
-latent read once at the copy's speed. Prefill: a prompt behind a cached prefix, expansion included; the floor is its
-arithmetic in the expanded form at the matrix product's speed.
+Decode: one layer's kernel over random pages, alone and with the products that absorb W_UK and W_UV, and FlashInfer's
+where it is installed; the floor is each latent read once at the copy's speed. Prefill: a prompt behind a cached prefix,
+expansion included; the floor is its arithmetic in the expanded form at the matrix product's speed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,16 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: Tile) -
         latents = mla_decode(absorb(q, up, MLA.nope_dim), q_rope, pages, *table, MLA.scale, plan, tile)
         return values_of(latents, up, MLA.nope_dim)
 
+    theirs = None
+    if find_spec("flashinfer"):
+        from ...common.attention.mla_flashinfer import MLAFlashInferBackend
+        backend = MLAFlashInferBackend(pool, MLA, heads, torch.bfloat16)
+        backend.plan(made)
+        inputs = (absorbed.contiguous(), q_rope.contiguous(), pages[..., :512], pages[..., 512:])
+        theirs = 1e6 * seconds(lambda: backend._wrapper.run(*inputs))
     floor = batch * context * MLA.latent_dim * 2 / copy_tb_s / 1e12
     found = {"tile": "x".join(map(str, tile)), "batch": batch, "context": context, "kernel_us": 1e6 * seconds(kernel),
-             "layer_us": 1e6 * seconds(layer), "floor_us": 1e6 * floor}
+             "layer_us": 1e6 * seconds(layer), "flashinfer_us": theirs, "floor_us": 1e6 * floor}
     return found | {"ratio": found["kernel_us"] / found["floor_us"]}
 
 
@@ -128,8 +136,8 @@ def main() -> None:
     args = parser.parse_args()
     copy, tflops = ceilings.copy_tb_s(), ceilings.matmul_tflops()
     print(f"{args.heads} heads, bfloat16; copy {copy:.2f} TB/s, matrix product {tflops:.0f} TFLOP/s")
-    print("| tile | decode batch | context | kernel us | with absorbing us | floor us | kernel / floor |")
-    print("|---" * 7 + "|")
+    print("| tile | batch | context | kernel us | with absorbing us | FlashInfer us | floor us | kernel / floor |")
+    print("|---" * 8 + "|")
     tiles = [tile_of(head_block(args.heads, 2), 2)]
     if args.tiles:
         tiles = [Tile(*map(int, name.split("x"))) for name in args.tiles.split(",")]
@@ -137,7 +145,8 @@ def main() -> None:
     for tile, context, batch in itertools.product(tiles, _ints(args.contexts), _ints(args.batches)):
         row = decode(args.heads, batch, context, copy, tile)
         decodes.append(row)
-        figures = " | ".join(f"{row[name]:.1f}" for name in ("kernel_us", "layer_us", "floor_us", "ratio"))
+        names = ("kernel_us", "layer_us", "flashinfer_us", "floor_us", "ratio")
+        figures = " | ".join("-" if row[name] is None else f"{row[name]:.1f}" for name in names)
         print(f"| {row['tile']} | {batch} | {context} | {figures} |", flush=True)
     print("| prefill new | prefix | layer us | TFLOP/s | times floor |\n" + "|---" * 5 + "|")
     prefills = []

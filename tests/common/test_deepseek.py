@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -13,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from baton.common.api.errors import ConfigError
+from baton.common.attention import mla_select
 from baton.common.attention.mla_select import choose_latent_backend, choose_latent_decode_backend
+from baton.common.config.mla import MLASpec
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs, KernelArgs
 from baton.common.engine.model_runner import kv_layout
@@ -117,17 +120,40 @@ def test_layers_of_multi_token_prediction_are_passed_over(tmp_path, caplog):
         load_runner(server_config(tmp_path))
 
 
+GPU, WIDE = torch.device("cuda"), MLASpec(None, 512, 128, 64, 128, 0.1)
+NARROW = dataclasses.replace(WIDE, kv_lora_rank=256)
+
+
 def test_backends_that_cannot_are_refused():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu = torch.device("cpu")
     assert choose_latent_backend("auto", cpu) == "torch"
-    with pytest.raises(ConfigError, match="flashinfer has no multi-head latent attention"):
-        choose_latent_backend("flashinfer", gpu)
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer is not for prompts"):
+        choose_latent_backend("flashinfer", GPU)
     with pytest.raises(ConfigError, match="--attention-backend triton needs a GPU"):
         choose_latent_backend("triton", cpu)
     with pytest.raises(ConfigError, match="torch does not decode under CUDA graphs"):
-        choose_latent_decode_backend(KernelArgs(decode_attention_backend="torch"), gpu)
+        choose_latent_decode_backend(KernelArgs(decode_attention_backend="torch"), GPU, WIDE, "bfloat16", "bfloat16")
     allowed = KernelArgs(decode_attention_backend="torch", disable_cuda_graph=True)
-    assert choose_latent_decode_backend(allowed, gpu) == "torch"
+    assert choose_latent_decode_backend(allowed, GPU, WIDE, "bfloat16", "bfloat16") == "torch"
+
+
+@pytest.mark.parametrize("device,mla,dtype,stored,words", [
+    (torch.device("cpu"), WIDE, "bfloat16", "bfloat16", "flashinfer needs a GPU"),
+    (GPU, NARROW, "bfloat16", "bfloat16", "flashinfer takes latents of 512 \\+ 64 values, not 256 \\+ 64"),
+    (GPU, WIDE, "float32", "float32", "not float32 in a model in float32"),
+    (GPU, WIDE, "bfloat16", "float8_e4m3fn", "not float8_e4m3fn in a model in bfloat16"),
+    (GPU, WIDE, "bfloat16", "bfloat16", None)])
+def test_flashinfer_decodes_what_it_can(monkeypatch, device, mla, dtype, stored, words):
+    args = KernelArgs(decode_attention_backend="flashinfer")
+    monkeypatch.setattr(mla_select, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package flashinfer, which is not installed"):
+        choose_latent_decode_backend(args, device, mla, dtype, stored)
+    monkeypatch.setattr(mla_select, "find_spec", lambda name: object())
+    if words is None:
+        assert choose_latent_decode_backend(args, device, mla, dtype, stored) == "flashinfer"
+    else:
+        with pytest.raises(ConfigError, match=words):
+            choose_latent_decode_backend(args, device, mla, dtype, stored)
 
 
 def test_float8_weights(tmp_path):

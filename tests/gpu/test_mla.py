@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from baton.common.attention.mla_select import choose_latent_backend, choose_latent_decode_backend, latent_backend
+from baton.common.attention.split import SplitBackend
 from baton.common.config.mla import MLASpec
 from baton.common.config.server import KernelArgs
 from baton.common.engine.forward_batch import Row, build_forward_batch
@@ -38,14 +40,18 @@ def test_kernels_equal_their_twins():
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+@pytest.mark.parametrize("decode", ["triton", "flashinfer"])
 @pytest.mark.parametrize("heads,expanded_mib", [(16, 256), (16, 1), (128, 256)])
-def test_backends_agree_at_deepseeks_widths(heads, expanded_mib):
+def test_backends_agree_at_deepseeks_widths(heads, expanded_mib, decode):
     """Chunked extends, in one segment and in many, then a decode step; over pages of every layer of two groups."""
+    if decode == "flashinfer" and find_spec("flashinfer") is None:
+        pytest.skip("flashinfer is not installed")
     layout = KVLayout((2, 1), 1, DEEPSEEK.latent_dim, 16, "bfloat16", "latent")
     pools = [KVPool(layout, NUM_PAGES, CUDA) for _ in range(2)]
     triton = latent_backend("triton", pools[1], DEEPSEEK, heads, "bfloat16")
     triton._most_tokens = (expanded_mib << 20) // (heads * 256 * 2)
-    runs = [latent_backend("torch", pools[0], DEEPSEEK, heads, "bfloat16"), triton]
+    split = SplitBackend(triton, latent_backend(decode, pools[1], DEEPSEEK, heads, "bfloat16"))
+    runs = [latent_backend("torch", pools[0], DEEPSEEK, heads, "bfloat16"), split]
     generator = torch.Generator(CUDA).manual_seed(9)
     table = torch.randn(600, 64, device=CUDA, generator=generator)
     up = (torch.randn(heads, 256, 512, device=CUDA, generator=generator) * 512**-0.5).bfloat16()
@@ -71,7 +77,7 @@ def test_backends_agree_at_deepseeks_widths(heads, expanded_mib):
 
 def test_automatic_choice():
     assert choose_latent_backend("auto", CUDA) == "triton"
-    assert choose_latent_decode_backend(KernelArgs(), CUDA) == "triton"
+    assert choose_latent_decode_backend(KernelArgs(), CUDA, DEEPSEEK, "bfloat16", "bfloat16") == "triton"
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -97,6 +103,27 @@ def test_graphs_decode_the_same_tokens(tmp_path):
             engine.start(str(i), prompt, max_new_tokens=10 + 7 * i, ignore_eos=True)
         found.append(tokens_of(engine.run()))
     assert found[0] == found[1] and len({tuple(tokens) for tokens in found[0].values()}) == 5
+
+
+@pytest.mark.parametrize("options", [{"decode_attention_backend": "flashinfer"}, {"kv_cache_dtype": "fp8_e4m3"}],
+                         ids=["flashinfer", "float8 latents"])
+def test_decoding_otherwise_stays_close(tmp_path, options):
+    """Of DeepSeek's widths in bfloat16, under CUDA graphs: most greedy tokens are the triton backend's."""
+    if "decode_attention_backend" in options and find_spec("flashinfer") is None:
+        pytest.skip("flashinfer is not installed")
+    save_deepseek(tmp_path, 3, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+                  num_attention_heads=16, num_key_value_heads=16)
+    prompts = [np.random.default_rng(n).integers(0, 97, n).tolist() for n in (1, 40, 90, 17, 5)]
+    found = []
+    for changed in ({}, options):
+        kernels = {"cuda_graph_max_bs": 8, **{k: v for k, v in changed.items() if k != "kv_cache_dtype"}}
+        engine = Engine(tmp_path, device="cuda", dtype="bfloat16", page_size=16, kernels=KernelArgs(**kernels),
+                        kv_cache_dtype=changed.get("kv_cache_dtype", "auto"))
+        for i, prompt in enumerate(prompts):
+            engine.start(str(i), prompt, max_new_tokens=8, ignore_eos=True)
+        found.append(tokens_of(engine.run()))
+    pairs = [(a, b) for i in map(str, range(5)) for a, b in zip(found[0][i][:3], found[1][i][:3])]
+    assert sum(a == b for a, b in pairs) >= 9, pairs  # once two differ, what follows them does
 
 
 def test_v2_lite_shape_prefills_and_decodes(tmp_path, capsys):
