@@ -6,6 +6,7 @@ Run as a script it is a server (all flags of ServerConfig). ``seed`` makes a req
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -44,7 +45,7 @@ from baton.common.http.server import run_server
 
 EOS = 2
 CONTEXT = 512
-STEP_SECONDS = 0.002
+STEP_SECONDS = float(os.environ.get("FAKE_ENGINE_STEP_SECONDS", 0.002))
 TEMPLATE = (
     "{% if messages[0].role == 'forbidden' %}{{ raise_exception('No such role.') }}{% endif %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
