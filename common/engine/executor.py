@@ -181,7 +181,7 @@ def _last_rows(batch: Batch) -> list[int]:
 
 def _decode_rows(chunks: list[Chunk], sources: dict[Req, int], padding: list[Row]) -> DecodeRows:
     reqs = [chunk.req for chunk in chunks]
-    places = [sources.get(req) for req in reqs] if sources else [None] * len(reqs)
+    places = [sources.get(req) for req in reqs]
     known = [req.tokens.last if place is None else 0 for req, place in zip(reqs, places)]
     pages = [req.hold.ids for req in reqs if req.hold is not None]
     assert len(pages) == len(reqs)

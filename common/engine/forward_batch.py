@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +103,8 @@ def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, i
     host["pending_rows"] = np.asarray(qo_indptr[1:][sourced] - 1, np.int64)
     host["sources"] = np.asarray([rows[i].source for i in sourced], np.int64)
     built = _send(host, device, is_decode=is_decode, previous=previous)
-    return replace(built, **embeds) if (embeds := _embeds(rows, qo_indptr, device)) else built
+    built.embeds, built.embeds_rows = _embeds(rows, qo_indptr, device)
+    return built
 
 
 class DecodeRows(NamedTuple):
@@ -149,16 +150,17 @@ def _send(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,
                         kv_indices_cpu=host["kv_indices"], kv_last_page_len_cpu=host["kv_last_page_len"])
 
 
-def _embeds(rows: list[Row], qo_indptr: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+def _embeds(rows: list[Row], qo_indptr: np.ndarray,
+            device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The batch's ``embeds`` and ``embeds_rows``, where there are any."""
     given = [(int(first), row.embeds) for first, row in zip(qo_indptr, rows) if row.embeds is not None]
     if not given:
-        return {}
+        return None, None
     places = np.concatenate([np.arange(first, first + len(embeds)) for first, embeds in given])
     joined = torch.from_numpy(np.concatenate([embeds for _, embeds in given]))
     if device.type == "cuda":
         joined = joined.pin_memory()
-    return {"embeds": joined.to(device, non_blocking=True), "embeds_rows": upload_joined([places], torch.int64, device)}
+    return joined.to(device, non_blocking=True), upload_joined([places], torch.int64, device)
 
 
 def _known_ids(row: Row) -> np.ndarray:
