@@ -10,13 +10,11 @@ from ...kernels.mla_rope_and_store import mla_rope_and_store
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
+from .base import Planned
 
 
-class LatentBackend(Protocol):
+class LatentBackend(Planned, Protocol):
     """``plan`` once a batch, as other backends do; ``run`` once a layer."""
-
-    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
-        """See ``AttentionBackend.plan``."""
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
