@@ -72,8 +72,8 @@ class Line:
 
 
 class Nodes:
-    """Node 0's side: ``async with Nodes(...)`` listens until the block is left. Others that were not told to ``stop`` by
-    then end with an error.
+    """Node 0's side: ``async with Nodes(...)`` listens until the block is left. Others that were not told to ``stop``
+    by then end with an error.
 
     ``on_lost(sentence)`` is called when a node ends, or says that one of its ranks did. Entering raises ConfigError
     where the port is taken.

@@ -5,8 +5,8 @@
 
 One process a rank, over NCCL where there are as many GPUs, else over gloo. Each line is one layer's exchange, without
 the MLP: gather and part by a sum of all rows on all ranks (``around``), gather and sum the own rows alone (``summed``),
-and beside them the bare collectives on equal parts: all-gather and reduce-scatter. ``uneven`` gives group 0 the tokens and
-the others one each, as while one prefills. Microseconds, the slowest rank's median.
+and beside them the bare collectives on equal parts: all-gather and reduce-scatter. ``uneven`` gives group 0 the tokens
+and the others one each, as while one prefills. Microseconds, the slowest rank's median.
 """
 
 from __future__ import annotations
