@@ -6,6 +6,8 @@ tensor cores and then added, scaled, to float32 registers, which also mends thei
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from . import reference
@@ -77,6 +79,18 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
         x, x_scale, weight, weight_scale, y, rows, out, width, triton.cdiv(width, GROUP), block[0], GROUP=GROUP,
         WHOLE=width % GROUP == 0, BAND=16, **tile)
     return y
+
+
+@lru_cache
+def compile_tiles(out: int, width: int, block_out: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what products of any number of rows with such a matrix take, so that no request waits for it."""
+    weight = torch.zeros((out, width), dtype=torch.float8_e4m3fn, device=device)
+    groups = -(-width // GROUP)
+    scale = torch.zeros((-(-out // block_out), groups), dtype=torch.float32, device=device)
+    for rows in (1, 17, 65, 513):
+        x = torch.zeros((rows, width), dtype=weight.dtype, device=device)
+        x_scale = torch.zeros((rows, groups), dtype=torch.float32, device=device)
+        block_matmul(x, x_scale, weight, scale, (block_out, GROUP), dtype)
 
 
 def _tile(rows: int, out: int) -> dict[str, int]:

@@ -1,6 +1,9 @@
 """Activations to float8 (e4m3), with one float32 scale a token, a group of a token's values, or for all.
 
 A float8 value times its scale is the value. 448 is the largest float8; a scale maps the greatest magnitude to it.
+
+``gated`` inputs are what ``silu_and_mul`` takes, ``[T, 2 * width]``: its result is made float8 without a way through
+memory.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ _TILE = 1024  # values of one program where groups are smaller
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, q_ptr, scale_ptr, x_stride, width, group, groups, largest, least, STATIC: tl.constexpr,
-                     BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_kernel(x_ptr, q_ptr, scale_ptr, x_stride, width, group, groups, largest, least, GATED: tl.constexpr,
+                     STATIC: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     member = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     within = tl.arange(0, BLOCK)
     columns = member[:, None] * group + within[None, :]
     inside = (within < group)[None, :] & (columns < width)
     x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * x_stride + width + columns, inside, other=0.0).to(tl.float32)
+        # Rounded as silu_and_mul's result is, so that fusing changes no value.
+        x = (x / (1.0 + tl.exp(-x)) * up).to(x_ptr.dtype.element_ty).to(tl.float32)
     if STATIC:
         scale = tl.zeros((BLOCK_GROUPS,), tl.float32) + tl.load(scale_ptr)
     else:
@@ -33,38 +40,45 @@ def _quantize_kernel(x_ptr, q_ptr, scale_ptr, x_stride, width, group, groups, la
     tl.store(q_ptr + row * width + columns, q.to(q_ptr.dtype.element_ty), inside)
 
 
-def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tokens(x: torch.Tensor, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` [T, width], contiguous in its last dimension, to float8 of that shape and float32 scales [T, 1]."""
-    return quantize_groups(x, x.shape[-1])
+    return quantize_groups(x, _width(x, gated), gated=gated)
 
 
-def quantize_groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_groups(x: torch.Tensor, group: int, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` [T, width] to float8 and scales [T, ceil(width / group)]; a last group may be smaller."""
     if not runs_triton(x):
-        return reference.quantize_groups(x, group)
-    rows, width = x.shape
+        return reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
+    rows, width = x.shape[0], _width(x, gated)
     groups = triton.cdiv(width, group)
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    q = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    _launch(x, q, scale, group, groups, static=False)
+    _launch(x, q, scale, group, groups, gated=gated, static=False)
     return q, scale
 
 
-def quantize_by(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def quantize_by(x: torch.Tensor, scale: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
     """``x`` [T, width] to float8 by a scale known before, float32 [1]; what is beyond its reach is cut off."""
     if not runs_triton(x):
-        return reference.quantize_by(x, scale)
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    _launch(x, q, scale, min(_TILE, x.shape[1]), triton.cdiv(x.shape[1], _TILE), static=True)
+        return reference.quantize_by(reference.silu_and_mul(x) if gated else x, scale)
+    width = _width(x, gated)
+    q = torch.empty((x.shape[0], width), dtype=torch.float8_e4m3fn, device=x.device)
+    _launch(x, q, scale, min(_TILE, width), triton.cdiv(width, _TILE), gated=gated, static=True)
     return q
 
 
-def _launch(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group: int, groups: int, *, static: bool) -> None:
+def _width(x: torch.Tensor, gated: bool) -> int:
+    return x.shape[1] // 2 if gated else x.shape[1]
+
+
+def _launch(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group: int, groups: int, *, gated: bool,
+            static: bool) -> None:
     assert x.stride(-1) == 1
     if not x.shape[0]:
         return
     block = triton.next_power_of_2(group)
     block_groups = max(1, min(triton.next_power_of_2(groups), _TILE // block))
     _quantize_kernel[(x.shape[0], triton.cdiv(groups, block_groups))](
-        x, q, scale, x.stride(0), x.shape[1], group, groups, reference.FP8_LARGEST, reference.FP8_LEAST,
-        STATIC=static, BLOCK_GROUPS=block_groups, BLOCK=block, num_warps=max(1, min(16, block * block_groups // 512)))
+        x, q, scale, x.stride(0), q.shape[1], group, groups, reference.FP8_LARGEST, reference.FP8_LEAST,
+        GATED=gated, STATIC=static, BLOCK_GROUPS=block_groups, BLOCK=block,
+        num_warps=max(1, min(16, block * block_groups // 512)))

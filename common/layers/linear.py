@@ -72,15 +72,16 @@ class RowLinear:
         self.method = linear_method([shard], local, allocate)
         self.bias = allocate(out_features) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        """Of ``silu_and_mul(x)`` where ``x`` [T, 2 * in / size] is ``gated``."""
         if self.tp.size == 1:
-            return self.method(x, self.bias)
-        y = self.tp.all_reduce(self.partial(x))
+            return self.method(x, self.bias, gated=gated)
+        y = self.tp.all_reduce(self.partial(x, gated=gated))
         return y if self.bias is None else y + self.bias
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         """This rank's summand, without the bias: for callers that add more before the ranks are summed."""
-        return self.method(x)
+        return self.method(x, gated=gated)
 
     def slots(self) -> Iterator[Slot]:
         yield from self.method.slots()

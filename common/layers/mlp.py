@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels.silu_and_mul import silu_and_mul
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 from .linear import ColumnLinear, Columns, RowLinear
@@ -29,12 +28,12 @@ class MLP:
         return self.down.bias is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x), gated=True)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without a bias."""
         assert self.sums
-        return self.down.partial(silu_and_mul(self.gate_up(x)))
+        return self.down.partial(self.gate_up(x), gated=True)
 
     def slots(self) -> Iterator[Slot]:
         yield from self.gate_up.slots()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ...kernels.fp8_block_matmul import block_matmul
+from ...kernels.fp8_block_matmul import block_matmul, compile_tiles
 from ...kernels.fp8_quantize import quantize_groups
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot
@@ -25,11 +25,13 @@ class BlockFloat8:
         out = sum(shard.size for shard in shards)
         for shard in shards:
             check_cut(shard, width, scheme.block, last=shard is shards[-1])
+        if allocate.device.type == "cuda":
+            compile_tiles(out, width, scheme.block[0], allocate.own, allocate.device)
         self.weight = allocate(out, width, dtype=FLOAT8)
         self.scale = allocate(_blocks(out, scheme.block[0]), _blocks(width, scheme.block[1]), dtype=torch.float32)
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        q, scale = quantize_groups(x, self.scheme.block[1])
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
+        q, scale = quantize_groups(x, self.scheme.block[1], gated=gated)
         y = block_matmul(q, scale, self.weight, self.scale, self.scheme.block, x.dtype)
         return y if bias is None else y.add_(bias)
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels.fp8_block_matmul import GROUP
+from ...kernels.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot
 from .blocks import BlockFloat8
@@ -18,8 +19,9 @@ from .shards import Shard
 
 
 class LinearMethod(Protocol):
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``[T, in] -> [T, out]``, of this rank's weight and in the type of ``x``."""
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
+        """``[T, in] -> [T, out]``, of this rank's weight and in the type of ``x``; of ``silu_and_mul(x)`` where ``x``
+        [T, 2 * in] is ``gated``."""
 
     def dense(self) -> torch.Tensor:
         """The weight ``[out, in]`` in the engine's type: itself, or made of what it is held as."""
@@ -34,8 +36,8 @@ class Plain:
         self.shards = shards
         self.weight = allocate(sum(shard.size for shard in shards), width)
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x, self.weight, bias)
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
+        return linear(silu_and_mul(x) if gated else x, self.weight, bias)
 
     def dense(self) -> torch.Tensor:
         return self.weight

@@ -37,11 +37,11 @@ class RowFloat8:
         self.input_scale = allocate(1, dtype=torch.float32) if static else None
         self._input_scales = allocate(len(shards), dtype=torch.float32) if static else None
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
         if self.input_scale is None:
-            q, scale = quantize_tokens(x)
+            q, scale = quantize_tokens(x, gated=gated)
         else:
-            q, scale = quantize_by(x, self.input_scale), self.input_scale
+            q, scale = quantize_by(x, self.input_scale, gated=gated), self.input_scale
         y = scaled_matmul(q, scale, self.weight, self.scale, x.dtype)
         return y if bias is None else y.add_(bias)
 

@@ -40,6 +40,12 @@ def test_quantize(rows, width, group, dtype, atol, rtol):
     want = reference.quantize_groups(x, group)
     assert_as_near(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
+    if width % 2 == 0:
+        gated = quantize_groups(x, group, gated=True)
+        want = reference.quantize_groups(reference.silu_and_mul(x), group)
+        assert gated[0].shape == (rows, width // 2)
+        assert_as_near(gated[0], want[0])
+        torch.testing.assert_close(gated[1], want[1], atol=1e-6, rtol=1e-3)
     zeros, _ = quantize_tokens(torch.zeros_like(x))
     assert not zeros.float().any()
     scale = torch.tensor([0.004], device=DEVICE)
