@@ -49,6 +49,13 @@ class DecodeScheduler:
     def counters(self) -> dict[str, float]:
         return {**self.unified.counters, **self.receiver.counters}
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        receiving = [half for half in self.rooms if half.stage is Stage.RECEIVING]
+        meeting = sum(self.receiver.phase(half.room) is Phase.RESERVING for half in receiving)
+        return {"kv_transfers_meeting": meeting, "kv_transfers_moving": len(receiving) - meeting,
+                "kv_transfers_draining": self.rooms.count(Stage.DRAINING)}
+
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
             self.unified.add(req)

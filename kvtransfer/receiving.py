@@ -32,6 +32,7 @@ import numpy as np
 from ..common.api.errors import Conflict, DeadlineExceeded, ServingError, TransferFailed
 from . import messages as m
 from .checksum import Extent
+from .failures import count_failure
 from .lanes import lane, writers_of
 from .lobby import MAX_WAITING
 from .recv_state import Address, Close, Connect, Effect, Link, Lookup, RecvRoom, Route, Search, Send, Verify
@@ -126,7 +127,7 @@ class ReceiverCore:
         if why is not None:
             self.searches.pop(address, None)
             self._fail_waiting(address, TransferFailed(
-                f"prefill and decode do not fit together: {why} (decode, prefill)"), now)
+                f"prefill and decode do not fit together: {why} (decode, prefill)", cause="mismatch"), now)
             return
         route = self.routes[address] = Route({}, dp_size=ranks[0].dp_size)
         writers = writers_of(self.info.rank, ranks[0].side, self.info.side)
@@ -154,13 +155,15 @@ class ReceiverCore:
         if now - search.unreachable_since >= self.timing.peer_timeout:
             del self.searches[address]
             self._fail_waiting(address, TransferFailed(
-                f"the prefill server at {address[0]}:{address[1]} cannot be reached: {reason}"), now)
+                f"the prefill server at {address[0]}:{address[1]} cannot be reached: {reason}",
+                cause="unreachable"), now)
 
     def refused(self, address: Address, reason: str, now: float) -> None:
         """The bootstrap server will not answer us, now or later."""
         self.searches.pop(address, None)
         self._fail_waiting(address, TransferFailed(
-            f"the prefill server at {address[0]}:{address[1]} is not of this cluster: {reason}"), now)
+            f"the prefill server at {address[0]}:{address[1]} is not of this cluster: {reason}",
+            cause="refused"), now)
 
     # -- the channel's events -------------------------------------------------------------------------------------
 
@@ -186,7 +189,8 @@ class ReceiverCore:
         elif isinstance(message, m.Refused):
             self._refused(link, message, now)
         elif isinstance(message, m.Gone):
-            self._break(link, TransferFailed(f"the prefill server ended the session: {message.message}"), now,
+            self._break(link, TransferFailed(f"the prefill server ended the session: {message.message}",
+                                             cause="ended"), now,
                         quiet_at=now + self.timing.landing)
             self.effects.append(Close(link.id))
         else:
@@ -195,7 +199,8 @@ class ReceiverCore:
     def disconnected(self, link_id: bytes, now: float) -> None:
         """The connection is closed; the owner has no socket for it any more."""
         if (link := self.links.get(link_id)) is not None:
-            self._break(link, TransferFailed("the connection to the prefill server was lost"), now,
+            self._break(link, TransferFailed(
+                "the connection to the prefill server was lost", cause="connection_lost"), now,
                         quiet_at=max(now, link.last_pong + self.timing.peer_timeout) + self.timing.landing)
             if not link.welcome and self._wanted(link.address):
                 self.unreachable(link.address, "its engine does not accept connections", now)
@@ -206,7 +211,7 @@ class ReceiverCore:
             return
         if not matches:
             self._fail(half, TransferFailed(
-                "the KV cache arrived damaged: its checksum differs from the prefill server's"), now)
+                "the KV cache arrived damaged: its checksum differs from the prefill server's", cause="damaged"), now)
         self._completed(half, now)
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ class ReceiverCore:
     def shut_down(self, now: float) -> None:
         """Say goodbye. Our memory goes away with us, so nothing waits for the writers."""
         for half in list(self.rooms.values()):
-            self._fail(half, TransferFailed("the decode server shut down"), now)
+            self._fail(half, TransferFailed("the decode server shut down", cause="shutdown"), now)
         for link in list(self.links.values()):
             self._send(link, m.Bye())
             self.effects.append(Close(link.id))
@@ -314,7 +319,7 @@ class ReceiverCore:
                     self._send(other, decline)
 
     def _refused(self, link: Link, refused: m.Refused, now: float) -> None:
-        error = TransferFailed(refused.message)
+        error = TransferFailed(refused.message, cause="refused")
         if not refused.restarted:
             self._fail_waiting(link.address, error, now)
         self._break(link, error, now, quiet_at=now)
@@ -367,7 +372,7 @@ class ReceiverCore:
 
     def _silence(self, link: Link, now: float) -> None:
         link.silent = True
-        error = TransferFailed(f"the prefill server was silent for {self.timing.peer_timeout:g} s")
+        error = TransferFailed(f"the prefill server was silent for {self.timing.peer_timeout:g} s", cause="silent")
         for half in list(link.rooms.values()):
             self._fail(half, error, now)
         if not link.welcome:  # it never answered: whoever listens there is no live sender
@@ -423,8 +428,7 @@ class ReceiverCore:
             self.counters["kv_transfer_seconds"] += now - half.began
         else:
             assert half.error is not None
-            cause = f"kv_transfers_failed_{half.error.code}"
-            self.counters[cause] = self.counters.get(cause, 0) + 1
+            count_failure(self.counters, half.error)
 
 
 def _seen_from(address: Address, endpoint: str) -> str:

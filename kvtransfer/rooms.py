@@ -106,7 +106,7 @@ class Rooms:
         """Why the half fails: this rank's own reason, or that another rank has one."""
         if self._transport.phase(half.room) <= Phase.ABORTING:
             return self._transport.error(half.room)
-        return TransferFailed("The KV cache transfer failed on another rank of the server.")
+        return TransferFailed("The KV cache transfer failed on another rank of the server.", cause="other_rank")
 
     def close(self, half: Half, forget: Callable[[int], None] | None = None) -> None:
         """``forget``: in place of the transport's."""

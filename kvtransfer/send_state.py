@@ -36,6 +36,7 @@ class SendRoom:
     num_prompt_tokens: int
     began: float
     deadline: float
+    computed: float = 0.0  # when nothing was left to do but to wait for writes
     phase: Phase = Phase.RESERVING
     error: ServingError | None = None
     destinations: tuple[Destination, ...] = ()  # one for each decode rank that has a lane from here

@@ -134,6 +134,11 @@ class KVSender:
         with self._lock:
             return dict(self._core.counters)
 
+    @property
+    def writes_waiting(self) -> tuple[int, int]:
+        """Writes that wait for their forward pass or a lease, and those that are on their way."""
+        return len(self._core.queue), len(self._in_flight)
+
     def close(self) -> None:
         """End all sessions, telling the peers, and stop."""
         if self._closed:

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..common.api.errors import Aborted, Conflict, DeadlineExceeded, ServingError, TransferFailed
 from . import messages as m
+from .failures import count_failure
 from .lanes import lane, parts_of, readers_of
 from .lobby import Lobby, Tombstone
 from .send_state import Admit, Destination, Dismiss, Effect, Send, SendRoom, Session, Write
@@ -49,6 +50,7 @@ class SenderCore:
         self.tombstones: Lobby[int, Tombstone] = Lobby()
         self.queue: deque[Write] = deque()
         self.counters: dict[str, float] = {"kv_bytes_sent": 0, "kv_transfers_done": 0, "kv_transfer_seconds": 0,
+                                           "kv_transfer_exposed_seconds": 0,
                                            "kv_messages_dropped": 0}
         self._next_ping = 0.0
 
@@ -78,7 +80,7 @@ class SenderCore:
         if half.phase <= Phase.ABORTING:
             return
         assert half.phase in (Phase.RESERVED, Phase.WRITING) and half.result is None, "finish before RESERVED, or twice"
-        half.result = result
+        half.result, half.computed = result, now
         self._settle(half, now)
 
     def abort(self, room: int, error: ServingError, now: float) -> None:
@@ -126,7 +128,7 @@ class SenderCore:
             session.confirmed = max(session.confirmed, confirmed)
             session.lease = max(session.lease, confirmed + self.timing.lease)
         else:
-            self._end(session, TransferFailed("the decode server shut down"), now)
+            self._end(session, TransferFailed("the decode server shut down", cause="shutdown"), now)
 
     def admitted(self, session: Session, peer: Any, now: float) -> None:
         session.peer, session.confirmed = peer, now
@@ -176,7 +178,8 @@ class SenderCore:
             self.counters["kv_bytes_sent"] += self.bytes_of(write)
         elif write.session.id in self.sessions:
             # The backend's connection is broken and what it had in flight unknown: end it, peers then wait it out.
-            self._end(write.session, TransferFailed("writing KV pages to the decode server failed"), now)
+            self._end(write.session, TransferFailed(
+                "writing KV pages to the decode server failed", cause="write_failed"), now)
         self._settle(half, now)
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -192,7 +195,7 @@ class SenderCore:
             session.confirmed = min(now, session.confirmed + timing.forgiven(stalled))
             if now - session.confirmed > timing.peer_timeout:
                 self._end(session, TransferFailed(
-                    f"the decode server was silent for {timing.peer_timeout:g} s"), now)
+                    f"the decode server was silent for {timing.peer_timeout:g} s", cause="silent"), now)
         for half in list(self.rooms.values()):
             if half.phase is Phase.RESERVING and now >= half.deadline:
                 self._fail(half, DeadlineExceeded(
@@ -214,9 +217,9 @@ class SenderCore:
 
     def shut_down(self, now: float) -> None:
         for session in list(self.sessions.values()):
-            self._end(session, TransferFailed("the prefill server shut down"), now)
+            self._end(session, TransferFailed("the prefill server shut down", cause="shutdown"), now)
         for half in list(self.rooms.values()):
-            self._fail(half, TransferFailed("the prefill server shut down"), now)
+            self._fail(half, TransferFailed("the prefill server shut down", cause="shutdown"), now)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class SenderCore:
             return
         for old in [*self.sessions.values(), *self.joining.values()]:
             if old.info.instance == hello.info.instance:
-                self._end(old, TransferFailed("the decode server opened a new session"), now)
+                self._end(old, TransferFailed("the decode server opened a new session", cause="connection_lost"), now)
         session = Session(session_id, hello.info, way, hello.num_pages, now, hello.checksum)
         self.joining[session_id] = session
         self.effects.append(Admit(session, hello.metadata))
@@ -273,7 +276,7 @@ class SenderCore:
         destination = Destination(session, room, reserve.stamp, reserve.prompt_digest, reserve.num_prompt_tokens,
                                   reserve.first_page, page_ids, now + self.timing.bootstrap_timeout)
         if (why := self._unfit(destination)) is not None:
-            self._refuse(destination, TransferFailed(why))
+            self._refuse(destination, TransferFailed(why, cause="mismatch"))
         elif present is not None or (half is not None and half.destinations):
             self._refuse(destination, Conflict(_in_use(room)))
         elif half is not None and half.error is not None:
@@ -309,7 +312,7 @@ class SenderCore:
                 self._fail(half, TransferFailed(
                     f"prefill and decode read different prompts ({half.num_prompt_tokens} and "
                     f"{destination.num_prompt_tokens} tokens); both need the same tokenizer, chat template and "
-                    f"request"), now, bury=False)
+                    f"request", cause="mismatch"), now, bury=False)
                 return
         if not waiting:
             return
@@ -396,14 +399,14 @@ class SenderCore:
                     half.room, destination.stamp, self.info.instance, half.result, destination.checksum))
             self.counters["kv_transfers_done"] += 1
             self.counters["kv_transfer_seconds"] += now - half.began
+            self.counters["kv_transfer_exposed_seconds"] += now - half.computed
             self._ended(half)
 
     def _ended(self, half: SendRoom) -> None:
         for destination in half.destinations:
             destination.session.rooms.pop(half.room, None)
         if half.error is not None:
-            cause = f"kv_transfers_failed_{half.error.code}"
-            self.counters[cause] = self.counters.get(cause, 0) + 1
+            count_failure(self.counters, half.error)
 
     def _end(self, session: Session, error: ServingError, now: float) -> None:
         """End a session: all its rooms fail, and nothing is written to it any more."""

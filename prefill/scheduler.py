@@ -77,6 +77,14 @@ class PrefillScheduler:
     def counters(self) -> dict[str, float]:
         return {**self.sender.counters, "reused_prompts": self._kept.num_reused}
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        queued, in_flight = self.sender.writes_waiting
+        return {"kv_transfers_meeting": self.rooms.count(Stage.MEETING),
+                "kv_transfers_moving": self.rooms.count(Stage.SENDING),
+                "kv_transfers_draining": self.rooms.count(Stage.DRAINING),
+                "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_kept": len(self._kept)}
+
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
             raise InvalidRequest(

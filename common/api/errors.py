@@ -88,10 +88,15 @@ class Aborted(ServingError):
 
 
 class TransferFailed(ServingError):
-    """The KV cache did not arrive: the peer died, refused, or stalled."""
+    """The KV cache did not arrive: the peer died, refused, or stalled. ``cause`` is a word for metrics; the other half,
+    which is told of the failure, counts it as its peer's."""
 
     status = 502
     code = "kv_transfer_failed"
+
+    def __init__(self, message: str, *, code: str | None = None, cause: str = "peer"):
+        super().__init__(message, code=code)
+        self.cause = cause
 
 
 class WorkerUnavailable(ServingError):

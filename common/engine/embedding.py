@@ -41,6 +41,10 @@ class EmbeddingScheduler:
         return len(self.batcher.waiting)
 
     @property
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    @property
     def counters(self) -> dict[str, float]:
         return {}
 

@@ -46,6 +46,10 @@ class Scheduler(Protocol):
     @property
     def counters(self) -> dict[str, float]: ...
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Lengths of the role's own queues."""
+
     def add(self, req: Req) -> None:
         """Take on a request; a ServingError refuses it."""
 
@@ -195,5 +199,6 @@ class EngineLoop:
             cached_pages=cache.num_cached, page_size=cache.page_size, num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
             counters={**self._ledger.counters, **scheduler.counters},
-            gauges={"token_usage": 1 - cache.num_available / cache.num_pages}, dp_rank=self._dp_rank,
+            gauges={"token_usage": 1 - cache.num_available / cache.num_pages, **scheduler.gauges},
+            dp_rank=self._dp_rank,
         )

@@ -9,7 +9,7 @@ from ..api.messages import State
 
 
 def merged(states: Sequence[State]) -> State:
-    """Sums of pages, requests and counters, and means of gauges: the ranks' pools are of one size."""
+    """Sums of pages, requests, counters and queues' lengths, and the mean use of the pools, which are of one size."""
     if len(states) == 1:
         return states[0]
     counters: Counter[str] = Counter()
@@ -22,4 +22,5 @@ def merged(states: Sequence[State]) -> State:
         held_pages=sum(state.held_pages for state in states), cached_pages=sum(state.cached_pages for state in states),
         num_running=sum(state.num_running for state in states), num_waiting=sum(state.num_waiting for state in states),
         num_transferring=sum(state.num_transferring for state in states), counters=dict(counters),
-        gauges={name: sum(state.gauges[name] for state in states) / len(states) for name in names})
+        gauges={name: sum(state.gauges[name] for state in states) / (len(states) if name == "token_usage" else 1)
+                for name in names})

@@ -48,6 +48,10 @@ class UnifiedScheduler:
     num_transferring = 0
 
     @property
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    @property
     def counters(self) -> dict[str, float]:
         batcher = self.batcher
         saved = 0 if batcher.swap is None else batcher.swap.num_saved

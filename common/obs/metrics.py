@@ -27,7 +27,9 @@ _GAUGES = {
     "kv_pages_held": ("held_pages", "KV pages held by requests"),
     "kv_pages_cached": ("cached_pages", "KV pages held by the prefix cache alone"),
 }
-_FAILED = "kv_transfers_failed"  # the engine's counters have the error's code behind it; here it is a label
+# The engine's counters have the error's code, or what broke, behind these names; here it is a label.
+_LABELLED = {"kv_transfers_failed": ("code", "KV transfers that failed, by the error's code"),
+             "kv_transfers_broken": ("cause", "KV transfers that broke, by what did")}
 # The front counts these itself, at the moment a request ends; the engine's own counts would double them.
 _COUNTED_IN_FRONT = frozenset(("prompt_tokens", "generation_tokens", "cached_tokens"))
 
@@ -54,17 +56,17 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"baton:{name}", help, labels=self._names)
             gauge.add_metric(self._values, value)
             yield gauge
-        failed = CounterMetricFamily(f"baton:engine_{_FAILED}", "KV transfers that failed, by the error's code",
-                                     labels=[*self._names, "code"])
+        labelled = {prefix: CounterMetricFamily(f"baton:engine_{prefix}", help, labels=[*self._names, label])
+                    for prefix, (label, help) in _LABELLED.items()}
         for name, value in state.counters.items():
-            if name.startswith(f"{_FAILED}_"):
-                failed.add_metric([*self._values, name[len(_FAILED) + 1:]], value)
+            prefix = next((prefix for prefix in labelled if name.startswith(f"{prefix}_")), None)
+            if prefix is not None:
+                labelled[prefix].add_metric([*self._values, name[len(prefix) + 1:]], value)
             elif name not in _COUNTED_IN_FRONT:
                 counter = CounterMetricFamily(f"baton:engine_{name}", "Counted by the engine", labels=self._names)
                 counter.add_metric(self._values, value)
                 yield counter
-        if failed.samples:
-            yield failed
+        yield from (family for family in labelled.values() if family.samples)
 
 
 class ServerMetrics:

@@ -17,6 +17,12 @@ def test_failed_transfers_are_one_metric_by_code():
         'baton:engine_kv_transfers_failed_total{code="request_aborted",mode="decode",model_name="m"} 1.0'}
 
 
+def test_broken_transfers_are_one_metric_by_cause():
+    assert scrape({"kv_transfers_broken_silent": 2.0, "kv_transfers_broken_connection_lost": 1.0}) == {
+        'baton:engine_kv_transfers_broken_total{cause="silent",mode="decode",model_name="m"} 2.0',
+        'baton:engine_kv_transfers_broken_total{cause="connection_lost",mode="decode",model_name="m"} 1.0'}
+
+
 def test_other_counters_are_metrics_of_their_own():
     assert scrape({"kv_transfers_done": 3.0, "prompt_tokens": 9.0}) == {
         'baton:engine_kv_transfers_done_total{mode="decode",model_name="m"} 3.0'}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from baton.common.http import host
 from baton.common.obs.metrics import ServerMetrics
 from baton.kvtransfer.receiving import ReceiverCore
 from baton.kvtransfer.sending import SenderCore
+from baton.prefill.scheduler import PrefillScheduler
 from baton.router.config import RouterConfig
 from baton.router.metrics import Metrics
 from baton.router.registry import Registry
@@ -210,11 +212,17 @@ def server_families() -> dict[str, set[str]]:
     cores: list[Any] = [ReceiverCore(None, None, 1), SenderCore(None, None)]  # type: ignore[arg-type]
     counters = {name: 1.0 for part in (ledger, *cores) for name in part.counters}
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one
+    counters["kv_transfers_broken_silent"] = 1.0
+    sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))
+    prefill = PrefillScheduler(SimpleNamespace(cache=None), None, None, sender, None, 1, overlap=False,  # type: ignore
+                               kv_retain_seconds=0.0)
+    counters |= prefill.counters
     metrics = ServerMetrics("m", "decode")
     metrics.ended("stop")
     metrics.engine.state = State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,
-        num_transferring=0, counters={**counters, "retracted_requests": 1.0}, gauges={"token_usage": 0.0})
+        num_transferring=0, counters={**counters, "retracted_requests": 1.0},
+        gauges={"token_usage": 0.0, **prefill.gauges})
     return families(metrics.registry.collect())
 
 

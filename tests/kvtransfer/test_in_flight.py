@@ -49,6 +49,8 @@ def test_a_failed_write_fails_the_room_and_the_next_session_works(pair):
     for half in (pair.sender, pair.receiver):
         assert isinstance(half.error(1), TransferFailed)
         assert half.counters["kv_transfers_failed_kv_transfer_failed"] == 1
+    assert pair.sender.counters["kv_transfers_broken_write_failed"] == 1
+    assert pair.receiver.counters["kv_transfers_broken_ended"] == 1
     pair.transfer(2)
 
 
@@ -77,7 +79,33 @@ def test_a_cut_connection_ends_both_halves_and_the_next_session_works(make_pair)
         assert 0.3 < pair.until(1, Phase.FAILED) < 2  # not before the sender must have given up
         for half in (pair.sender, pair.receiver):
             assert isinstance(half.error(1), TransferFailed)
+        assert pair.receiver.counters["kv_transfers_broken_connection_lost"] == 1
+        assert pair.sender.counters["kv_transfers_broken_silent"] == 1
         pair.transfer(2)
+
+
+def test_seconds_that_a_transfer_was_waited_for_are_told_apart(pair):
+    gate = pair.receiver._backend.gate
+    pair.push_all(1)
+    wait_until(lambda: pair.receiver._backend.landed == 2)  # while prefill computes
+    time.sleep(0.2)
+    pair.finish(1)
+    pair.until(1, Phase.DONE)
+    counters = pair.sender.counters
+    hidden = counters["kv_transfer_exposed_seconds"]
+    assert hidden + 0.2 <= counters["kv_transfer_seconds"]
+    pair.reserve(2)
+    pair.expect(2)
+    pair.until(2, Phase.RESERVED)
+    gate.clear()
+    pair.push_all(2)
+    pair.finish(2)
+    wait_until(lambda: pair.sender.writes_waiting == (0, 2))
+    time.sleep(0.2)
+    gate.set()
+    pair.until(2, Phase.DONE)
+    assert pair.sender.counters["kv_transfer_exposed_seconds"] >= hidden + 0.2
+    wait_until(lambda: pair.sender.writes_waiting == (0, 0))
 
 
 def test_garbage_on_the_control_channel_is_dropped_and_counted(pair):
