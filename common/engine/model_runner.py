@@ -24,7 +24,7 @@ from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
 from ..models.registry import build_model
 from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
-from ..quantization.methods import check_device
+from ..quantization.methods import check_device, check_float8
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
@@ -82,6 +82,8 @@ class ModelRunner:
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
         check_device(spec.quantization, dtype, device)
+        if config.cache.kv_cache_dtype != "auto":
+            check_float8(device, "--kv-cache-dtype auto")
         _check_attention(config, spec, device, dtype)  # refuse before loading
         try:
             model = _load_model(config, spec, parallel, getattr(torch, dtype), device, progress)

@@ -62,14 +62,19 @@ def check_device(scheme: Scheme | None, dtype: str, device: torch.device) -> Non
     """Raises ConfigError where a GPU cannot compute by ``scheme`` in ``dtype``. A CPU emulates every scheme."""
     if scheme is None or device.type != "cuda":
         return
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError(f"{torch.cuda.get_device_name(device)} does not compute in float8: use a GPU of compute "
-                          "capability 8.9 or more, or a checkpoint in bfloat16.")
+    check_float8(device, "a checkpoint in bfloat16")
     if dtype != "bfloat16":
         raise ConfigError(f"Float8 weights are served with --dtype bfloat16 on a GPU, not {dtype}.")
     if scheme.weights == "block" and scheme.block[1] != GROUP:
         raise ConfigError(f"Blocks of {scheme.block[0]} x {scheme.block[1]} are not supported on a GPU: use a "
                           f"checkpoint whose weight_block_size is [{GROUP}, {GROUP}].")
+
+
+def check_float8(device: torch.device, instead: str) -> None:
+    """Raises ConfigError for a GPU whose kernels have no float8."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} does not compute in float8: use a GPU of compute "
+                          f"capability 8.9 or more, or {instead}.")
 
 
 def _quantizes(scheme: Scheme, shards: Sequence[Shard]) -> bool:

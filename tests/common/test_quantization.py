@@ -304,7 +304,7 @@ def test_flags_on_a_gpu():
     """Told by names alone, so that a machine without one can ask."""
     from unittest.mock import patch
 
-    from baton.common.quantization.methods import check_device
+    from baton.common.quantization.methods import check_device, check_float8
 
     gpu = torch.device("cuda", 0)
     for capability, scheme, dtype, sentence in (
@@ -314,5 +314,10 @@ def test_flags_on_a_gpu():
         with patch("torch.cuda.get_device_capability", return_value=capability), \
              patch("torch.cuda.get_device_name", return_value="Old"), pytest.raises(ConfigError, match=sentence):
             check_device(scheme, dtype, gpu)
+        if capability < (8, 9):
+            with patch("torch.cuda.get_device_capability", return_value=capability), \
+                 patch("torch.cuda.get_device_name", return_value="Old"), \
+                 pytest.raises(ConfigError, match="capability 8.9 or more, or --kv-cache-dtype auto"):
+                check_float8(gpu, "--kv-cache-dtype auto")
     check_device(AS_LOADED["fp8"], "float16", CPU)
     check_device(None, "float16", gpu)

@@ -60,7 +60,7 @@ def test_linear_layers_equal_the_emulation(name, rows):
                 slot.fill(values_of(slot))
         results.append([layer(x.to(device)).float().cpu() for layer in (column, row)])
     for want, got in zip(*results):
-        assert got.shape == want.shape and rms(got - want) < 0.01 * rms(want)
+        assert got.shape == want.shape and rms(got - want) < 0.02 * rms(want)  # float8 products add up with 14 bits
 
 
 def values_of(slot) -> torch.Tensor:

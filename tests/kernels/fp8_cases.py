@@ -32,7 +32,7 @@ def assert_as_near(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("rows,width,group", [(1, 7, 7), (3, 300, 128), (2, 256, 128), (2, 2500, 2500), (3, 1500, 128)])
+@pytest.mark.parametrize("rows,width,group", [(1, 7, 7), (2, 1500, 128), (2, 1026, 1026)])
 def test_quantize(rows, width, group, dtype, atol, rtol):
     x = random(rows, width + 8, dtype=dtype)[:, :width] * 3
     x[0, :3] = 0
@@ -61,6 +61,8 @@ def test_block_matmul(rows, width, out, dtype, atol, rtol):
     weight, scale = quantize_blocks(random(out, width, dtype=torch.float32, seed=1), (128, 128))
     got = block_matmul(x, x_scale, weight, scale, (128, 128), dtype)
     want = reference.block_matmul(x, x_scale, weight, scale, (128, 128), dtype)
+    if GPU:  # tensor cores add up float8 products with 14 bits
+        atol, rtol = 0.05, 1e-2
     torch.testing.assert_close(got, want, atol=atol * width**0.5, rtol=rtol)
 
 
