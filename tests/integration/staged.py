@@ -18,6 +18,7 @@ from baton.common.engine.ranks import RankSpec
 
 PREFILL_STAGES = ("bootstrapping", "before the first chunk", "mid-chunk", "last chunk")
 STAGES = (*PREFILL_STAGES, "first tokens")
+ARRIVED = "arrived"  # at decode, which has not told anybody yet
 BEFORE = 5  # times that a stage is passed by, so that requests of all stages are under way when it stands still
 LONGEST = 120.0
 
@@ -29,7 +30,7 @@ class Stages:
         self._armed, self._reached, self._go = (folder / name for name in ("armed", "reached", "go"))
 
     def arm(self, stage: str) -> None:
-        assert stage in STAGES
+        assert stage in (*STAGES, ARRIVED)
         self._reached.unlink(missing_ok=True)
         self._go.unlink(missing_ok=True)
         self._armed.write_text(stage)
@@ -98,7 +99,13 @@ def _watch_decode(scheduler: Any, gate: Gate) -> None:
         if begun:
             gate.reach("first tokens")
 
-    scheduler._close_begun = staged_close
+    result = scheduler.receiver.result
+
+    def staged_result(room: int) -> Any:
+        gate.reach(ARRIVED)
+        return result(room)
+
+    scheduler._close_begun, scheduler.receiver.result = staged_close, staged_result
 
 
 def _run_rank(rank: Any, spec: RankSpec, watch: Any) -> None:
