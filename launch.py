@@ -105,7 +105,8 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
         model = dataclasses.replace(
             config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.tp_size)
         cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
-        sections = (model, cache, config.schedule, config.parallel, config.kernels, config.chat, config.grammar,
+        schedule = config.schedule.for_prefill if role == "prefill" else config.schedule
+        sections = (model, cache, schedule, config.parallel, config.kernels, config.chat, config.grammar,
                     config.answers, *([] if role == "prefill" else [config.storage]))
         flags = [word for section in sections for word in to_argv(section)]
         flags += ["--port", str(port)]

@@ -6,7 +6,7 @@ Flag names are SGLang's where the thing is the same.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -119,6 +119,11 @@ class ScheduleArgs:
     def lowest_priority(self) -> int:
         """What the least urgent request can name."""
         return 2**31 - 1 if self.schedule_low_priority_values_first else -(2**31)
+
+    @property
+    def for_prefill(self) -> ScheduleArgs:
+        """These of a pair's prefill server: without what is for servers that decode."""
+        return replace(self, enable_mixed_chunk=False, retract_host_memory_gb=0.0)
 
     def largest_prefill(self, context_length: int) -> int:
         """Prompt tokens of one step, at most."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.common.config.cli import parse
+from baton.common.config.server import ServerConfig
 from baton.launch import ClusterConfig, launch_cluster, plan_cluster
 from baton.router.config import RouterConfig
 
@@ -27,6 +28,16 @@ def test_the_servers_that_answer_share_the_folder_of_files(tmp_path):
     servers, _ = plan(tmp_path, "--file-storage-path", "/var/files", "--decode", "2")
     given = [dict(zip(part.argv, part.argv[1:])).get("--file-storage-path") for part in servers]
     assert given == [None, "/var/files", "/var/files"]  # a prefill server refuses it
+
+
+def test_what_is_for_servers_that_decode_goes_to_them_alone(tmp_path):
+    servers, _ = plan(tmp_path, "--enable-mixed-chunk", "--retract-host-memory-gb", "2", "--schedule-policy", "lof")
+    assert [[flag in part.argv for flag in ("--enable-mixed-chunk", "--retract-host-memory-gb", "--schedule-policy")]
+            for part in servers] == [[False, False, True], [True, True, True]]
+    for part in servers:  # each server takes what it is given
+        at = part.argv.index(f"baton.{part.name[:-2]}.launch") + 1
+        mode = ["--disaggregation-mode", part.name[:-2]]
+        parse(ServerConfig, [*part.argv[at:], *mode], prog="x", description="")
 
 
 @pytest.mark.parametrize(("num_gpus", "ids"), [(0, ["0", "0"]), (2, ["0", "1"])])

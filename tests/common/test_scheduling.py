@@ -10,7 +10,8 @@ import pytest
 from baton.common.api.errors import ConfigError
 from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
-from baton.common.config.server import ScheduleArgs
+from baton.common.config.cli import parse
+from baton.common.config.server import ScheduleArgs, ServerConfig
 from baton.common.engine.batcher import Batcher
 from baton.common.engine.req import Req
 from baton.common.engine.scheduling.orders import PER_LOOK, WINDOW, ArrangedOrder, KeyOrder
@@ -212,7 +213,7 @@ def test_prompt_logprobs_bind_the_step(chunk):
     budget = PrefillBudget(ScheduleArgs(chunked_prefill_size=chunk))
     assert budget.take(make_req([1] * 10)) == 10
     wants = make_req([1] * 2000, logprobs=True)
-    assert budget.take(wants) == (LOGPROB_CHUNK if chunk > 0 else LOGPROB_CHUNK)
+    assert budget.take(wants) == LOGPROB_CHUNK
     assert budget.spent
 
 
@@ -339,3 +340,19 @@ def test_nobody_gives_way_where_that_would_not_help():
 def test_arguments_that_cannot_be_are_refused_with_a_sentence(wrong):
     with pytest.raises(ConfigError, match=r"^--[a-z-]+ (must|needs) .*\.$"):
         ScheduleArgs(**wrong)
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (["--disaggregation-mode", "prefill", "--enable-mixed-chunk"], "--enable-mixed-chunk is for servers that decode"),
+    (["--is-embedding", "--retract-host-memory-gb", "1"], "--retract-host-memory-gb is for servers that decode"),
+    (["--schedule-policy", "dfs-weight", "--disable-radix-cache"], "goes by the prefix cache")])
+def test_flags_that_do_not_fit_the_server_are_refused(flags, sentence, capsys):
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, ["--model-path", "m", *flags], prog="x", description="")
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_step_is_sized_by_the_longest_prompt_where_prompts_are_whole():
+    assert ScheduleArgs(chunked_prefill_size=100).largest_prefill(4096) == 100
+    assert ScheduleArgs(chunked_prefill_size=-1).largest_prefill(4096) == 16384
+    assert ScheduleArgs(chunked_prefill_size=-1, max_prefill_tokens=512).largest_prefill(4096) == 4096
