@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .mla_prefill import Segment
     from .moe_experts import Scales
     from .moe_topk import Choice
+    from .rope_and_store import HeadNorms
 
 FP8_LARGEST = 448.0  # of e4m3
 FP8_LEAST = 1e-12  # magnitude that a scale is made for at least: a group of zeros has a scale too
@@ -45,8 +46,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
                    page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
                    cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
-                   k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+                   k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None) -> None:
     """See ``kernels.rope_and_store.rope_and_store``."""
+    if norms is not None:
+        q.copy_(rmsnorm(q, norms.q_weight, norms.eps)[0])
+        k = rmsnorm(k, norms.k_weight, norms.eps)[0]
     if cos_sin is not None:
         assert positions is not None
         cos, sin = cos_sin[positions].chunk(2, dim=-1)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.rope_and_store import rope_and_store
+from ...kernels.rope_and_store import HeadNorms, rope_and_store
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 
@@ -29,20 +29,21 @@ class Planned(Protocol):
 class AttentionBackend(Planned, Protocol):
     """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer."""
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+            norms: HeadNorms | None = None) -> torch.Tensor:
         """Store this step's keys and values in the pool, then attend; returns ``[T, Hq, D]``.
 
         ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, D] float32, when given, is the rotary
-        table by which ``q`` (in place) and ``k`` are turned on the way. Mutates the pool and ``q``.
+        table by which ``q`` (in place) and ``k`` are turned on the way, ``norms`` what norms their heads before that.
+        Mutates the pool and ``q``.
         """
 
 
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-          cos_sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+          cos_sin: torch.Tensor | None, norms: HeadNorms | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The first half of ``run``, equal for every backend; returns the layer's key and value pages."""
     k_pages, v_pages = pool.layer(layer)
     k_scale, v_scale = pool.layout.scales_of(layer)
     rope_and_store(q, k, v, k_pages, v_pages, batch.page_of_token, batch.offset_in_page, cos_sin,
-                   batch.positions, k_scale, v_scale)
+                   batch.positions, k_scale, v_scale, norms)
     return k_pages, v_pages

@@ -11,6 +11,7 @@ from flashinfer import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 
+from ...kernels.rope_and_store import HeadNorms
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
@@ -86,10 +87,10 @@ class FlashInferBackend:
         wrapper.reset_workspace_buffer(self._workspace, self._captured_plans)
         return wrapper
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+            norms: HeadNorms | None = None) -> torch.Tensor:
         assert self._batch is not None
-        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin)
+        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._types["kv_data_type"] == q.dtype:
             return self._wrapper.run(q, pages, out=out)

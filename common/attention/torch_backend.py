@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...kernels.rope_and_store import HeadNorms
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
@@ -66,11 +67,11 @@ class TorchBackend:
     def refresh(self, batch: ForwardBatch) -> None:
         raise AssertionError("this backend is never captured")
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+            norms: HeadNorms | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
-        store(self._pool, batch, layer, q, k, v, cos_sin)
+        store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend = self._decode if batch.is_decode else self._extend
         for bucket in self._buckets:

@@ -8,6 +8,7 @@ import torch
 from ...kernels.decode_plan import DecodePlan, plan_decode
 from ...kernels.paged_decode import paged_decode
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
+from ...kernels.rope_and_store import HeadNorms
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
@@ -41,11 +42,11 @@ class TritonBackend:
     def refresh(self, batch: ForwardBatch) -> None:
         """Nothing: the plan is made on the device."""
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-            cos_sin: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
+            norms: HeadNorms | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
-        k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin)
+        k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         table = (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
         k_scale, v_scale = self._pool.layout.scales_of(layer)
         if batch.is_decode:

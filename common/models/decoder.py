@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...kernels.rope_and_store import HeadNorms
 from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
 from ..distributed.exchange import Compute, TokenExchange
@@ -43,9 +44,10 @@ class SelfAttention:
     def __call__(self, x: torch.Tensor, attention: AttentionBackend, cos_sin: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, head_dim]
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.output(attention.run(self.layer, q, k, v, cos_sin).flatten(1))
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return self.output(attention.run(self.layer, q, k, v, cos_sin, norms).flatten(1))
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.qkv, self.output, self.q_norm, self.k_norm):

@@ -12,7 +12,7 @@ from baton.kernels.decode_plan import plan_decode
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
-from baton.kernels.rope_and_store import rope_and_store
+from baton.kernels.rope_and_store import HeadNorms, rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
 
 GPU = torch.cuda.is_available()
@@ -62,21 +62,22 @@ def paged_pool(pages: int, heads: int, page_size: int, dim: int, dtype: torch.dt
 
 
 @each_dtype
-@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("rotate,norm", [(False, False), (True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size", [(4, 2, 16, 4), (3, 1, 10, 1), (2, 2, 64, 16)])
-def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, dtype, atol, rtol):
+def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, norm, dtype, atol, rtol):
     tokens, pages = 7, 9
     fused = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(5))[:tokens].to(DEVICE)
     angles = torch.rand(50, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
     table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE) if rotate else None
     positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    norms = HeadNorms(random(dim, dtype=dtype, seed=8), random(dim, dtype=dtype, seed=9), 1e-5) if norm else None
     results = []
     for op in (rope_and_store, reference.rope_and_store):
         parts = fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
         stored = [x.clone() for x in paged_pool(pages, kv_heads, page_size, dim, dtype)]
-        op(q, k, v, *stored, slots // page_size, slots % page_size, table, positions)
+        op(q, k, v, *stored, slots // page_size, slots % page_size, table, positions, norms=norms)
         results.append((q, *stored))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
