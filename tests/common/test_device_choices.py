@@ -1,0 +1,80 @@
+"""What a rank decides at start about its device: how tokens are drawn, what is captured, how small sums travel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.common.api.errors import ConfigError
+from baton.common.distributed import peers
+from baton.common.distributed.capture import may_capture
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.tp import TPGroup
+from baton.common.engine.drawing import PlainDrawing, choose_drawing
+from baton.common.engine.sampler import Sampler
+
+CPU = torch.device("cpu")
+
+
+def test_a_cpu_draws_with_torch():
+    assert isinstance(choose_drawing("auto", 40, CPU, 0), PlainDrawing)
+    assert isinstance(choose_drawing("torch", 40, CPU, 0), PlainDrawing)
+    with pytest.raises(ConfigError, match="--sampling-backend triton needs a GPU"):
+        Sampler(40, "cpu", 0, backend="triton")
+
+
+def test_a_rank_that_never_chooses_tries_no_kernels():
+    Sampler(40, "cpu", 0, TPGroup(1, 2), backend="triton")
+
+
+def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
+    """Without a trial: that would need the ranks."""
+    two = TPGroup(0, 2)
+    assert may_capture(Parallel())
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: None)
+    assert may_capture(Parallel(two))
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: pytest.fail("tried"))
+    assert not may_capture(Parallel(two, TPGroup(), TPGroup(0, 2)))
+    assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
+
+
+def test_a_trial_that_fails_is_told(monkeypatch, caplog):
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: "they were not captured")
+    assert not may_capture(Parallel(TPGroup(0, 2)))
+    assert "Decode steps run without CUDA graphs: they were not captured." in caplog.text
+
+
+class Group(TPGroup):
+    """Of a rank that has no peers in this process; every rank finds what this one finds."""
+
+    def min_reduce(self, values):
+        return values
+
+
+def test_sums_that_are_wrong_or_cannot_be_go_over_nccl(monkeypatch, caplog):
+    group = Group(0, 2, device_group=object())
+    monkeypatch.setattr(peers, "PeerSums", lambda *given: (_ for _ in ()).throw(RuntimeError("no peers here")))
+    assert peers.connect(group) is None
+    assert "Small sums go over NCCL: RuntimeError: no peers here." in caplog.text
+
+    class Wrong:
+        def __init__(self, *given):
+            pass
+
+        def trouble(self, group):
+            return "a sum of 8 values was wrong"
+
+    monkeypatch.setattr(peers, "PeerSums", Wrong)
+    assert peers.connect(group) is None
+    assert "Small sums go over NCCL: a sum of 8 values was wrong." in caplog.text
+    monkeypatch.setattr(Wrong, "trouble", lambda self, group: None)
+    assert isinstance(peers.connect(group), Wrong)
+
+
+def test_sums_on_a_cpu_have_no_peers():
+    parallel = Parallel(TPGroup(0, 2))
+    peers.connect_all(parallel)
+    assert parallel.world.peers is None
