@@ -48,14 +48,20 @@ def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "
 
 PLANS: dict[str, list[Step]] = {
     "one": [
-        tests("kernels", 120), tests("attention", 150), tests("engine", 150), tests("grammar", 120),
+        tests("kernels", 120), tests("attention", 150), tests("engine", 180), tests("grammar", 120),
         bench("grammar", 120),
-        bench("decode_step", 120, json="--out"),
-        tests("moe", 90), tests("mla", 90), tests("models-sampler", 90), tests("models", 120), tests("one-batch", 90),
+        bench("decode_step", 120, json="--out"), bench("paged_decode", 60, json="--out", tail=20),
+        bench("sampling", 60, json="--out"),
+        tests("fp8", 120), bench("fp8_gemm", 60, json="--output", tail=24),
+        tests("moe", 90), tests("mla", 90), tests("scheduling", 90), tests("one-batch", 90),
+        tests("models-sampler", 90), tests("models", 120),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
-        bench("relay", 240, "--only", "unified", json="--out", tail=16),
+        bench("relay", 240, "--skip-chat", json="--out", tail=16),
+        bench("tune_moe", 300),
     ],
     "two": [
+        tests("tensor-parallel", 150), tests("dp", 150),
+        bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
         bench("relay", 300, "--only", "1P1D", "--open-loop", json="--out", tail=16),
     ],
 }
