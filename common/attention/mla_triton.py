@@ -34,6 +34,21 @@ class MLATritonBackend:
         self._longest = 0
         self._plan: DecodePlan | None = None
         self._segments: list[Segment] = []
+        if device.type == "cuda":
+            self.compile_merging(num_heads, dtype)
+
+    def compile_merging(self, num_heads: int, dtype: torch.dtype) -> None:
+        """Run the kernel that merges segments: the first long context would else wait for its compilation."""
+        mla, page_size, device = self._mla, self._pool.layout.page_size, self._pool.groups[0].device
+        one = np.array([0, 1], np.int32)
+        (segment,) = plan_mla_prefill(one, one, one[1:], page_size, page_size, device)
+        q = torch.zeros(1, num_heads, mla.qk_dim, dtype=dtype, device=device)
+        kv = torch.zeros(page_size, num_heads, mla.nope_dim + mla.v_dim, dtype=dtype, device=device)
+        context = torch.zeros(page_size, mla.latent_dim, dtype=dtype, device=device)
+        out = torch.zeros(1, num_heads, mla.v_dim, dtype=torch.float32, device=device)
+        lse = torch.full((1, num_heads), float("-inf"), device=device)
+        qo_indptr = torch.from_numpy(one).to(device)
+        mla_prefill(q, kv, context[:, mla.kv_lora_rank:], segment, qo_indptr, mla.scale, out, lse)
 
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         self._batch = batch

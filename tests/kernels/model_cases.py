@@ -56,6 +56,7 @@ def test_latent_attention_equals_transformers(tmp_path, most_tokens):
     runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
     assert isinstance(runner._attention, MLATritonBackend)
     runner._attention._most_tokens = most_tokens or runner._attention._most_tokens
+    runner._attention.compile_merging(4, torch.float32)  # as at start on a GPU
     prompts = [np.random.default_rng(count).integers(0, 97, count) for count in (40, 3)]
     want = [expected_logits(model, prompt) for prompt in prompts]
     pages = scattered_pages(runner, 2, 40)
