@@ -30,7 +30,8 @@ def run(rank: int, parallel: Parallel, checkpoint: str, case: dict) -> dict:
     if batcher.swap is not None:
         batcher.swap._link_rate = link_rates[rank]
     messages, aborted = drive(engine, list(make_requests(4, 30)), 4, abort_share=0.03)
-    return {"took": took(messages), "aborted": sorted(aborted), "retracted": batcher.num_retracted,
+    told = {rid: vars(found) for rid, found in took(messages).items()}
+    return {"took": told, "aborted": sorted(aborted), "retracted": batcher.num_retracted,
             "preempted": batcher.num_preempted, "saved": batcher.swap.num_saved if batcher.swap else 0}
 
 

@@ -1,6 +1,7 @@
 """Every way to schedule gives a request the tokens that it gets alone, and leaves no page behind."""
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from baton.common.engine.scheduling.rates import PrefillRate
 from baton.tests.common.hand_driven import Engine, tokens_of
 
 VOCAB = 96
+WIDTH = 48
 EOS = 95
 VOCABULARY = Vocabulary([bytes([32 + i]) for i in range(95)] + [b"<end>"], [EOS], [EOS])
 GRAMMARS = [GrammarSpec("regex", "[a-f]{3,12}"), GrammarSpec("regex", "(ab|cd)+e")]
@@ -28,7 +30,7 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     torch.manual_seed(1)
     Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, eos_token_id=EOS, initializer_range=0.3,
     )).save_pretrained(folder)
     return folder
@@ -47,17 +49,43 @@ def make_requests(seed, count):
             options |= {"frequency_penalty": 0.5, "repetition_penalty": 1.3}
         elif rng.random() < 0.3:
             options["grammar"] = rng.choice(GRAMMARS)
-        if rng.random() < 0.25:
+        kind = rng.random()
+        if kind < 0.1:
+            options["fields"]["return_hidden_states"] = True
+        elif kind < 0.2:
+            rows = np.random.default_rng(len(prompt)).normal(size=(len(prompt), WIDTH)).astype("<f4")
+            options["fields"]["input_embeds"] = rows.tobytes()
+        elif kind < 0.45:
             options["logprobs"] = {"return_logprob": True, "logprob_start_len": rng.randrange(len(prompt))}
         yield str(i), prompt, options
 
 
+@dataclass(eq=False)
+class Took:
+    """What a request got. Equal where the tokens are, and the numbers beside them nearly."""
+
+    tokens: list[int]
+    reason: str
+    prompt_logprobs: list[float]
+    hidden_states: list[float]  # the first of each position
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Took) and (self.tokens, self.reason) == (other.tokens, other.reason) and all(
+            len(mine) == len(theirs) and np.allclose(mine, theirs, atol=1e-3) for mine, theirs in (
+                (self.prompt_logprobs, other.prompt_logprobs), (self.hidden_states, other.hidden_states)))
+
+
 def took(items):
-    """Of each request: its tokens, how it ended, and its prompt's log-probabilities."""
+    """Of each request that has ended."""
     tokens = tokens_of(items)
     ended = {item.rid: item.finish.reason for item in items if item.finish is not None}
     told = {item.rid: item.prompt_logprobs.values for item in items if item.prompt_logprobs is not None}
-    return {rid: (tokens.get(rid, []), reason, [round(value or 0.0, 2) for value in told.get(rid, [])])
+    states = dict.fromkeys(ended, b"")
+    for item in items:
+        if item.rid in ended:
+            states[item.rid] += item.hidden_states or b""
+    return {rid: Took(tokens.get(rid, []), reason, [value or 0.0 for value in told.get(rid, [])],
+                      np.frombuffer(states[rid], "<f4").reshape(-1, WIDTH)[:, 0].tolist())
             for rid, reason in ended.items()}
 
 
@@ -121,7 +149,7 @@ def check(checkpoint, alone, options, *, seed, count, abort_share=0.0, swaps=Fal
     for rid, prompt, given in requests:
         expected = alone(rid, prompt, given)
         if rid in aborted:
-            assert partly.get(rid, []) == expected[0][:len(partly.get(rid, []))]
+            assert partly.get(rid, []) == expected.tokens[:len(partly.get(rid, []))]
         else:
             assert found[rid] == expected, (rid, given)
     return engine.scheduler.batcher
@@ -238,7 +266,7 @@ def test_a_prompt_that_gives_way_halfway_keeps_its_logprobs(checkpoint, alone):
         engine.start("same", prompt, max_new_tokens=2, fields={"priority": 1})
         found = took(engine.run())
         assert engine.scheduler.batcher.num_preempted == 1
-        assert found["asks"] == alone("asks", prompt, options) and len(found["asks"][2]) == len(prompt)
+        assert found["asks"] == alone("asks", prompt, options) and len(found["asks"].prompt_logprobs) == len(prompt)
 
 
 # ---------------------------------------------------------------- host memory

@@ -13,12 +13,13 @@ import torch
 from baton.tests.common.test_scheduling_engine import (  # noqa: F401 (fixtures)
     HOST,
     PREEMPT,
+    Took,
     alone,
     checkpoint,
     make_requests,
 )
 
-SMALL = {"max_total_tokens": 160, "overlap": True}
+SMALL = {"max_total_tokens": 160, "max_running": 4, "overlap": True}
 CASES = [
     SMALL | {"policy": "random", "chunk": 16, "schedule": PREEMPT | {"enable_mixed_chunk": True}},
     SMALL | {"policy": "lpm", "schedule": PREEMPT | HOST, "link_rates": [1e18, 1.0]},
@@ -45,8 +46,8 @@ def test_ranks_decide_alike(checkpoint, alone, tmp_path):  # noqa: F811
         assert mine["retracted"] > 0 and mine["preempted"] > 0, case
         for what in ("aborted", "retracted", "preempted", "saved"):
             assert mine[what] == theirs[what], (what, case)
-        assert {rid: found[:2] for rid, found in mine["took"].items()} == {
-            rid: found[:2] for rid, found in theirs["took"].items()}
+        assert {rid: found["tokens"] for rid, found in mine["took"].items()} == {
+            rid: found["tokens"] for rid, found in theirs["took"].items()}
         for rid, prompt, options in make_requests(4, 30):
-            assert rid in mine["aborted"] or mine["took"][rid] == alone(rid, prompt, options), (rid, case)
+            assert rid in mine["aborted"] or Took(**mine["took"][rid]) == alone(rid, prompt, options), (rid, case)
     assert first[1]["saved"] < first[1]["retracted"], "one rank's slow link counts for both"

@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from ...api.errors import ConfigError
 from ...kvcache.allocator import PageAllocator
 from ...kvcache.pool import KVPool
 
 
 class HostPages:
-    """As many pages as fit into ``num_bytes``, taken at once: to pin memory takes about 0.3 s a GiB.
+    """As many pages as fit into ``num_bytes``, taken at once, for pinning memory takes long.
 
     Copies are put on the device's current stream, behind what computes the pages and before what will write into them:
     the host waits for none of them.
     """
 
     def __init__(self, pool: KVPool, num_bytes: int):
+        """Raises ConfigError where there is no such memory, or no page fits into it."""
         self._pool = pool
         self.page_bytes = sum(group[0].nbytes for group in pool.groups)
-        count = min(num_bytes // self.page_bytes, 2**31)
-        pin = pool.groups[0].is_cuda
-        self._groups = [torch.empty((count, *group.shape[1:]), dtype=group.dtype, pin_memory=pin)
-                        for group in pool.groups]
+        count = num_bytes // self.page_bytes
+        if not count:
+            raise ConfigError(f"--retract-host-memory-gb {num_bytes / 2**30:g} holds no page of {self.page_bytes} "
+                              "bytes; raise it, or leave it out.")
+        try:
+            self._groups = [torch.empty((count, *group.shape[1:]), dtype=group.dtype) for group in pool.groups]
+        except RuntimeError:  # torch's for memory of the host
+            raise ConfigError(f"The host has no {num_bytes / 2**30:g} GiB for --retract-host-memory-gb; lower it."
+                              ) from None
+        if pool.groups[0].is_cuda:
+            self._pin()
         self._slots = PageAllocator(count)
 
     def __repr__(self) -> str:
         return f"HostPages({self.num_held} of {self.num_pages} held)"
+
+    def _pin(self) -> None:
+        """Without torch's allocator of pinned memory, which rounds up to a power of two."""
+        cudart = torch.cuda.cudart()
+        for group in self._groups:
+            if int(cudart.cudaHostRegister(group.data_ptr(), group.nbytes, 0)) != 0:
+                raise ConfigError(f"{group.nbytes / 2**30:.1f} GiB of host memory cannot be pinned; lower "
+                                  "--retract-host-memory-gb, or raise the limit of locked memory.")
+            weakref.finalize(self, _unpin, group).atexit = False
 
     @property
     def num_pages(self) -> int:
@@ -64,6 +83,11 @@ class HostPages:
         """Until all copies have been made."""
         if self._pool.groups[0].is_cuda:
             torch.cuda.current_stream(self._pool.groups[0].device).synchronize()
+
+
+def _unpin(group: torch.Tensor) -> None:
+    """Before its memory goes back."""
+    torch.cuda.cudart().cudaHostUnregister(group.data_ptr())
 
 
 def _runs(slots: np.ndarray, page_ids: np.ndarray) -> Iterator[tuple[int, int, int]]:
