@@ -67,12 +67,13 @@ class Control:
                     raise ConfigError(f"--flush-cache: the server answers HTTP {error.code}: {_told(error)}") from None
             time.sleep(0.1)
 
-    def start_profile(self, options: Mapping[str, Any]) -> None:
-        self._demand("/start_profile", {name: value for name, value in options.items() if value is not None},
-                     "--profile")
+    def start_profile(self, options: Mapping[str, Any]) -> str:
+        """What the server says of it (a router nothing); raises ConfigError."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return self._demand("/start_profile", given, "--profile")
 
     def stop_profile(self) -> str:
-        """What the server says of it; raises ConfigError."""
+        """As ``start_profile``."""
         return self._demand("/stop_profile", {}, "--profile", _PROFILE_SECONDS)
 
     def _demand(self, path: str, body: Mapping[str, Any], flag: str, timeout: float = _SECONDS) -> str:

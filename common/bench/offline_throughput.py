@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 
-from ..api.errors import ConfigError, ServingError
 from ..config.cli import parse
 from ..config.model import load_model_spec
 from ..tokenizer.tokenizer import load_tokenizer
+from .command import INTERRUPTED, reported, until_interrupted
 from .datasets import make_workload
 from .engine_asker import Engine, EngineAsker
 from .figures import Figures, figures
-from .interrupt import EXIT_CODE, until_interrupted
 from .load import Load
 from .offline_args import BenchOffline
 from .progress import Progress
@@ -33,11 +32,7 @@ MakeEngine = Callable[[BenchOffline], AbstractContextManager[Engine]]
 def main(make_engine: MakeEngine, argv: Sequence[str] | None = None) -> None:
     config = parse(BenchOffline, argv, prog="bench_offline_throughput", description=(
         "Measure the throughput of an engine in this process."))
-    try:
-        sys.exit(run(config, make_engine))
-    except (ConfigError, ServingError) as error:
-        print(f"bench_offline_throughput: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(reported("bench_offline_throughput", lambda: run(config, make_engine)))
 
 
 def run(config: BenchOffline, make_engine: MakeEngine) -> int:
@@ -56,7 +51,7 @@ def run(config: BenchOffline, make_engine: MakeEngine) -> int:
     if args.output_file is not None:
         append_line(args.output_file, _record(config, found, interrupted))
     if interrupted:
-        return EXIT_CODE
+        return INTERRUPTED
     return 0 if found.completed else 1
 
 

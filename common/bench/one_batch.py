@@ -14,6 +14,7 @@ from typing import Any
 from ..api.errors import ConfigError
 from ..config.cli import parse
 from ..config.model import load_model_spec
+from .command import reported
 from .hand_engine import HandEngine
 from .one_batch_args import BenchOneBatch
 from .parts import milliseconds, recorder
@@ -27,11 +28,7 @@ _RECORDED_STEPS = 10  # decode steps of a trace
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BenchOneBatch, argv, prog="bench_one_batch", description=(
         "Measure prefill and decode steps of one batch, without a server."))
-    try:
-        sys.exit(run(config))
-    except ConfigError as error:
-        print(f"bench_one_batch: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(reported("bench_one_batch", lambda: run(config)))
 
 
 @dataclass(frozen=True)

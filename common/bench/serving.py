@@ -21,16 +21,17 @@ from .apis import APIS, Asking
 from .arrivals import arrivals
 from .asker import Asker
 from .client import Client
+from .command import INTERRUPTED, reported, until_interrupted
 from .control import Control
 from .datasets import make_workload
 from .figures import Figures, figures
 from .goodput import Slo
-from .interrupt import EXIT_CODE, until_interrupted
 from .load import Load
 from .plot import draw
 from .progress import Progress
 from .report import append_line, check_writable, details, write_text
 from .serving_args import BenchServing
+from .shared_prefix import shareable
 from .table import table
 from .tally import Tally
 from .vocabulary import Vocabulary
@@ -43,11 +44,7 @@ _WARMUP_OUTPUT = 32
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BenchServing, argv, prog="bench_serving", description=(
         "Measure throughput and latency of a server over HTTP."))
-    try:
-        sys.exit(run(config))
-    except ConfigError as error:
-        print(f"bench_serving: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(reported("bench_serving", lambda: run(config)))
 
 
 def run(config: BenchServing) -> int:
@@ -66,7 +63,7 @@ def run(config: BenchServing) -> int:
     measured = uvloop.run(_measure(config, control, asking, conversations, vocabulary))
     _report(config, asking, measured)
     if measured.interrupted:
-        return EXIT_CODE
+        return INTERRUPTED
     return 0 if measured.figures.completed else 1
 
 
@@ -146,13 +143,15 @@ def _profiled(config: BenchServing, control: Control) -> Iterator[None]:
     if not args.profile:
         yield
         return
-    control.start_profile({"output_dir": args.profile_output_dir, "num_steps": args.profile_num_steps,
-                           "activities": list(args.profile_activities)})
+    told = control.start_profile({"output_dir": args.profile_output_dir, "num_steps": args.profile_num_steps,
+                                  "activities": list(args.profile_activities)})
     try:
         yield
     finally:
         if args.profile_num_steps is None:  # else it ends by itself
-            print(f"profile: {control.stop_profile() or 'stopped'}", flush=True)
+            told = control.stop_profile()
+        where = args.profile_output_dir or "the servers' temporary folders"
+        print(f"profile: {told or f'the traces are in {where}'}", flush=True)
 
 
 @contextlib.contextmanager
@@ -172,9 +171,10 @@ def _heading(config: BenchServing, asking: Asking, conversations: Sequence[Conve
     total, load, data = num_requests(conversations), config.load, config.dataset
     timed = conversations[0].at is not None and load.request_rate is None
     rate = f"trace times {data.trace_scale:g}" if timed else f"{load.shown_rate} req/s"
+    shared = f" ({shareable(data):.0%} shared)" if data.dataset_name == "generated-shared-prefix" else ""
     most = "" if load.max_concurrency is None else f", {load.max_concurrency} at once at most"
     return (f"{config.target.backend} at {config.target.url}, {asking.model or 'its model'}: {total:,} requests of "
-            f"{data.dataset_name}, {rate}{most}")
+            f"{data.dataset_name}{shared}, {rate}{most}")
 
 
 def _report(config: BenchServing, asking: Asking, measured: Measured) -> None:

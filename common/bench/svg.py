@@ -71,8 +71,8 @@ def _chart(chart: Chart) -> list[str]:
 
 
 def _round_up(value: float) -> float:
-    """To 1, 2, 2.5 or 5 times a power of ten, so that ticks are short numbers."""
+    """To a short number, so that ticks are short too."""
     if not value > 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value * (1 - 1e-9))
+    return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= value * (1 - 1e-9))

@@ -1,0 +1,43 @@
+"""How a bench command ends: with a figure, a sentence, or Ctrl-C, which ends a run and not its report."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ..api.errors import ConfigError, ServingError
+
+INTERRUPTED = 130  # a shell's exit code of a command that Ctrl-C ended
+
+
+def reported(name: str, run: Callable[[], int]) -> int:
+    """The exit code of ``run``; 2, with a sentence, where it raises an error that the user can do something about."""
+    try:
+        return run()
+    except (ConfigError, ServingError) as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+async def until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
+    """Await ``work``; True where Ctrl-C cancelled it. A second Ctrl-C ends the command."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    return False
