@@ -1,5 +1,5 @@
-"""One rank of test_moe_ranks.py: ``moe_rank.py RANK SIZE INIT_METHOD CHECKPOINTS OUT``; writes what it computed to
-OUT. CHECKPOINTS holds one folder a model family."""
+"""One rank of test_moe_ranks.py: ``moe_rank.py RANK SIZE INIT_METHOD CHECKPOINTS OUT [DEVICE]``; writes what it
+computed to OUT. CHECKPOINTS holds one folder a model family; DEVICE is cpu or cuda, a GPU a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from baton.common.config.moe import MoESpec
-from baton.common.config.server import ParallelArgs
+from baton.common.config.server import KernelArgs, ParallelArgs, ServerConfig
 from baton.common.distributed.expert_share import AllToAll, ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
@@ -27,9 +27,9 @@ HIDDEN = 16
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 
 
-def main(rank: int, size: int, init_method: str, checkpoints: str, out: str) -> None:
+def main(rank: int, size: int, init_method: str, checkpoints: str, out: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
-    world = init_tp(rank, size, init_method, "cpu", timeout=60)
+    world = init_tp(rank, size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120)
     shares = {f"ep{ep}": ExpertShare(world, ep) for ep in (1, 2, 4) if ep <= size}
     shares["alltoall"] = ExpertShare(world, size, "alltoall")
     logits = {}
@@ -44,28 +44,36 @@ def main(rank: int, size: int, init_method: str, checkpoints: str, out: str) -> 
 
 def model_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
     """Of 29 tokens at once and one decode step."""
-    runner = load_runner(server_config(folder, tp=parallel.world.size), parallel)
+    runner = load_runner(config_of(folder, ParallelArgs(tp_size=parallel.world.size), parallel.device), parallel,
+                         parallel.device)
     pages = scattered_pages(runner, 1, 30)[0]
     first = forward(runner, [(TOKENS[:29], 0, pages)])
-    return torch.cat((first, forward(runner, [(TOKENS[29:], 29, pages)], is_decode=True)))
+    return torch.cat((first, forward(runner, [(TOKENS[29:], 29, pages)], is_decode=True))).cpu()
+
+
+def config_of(folder: Path, args: ParallelArgs, device: torch.device) -> ServerConfig:
+    """On GPUs by our kernels, single decode steps as CUDA graphs."""
+    kernels = KernelArgs(attention_backend="triton" if device.type == "cuda" else "torch", cuda_graph_bs=(1,))
+    return dataclasses.replace(server_config(folder, tp=args.tp_size, dtype="float32"), parallel=args, kernels=kernels)
 
 
 def while_experts_move(folder: Path, world: TPGroup, a2a: AllToAll) -> dict:
     """20 tokens at once and 10 decode steps, in which experts move four times; then the weights are loaded anew."""
     args = ParallelArgs(tp_size=world.size, ep_size=world.size, moe_a2a_backend=a2a, enable_eplb=True,
                         ep_num_redundant_experts=world.size, eplb_rebalance_num_iterations=3)
-    config = dataclasses.replace(server_config(folder, tp=world.size), parallel=args)
-    runner = load_runner(config, Parallel(world, experts=ExpertShare.of(args, world)))
+    runner = load_runner(config_of(folder, args, world.device), Parallel(world, experts=ExpertShare.of(args, world)),
+                         world.device)
     layers = list(ExpertCounts(runner._model).layers.values())
     pages = scattered_pages(runner, 1, 30)[0]
     residents, logits = [], []
     runner.expert_record.start()
     for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 30))]:
-        logits.append(forward(runner, [(TOKENS[start:stop], start, pages)], is_decode=stop == start + 1))
+        made = forward(runner, [(TOKENS[start:stop], start, pages)], is_decode=stop == start + 1)
+        logits.append(made.cpu())  # a graph's logits are overwritten by the next
         residents.append([layer.placement.residents.tolist() for layer in layers])
     said = runner.expert_record.stop()
     runner.update_weights(str(folder), None)
-    again = forward(runner, [(TOKENS, 0, pages)])
+    again = forward(runner, [(TOKENS, 0, pages)]).cpu()
     return {"logits": torch.cat(logits), "again": again, "residents": residents, "said": said}
 
 

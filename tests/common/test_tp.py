@@ -25,16 +25,17 @@ from baton.tests.common.small_models import (
 )
 
 
-def run_ranks(size: int, checkpoint: Path, folder: Path, script: str = "tp_rank.py") -> list[dict]:
+def run_ranks(size: int, checkpoint: Path, folder: Path, script: str = "tp_rank.py",
+              *more: str) -> list[dict]:
     command = [sys.executable, str(Path(__file__).with_name(script))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     outs = [folder / f"rank{rank}.pt" for rank in range(size)]
     ranks = [subprocess.Popen([*command, str(rank), str(size), f"file://{folder}/rendezvous", str(checkpoint),
-                               str(outs[rank])], env=environment, stderr=subprocess.PIPE, text=True)
+                               str(outs[rank]), *more], env=environment, stderr=subprocess.PIPE, text=True)
              for rank in range(size)]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=120)
+            _, errors = rank.communicate(timeout=280)
             assert rank.returncode == 0, errors[-3000:]
     finally:
         for rank in ranks:

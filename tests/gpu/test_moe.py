@@ -19,8 +19,10 @@ from baton.common.weights.slots import allocator
 from baton.kernels import reference
 from baton.kernels.moe_experts import moe_experts
 from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.common.moe_rank import TOKENS
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.common.small_moe import FAMILIES, save_moe
+from baton.tests.common.test_tp import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -99,3 +101,18 @@ def test_graphs_and_overlap_change_no_token(tmp_path):
     plain = answers(kernels=KernelArgs(attention_backend="torch", disable_cuda_graph=True))
     assert answers(kernels=KernelArgs(disable_cuda_graph=True)) == plain
     assert answers(kernels=KernelArgs(), overlap=True) == plain
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_transformers(tmp_path):
+    """Slices of experts, whole ones, tokens sent to them, and experts that move between graphs' replays, over NCCL."""
+    checkpoints = tmp_path / "models"
+    model = save_moe(checkpoints / "Qwen3Moe", "Qwen3Moe", num_hidden_layers=2)
+    want = expected_logits(model, TOKENS)
+    for found in run_ranks(2, checkpoints, tmp_path, "moe_rank.py", "cuda"):
+        for name, logits in found["logits"].items():
+            assert (logits - want).abs().max() < 2e-4, name
+        for a2a, moved in found["balanced"].items():
+            assert (moved["logits"] - want).abs().max() < 2e-4, a2a
+            assert (moved["again"] - want).abs().max() < 2e-4, a2a
+            assert len({str(step) for step in moved["residents"]}) >= 3

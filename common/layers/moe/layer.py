@@ -62,7 +62,8 @@ class MoE:
         """This rank's summand, to be added to the other ranks'; only without an all-to-all."""
         assert self.sums
         ids, weights = self.router(x)
-        y = self.experts(x, self._numbers(ids) - self.share.ep_rank * self.experts.places, weights)
+        numbers, first = self._numbers(ids), self.share.ep_rank * self.experts.places
+        y = self.experts(x, numbers - first if first else numbers, weights)
         if self.shared is not None:
             y += self.shared.partial(x)
         return y
