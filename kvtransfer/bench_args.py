@@ -28,7 +28,8 @@ class BenchArgs:
     num_kv_heads: int = flag(8, help="KV heads of one rank")
     head_dim: int = flag(128, help="elements of a head")
     page_size: int = flag(16, help="tokens of a page")
-    dtype: Literal["float32", "float16", "bfloat16"] = flag("bfloat16", help="element type of the cache")
+    dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = flag("bfloat16", help=(
+        "element type of the cache"))
     kv_checksum: Literal["sampled", "full", "off"] = flag("off", help="as the servers' flag")
     output: str | None = flag(None, help="write settings and figures to this JSON file")
     plot: str | None = flag(None, help="draw the figures into this PNG file (needs matplotlib)")

@@ -95,4 +95,5 @@ class FlashInferBackend:
         if self._types["kv_data_type"] == q.dtype:
             return self._wrapper.run(q, pages, out=out)
         k_scale, v_scale = self._pool.layout.scales_of(layer)
-        return self._wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out)
+        # A scale of values is a kernel of its own behind the attention.
+        return self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, out=out)
