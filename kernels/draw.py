@@ -146,7 +146,9 @@ def _place_of(row_ptr, vocab, value, nth, BLOCK: tl.constexpr):
     return place
 
 
-@triton.jit(do_not_specialize=["count"])
+# ``floats`` begins behind ``count`` words, aligned for half of the batches: the others would compile anew, a second's
+# pause for every running request.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
 def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, count, vocab,
                      BLOCK: tl.constexpr):
     """Of row ``place`` the tokens above ``floor`` stay, and of those that equal it the ones up to ``last``."""
@@ -215,7 +217,7 @@ def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, flo
     tl.store(last_ptr + place, last)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
 def _draw_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, best_ptr, count, vocab,
                  TRUNCATES: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0)

@@ -59,12 +59,13 @@ def _trouble(fused: Drawing, vocab_size: int, device: torch.device) -> str | Non
     logits = (torch.randn(8, vocab_size, generator=generator) * 3).to(torch.bfloat16).float().to(device)
     params = [SamplingParams(temperature=0.7 + 0.1 * row, seed=row, top_k=50 if row % 2 else -1,
                              top_p=0.9 if row % 4 > 1 else 1.0, min_p=0.01 if row > 5 else 0.0) for row in range(8)]
-    rows = [Choosing(one, 5) for one in params]
+    whole = [SamplingParams(seed=row) for row in range(8)]  # draws without a cut are another kernel
     try:
-        found = fused(logits, rows).tolist()
+        found = [fused(logits, [Choosing(one, 5) for one in some]).tolist() for some in (params, whole)]
     except Exception as error:  # whatever a compiler does on a machine that nobody has seen
         return f"{type(error).__name__}: {error}"
-    wanted = PlainDrawing(vocab_size, device, 0)(logits, rows).tolist()
+    plain = PlainDrawing(vocab_size, device, 0)
+    wanted = [plain(logits, [Choosing(one, 5) for one in some]).tolist() for some in (params, whole)]
     return None if found == wanted else f"they drew {found} in place of {wanted}"
 
 
