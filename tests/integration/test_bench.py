@@ -35,7 +35,7 @@ def server(tmp_path_factory):
 def bench(server, *flags):
     """Exit code of bench_serving."""
     with pytest.raises(SystemExit) as exit:
-        serving.main(["--base-url", server.url, *flags])
+        serving.main(["--base-url", server.url, "--request-timeout", "100", *flags])
     return exit.value.code
 
 
