@@ -177,17 +177,22 @@ def _heading(config: BenchServing, asking: Asking, conversations: Sequence[Conve
             f"{data.dataset_name}{shared}, {rate}{most}")
 
 
-def _report(config: BenchServing, asking: Asking, measured: Measured) -> None:
-    report, slo = config.report, Slo.parse(config.report.goodput)
+def notes(answers: Sequence[Answer], cpu: float) -> list[str]:
+    """The first error of each kind, and whether the client, with its share of a core, was too slow to be believed."""
     errors: dict[str, str] = {}
-    for answer in measured.answers:
+    for answer in answers:
         if answer.failure is not None:
             errors.setdefault(answer.failure.kind, answer.failure.message)
-    notes = [f"first {kind}: {message}" for kind, message in errors.items()]
-    if measured.cpu > BUSY:
-        notes.append(f"WARNING: this client took {measured.cpu:.0%} of a core: its own delays are in these times. Load "
-                     "the server from several clients, each with a part of the rate.")
-    print(table(measured.figures, slo, notes=notes), flush=True)
+    told = [f"first {kind}: {message}" for kind, message in errors.items()]
+    if cpu > BUSY:
+        told.append(f"WARNING: this client took {cpu:.0%} of a core: its own delays are in these times. Load the "
+                    "server from several clients, each with a part of the rate.")
+    return told
+
+
+def _report(config: BenchServing, asking: Asking, measured: Measured) -> None:
+    report, slo = config.report, Slo.parse(config.report.goodput)
+    print(table(measured.figures, slo, notes=notes(measured.answers, measured.cpu)), flush=True)
     if report.output_file is not None:
         record = {
             "tag": report.tag, "backend": config.target.backend, "base_url": config.target.url, "model": asking.model,

@@ -17,6 +17,7 @@ from baton.common.bench.goodput import Slo
 from baton.common.bench.plot import draw, open_requests, tokens_a_second
 from baton.common.bench.progress import Progress
 from baton.common.bench.report import append_line, details
+from baton.common.bench.serving import notes
 from baton.common.bench.spread import Spread
 from baton.common.bench.table import table
 from baton.common.bench.workload import Prompt
@@ -129,6 +130,14 @@ def test_lines_are_appended_with_details(tmp_path):
     assert first["errors"] == ["", "HTTP 500: HTTP 500, says the server"] and first["ttfts"][1] is None
     with pytest.raises(ConfigError, match="Cannot write"):
         append_line(str(tmp_path / "no" / "folder"), {})
+
+
+def test_a_client_that_is_too_busy_says_so():
+    answers = [answered(), failed("HTTP 429"), failed("timeout"), failed("HTTP 429")]
+    assert notes(answers, 0.5) == [
+        "first HTTP 429: HTTP 429, says the server", "first timeout: timeout, says the server"]
+    (warning,) = notes([answered()], 0.97)
+    assert "97% of a core" in warning
 
 
 class Screen:
