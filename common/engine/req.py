@@ -174,13 +174,14 @@ class Req:
     def take(self, token_id: int) -> list[int]:
         """Append a token; sets ``finish`` where it is the last. Returns the tokens to report: none where
         only the prompt was wanted."""
-        if self.sampling.max_new_tokens == 0:
+        most = self.sampling.max_new_tokens
+        if most == 0:
             self.finish = Finish("length")
             return []
         self.tokens.append(token_id)
         if token_id in self.stop_ids:
             self.finish = Finish("stop", token_id)
-        elif self.num_output_tokens >= self.sampling.max_new_tokens:
+        elif self.tokens.count - self.num_prompt_tokens >= most:
             self.finish = Finish("length")
         return [token_id]
 
@@ -199,6 +200,9 @@ class Req:
 
     def output(self, token_ids: list[int], logprobs: Logprobs | None) -> Output:
         """The message that tells the front of tokens gained; prompt logprobs travel with the first."""
+        if self.reported and not self.stages and self.hidden is None and self.embedding is None:  # nearly all
+            return Output(self.rid, token_ids, self.num_prompt_tokens, self.num_cached_tokens,
+                          self.tokens.count - self.num_prompt_tokens, self.finish, logprobs if token_ids else None)
         first, self.reported = not self.reported, True
         stages: list[Stage] = []
         if self.stages:
