@@ -79,8 +79,8 @@ def test_what_truncation_leaves(kind):
         alive = scaled.softmax(-1)[0].float() > 0  # a token without probability may be left or not
         found = [token for token in found if alive[token]]
         wanted = [token for token in wanted.nonzero()[:, 0].tolist() if alive[token]]
-        # Where the sum passes top_p is a matter of rounding.
-        assert len(set(found) ^ set(wanted)) <= (1 if one.top_p < 1 else 0), (one, len(found), len(wanted))
+        # Where the sum passes top_p is a matter of rounding: of a large vocabulary, by a few tokens of 10**-7 each.
+        assert len(set(found) ^ set(wanted)) <= (0 if one.top_p == 1 else 4 if GPU else 1), (one, len(found))
 
 
 def test_noise_is_the_hash_of_the_plain_path():
