@@ -340,10 +340,10 @@ def test_a_batch_goes_on_behind_what_is_answered(checkpoint: Path, tmp_path: Pat
     flags = ["--model-path", str(checkpoint), "--file-storage-path", str(tmp_path / "kept"), "--batch-concurrency", "2",
              "--shutdown-grace-secs", "1"]
     first = Server(tmp_path / "log1", *flags).wait_ready()
+    second = Server(tmp_path / "log2", *flags).wait_ready() if beside else None
     ai = openai.OpenAI(base_url=first.url + "/v1", api_key="none", max_retries=0)
     try:
         batch = start(ai, [line(i) for i in range(300)])
-        second = Server(tmp_path / "log2", *flags).wait_ready() if beside else None
         end = time.monotonic() + 60
         while ai.batches.retrieve(batch.id).request_counts.completed < 20:
             assert time.monotonic() < end
