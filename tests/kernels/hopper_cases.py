@@ -1,0 +1,248 @@
+"""Launches of the Triton kernels as an H200 sees them: types, constants and tiles are those that the launchers choose.
+
+A case is one line: a name and a call of a launcher, with tensors that have shapes and no memory (``of``, ``fp8`` ...).
+compile_for_hopper.py runs them and compiles what they launch. A kernel that a case of ``FEW`` launches is compiled in
+every run of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.kernels.decode_plan import DecodePlan, plan_decode
+from baton.kernels.draw import draw
+from baton.kernels.fp8_block_matmul import block_matmul
+from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
+from baton.kernels.mla_decode import mla_decode
+from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
+from baton.kernels.mla_rope_and_store import mla_rope_and_store
+from baton.kernels.moe_experts import Scales, moe_experts
+from baton.kernels.moe_topk import moe_topk
+from baton.kernels.paged_decode import paged_decode
+from baton.kernels.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.peer_sum import SLOT, SLOTS, Peers, peer_sum
+from baton.kernels.rmsnorm import rmsnorm
+from baton.kernels.rope_and_store import HeadNorms, rope_and_store
+from baton.kernels.silu_and_mul import silu_and_mul
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+META = torch.device("meta")
+PROCESSORS = 132
+PAGE, PAGES, LAYERS = 16, 64, 4
+
+
+def of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def fp32(*shape: int) -> torch.Tensor:
+    return of(*shape, dtype=FP32)
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return of(*shape, dtype=FP8)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return of(*shape, dtype=torch.int32)
+
+
+def int64(*shape: int) -> torch.Tensor:
+    return of(*shape, dtype=torch.int64)
+
+
+def plan(requests: int, kv_heads: int) -> DecodePlan:
+    return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, PROCESSORS, 8192)
+
+
+def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's key and value pages, strided as the engine's pool has them."""
+    pages = of(PAGES, LAYERS, 2, kv_heads, PAGE, dim, dtype=dtype)
+    return pages[:, 1, 0], pages[:, 1, 1]
+
+
+def latents(dtype: torch.dtype) -> torch.Tensor:
+    return of(PAGES, LAYERS, 1, 1, PAGE, 576, dtype=dtype)[:, 1, 0, 0]
+
+
+def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norms: bool,
+                cache: torch.dtype | None = None) -> None:
+    fused = of(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    parts = fused.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
+    weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
+    scales = (0.5, 0.25) if cache else (1.0, 1.0)
+    rope_and_store(q, k, v, *pool(kv_heads, dim, cache or dtype), int64(tokens), int64(tokens), fp32(8192, dim),
+                   int64(tokens), *scales, weights)
+
+
+def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+                 cache: torch.dtype | None = None) -> None:
+    q = of(requests, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
+    paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
+                 dim**-0.5, plan(requests, kv_heads), v_scale=0.5 if cache else 1.0)
+
+
+def prefill_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
+    q = of(40, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
+    blocks = plan_prefill(np.array([0, 40], np.int32), heads // kv_heads, META)
+    paged_prefill(q, *pool(kv_heads, dim, cache or dtype), blocks, int32(2), int32(2), int32(3), int32(1), dim**-0.5,
+                  0.5 if cache else 1.0)
+
+
+def store_latents(heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
+    fused = of(7, 576, dtype=dtype)
+    mla_rope_and_store(of(7, heads, 192, dtype=dtype)[..., 128:], of(7, 512, dtype=dtype), fused[:, 512:],
+                       latents(cache or dtype), int64(7), int64(7), fp32(8192, 64), int64(7), True,
+                       0.5 if cache else 1.0)
+
+
+def decode_latents(heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
+    q = of(heads, 7, 512, dtype=dtype).transpose(0, 1)
+    mla_decode(q, of(7, heads, 192, dtype=dtype)[..., 128:], latents(cache or dtype), int32(8), int32(56), int32(7),
+               192**-0.5, plan(7, 1), page_scale=0.5 if cache else 1.0)
+
+
+def prefill_latents(heads: int, dtype: torch.dtype, merges: bool) -> None:
+    one = np.array([0, 1], np.int32)
+    (segment,) = plan_mla_prefill(one, one, one[1:], PAGE, PAGE, META)
+    mla_prefill(of(1, heads, 192, dtype=dtype), of(PAGE, heads, 256, dtype=dtype), of(PAGE, 576, dtype=dtype)[:, 512:],
+                segment, int32(2), 192**-0.5, of(1, heads, 128, dtype=FP32 if merges else dtype),
+                fp32(1, heads) if merges else None)
+
+
+def experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtype: torch.dtype = BF16,
+            scales: Scales | None = None) -> None:
+    weights = dtype if scales is None else FP8
+    moe_experts(of(tokens, hidden, dtype=dtype), of(places, 2 * size, hidden, dtype=weights),
+                of(places, hidden, size, dtype=weights), int64(tokens, choices), fp32(tokens, choices), scales)
+
+
+def by_block(places: int, hidden: int, size: int) -> Scales:
+    return Scales(fp32(places, -(-2 * size // 128), -(-hidden // 128)),
+                  fp32(places, -(-hidden // 128), -(-size // 128)), "block")
+
+
+def by_row(places: int, hidden: int, size: int) -> Scales:
+    return Scales(fp32(places, 2 * size), fp32(places, hidden), "row")
+
+
+def route(experts: int, dtype: torch.dtype, bias: bool = False, **how: Any) -> None:
+    usual = {"top_k": 8, "scoring": "softmax", "renormalize": True, "scaling_factor": 1.0, "num_groups": 1,
+             "top_groups": 1, "group_score": "max"}
+    moe_topk(of(7, experts, dtype=dtype), fp32(experts) if bias else None, SimpleNamespace(**{**usual, **how}))
+
+
+def blocks(rows: int, out: int, width: int) -> None:
+    block_matmul(fp8(rows, width), fp32(rows, -(-width // 128)), fp8(out, width),
+                 fp32(-(-out // 128), -(-width // 128)), (128, 128), BF16)
+
+
+def drawn(count: int, vocab: int, truncates: bool) -> None:
+    draw(fp32(count, vocab), fp32(count), int64(7, count), truncates)
+
+
+def summed(world: int, dtype: torch.dtype, two_shot: bool) -> None:
+    peers = Peers(1, tuple(of(SLOTS * 2 * SLOT, dtype=dtype) for _ in range(world)),
+                  tuple(int32(SLOTS * world) for _ in range(world)), int32(SLOTS))
+    peer_sum(of(7, 4096, dtype=dtype), peers, two_shot=two_shot)
+
+
+CASES: dict[str, Callable[[], object]] = {
+    # Llama-3-8B: 32 heads over 8, each 128 wide.
+    "rmsnorm 4096": lambda: rmsnorm(of(7, 4096), of(4096), 1e-5),
+    "rmsnorm 4096, residual": lambda: rmsnorm(of(7, 4096), of(4096), 1e-5, of(7, 4096)),
+    "rmsnorm of heads": lambda: rmsnorm(of(7, 5120)[:, :4096].unflatten(-1, (-1, 128)), of(128), 1e-6),
+    "rmsnorm 16384": lambda: rmsnorm(of(7, 16384), of(16384), 1e-5, of(7, 16384)),
+    "silu_and_mul 14336": lambda: silu_and_mul(of(7, 28672)),
+    "silu_and_mul 10944": lambda: silu_and_mul(of(7, 21888)),
+    "rope_and_store Llama": lambda: store_heads(7, 32, 8, 128, BF16, False),
+    "rope_and_store Llama, one KV head a rank": lambda: store_heads(7, 4, 1, 128, BF16, False),
+    "rope_and_store Qwen3": lambda: store_heads(7, 32, 4, 128, BF16, True),
+    "rope_and_store Qwen3, float8": lambda: store_heads(7, 32, 4, 128, BF16, True, FP8),
+    "rope_and_store Qwen3, float8 e5m2": lambda: store_heads(7, 32, 4, 128, BF16, True, torch.float8_e5m2),
+    "paged_decode Llama": lambda: decode_heads(7, 32, 8, 128, BF16),
+    "paged_decode Llama, float8": lambda: decode_heads(7, 32, 8, 128, BF16, FP8),
+    "paged_decode Llama, float8 e5m2": lambda: decode_heads(7, 32, 8, 128, BF16, torch.float8_e5m2),
+    "paged_decode Llama, one KV head a rank": lambda: decode_heads(7, 4, 1, 128, BF16),
+    "paged_decode Qwen3": lambda: decode_heads(7, 32, 4, 128, BF16),
+    "paged_decode 64 wide": lambda: decode_heads(7, 32, 8, 64, FP16),
+    "paged_decode 256 wide": lambda: decode_heads(7, 8, 4, 256, BF16),
+    "paged_decode float32": lambda: decode_heads(7, 32, 8, 128, FP32),
+    "paged_prefill Llama": lambda: prefill_heads(32, 8, 128, BF16),
+    "paged_prefill Llama, float8": lambda: prefill_heads(32, 8, 128, BF16, FP8),
+    "paged_prefill Qwen3": lambda: prefill_heads(32, 4, 128, BF16),
+    "paged_prefill 256 wide": lambda: prefill_heads(8, 4, 256, BF16),
+    "paged_prefill float32": lambda: prefill_heads(32, 8, 128, FP32),
+    # DeepSeek-V2-Lite: 16 heads; DeepSeek-V3: 128.
+    "mla_rope_and_store V2-Lite": lambda: store_latents(16, BF16),
+    "mla_rope_and_store V2-Lite, float8": lambda: store_latents(16, BF16, FP8),
+    "mla_decode V2-Lite": lambda: decode_latents(16, BF16),
+    "mla_decode V2-Lite, float8": lambda: decode_latents(16, BF16, FP8),
+    "mla_decode 32 heads": lambda: decode_latents(32, BF16),
+    "mla_decode V3": lambda: decode_latents(128, BF16),
+    "mla_decode V3, float8": lambda: decode_latents(128, BF16, FP8),
+    "mla_decode float32": lambda: decode_latents(16, FP32),
+    "mla_prefill V2-Lite": lambda: prefill_latents(16, BF16, False),
+    "mla_prefill V2-Lite, merges": lambda: prefill_latents(16, BF16, True),
+    "mla_prefill float32": lambda: prefill_latents(16, FP32, False),
+    # Qwen3-30B-A3B has 128 experts of 768, V2-Lite 64 of 1408; few and many rows an expert take other tiles.
+    "moe_topk Qwen3": lambda: route(128, BF16),
+    "moe_topk V2-Lite": lambda: route(64, BF16, top_k=6, renormalize=False),
+    "moe_topk V3": lambda: route(256, FP32, True, scoring="sigmoid", scaling_factor=2.5, num_groups=8, top_groups=4,
+                                 group_score="top2"),
+    "moe_experts Qwen3, 7 tokens": lambda: experts(7, 128, 2048, 768, 8),
+    "moe_experts Qwen3, 400 tokens": lambda: experts(400, 128, 2048, 768, 8),
+    "moe_experts Qwen3, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8),
+    "moe_experts Qwen3, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8),
+    "moe_experts V2-Lite, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6),
+    "moe_experts V2-Lite, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6),
+    "moe_experts float8 by blocks, 7 tokens": lambda: experts(7, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768)),
+    "moe_experts float8 by blocks, 400 tokens": lambda: experts(400, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768)),
+    "moe_experts float8 by blocks, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8, BF16,
+                                                                 by_block(128, 2048, 768)),
+    "moe_experts float8 by blocks, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8, BF16,
+                                                                 by_block(128, 2048, 768)),
+    "moe_experts float8 by rows, 7 tokens": lambda: experts(7, 128, 2048, 768, 8, BF16, by_row(128, 2048, 768)),
+    "moe_experts float8 by rows, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8, BF16, by_row(128, 2048, 768)),
+    "moe_experts float8 by rows, V2-Lite, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6, BF16,
+                                                                     by_row(64, 2048, 1408)),
+    "moe_experts float32, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6, FP32),
+    "moe_experts float32, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6, FP32),
+    "quantize_tokens 4096": lambda: quantize_tokens(of(7, 4096)),
+    "quantize_tokens 14336, gated": lambda: quantize_tokens(of(7, 28672), gated=True),
+    "quantize_groups 4096": lambda: quantize_groups(of(7, 4096), 128),
+    "quantize_groups 14336, gated": lambda: quantize_groups(of(7, 28672), 128, gated=True),
+    "quantize_by 4096": lambda: quantize_by(of(7, 4096), fp32(1)),
+    "quantize_by 14336, gated": lambda: quantize_by(of(7, 28672), fp32(1), gated=True),
+    "block_matmul 7 rows": lambda: blocks(7, 4096, 4096),
+    "block_matmul 7 rows, wide": lambda: blocks(7, 28672, 4096),
+    "block_matmul 60 rows": lambda: blocks(60, 4096, 4096),
+    "block_matmul 60 rows, wide": lambda: blocks(60, 28672, 4096),
+    "block_matmul 500 rows": lambda: blocks(500, 4096, 4096),
+    "block_matmul 1000 rows": lambda: blocks(1000, 4096, 4096),
+    "block_matmul, last group smaller": lambda: blocks(7, 2048, 10944),
+    "draw": lambda: drawn(7, 128256, False),
+    "draw, truncated": lambda: drawn(7, 128256, True),
+    "peer_sum of 2, one shot": lambda: summed(2, BF16, False),
+    "peer_sum of 8, one shot": lambda: summed(8, BF16, False),
+    "peer_sum of 2, two shots": lambda: summed(2, BF16, True),
+    "peer_sum of 4, two shots": lambda: summed(4, BF16, True),
+    "peer_sum of 8, two shots": lambda: summed(8, BF16, True),
+    "peer_sum of 4, float32": lambda: summed(4, FP32, True),
+}
+
+FEW = ["rmsnorm 4096, residual", "silu_and_mul 14336", "rope_and_store Qwen3, float8", "paged_decode Qwen3",
+       "paged_prefill Llama", "mla_rope_and_store V2-Lite", "mla_decode V2-Lite", "mla_prefill V2-Lite, merges",
+       "moe_topk Qwen3", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "draw, truncated",
+       "peer_sum of 2, one shot", "peer_sum of 2, two shots"]
+"""Each kernel once; test_compiles_for_hopper.py says which one is missing."""
+
+MOST_SPILLED = 512
+SPILL_MORE = {"paged_prefill float32": 8192, "mla_prefill float32": 2048}
+"""Bytes of a thread, and the cases that may spill more: float32 has no tensor cores, and only tests ask for it."""
