@@ -253,7 +253,8 @@ class DisaggregationArgs:
     peer_timeout: float = flag(3.0, help="seconds of silence after which a prefill or decode peer counts as dead")
     kv_retain_seconds: float = flag(5.0, help=(
         "seconds that a prefill server keeps what it computed of a request whose decode server has not told that it "
-        "goes on, so that another attempt costs no forward pass (0: not at all); memory that others need ends it sooner"))
+        "goes on, so that another attempt costs no forward pass (0: not at all); memory that others need ends it "
+        "sooner"))
     kv_checksum: Literal["auto", "sampled", "full", "off"] = flag("auto", help=(
         "how much of each page that arrives a decode server compares with what prefill sent; auto is sampled for "
         "pages in host memory and off on GPUs"))

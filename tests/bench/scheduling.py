@@ -3,8 +3,8 @@
     python -m baton.tests.bench.scheduling [--waiting 200,4000] [--output figures.json]
 
 ``full``: no place is free, each step decodes. ``turnover``: with every step a request ends and one is admitted.
-``memory``: places are free, but no pages (what decoding costs is left out). Milliseconds a step, the least of three rounds, beside the same steps with
-nobody waiting.
+``memory``: places are free, but no pages (what decoding costs is left out). Milliseconds a step, the least of
+three rounds, beside the same steps with nobody waiting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of test_dp.py: ``dp_rank.py RANK SIZE DP_SIZE DEVICE INIT_METHOD OUT CASE...``, each case a JSON object.
+"""One rank of test_dp.py: ``dp_rank.py RANK SIZE INIT_METHOD OUT DP_SIZE DEVICE CASE...``, each case a JSON object.
 
 A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine; OUT gets the tokens of every
 prompt of this rank, and what was seen on the way.
@@ -18,7 +18,7 @@ from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.tests.common.hand_driven import Engine, tokens_of
 
 
-def main(rank: int, size: int, dp_size: int, device: str, init_method: str, out: str, cases: list[dict]) -> None:
+def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
     joined = init_parallel(rank, size, dp_size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120)
     seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
@@ -71,4 +71,5 @@ def run(case: dict, joined: Parallel) -> dict:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *sys.argv[4:7], [json.loads(case) for case in sys.argv[7:]])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5]), sys.argv[6],
+         [json.loads(case) for case in sys.argv[7:]])

@@ -1,4 +1,4 @@
-"""One rank of test_moe_ranks.py: ``moe_rank.py RANK SIZE INIT_METHOD CHECKPOINTS OUT [DEVICE]``; writes what it
+"""One rank of test_moe_ranks.py: ``moe_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINTS [DEVICE]``; writes what it
 computed to OUT. CHECKPOINTS holds one folder a model family; DEVICE is cpu or cuda, a GPU a rank."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HIDDEN = 16
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 
 
-def main(rank: int, size: int, init_method: str, checkpoints: str, out: str, device: str = "cpu") -> None:
+def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     world = init_tp(rank, size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120)
     shares = {f"ep{ep}": ExpertShare(world, ep) for ep in (1, 2, 4) if ep <= size}

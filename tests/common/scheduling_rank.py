@@ -1,4 +1,4 @@
-"""One rank of test_scheduling_ranks.py: ``scheduling_rank.py RANK SIZE INIT_METHOD CHECKPOINT OUT CASE...``.
+"""One rank of test_scheduling_ranks.py: ``scheduling_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINT CASE...``.
 
 Cases are JSON objects: options of the engine. OUT gets what each case answered, and what the rank decided on the way.
 """
@@ -16,7 +16,7 @@ from baton.tests.common.hand_driven import Engine
 from baton.tests.common.test_scheduling_engine import VOCABULARY, drive, make_requests, took
 
 
-def main(rank: int, size: int, init_method: str, checkpoint: str, out: str, cases: list[dict]) -> None:
+def main(rank: int, size: int, init_method: str, out: str, checkpoint: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
     tp = init_tp(rank, size, init_method, "cpu", timeout=120)
     torch.save([run(rank, Parallel(tp), checkpoint, case) for case in cases], out)

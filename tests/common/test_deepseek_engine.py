@@ -9,9 +9,9 @@ import torch
 from baton.tests.common.deepseek_models import YARN, save_deepseek
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import expected_logits
-from baton.tests.common.test_dp import alone, make_prompts
-from baton.tests.common.test_dp import run_ranks as run_dp_ranks
-from baton.tests.common.test_tp import run_ranks
+from baton.tests.common.test_dp import alone, make_prompts, run_groups
+from baton.tests.common.test_moe_ranks import MOE_RANK
+from baton.tests.rank_processes import run_ranks
 
 NEW_TOKENS = 10
 
@@ -46,7 +46,7 @@ def test_two_ranks_equal_transformers(tmp_path):
     """Half of the heads each, and the experts cut, whole, or sent tokens; every rank has all latents."""
     models = {"v2": save_deepseek(tmp_path / "models" / "v2", 2),
               "v3": save_deepseek(tmp_path / "models" / "v3", 3, rope_parameters=YARN)}
-    ranks = run_ranks(2, tmp_path / "models", tmp_path, "moe_rank.py")
+    ranks = run_ranks(MOE_RANK, 2, tmp_path, str(tmp_path / "models"))
     tokens = np.random.default_rng(2).integers(0, 97, 30)
     want = {name: expected_logits(model, tokens) for name, model in models.items()}
     for rank in ranks:
@@ -59,6 +59,6 @@ def test_data_parallel_attention(tmp_path):
     """Each rank has latents of its own requests alone, all heads, and half of the experts."""
     save_deepseek(tmp_path / "model", 3)
     prompts = make_prompts(1)
-    ranks = run_dp_ranks(2, tmp_path, [{"checkpoint": str(tmp_path / "model"), "prompts": prompts, "chunk": 16}])
+    ranks = run_groups(2, tmp_path, [{"checkpoint": str(tmp_path / "model"), "prompts": prompts, "chunk": 16}])
     for seen, own in zip(ranks, prompts):
         assert seen["cases"][0]["tokens"] == alone(tmp_path / "model", own)

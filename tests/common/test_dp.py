@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,27 +16,15 @@ from baton.common.engine.states import merged
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import save_model
 from baton.tests.common.small_moe import save_moe
+from baton.tests.rank_processes import run_ranks
 
 LENGTHS = [[3, 50, 17, 9], [31]]  # of the prompts of either data-parallel rank
 
 
-def run_ranks(size: int, folder: Path, cases: list[dict], device: str = "cpu") -> list[dict]:
-    command = [sys.executable, str(Path(__file__).with_name("dp_rank.py"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    outs = [folder / f"rank{rank}.pt" for rank in range(size)]
-    ranks = [subprocess.Popen([*command, str(rank), str(size), "2", device, f"file://{folder}/rendezvous",
-                               str(outs[rank]), *map(json.dumps, cases)],
-                              env=environment, stderr=subprocess.PIPE, text=True)
-             for rank in range(size)]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=240)
-            assert rank.returncode == 0, errors[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [torch.load(out) for out in outs]
+def run_groups(size: int, folder: Path, cases: list[dict], device: str = "cpu") -> list[dict]:
+    """Two attention groups of ``size`` ranks together."""
+    script = Path(__file__).with_name("dp_rank.py")
+    return run_ranks(script, size, folder, "2", device, *map(json.dumps, cases))
 
 
 def make_prompts(seed: int) -> list[list[list[int]]]:
@@ -79,7 +64,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies
-    ranks = run_ranks(size, tmp_path, cases)
+    ranks = run_groups(size, tmp_path, cases)
     for rank, seen in enumerate(ranks):
         group = rank // (size // 2)
         assert all(seen["exchanges"]) and len(seen["exchanges"]) == 6

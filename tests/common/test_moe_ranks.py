@@ -3,6 +3,8 @@ transformers."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,14 +16,16 @@ from baton.common.distributed.tp import TPGroup
 from baton.tests.common.moe_rank import TOKENS, layer, own_tokens
 from baton.tests.common.small_models import expected_logits
 from baton.tests.common.small_moe import save_moe
-from baton.tests.common.test_tp import run_ranks
+from baton.tests.rank_processes import run_ranks
+
+MOE_RANK = Path(__file__).with_name("moe_rank.py")
 
 
 @pytest.mark.parametrize("size,families", [(2, ("Mixtral", "Qwen2Moe")), (4, ("Qwen3Moe",))])
 def test_ranks_equal_transformers(tmp_path, size, families):
     checkpoints = tmp_path / "models"
     models = {family: save_moe(checkpoints / family, family, num_hidden_layers=2) for family in families}
-    ranks = run_ranks(size, checkpoints, tmp_path, "moe_rank.py")
+    ranks = run_ranks(MOE_RANK, size, tmp_path, str(checkpoints))
     want = {family: expected_logits(model, TOKENS) for family, model in models.items()}
     alone = layer(ExpertShare(TPGroup()))
     for rank, found in enumerate(ranks):

@@ -28,7 +28,8 @@ from baton.tests.common.small_models import (
     scattered_pages,
     server_config,
 )
-from baton.tests.common.test_tp import run_ranks
+from baton.tests.common.test_tp import TP_RANK
+from baton.tests.rank_processes import run_ranks
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 CPU = torch.device("cpu")
@@ -146,7 +147,7 @@ def test_two_ranks_equal_one(tmp_path):
     save_float8(checkpoint, "blocks")
     want = logits_of(load_runner(server_config(checkpoint)))
     dummy = load_runner(server_config(checkpoint, load_format="dummy"))
-    for rank in run_ranks(2, checkpoint, tmp_path):
+    for rank in run_ranks(TP_RANK, 2, tmp_path, str(checkpoint)):
         assert rms(rank["logits"]["checkpoint"] - want) < 0.01 * rms(want)
         torch.testing.assert_close(rank["logits"]["dummy"], logits_of(dummy), atol=0.02, rtol=0)
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-
-import torch
 
 from baton.tests.common.test_scheduling_engine import (  # noqa: F401 (fixtures)
     HOST,
@@ -18,6 +13,7 @@ from baton.tests.common.test_scheduling_engine import (  # noqa: F401 (fixtures)
     checkpoint,
     make_requests,
 )
+from baton.tests.rank_processes import run_ranks
 
 SMALL = {"max_total_tokens": 160, "max_running": 4, "overlap": True}
 CASES = [
@@ -27,21 +23,8 @@ CASES = [
 
 
 def test_ranks_decide_alike(checkpoint, alone, tmp_path):  # noqa: F811
-    script = str(Path(__file__).with_name("scheduling_rank.py"))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    outs = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", f"file://{tmp_path}/rendezvous",
-                               str(checkpoint), str(outs[rank]), *map(json.dumps, CASES)],
-                              env=environment, stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=240)
-            assert rank.returncode == 0, errors[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    first, second = (torch.load(out) for out in outs)
+    script = Path(__file__).with_name("scheduling_rank.py")
+    first, second = run_ranks(script, 2, tmp_path, str(checkpoint), *map(json.dumps, CASES))
     for mine, theirs, case in zip(first, second, CASES):
         assert mine["retracted"] > 0 and mine["preempted"] > 0, case
         for what in ("aborted", "retracted", "preempted", "saved"):

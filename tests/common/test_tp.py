@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,25 +20,9 @@ from baton.tests.common.small_models import (
     scattered_pages,
     server_config,
 )
+from baton.tests.rank_processes import run_ranks
 
-
-def run_ranks(size: int, checkpoint: Path, folder: Path, script: str = "tp_rank.py",
-              *more: str) -> list[dict]:
-    command = [sys.executable, str(Path(__file__).with_name(script))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    outs = [folder / f"rank{rank}.pt" for rank in range(size)]
-    ranks = [subprocess.Popen([*command, str(rank), str(size), f"file://{folder}/rendezvous", str(checkpoint),
-                               str(outs[rank]), *more], env=environment, stderr=subprocess.PIPE, text=True)
-             for rank in range(size)]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=280)
-            assert rank.returncode == 0, errors[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [torch.load(out) for out in outs]
+TP_RANK = Path(__file__).with_name("tp_rank.py")
 
 
 @pytest.mark.parametrize("family,changes", [
@@ -51,7 +32,7 @@ def run_ranks(size: int, checkpoint: Path, folder: Path, script: str = "tp_rank.
 def test_two_ranks_equal_one(tmp_path, family, changes):
     checkpoint = tmp_path / "model"
     model = save_model(checkpoint, family, **changes)
-    ranks = run_ranks(2, checkpoint, tmp_path)
+    ranks = run_ranks(TP_RANK, 2, tmp_path, str(checkpoint))
     tokens = np.random.default_rng(2).integers(0, 97, 30)
     want = expected_logits(model, tokens)
     dummy = load_runner(server_config(checkpoint, load_format="dummy"))

@@ -1,4 +1,4 @@
-"""One rank of test_tp.py: ``tp_rank.py RANK SIZE INIT_METHOD CHECKPOINT OUT``; writes what it computed to OUT."""
+"""One rank of test_tp.py: ``tp_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINT``; writes what it computed to OUT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.common.engine.token_buffer import TokenBuffer
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
 
 
-def main(rank: int, size: int, init_method: str, checkpoint: str, out: str) -> None:
+def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> None:
     torch.set_num_threads(1)
     tp = init_tp(rank, size, init_method, "cpu", timeout=60)
     messages = [b"", b"x" * 4096, bytes(range(256)) * 100]

@@ -7,7 +7,7 @@ import torch
 
 from baton.tests.common.small_models import save_model
 from baton.tests.common.small_moe import save_moe
-from baton.tests.common.test_dp import alone, make_prompts, run_ranks
+from baton.tests.common.test_dp import alone, make_prompts, run_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -23,7 +23,7 @@ def test_two_groups_on_two_gpus(tmp_path):
     cases = [{"checkpoint": str(folder), "prompts": prompts, "page_size": 16, **options}
              for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]], "page_size": 16})
-    ranks = run_ranks(2, tmp_path, cases, "cuda")
+    ranks = run_groups(2, tmp_path, cases, "cuda")
     for group, seen in enumerate(ranks):
         assert all(seen["exchanges"])
         for (folder, _), found in zip(variants, seen["cases"]):

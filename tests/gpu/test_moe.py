@@ -22,7 +22,8 @@ from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.moe_rank import TOKENS
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.common.small_moe import FAMILIES, save_moe
-from baton.tests.common.test_tp import run_ranks
+from baton.tests.common.test_moe_ranks import MOE_RANK
+from baton.tests.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -109,7 +110,7 @@ def test_two_gpus_equal_transformers(tmp_path):
     checkpoints = tmp_path / "models"
     model = save_moe(checkpoints / "Qwen3Moe", "Qwen3Moe", num_hidden_layers=2)
     want = expected_logits(model, TOKENS)
-    for found in run_ranks(2, checkpoints, tmp_path, "moe_rank.py", "cuda"):
+    for found in run_ranks(MOE_RANK, 2, tmp_path, str(checkpoints), "cuda"):
         for name, logits in found["logits"].items():
             assert (logits - want).abs().max() < 2e-4, name
         for a2a, moved in found["balanced"].items():

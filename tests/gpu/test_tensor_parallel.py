@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,25 +10,9 @@ import torch
 from baton.common.config.server import KernelArgs
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import save_model
+from baton.tests.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-
-def run_ranks(size: int, folder: Path, checkpoint: Path) -> list[dict]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    outs = [folder / f"rank{rank}.pt" for rank in range(size)]
-    ranks = [subprocess.Popen([sys.executable, str(Path(__file__).with_name("peer_rank.py")), str(rank), str(size),
-                               f"file://{folder}/rendezvous", str(outs[rank]), str(checkpoint)],
-                              env=environment, stderr=subprocess.PIPE, text=True) for rank in range(size)]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=280)
-            assert rank.returncode == 0, errors[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [torch.load(out) for out in outs]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.skipif(torch.cuda.device_count() < 4,
@@ -40,7 +21,7 @@ def test_ranks_sum_and_capture(tmp_path, size):
     """Tokens in float32, whose sums no batch size changes enough for another token."""
     checkpoint = tmp_path / "model"
     save_model(checkpoint, "Qwen2", hidden_size=256, num_attention_heads=4)
-    ranks = run_ranks(size, tmp_path, checkpoint)
+    ranks = run_ranks(Path(__file__).with_name("peer_rank.py"), size, tmp_path, str(checkpoint))
     engine = Engine(checkpoint, page_size=16, max_total_tokens=8192, max_running=8, device="cuda:0",
                     kernels=KernelArgs(disable_cuda_graph=True))
     for i in range(6):

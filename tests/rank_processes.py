@@ -1,0 +1,41 @@
+"""The ranks of an engine as processes of a test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def run_ranks(script: Path, size: int, folder: Path, *args: str, seconds: float = 240.0) -> list[Any]:
+    """Run ``script RANK SIZE INIT_METHOD OUT ARGS...`` for each rank at once; returns what each saved in OUT.
+
+    Fails with the words of the first rank that does, whatever the others then wait for.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                   "OMP_NUM_THREADS": "1"}
+    outs = [folder / f"rank{rank}.pt" for rank in range(size)]
+    logs = [folder / f"rank{rank}.log" for rank in range(size)]
+    ranks = []
+    try:
+        for rank in range(size):
+            command = [sys.executable, str(script), str(rank), str(size), f"file://{folder}/rendezvous",
+                       str(outs[rank]), *args]
+            with logs[rank].open("w") as log:
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        deadline = time.monotonic() + seconds
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            assert time.monotonic() < deadline, f"ranks still run after {seconds:g} s: {codes}"
+            time.sleep(0.02)
+        for code, log in zip(codes, logs):
+            assert not code, log.read_text()[-4000:]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [torch.load(out) for out in outs]
