@@ -44,7 +44,8 @@ def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, k
     return acc, top, total
 
 
-@triton.jit
+# The row of ``row`` in plan_prefill's table is aligned for a quarter of the batches: the others would compile anew.
+@triton.jit(do_not_specialize_on_alignment=["block_row_ptr"])
 def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, block_request_ptr, block_row_ptr, qo_indptr_ptr,
                           kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, scale_log2, v_scale, q_stride_t, q_stride_h,
                           out_stride_t, stride_page, stride_head, stride_slot, PAGE: tl.constexpr,
