@@ -50,7 +50,9 @@ def _absorb(q, qr, acc, top, total, begin, end, visible, kv_ptr, k_ptr, kv_strid
     return acc, top, total
 
 
-@triton.jit
+# Both begin anywhere in what plan_mla_prefill sends: specialized on alignment, the kernel would compile four times,
+# while requests wait.
+@triton.jit(do_not_specialize_on_alignment=["block_request_ptr", "block_row_ptr"])
 def _mla_prefill_kernel(q_ptr, kv_ptr, k_ptr, out_ptr, lse_ptr, table_ptr, block_request_ptr, block_row_ptr,
                         qo_indptr_ptr, scale_log2, q_stride_t, q_stride_h, kv_stride_s, kv_stride_h, k_stride_s,
                         num_heads, MERGES: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr,
