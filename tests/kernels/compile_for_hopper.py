@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,13 +67,16 @@ def resources(made: Any) -> dict[str, int]:
 
 def compile_all(names: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each kernel that a case is the first to need: what it takes, or the error that kept it from being
-    compiled."""
+    compiled. ``size`` is there where the case had been compiled, and a batch of that size needed another kernel."""
     compiler = Compiler()
     for name in names:
-        launch = hopper_cases.CASES[name]
         try:
-            for kernel, made in compiler.made_by(launch):
+            for kernel, made in compiler.made_by(hopper_cases.CASES[name]):
                 yield {"case": name, "kernel": kernel, **resources(made), "warps": made.metadata.num_warps}
+            for size in hopper_cases.SIZES if name in hopper_cases.OTHER_SIZES else ():
+                for kernel, made in compiler.made_by(partial(hopper_cases.OTHER_SIZES[name], size)):
+                    yield {"case": name, "kernel": kernel, **resources(made), "warps": made.metadata.num_warps,
+                           "size": size}
         except Exception as error:  # whatever a kernel's compilation raises is what is asked for
             yield {"case": name, "error": f"{type(error).__name__}: {error}"}
 
@@ -94,7 +98,8 @@ def main() -> None:
                 print(f"{row['case']}: {row['error']}", flush=True)
             else:
                 print(f"{row['kernel']:28} {row['registers']:4} registers {row['spilled']:5} B spilled "
-                      f"{row['shared']:7} B shared {row['warps']:2} warps  {row['case']}", flush=True)
+                      f"{row['shared']:7} B shared {row['warps']:2} warps  {row['case']}"
+                      + (f": ANEW for a batch of {row['size']}" if "size" in row else ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,19 @@ import torch
 
 from baton.kernels.decode_plan import DecodePlan, plan_decode
 from baton.kernels.draw import draw
+from baton.kernels.forms import HeadNorms, Scales
 from baton.kernels.fp8_block_matmul import block_matmul
 from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
-from baton.kernels.moe_experts import Scales, moe_experts
+from baton.kernels.moe_experts import moe_experts
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.peer_sum import SLOT, SLOTS, Peers, peer_sum
 from baton.kernels.rmsnorm import rmsnorm
-from baton.kernels.rope_and_store import HeadNorms, rope_and_store
+from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -88,32 +89,35 @@ def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
                  dim**-0.5, plan(requests, kv_heads), v_scale=0.5 if cache else 1.0)
 
 
-def prefill_heads(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
-    q = of(40, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
-    blocks = plan_prefill(np.array([0, 40], np.int32), heads // kv_heads, META)
+def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+                  cache: torch.dtype | None = None) -> None:
+    q = of(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
+    blocks = plan_prefill(np.array([0, tokens], np.int32), heads // kv_heads, META)
     paged_prefill(q, *pool(kv_heads, dim, cache or dtype), blocks, int32(2), int32(2), int32(3), int32(1), dim**-0.5,
                   0.5 if cache else 1.0)
 
 
-def store_latents(heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
-    fused = of(7, 576, dtype=dtype)
-    mla_rope_and_store(of(7, heads, 192, dtype=dtype)[..., 128:], of(7, 512, dtype=dtype), fused[:, 512:],
-                       latents(cache or dtype), int64(7), int64(7), fp32(8192, 64), int64(7), True,
+def store_latents(tokens: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
+    fused = of(tokens, 576, dtype=dtype)
+    mla_rope_and_store(of(tokens, heads, 192, dtype=dtype)[..., 128:], of(tokens, 512, dtype=dtype), fused[:, 512:],
+                       latents(cache or dtype), int64(tokens), int64(tokens), fp32(8192, 64), int64(tokens), True,
                        0.5 if cache else 1.0)
 
 
-def decode_latents(heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
-    q = of(heads, 7, 512, dtype=dtype).transpose(0, 1)
-    mla_decode(q, of(7, heads, 192, dtype=dtype)[..., 128:], latents(cache or dtype), int32(8), int32(56), int32(7),
-               192**-0.5, plan(7, 1), page_scale=0.5 if cache else 1.0)
+def decode_latents(requests: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
+    q = of(heads, requests, 512, dtype=dtype).transpose(0, 1)
+    mla_decode(q, of(requests, heads, 192, dtype=dtype)[..., 128:], latents(cache or dtype), int32(requests + 1),
+               int32(requests * 8), int32(requests), 192**-0.5, plan(requests, 1), page_scale=0.5 if cache else 1.0)
 
 
-def prefill_latents(heads: int, dtype: torch.dtype, merges: bool) -> None:
-    one = np.array([0, 1], np.int32)
-    (segment,) = plan_mla_prefill(one, one, one[1:], PAGE, PAGE, META)
-    mla_prefill(of(1, heads, 192, dtype=dtype), of(PAGE, heads, 256, dtype=dtype), of(PAGE, 576, dtype=dtype)[:, 512:],
-                segment, int32(2), 192**-0.5, of(1, heads, 128, dtype=FP32 if merges else dtype),
-                fp32(1, heads) if merges else None)
+def prefill_latents(tokens: int, heads: int, dtype: torch.dtype, merges: bool) -> None:
+    qo_indptr, kv_indptr = np.array([0, tokens], np.int32), np.array([0, -(-tokens // PAGE)], np.int32)
+    (segment,) = plan_mla_prefill(qo_indptr, kv_indptr, np.array([(tokens - 1) % PAGE + 1], np.int32), PAGE, tokens * 2,
+                                  META)
+    kept = kv_indptr[1] * PAGE
+    mla_prefill(of(tokens, heads, 192, dtype=dtype), of(kept, heads, 256, dtype=dtype),
+                of(kept, 576, dtype=dtype)[:, 512:], segment, int32(2), 192**-0.5,
+                of(tokens, heads, 128, dtype=FP32 if merges else dtype), fp32(tokens, heads) if merges else None)
 
 
 def experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtype: torch.dtype = BF16,
@@ -132,10 +136,10 @@ def by_row(places: int, hidden: int, size: int) -> Scales:
     return Scales(fp32(places, 2 * size), fp32(places, hidden), "row")
 
 
-def route(experts: int, dtype: torch.dtype, bias: bool = False, **how: Any) -> None:
+def route(tokens: int, experts: int, dtype: torch.dtype, bias: bool = False, **how: Any) -> None:
     usual = {"top_k": 8, "scoring": "softmax", "renormalize": True, "scaling_factor": 1.0, "num_groups": 1,
              "top_groups": 1, "group_score": "max"}
-    moe_topk(of(7, experts, dtype=dtype), fp32(experts) if bias else None, SimpleNamespace(**{**usual, **how}))
+    moe_topk(of(tokens, experts, dtype=dtype), fp32(experts) if bias else None, SimpleNamespace(**{**usual, **how}))
 
 
 def blocks(rows: int, out: int, width: int) -> None:
@@ -147,10 +151,10 @@ def drawn(count: int, vocab: int, truncates: bool) -> None:
     draw(fp32(count, vocab), fp32(count), int64(7, count), truncates)
 
 
-def summed(world: int, dtype: torch.dtype, two_shot: bool) -> None:
+def summed(tokens: int, world: int, dtype: torch.dtype, two_shot: bool) -> None:
     peers = Peers(1, tuple(of(SLOTS * 2 * SLOT, dtype=dtype) for _ in range(world)),
                   tuple(int32(SLOTS * world) for _ in range(world)), int32(SLOTS))
-    peer_sum(of(7, 4096, dtype=dtype), peers, two_shot=two_shot)
+    peer_sum(of(tokens, 4096, dtype=dtype), peers, two_shot=two_shot)
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -174,27 +178,27 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_decode 64 wide": lambda: decode_heads(7, 32, 8, 64, FP16),
     "paged_decode 256 wide": lambda: decode_heads(7, 8, 4, 256, BF16),
     "paged_decode float32": lambda: decode_heads(7, 32, 8, 128, FP32),
-    "paged_prefill Llama": lambda: prefill_heads(32, 8, 128, BF16),
-    "paged_prefill Llama, float8": lambda: prefill_heads(32, 8, 128, BF16, FP8),
-    "paged_prefill Qwen3": lambda: prefill_heads(32, 4, 128, BF16),
-    "paged_prefill 256 wide": lambda: prefill_heads(8, 4, 256, BF16),
-    "paged_prefill float32": lambda: prefill_heads(32, 8, 128, FP32),
+    "paged_prefill Llama": lambda: prefill_heads(40, 32, 8, 128, BF16),
+    "paged_prefill Llama, float8": lambda: prefill_heads(40, 32, 8, 128, BF16, FP8),
+    "paged_prefill Qwen3": lambda: prefill_heads(40, 32, 4, 128, BF16),
+    "paged_prefill 256 wide": lambda: prefill_heads(40, 8, 4, 256, BF16),
+    "paged_prefill float32": lambda: prefill_heads(40, 32, 8, 128, FP32),
     # DeepSeek-V2-Lite: 16 heads; DeepSeek-V3: 128.
-    "mla_rope_and_store V2-Lite": lambda: store_latents(16, BF16),
-    "mla_rope_and_store V2-Lite, float8": lambda: store_latents(16, BF16, FP8),
-    "mla_decode V2-Lite": lambda: decode_latents(16, BF16),
-    "mla_decode V2-Lite, float8": lambda: decode_latents(16, BF16, FP8),
-    "mla_decode 32 heads": lambda: decode_latents(32, BF16),
-    "mla_decode V3": lambda: decode_latents(128, BF16),
-    "mla_decode V3, float8": lambda: decode_latents(128, BF16, FP8),
-    "mla_decode float32": lambda: decode_latents(16, FP32),
-    "mla_prefill V2-Lite": lambda: prefill_latents(16, BF16, False),
-    "mla_prefill V2-Lite, merges": lambda: prefill_latents(16, BF16, True),
-    "mla_prefill float32": lambda: prefill_latents(16, FP32, False),
+    "mla_rope_and_store V2-Lite": lambda: store_latents(7, 16, BF16),
+    "mla_rope_and_store V2-Lite, float8": lambda: store_latents(7, 16, BF16, FP8),
+    "mla_decode V2-Lite": lambda: decode_latents(7, 16, BF16),
+    "mla_decode V2-Lite, float8": lambda: decode_latents(7, 16, BF16, FP8),
+    "mla_decode 32 heads": lambda: decode_latents(7, 32, BF16),
+    "mla_decode V3": lambda: decode_latents(7, 128, BF16),
+    "mla_decode V3, float8": lambda: decode_latents(7, 128, BF16, FP8),
+    "mla_decode float32": lambda: decode_latents(7, 16, FP32),
+    "mla_prefill V2-Lite": lambda: prefill_latents(7, 16, BF16, False),
+    "mla_prefill V2-Lite, merges": lambda: prefill_latents(7, 16, BF16, True),
+    "mla_prefill float32": lambda: prefill_latents(7, 16, FP32, False),
     # Qwen3-30B-A3B has 128 experts of 768, V2-Lite 64 of 1408; few and many rows an expert take other tiles.
-    "moe_topk Qwen3": lambda: route(128, BF16),
-    "moe_topk V2-Lite": lambda: route(64, BF16, top_k=6, renormalize=False),
-    "moe_topk V3": lambda: route(256, FP32, True, scoring="sigmoid", scaling_factor=2.5, num_groups=8, top_groups=4,
+    "moe_topk Qwen3": lambda: route(7, 128, BF16),
+    "moe_topk V2-Lite": lambda: route(7, 64, BF16, top_k=6, renormalize=False),
+    "moe_topk V3": lambda: route(7, 256, FP32, True, scoring="sigmoid", scaling_factor=2.5, num_groups=8, top_groups=4,
                                  group_score="top2"),
     "moe_experts Qwen3, 7 tokens": lambda: experts(7, 128, 2048, 768, 8),
     "moe_experts Qwen3, 400 tokens": lambda: experts(400, 128, 2048, 768, 8),
@@ -229,12 +233,12 @@ CASES: dict[str, Callable[[], object]] = {
     "block_matmul, last group smaller": lambda: blocks(7, 2048, 10944),
     "draw": lambda: drawn(7, 128256, False),
     "draw, truncated": lambda: drawn(7, 128256, True),
-    "peer_sum of 2, one shot": lambda: summed(2, BF16, False),
-    "peer_sum of 8, one shot": lambda: summed(8, BF16, False),
-    "peer_sum of 2, two shots": lambda: summed(2, BF16, True),
-    "peer_sum of 4, two shots": lambda: summed(4, BF16, True),
-    "peer_sum of 8, two shots": lambda: summed(8, BF16, True),
-    "peer_sum of 4, float32": lambda: summed(4, FP32, True),
+    "peer_sum of 2, one shot": lambda: summed(7, 2, BF16, False),
+    "peer_sum of 8, one shot": lambda: summed(7, 8, BF16, False),
+    "peer_sum of 2, two shots": lambda: summed(7, 2, BF16, True),
+    "peer_sum of 4, two shots": lambda: summed(7, 4, BF16, True),
+    "peer_sum of 8, two shots": lambda: summed(7, 8, BF16, True),
+    "peer_sum of 4, float32": lambda: summed(7, 4, FP32, True),
 }
 
 FEW = ["rmsnorm 4096, residual", "silu_and_mul 14336", "rope_and_store Qwen3, float8", "paged_decode Qwen3",
@@ -242,6 +246,26 @@ FEW = ["rmsnorm 4096, residual", "silu_and_mul 14336", "rope_and_store Qwen3, fl
        "moe_topk Qwen3", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
+
+OTHER_SIZES: dict[str, Callable[[int], object]] = {
+    "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
+    "silu_and_mul 14336": lambda n: silu_and_mul(of(n, 28672)),
+    "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
+    "paged_decode Qwen3": lambda n: decode_heads(n, 32, 4, 128, BF16),
+    "paged_prefill Llama": lambda n: prefill_heads(n * 32, 32, 8, 128, BF16),
+    "mla_rope_and_store V2-Lite": lambda n: store_latents(n, 16, BF16),
+    "mla_decode V2-Lite": lambda n: decode_latents(n, 16, BF16),
+    "mla_prefill V2-Lite, merges": lambda n: prefill_latents(n * 128, 16, BF16, True),
+    "moe_topk Qwen3": lambda n: route(n, 128, BF16),
+    "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
+                                                                 by_row(128, 2048, 768)),
+    "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
+    "draw, truncated": lambda n: drawn(n, 128256, True),
+    "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
+    "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),
+}
+"""Cases by the size of their batch: what was compiled for the case serves ``SIZES`` too, while requests wait."""
+SIZES = (1, 3, 4, 15, 16)
 
 MOST_SPILLED = 512
 SPILL_MORE = {"paged_prefill float32": 8192, "mla_prefill float32": 2048}
