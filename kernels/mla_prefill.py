@@ -8,13 +8,12 @@ the segments before by their log-sum-exps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
+from .forms import Segment
 
 BLOCK_ROWS = 128
 
@@ -106,23 +105,6 @@ def _mla_prefill_kernel(q_ptr, kv_ptr, k_ptr, out_ptr, lse_ptr, table_ptr, block
         result = result / (mine + theirs)[:, None]
         tl.store(lse_ptr + at, level + tl.log2(mine + theirs), real)
     tl.store(target, result.to(out_ptr.dtype.element_ty), inside)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Pages ``[first_page, last_page)`` of the batch's ``kv_indices``, and who looks at them.
-
-    ``table`` [B, 3] int32 has of each request: the place of its first token here, among the segment's; how many tokens
-    the segment has of it; and where its first query row's own token stands, counted from that first token: beyond the
-    segment, within it, or (negative) before it. Block i of rows starts at row ``block_row[i]`` of request
-    ``block_request[i]`` (int32).
-    """
-
-    first_page: int
-    last_page: int
-    table: torch.Tensor
-    block_request: torch.Tensor
-    block_row: torch.Tensor
 
 
 def plan_mla_prefill(qo_indptr: np.ndarray, kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size: int,

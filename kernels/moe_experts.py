@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
+from .forms import Scales
 from .fp8_quantize import quantize_groups
 from .moe_align import moe_align
 from .moe_gemm import SCALE_GROUP, moe_gemm
 from .moe_tiles import Tiles, device_name, tiles_for
-
-By = Literal["block", "row"]
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Float32 scales of float8 experts. ``block``: one for 128 x 128 values, ``gate_up`` [S, ceil(2 * I / 128),
-    ceil(H / 128)] and ``down`` [S, ceil(H / 128), ceil(I / 128)], where I is a multiple of 128. ``row``: one for an
-    output, [S, 2 * I] and [S, H]."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    by: By
 
 
 @triton.jit

@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
-
-
-class Choice(Protocol):
-    """How a token chooses; the words are those of ``common.config.moe.MoESpec``."""
-
-    @property
-    def top_k(self) -> int: ...
-
-    @property
-    def scoring(self) -> str: ...
-
-    @property
-    def renormalize(self) -> bool: ...
-
-    @property
-    def scaling_factor(self) -> float: ...
-
-    @property
-    def num_groups(self) -> int: ...
-
-    @property
-    def top_groups(self) -> int: ...
-
-    @property
-    def group_score(self) -> str: ...
+from .forms import Choice
 
 
 @triton.jit

@@ -6,15 +6,10 @@ Arithmetic is in float32 and rounded to the input's type once, at the end, as in
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from .mla_prefill import Segment
-    from .moe_experts import Scales
-    from .moe_topk import Choice
-    from .rope_and_store import HeadNorms
+from .forms import Choice, HeadNorms, Scales, Segment
 
 FP8_LARGEST = 448.0  # of e4m3
 FP8_LEAST = 1e-12  # magnitude that a scale is made for at least: a group of zeros has a scale too

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
+from .forms import HeadNorms
 
 # Heads that one program turns: 16 KiB of a 128-wide head's bf16. One head a program took 3 % of a prefill at 8B.
 _BLOCK_HEADS = 8
-
-
-class HeadNorms(NamedTuple):
-    """Root-mean-square norms over each head, before it is turned: weights [D] of queries and of keys."""
-
-    q_weight: torch.Tensor
-    k_weight: torch.Tensor
-    eps: float
 
 
 @triton.jit

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.rope_and_store import HeadNorms, rope_and_store
+from ...kernels.forms import HeadNorms
+from ...kernels.rope_and_store import rope_and_store
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 

@@ -11,7 +11,7 @@ from flashinfer import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 
-from ...kernels.rope_and_store import HeadNorms
+from ...kernels.forms import HeadNorms
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store

@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.forms import Segment
 from ...kernels.mla_decode import head_block, mla_decode
-from ...kernels.mla_prefill import Segment, mla_prefill, plan_mla_prefill
+from ...kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool

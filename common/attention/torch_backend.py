@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...kernels.rope_and_store import HeadNorms
+from ...kernels.forms import HeadNorms
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store

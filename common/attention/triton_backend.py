@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.forms import HeadNorms
 from ...kernels.paged_decode import paged_decode
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
-from ...kernels.rope_and_store import HeadNorms
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store

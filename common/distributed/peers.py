@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,10 +11,8 @@ import torch.distributed as dist
 
 from ...kernels import peer_sum as kernel
 from ...kernels._triton import AVAILABLE
-
-if TYPE_CHECKING:
-    from .parallel import Parallel
-    from .tp import TPGroup
+from .parallel import Parallel
+from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from .peers import PeerSums
 
 _INLINE_BYTES = 4096
 _HEADER_BYTES = 8
 # The names since torch 2.13, which warns of the older ones.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class SmallSums(Protocol):
+    """A quicker way for some sums over a group."""
+
+    def takes(self, tensor: torch.Tensor) -> bool: ...
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """In place; ``takes`` took the tensor."""
 
 
 class TPGroup:
@@ -33,7 +39,7 @@ class TPGroup:
         self.device = torch.device(device)
         self._device_group = device_group
         self._host_group = host_group
-        self.peers: PeerSums | None = None
+        self.peers: SmallSums | None = None
 
     @property
     def device_group(self) -> dist.ProcessGroup | None:

@@ -14,7 +14,7 @@ from ..grammar.store import GrammarStore
 from .batcher import Batch, Chunk
 from .choosing import FAILED, FillAllowed
 from .forward_batch import AfterGroup, DecodeRows, ForwardBatch, Row, build_decode_batch, build_forward_batch
-from .hidden_states import HiddenReport, HiddenRows, hidden_rows
+from .hidden_rows import HiddenReport, HiddenRows, hidden_rows
 from .prompt_logprobs import PromptReport, prompt_rows
 from .req import Req
 

@@ -6,17 +6,7 @@ output but for the last token's, which nothing is computed from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
-import torch
-
-from .host_copies import Download
-
-if TYPE_CHECKING:
-    from .batcher import Batch
-    from .req import Req
 
 
 class HiddenStates:
@@ -40,46 +30,3 @@ class HiddenStates:
         """What is new since the last call."""
         new, self._new = self._new, []
         return b"".join(rows.astype("<f4", copy=False).tobytes() for rows in new)
-
-
-@dataclass(frozen=True)
-class HiddenRows:
-    """Rows ``first:stop`` of a batch are the next positions of ``req``."""
-
-    req: Req
-    first: int
-    stop: int
-
-
-def hidden_rows(batch: Batch) -> list[HiddenRows]:
-    """The rows whose hidden states are wanted; counts them as launched."""
-    if all(chunk.req.hidden is None for chunk in batch.chunks):
-        return []
-    found, offset = [], 0
-    for chunk in batch.chunks:
-        states = chunk.req.hidden
-        if states is not None and chunk.stop > states.num_launched:
-            start = max(chunk.start, states.num_launched)
-            assert start == states.num_launched, "positions were left out"
-            found.append(HiddenRows(chunk.req, offset + start - chunk.start, offset + chunk.stop - chunk.start))
-            states.num_launched = chunk.stop
-        offset += chunk.stop - chunk.start
-    return found
-
-
-class HiddenReport:
-    """Hidden states of ``wanted``, end to end in ``states`` [rows, hidden], which the device is computing."""
-
-    def __init__(self, wanted: list[HiddenRows], states: torch.Tensor):
-        self._wanted = wanted
-        self._download = Download([states.float()])
-
-    def take_in(self) -> None:
-        """Wait, and hand the rows to their requests."""
-        states = self._download.arrays()[0]
-        first = 0
-        for rows in self._wanted:
-            count = rows.stop - rows.first
-            assert rows.req.hidden is not None
-            rows.req.hidden.add(states[first:first + count])
-            first += count

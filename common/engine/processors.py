@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..api.errors import InvalidRequest
-from .host_copies import upload
 
 if TYPE_CHECKING:
-    from .choosing import Choosing
     from .token_buffer import TokenBuffer
 
 PARAM = "custom_logit_processor"
@@ -75,50 +73,12 @@ def load(path: str) -> Processor:
             found = getattr(found, part)
         found = found() if inspect.isclass(found) else found
     except (Exception, SystemExit) as error:  # whatever a module does when it is imported
-        raise InvalidRequest(f"{PARAM} {path!r} cannot be imported here: {_told(error)}.", param=PARAM) from None
+        raise InvalidRequest(f"{PARAM} {path!r} cannot be imported here: {told(error)}.", param=PARAM) from None
     if not callable(found):
         raise InvalidRequest(f"{PARAM} {path!r} is no callable.", param=PARAM)
     return found
 
 
-def process(logits: torch.Tensor, rows: Sequence[Choosing], previous: torch.Tensor | None) -> dict[int, str]:
-    """Run the processors of ``rows`` on their logits [R, vocab], in place; returns why rows have failed, by row.
-
-    ``previous`` holds the tokens that the step before chose, for rows with a pending one.
-    """
-    groups: dict[str, list[tuple[int, RowProcessor]]] = {}
-    for i, row in enumerate(rows):
-        if row.processor is not None:
-            row.processor.tokens.pending = None if row.pending is None or previous is None else previous[row.pending]
-            groups.setdefault(row.processor.path, []).append((i, row.processor))
-    failed: dict[int, str] = {}
-    for members in groups.values():
-        failed |= _run(logits, members)
-    return failed
-
-
-def _run(logits: torch.Tensor, members: list[tuple[int, RowProcessor]]) -> dict[int, str]:
-    first = members[0][1]
-    index = upload([i for i, _ in members], torch.int64, logits.device)
-    given = logits[index]
-    try:
-        made = first.processor(given, [one.params for _, one in members])
-        if not isinstance(made, torch.Tensor) or made.shape != given.shape:
-            raise TypeError(f"it returned {_shape(made)} in place of logits of shape {list(given.shape)}")
-        logits[index] = made.to(logits)
-    except Exception as error:
-        if len(members) == 1:
-            return {members[0][0]: f"{PARAM} {first.path!r} failed: {_told(error)}."}
-    else:
-        return {}
-    alone = [_run(logits, [member]) for member in members]  # one request's parameters must not fail another's
-    return {i: reason for failed in alone for i, reason in failed.items()}
-
-
-def _shape(made: object) -> str:
-    return f"a tensor of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
-
-
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".rstrip(".")
     return text if len(text) <= 300 else f"{text[:300]}..."

@@ -22,7 +22,7 @@ from .token_history import TokenHistory
 
 if TYPE_CHECKING:
     from ..grammar.matcher import Matcher
-    from .scheduling.swap import Saved
+    from .scheduling.saved import Saved
 
 
 @dataclass(eq=False)

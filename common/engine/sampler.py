@@ -14,7 +14,7 @@ from .drawing import SamplingBackend, choose_drawing, scaled_logits
 from .host_copies import Download, upload
 from .logit_bias import add_bias
 from .penalties import penalize
-from .processors import process
+from .processing import process
 from .token_logprobs import LogprobReport, TokenLogprob
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.rope_and_store import HeadNorms
+from ...kernels.forms import HeadNorms
 from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
 from ..distributed.exchange import Compute, TokenExchange

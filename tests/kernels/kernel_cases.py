@@ -9,10 +9,11 @@ import torch
 
 from baton.kernels import _triton, reference
 from baton.kernels.decode_plan import plan_decode
+from baton.kernels.forms import HeadNorms
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
-from baton.kernels.rope_and_store import HeadNorms, rope_and_store
+from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
 
 GPU = torch.cuda.is_available()

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..req import Req
+from .saved import Saved
 
 if TYPE_CHECKING:
     from .host_pages import HostPages
     from .rates import PrefillRate
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Host slots that hold the pages of a request's first ``num_tokens`` tokens."""
-
-    slots: np.ndarray
-    num_tokens: int
 
 
 class Swap:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ....kernels.moe_experts import Scales, moe_experts
+from ....kernels.forms import Scales
+from ....kernels.moe_experts import moe_experts
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
 from ...quantization.shards import Shard

@@ -8,7 +8,7 @@ from itertools import count
 
 import torch
 
-from ....kernels.moe_experts import By
+from ....kernels.forms import By
 from ...api.errors import ConfigError
 from ...quantization.blocks import BlockFloat8
 from ...quantization.methods import LinearMethod, Plain, linear_method
