@@ -268,5 +268,5 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
 SIZES = (1, 3, 4, 15, 16)
 
 MOST_SPILLED = 512
-SPILL_MORE = {"paged_prefill float32": 8192, "mla_prefill float32": 2048}
+SPILL_MORE = {"paged_prefill float32": 2048, "mla_prefill float32": 2048}
 """Bytes of a thread, and the cases that may spill more: float32 has no tensor cores, and only tests ask for it."""
