@@ -53,7 +53,8 @@ class PeerSums:
 
     def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
         """Sum ``tensor``, which ``takes`` took, in place."""
-        two_shot = self._size > 2 and tensor.nbytes * (self._size - 1) > _TWO_SHOT_TRAFFIC
+        # The second kernel gives each rank an equal part of its blocks, whose sizes are powers of two.
+        two_shot = self._size in (4, 8) and tensor.nbytes * (self._size - 1) > _TWO_SHOT_TRAFFIC
         kernel.peer_sum(tensor, self._peers[tensor.dtype], two_shot=two_shot, patience=patience)
 
     def trouble(self, group: dist.ProcessGroup) -> str | None:
