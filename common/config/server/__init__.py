@@ -1,0 +1,94 @@
+"""Configuration of one server (unified, prefill or decode), composed from one dataclass a concern.
+
+Flag names are SGLang's where the thing is the same. A flag lives in the class of its concern; what spans two is checked
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...api.errors import ConfigError
+from .answers import AnswerArgs, ChatArgs, GrammarArgs
+from .cache import CacheArgs
+from .disaggregation import DisaggregationArgs, EventsArgs, Mode
+from .http import HttpArgs
+from .kernels import KernelArgs
+from .model import ModelArgs
+from .observe import ObserveArgs
+from .parallel import DataParallelArgs, NodeArgs, ParallelArgs
+from .schedule import ScheduleArgs
+from .storage import StorageArgs
+
+__all__ = [
+    "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
+    "HttpArgs", "KernelArgs", "Mode", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
+    "ServerConfig", "StorageArgs",
+]
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    model: ModelArgs
+    cache: CacheArgs
+    schedule: ScheduleArgs
+    parallel: ParallelArgs
+    kernels: KernelArgs
+    disaggregation: DisaggregationArgs
+    http: HttpArgs
+    events: EventsArgs = EventsArgs()
+    chat: ChatArgs = ChatArgs()
+    observe: ObserveArgs = ObserveArgs()
+    grammar: GrammarArgs = GrammarArgs()
+    storage: StorageArgs = StorageArgs()
+    answers: AnswerArgs = AnswerArgs()
+    data_parallel: DataParallelArgs = DataParallelArgs()
+    nodes: NodeArgs = NodeArgs()
+
+    def __post_init__(self) -> None:
+        positive = {
+            "--page-size": self.cache.page_size, "--tp-size": self.parallel.tp_size,
+            "--stream-interval": self.http.stream_interval, "--max-payload-size": self.http.max_payload_size,
+            "--batch-concurrency": self.storage.batch_concurrency,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ConfigError(f"{name} must be 1 or more, not {value}.")
+        if not 0 <= self.events.kv_events_port < 65535:
+            raise ConfigError(f"--kv-events-port must be between 0 and 65534, not {self.events.kv_events_port}.")
+        if self.storage.file_storage_path is not None and self.mode == "prefill":
+            raise ConfigError("--file-storage-path is for unified and decode servers: a prefill server answers no "
+                              "requests by itself, so it cannot run batches.")
+        if self.model.is_embedding and self.mode != "null":
+            raise ConfigError("--is-embedding has nothing to hand over: leave --disaggregation-mode at null.")
+        if self.schedule.schedule_policy in ("lpm", "dfs-weight") and self.cache.disable_radix_cache:
+            raise ConfigError(f"--schedule-policy {self.schedule.schedule_policy} goes by the prefix cache; drop "
+                              "--disable-radix-cache, or choose another policy.")
+        if self.mode == "prefill" or self.model.is_embedding:
+            given = {"--enable-mixed-chunk": self.schedule.enable_mixed_chunk,
+                     "--retract-host-memory-gb": self.schedule.retract_host_memory_gb}
+            for name in filter(given.get, given):
+                raise ConfigError(f"{name} is for servers that decode; leave it out here.")
+        if self.parallel.tp_size % self.data_parallel.dp_size:
+            raise ConfigError(f"--dp-size {self.data_parallel.dp_size} must divide --tp-size {self.parallel.tp_size}, "
+                              "which counts all ranks of the server.")
+        if self.parallel.tp_size % self.nodes.nnodes:
+            raise ConfigError(f"--nnodes {self.nodes.nnodes} must divide --tp-size {self.parallel.tp_size}, which "
+                              "counts the ranks of all hosts.")
+        if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
+            raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
+                              "--enable-dp-attention has its own: leave it out.")
+        if not 0 < self.cache.mem_fraction_static < 1:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
+
+    @property
+    def dp_size(self) -> int:
+        return self.data_parallel.dp_size
+
+    @property
+    def mode(self) -> Mode:
+        return self.disaggregation.disaggregation_mode
+
+    @property
+    def model_name(self) -> str:
+        return self.model.served_model_name or self.model.model_path

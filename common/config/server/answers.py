@@ -1,0 +1,68 @@
+"""What answers may be made of, and how they are read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ...api.errors import ConfigError
+from ...openai.reasoning import REASONING
+from ...openai.tool_calls import FORMATS
+from ..cli import flag
+
+
+@dataclass(frozen=True)
+class AnswerArgs:
+    """What answers may be made of and tell; servers that work together need the same."""
+
+    enable_cache_report: bool = flag(True, help="tell in usage how many prompt tokens the prefix cache had")
+    enable_custom_logit_processor: bool = flag(False, help=(
+        "let requests name a logit processor, MODULE:NAME, that this server imports and runs: whoever may send "
+        "requests may then import any module that is installed here"))
+    enable_return_hidden_states: bool = flag(False, help="let requests ask for the model's hidden states")
+
+
+@dataclass(frozen=True)
+class ChatArgs:
+    tool_call_parser: str = flag("auto", help=(
+        "how the model writes tool calls: qwen25, llama3, mistral, deepseekv3, gpt-oss, ...; auto goes by its chat "
+        "template, none takes answers as they are"))
+    reasoning_parser: str | None = flag(None, help=(
+        "how the model writes its reasoning, to be told apart from the answer: deepseek-r1, qwen3, gpt-oss, ..."))
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("--tool-call-parser", self.tool_call_parser, ("auto", "none", *FORMATS)),
+                                   ("--reasoning-parser", self.reasoning_parser, (None, "none", *REASONING))):
+            if given not in known:
+                raise ConfigError(f"{name} {given} is unknown; it is one of {', '.join(sorted(filter(None, known)))}.")
+
+
+@dataclass(frozen=True)
+class GrammarArgs:
+    grammar_backend: Literal["xgrammar", "none"] = flag("xgrammar", help=(
+        "what keeps answers to a JSON schema, regular expression or grammar; none refuses such requests"))
+    constrained_json_whitespace_pattern: str | None = flag(None, help=(
+        "regular expression for the white space between the parts of JSON answers; without it any is allowed"))
+    constrained_json_disable_any_whitespace: bool = flag(False, help="no white space between the parts of JSON answers")
+
+    def __post_init__(self) -> None:
+        pattern = self.constrained_json_whitespace_pattern
+        if pattern is None:
+            return
+        if self.constrained_json_disable_any_whitespace:
+            raise ConfigError("--constrained-json-whitespace-pattern and --constrained-json-disable-any-whitespace "
+                              "exclude each other; give one of them.")
+        try:
+            matched = re.fullmatch(pattern, "") or re.fullmatch(pattern, " ") or re.fullmatch(pattern, "\n")
+        except re.error as error:
+            raise ConfigError(f"--constrained-json-whitespace-pattern {pattern!r} is no regular expression: "
+                              f"{error}.") from None
+        if not matched:
+            raise ConfigError(f"--constrained-json-whitespace-pattern {pattern!r} matches neither nothing, a space nor "
+                              "a newline; it is to match white space.")
+
+    @property
+    def whitespace(self) -> str | None:
+        """A regular expression for the white space in JSON; None for any."""
+        return "" if self.constrained_json_disable_any_whitespace else self.constrained_json_whitespace_pattern

@@ -1,0 +1,50 @@
+"""The role of a server, and how it hands over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...api.errors import ConfigError
+from ..cli import flag
+
+Mode = Literal["null", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class DisaggregationArgs:
+    disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
+    disaggregation_transfer_backend: Literal["nixl", "mooncake", "fake"] = flag("nixl", help=(
+        "how KV pages travel; 'fake' moves them over the control channel, for tests"))
+    disaggregation_ib_device: str | None = flag(None, help=(
+        "RDMA devices of the mooncake backend, with commas between them; without it mooncake uses TCP"))
+    disaggregation_bootstrap_port: int = flag(8998, help="port of a prefill server's bootstrap server")
+    disaggregation_bootstrap_timeout: float = flag(30.0, help=(
+        "seconds that one half of a request waits for the other before it fails"))
+    kv_transfer_timeout: float = flag(120.0, help="seconds a reserved request may wait for its KV cache")
+    peer_timeout: float = flag(3.0, help="seconds of silence after which a prefill or decode peer counts as dead")
+    kv_retain_seconds: float = flag(5.0, help=(
+        "seconds that a prefill server keeps what it computed of a request whose decode server has not told that it "
+        "goes on, so that another attempt costs no forward pass (0: not at all); memory that others need ends it "
+        "sooner"))
+    kv_checksum: Literal["auto", "sampled", "full", "off"] = flag("auto", help=(
+        "how much of each page that arrives a decode server compares with what prefill sent; auto is sampled for "
+        "pages in host memory and off on GPUs"))
+    cluster_secret: str | None = flag(None, help=(
+        "words that prefill and decode servers share: they refuse each other's messages without its seal; better "
+        "given in a --config file than on the command line, where other users see it"))
+
+    def __post_init__(self) -> None:
+        if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":
+            raise ConfigError("--disaggregation-ib-device is for --disaggregation-transfer-backend mooncake; NIXL "
+                              "takes its devices from the UCX_NET_DEVICES variable of the environment.")
+        if self.kv_retain_seconds < 0:
+            raise ConfigError(f"--kv-retain-seconds must be 0 or more, not {self.kv_retain_seconds:g}.")
+        if self.cluster_secret == "":
+            raise ConfigError("--cluster-secret must not be empty; leave the flag out to go without.")
+
+
+@dataclass(frozen=True)
+class EventsArgs:
+    kv_events_port: int = flag(0, help=(
+        "port on which prefix-cache changes are published for routers (0: none); replays take the port above it"))

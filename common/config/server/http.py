@@ -1,0 +1,23 @@
+"""The HTTP front."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..cli import flag
+
+
+@dataclass(frozen=True)
+class HttpArgs:
+    host: str = flag("127.0.0.1", help="address to listen on; also the one that peers reach this server's ranks at")
+    port: int = flag(30000, help="HTTP port")
+    api_key: str | None = flag(None, help="key that clients must send as a bearer token")
+    admin_api_key: str | None = flag(None, help=(
+        "key that endpoints which change the server ask for in place of --api-key"))
+    max_payload_size: int = flag(32 * 1024 * 1024, help=(
+        "largest request body in bytes; uploaded files may have 512 MiB"))
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="least severe log level that is shown")
+    shutdown_grace_secs: float = flag(20.0, help=(
+        "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
+    stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")

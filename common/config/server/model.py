@@ -1,0 +1,36 @@
+"""What is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..cli import flag
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    model_path: str = flag(required=True, names=("--model",), help=(
+        "local checkpoint folder, Hugging Face hub id, or 'tinychat' for the chat model that ships with Baton"))
+    tokenizer_path: str | None = flag(None, help="tokenizer folder or hub id, when it is not the model's")
+    revision: str | None = flag(None, help="hub revision of the model")
+    served_model_name: str | None = flag(None, help="model name in the API; the default is --model-path")
+    load_format: Literal["auto", "safetensors", "dummy"] = flag(
+        "auto", help="'dummy' fills the weights with random values, for benchmarks without a checkpoint")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
+        "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
+    quantization: Literal["fp8", "fp8_per_tensor", "fp8_per_block"] | None = flag(None, help=(
+        "weights and activations of linear layers in float8: fp8 scales each output and each token, the others each "
+        "projection, or blocks of 128 x 128; checkpoints in float8 need no flag"))
+    context_length: int | None = flag(None, help="longest prompt plus output in tokens; the default is the model's")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
+    base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
+    is_embedding: bool = flag(False, help="serve vectors of texts (or a classifier's scores) instead of generating")
+    pooling: Literal["auto", "last", "mean"] = flag("auto", help=(
+        "what --is-embedding makes a vector of: the last token's hidden state, or the mean of all; auto reads the "
+        "checkpoint's 1_Pooling/config.json, and is last without it"))
+    random_seed: int = flag(0, help="seed of dummy weights and of unseeded sampling")
+    return_original_logprob: bool = flag(False, help=(
+        "tell log-probabilities of the output as they are before temperature (penalties and bias count in both cases)"))
+    chat_template: str | None = flag(None, help=(
+        "jinja file, or the name of a template that ships with Baton, in place of the checkpoint's chat template"))

@@ -1,0 +1,101 @@
+"""Ranks: what is split over them, and where they run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...api.errors import ConfigError
+from ..cli import flag
+
+
+@dataclass(frozen=True)
+class ParallelArgs:
+    tp_size: int = flag(1, names=("--tensor-parallel-size", "--tp"), help="tensor-parallel ranks, one process each")
+    ep_size: int = flag(1, names=("--expert-parallel-size", "--ep"), help=(
+        "parts that a mixture's experts are spread over; with 1 every rank holds a slice of each expert, with "
+        "--tp-size whole ones"))
+    moe_a2a_backend: Literal["none", "alltoall"] = flag("none", help=(
+        "how tokens reach the experts of other ranks: none computes each on every rank and adds up, alltoall sends it "
+        "to the ranks of its experts and back"))
+    enable_eplb: bool = flag(False, help=(
+        "count the tokens of every expert, and move experts between ranks so that all have as much to do"))
+    ep_num_redundant_experts: int = flag(0, help=(
+        "places beyond one an expert, all ranks together, which hold replicas; with --enable-eplb of the busiest"))
+    eplb_rebalance_num_iterations: int = flag(1000, help="steps after which --enable-eplb moves experts anew")
+    expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
+        "stat counts the tokens of every expert, for /start_expert_distribution_record"))
+
+    def __post_init__(self) -> None:
+        if self.ep_size < 1 or self.tp_size % self.ep_size:
+            raise ConfigError(f"--ep-size {self.ep_size} must be 1 or more and divide --tp-size {self.tp_size}.")
+        if self.moe_a2a_backend != "none" and self.ep_size != self.tp_size:
+            raise ConfigError(f"--moe-a2a-backend {self.moe_a2a_backend} needs whole experts on every rank: set "
+                              f"--ep-size to {self.tp_size}.")
+        if self.ep_num_redundant_experts < 0:
+            raise ConfigError(f"--ep-num-redundant-experts must be 0 or more, not {self.ep_num_redundant_experts}.")
+        if (self.enable_eplb or self.ep_num_redundant_experts) and not 1 < self.ep_size == self.tp_size:
+            raise ConfigError("--enable-eplb and --ep-num-redundant-experts need several ranks with whole experts: set "
+                              "--tp-size and --ep-size to the same number of 2 or more.")
+        if self.eplb_rebalance_num_iterations < 1:
+            raise ConfigError("--eplb-rebalance-num-iterations must be 1 or more, not "
+                              f"{self.eplb_rebalance_num_iterations}.")
+        if self.eplb_rebalance_num_iterations != 1000 and not self.enable_eplb:
+            raise ConfigError("--eplb-rebalance-num-iterations is for --enable-eplb: give both.")
+
+
+@dataclass(frozen=True)
+class DataParallelArgs:
+    """Attention groups within one server, and which of them computes a request."""
+
+    enable_dp_attention: bool = flag(False, help=(
+        "give every --tp-size / --dp-size ranks requests, a KV pool and a schedule of their own, and compute the "
+        "layers behind attention together; --max-running-requests, --chunked-prefill-size and the like are then each "
+        "such group's"))
+    dp_size: int = flag(1, names=("--data-parallel-size", "--dp"), help=(
+        "attention groups of --enable-dp-attention; it divides --tp-size, which counts all ranks"))
+    enable_dp_lm_head: bool = flag(False, help=(
+        "let every attention group hold the whole output head, instead of gathering what it is to score"))
+    load_balance_method: Literal["round_robin", "shortest_queue", "minimum_tokens"] = flag("round_robin", help=(
+        "which attention group takes a request that names no data_parallel_rank; a prefill server goes by its room"))
+
+    def __post_init__(self) -> None:
+        if self.dp_size < 1:
+            raise ConfigError(f"--dp-size must be 1 or more, not {self.dp_size}.")
+        if self.dp_size > 1 and not self.enable_dp_attention:
+            raise ConfigError(f"--dp-size {self.dp_size} needs --enable-dp-attention; for whole replicas start several "
+                              "servers behind the router (launch_cluster --dp-size does).")
+        if self.dp_size == 1 and (self.enable_dp_attention or self.enable_dp_lm_head):
+            raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
+
+
+@dataclass(frozen=True)
+class NodeArgs:
+    """The hosts that a server's ranks are spread over, in equal shares."""
+
+    nnodes: int = flag(1, help=(
+        "hosts that share the ranks of --tp-size; each runs the same command with its --node-rank"))
+    node_rank: int = flag(0, help="this host's number; HTTP is served by host 0 alone")
+    dist_init_addr: str | None = flag(None, names=("--nccl-init-addr",), help=(
+        "HOST:PORT of host 0, where the ranks of all hosts meet; the port above it is used too"))
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"--node-rank {self.node_rank} must be 0 or more and below --nnodes {self.nnodes}.")
+        if (self.nnodes > 1) != (self.dist_init_addr is not None):
+            raise ConfigError("--nnodes above 1 and --dist-init-addr HOST:PORT go together.")
+        if self.dist_init_addr is not None:
+            host, _, port = self.dist_init_addr.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65535:
+                raise ConfigError(f"--dist-init-addr must be HOST:PORT, not {self.dist_init_addr}.")
+
+    @property
+    def first_host(self) -> str | None:
+        """Host 0's address; None where there is one host."""
+        return None if self.dist_init_addr is None else self.dist_init_addr.rpartition(":")[0].strip("[]")
+
+    @property
+    def link_address(self) -> tuple[str, int]:
+        """Where host 0 listens for the others."""
+        assert self.dist_init_addr is not None and self.first_host is not None
+        return self.first_host, int(self.dist_init_addr.rpartition(":")[2]) + 1
