@@ -21,7 +21,7 @@ import pytest
 
 from baton.common.tinychat.tasks import held_out, matches
 from baton.kvtransfer.bootstrap import fetch_ranks
-from baton.tests.integration.harness import Cluster
+from baton.tests.integration.harness import Cluster, get_json
 from baton.tests.integration.staged import STAGES, Stages
 from baton.tests.kvtransfer.conftest import Bootstrap, Proxy
 
@@ -141,10 +141,16 @@ async def all_right(url, count=12):
 
 
 async def until_right(cluster, seconds=30.0):
+    """Until answers are right, and come from a pair: while its prefill server is away, decode answers alone."""
     deadline = time.monotonic() + seconds
-    while not await all_right(cluster.url):
+    while not (whole(cluster) and await all_right(cluster.url)):
         assert time.monotonic() < deadline, "service did not come back"
         await asyncio.sleep(0.2)
+
+
+def whole(cluster):
+    """Whether the router takes all servers for healthy."""
+    return all(worker["healthy"] for worker in get_json(cluster.url + "/list_workers")["workers"])
 
 
 @pytest.mark.timeout(300)
