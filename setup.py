@@ -11,7 +11,6 @@ FOLDERS = ("common", "kernels", "kvtransfer", "prefill", "decode", "router")
 PACKAGES = [f"baton.{name}" for folder in FOLDERS for name in find_packages(include=[folder, f"{folder}.*"])]
 
 
-
 class BuildPackages(build_py):
     """The root is a package, and this file stands in it: it builds the wheel and does not belong into it."""
 
