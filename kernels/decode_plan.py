@@ -20,6 +20,7 @@ from ._triton import runs_triton, tl, triton
 PROGRAMS_PER_PROCESSOR = 8
 # A shorter piece's start-up and join cost more than what it takes off the others.
 SHORTEST_PIECE = 256
+_INTERPRETER_PROCESSORS = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,29 @@ def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr
     tl.store(firsts_ptr + requests, tl.sum(count, 0))
     for i in range(tl.max(count, 0)):
         tl.store(owners_ptr + end - count + i, request, real & (i < count))
+
+
+@triton.jit
+def span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr, PAGE: tl.constexpr,
+            BLOCK_TOKENS: tl.constexpr):
+    """``(request, its number of pieces, place of its first page, first token, token behind the last)`` of a piece."""
+    request = tl.load(owners_ptr + piece).to(tl.int64)
+    first_piece = tl.load(firsts_ptr + request)
+    pieces = tl.load(firsts_ptr + request + 1) - first_piece
+    first_page = tl.load(kv_indptr_ptr + request)
+    length = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
+    blocks = tl.cdiv(length, BLOCK_TOKENS)
+    place = piece - first_piece
+    begin = blocks * place // pieces * BLOCK_TOKENS
+    end = tl.minimum(blocks * (place + 1) // pieces * BLOCK_TOKENS, length)
+    return request, pieces, first_page, begin, end
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; what the interpreter plans for on a CPU."""
+    if device.type != "cuda":
+        return _INTERPRETER_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int, num_kv_heads: int,

@@ -11,7 +11,7 @@ import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
-from .decode_plan import DecodePlan
+from .decode_plan import DecodePlan, span_of
 from .join_pieces import join_pieces
 from .paged_decode import Tile
 
@@ -32,15 +32,8 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
     piece = tl.program_id(0)
     if piece >= tl.load(firsts_ptr + requests):
         return
-    request = tl.load(owners_ptr + piece).to(tl.int64)
-    first_piece = tl.load(firsts_ptr + request)
-    pieces = tl.load(firsts_ptr + request + 1) - first_piece
-    first_page = tl.load(kv_indptr_ptr + request)
-    length = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
-    blocks = tl.cdiv(length, BLOCK_TOKENS)
-    place = piece - first_piece
-    begin = blocks * place // pieces * BLOCK_TOKENS
-    end = tl.minimum(blocks * (place + 1) // pieces * BLOCK_TOKENS, length)
+    request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
+                                                      PAGE, BLOCK_TOKENS)
 
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_RANK)

@@ -15,7 +15,7 @@ import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
-from .decode_plan import DecodePlan
+from .decode_plan import DecodePlan, span_of
 from .join_pieces import join_pieces
 
 
@@ -42,15 +42,8 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
     kv_head = tl.program_id(1)
     if piece >= tl.load(firsts_ptr + requests):
         return
-    request = tl.load(owners_ptr + piece).to(tl.int64)
-    first_piece = tl.load(firsts_ptr + request)
-    pieces = tl.load(firsts_ptr + request + 1) - first_piece
-    first_page = tl.load(kv_indptr_ptr + request)
-    length = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
-    blocks = tl.cdiv(length, BLOCK_TOKENS)
-    place = piece - first_piece
-    begin = blocks * place // pieces * BLOCK_TOKENS
-    end = tl.minimum(blocks * (place + 1) // pieces * BLOCK_TOKENS, length)
+    request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
+                                                      PAGE, BLOCK_TOKENS)
 
     group = tl.arange(0, BLOCK_GROUP)
     dim = tl.arange(0, BLOCK_DIM)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import Segment
 from ...kernels.mla_decode import head_block, mla_decode
 from ...kernels.mla_prefill import mla_prefill, plan_mla_prefill
@@ -15,7 +15,6 @@ from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .mla_base import absorb, gather, store, values_of
 
-_INTERPRETER_PROCESSORS = 8
 _EXPANDED_BYTES = 256 << 20
 """Of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
 
@@ -28,9 +27,7 @@ class MLATritonBackend:
         device = pool.groups[0].device
         self._head_blocks = -(-num_heads // head_block(num_heads, dtype.itemsize))
         self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
-        self._processors = _INTERPRETER_PROCESSORS
-        if device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._processors = processors_of(device)
         self._batch: ForwardBatch | None = None
         self._longest = 0
         self._plan: DecodePlan | None = None

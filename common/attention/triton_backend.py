@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import HeadNorms
 from ...kernels.paged_decode import paged_decode
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
-
-_INTERPRETER_PROCESSORS = 8
 
 
 class TritonBackend:
@@ -22,9 +20,7 @@ class TritonBackend:
         self._group = num_heads // pool.layout.num_kv_heads
         self._scale = pool.layout.head_dim ** -0.5
         device = pool.groups[0].device
-        self._processors = _INTERPRETER_PROCESSORS
-        if device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._processors = processors_of(device)
         self._batch: ForwardBatch | None = None
         self._longest = 0
         self._plan: DecodePlan | None = None
