@@ -79,3 +79,19 @@ def scattered_pages(runner: ModelRunner, requests: int, tokens: int) -> np.ndarr
     """Distinct pages in random order, ``[requests, pages]``."""
     each = runner.layout.pages_for(tokens)
     return np.random.default_rng(1).permutation(runner.num_pages)[:requests * each].reshape(requests, each)
+
+
+def check_chunks(runner, model, prompts, chunk: int, tolerance: float) -> None:
+    """Prompts in chunks of ``chunk`` tokens, all but their last token, then that one in a joint decode step; logits
+    against transformers' ``model``."""
+    count = len(prompts)
+    pages = scattered_pages(runner, count, 80)
+    want = [expected_logits(model, prompt) for prompt in prompts]
+    last = [len(prompt) - 1 for prompt in prompts]
+    for start in range(0, max(last), chunk):
+        rows = [(b, prompts[b][start:min(start + chunk, last[b])]) for b in range(count) if start < last[b]]
+        got = forward(runner, [(part, start, pages[b]) for b, part in rows])
+        expected = torch.cat([want[b][start:start + len(part)] for b, part in rows])
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+    got = forward(runner, [(prompts[b][last[b]:], last[b], pages[b]) for b in range(count)], is_decode=True)
+    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=tolerance, rtol=0)

@@ -25,6 +25,7 @@ from baton.tests.common.deepseek_models import BASE as DEEPSEEK
 from baton.tests.common.deepseek_models import YARN, save_deepseek
 from baton.tests.common.fp8_checkpoints import FINEGRAINED, save_float8, state
 from baton.tests.common.small_models import (
+    check_chunks,
     expected_logits,
     forward,
     load_runner,
@@ -64,17 +65,7 @@ def test_page_and_chunk_sizes(tmp_path, page_size, chunk):
     """Ragged prompts in chunks that divide neither prompt nor page, then a joint decode step of unequal lengths."""
     model = save_deepseek(tmp_path, 3)
     runner = load_runner(server_config(tmp_path, page_size=page_size))
-    prompts = [tokens_of(count) for count in (73, 2, 29)]
-    pages = scattered_pages(runner, 3, 80)
-    want = [expected_logits(model, prompt) for prompt in prompts]
-    last = [len(prompt) - 1 for prompt in prompts]
-    for start in range(0, max(last), chunk):
-        rows = [(b, prompts[b][start:min(start + chunk, last[b])]) for b in range(3) if start < last[b]]
-        got = forward(runner, [(part, start, pages[b]) for b, part in rows])
-        expected = torch.cat([want[b][start:start + len(part)] for b, part in rows])
-        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
-    got = forward(runner, [(prompts[b][last[b]:], last[b], pages[b]) for b in range(3)], is_decode=True)
-    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=TOLERANCE, rtol=0)
+    check_chunks(runner, model, [tokens_of(count) for count in (73, 2, 29)], chunk, TOLERANCE)
 
 
 def test_requests_share_a_prefix(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from baton.tests.common.small_models import (
     FAMILIES,
+    check_chunks,
     expected_logits,
     forward,
     load_runner,
@@ -99,17 +100,7 @@ def test_page_and_chunk_sizes(tmp_path, page_size, chunk):
     """Three ragged prompts in chunks that divide neither prompt nor page, then a joint decode step."""
     model = save_model(tmp_path, "Qwen3")
     runner = load_runner(server_config(tmp_path, page_size=page_size))
-    prompts = [tokens_of(count) for count in (73, 29, 65)]
-    pages = scattered_pages(runner, 3, 80)
-    want = [expected_logits(model, prompt) for prompt in prompts]
-    last = [len(prompt) - 1 for prompt in prompts]
-    for start in range(0, max(last), chunk):
-        rows = [(b, prompts[b][start:min(start + chunk, last[b])]) for b in range(3) if start < last[b]]
-        got = forward(runner, [(part, start, pages[b]) for b, part in rows])
-        expected = torch.cat([want[b][start:start + len(part)] for b, part in rows])
-        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
-    got = forward(runner, [(prompts[b][last[b]:], last[b], pages[b]) for b in range(3)], is_decode=True)
-    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=TOLERANCE, rtol=0)
+    check_chunks(runner, model, [tokens_of(count) for count in (73, 29, 65)], chunk, TOLERANCE)
 
 
 def test_requests_share_a_prefix(tmp_path):

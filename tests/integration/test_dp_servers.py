@@ -8,13 +8,12 @@ import jsonschema
 import openai
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from baton.common.tinychat import CHECKPOINT
 from baton.common.tinychat.tasks import held_out
 from baton.tests.integration.harness import Cluster, Server, get_json, post_json
-from baton.tests.integration.test_relay import MAX_NEW, encode, generate
+from baton.tests.integration.test_relay import encode, generate, greedy_by_transformers
 from baton.tests.ports import free_port
 
 DP2 = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
@@ -41,14 +40,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(prompts):
-    """Greedy tokens by transformers, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False)
-        found.append(out[0, len(prompt):].tolist())
-    return found
+    return greedy_by_transformers(prompts)
 
 
 @pytest.fixture(scope="module")

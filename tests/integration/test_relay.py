@@ -48,9 +48,8 @@ def prompts(tokenizer):
     return [encode(tokenizer, example) for example in held_out(200, seed=11)]
 
 
-@pytest.fixture(scope="module")
-def expected(prompts):
-    """Greedy tokens by transformers, in float32."""
+def greedy_by_transformers(prompts):
+    """MAX_NEW tokens or fewer of each prompt, in float32."""
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts:
@@ -58,6 +57,11 @@ def expected(prompts):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False)
         answers.append(out[0, len(prompt):].tolist())
     return answers
+
+
+@pytest.fixture(scope="module")
+def expected(prompts):
+    return greedy_by_transformers(prompts)
 
 
 async def test_greedy_tokens_equal_transformers(unified, relay, prompts, expected):

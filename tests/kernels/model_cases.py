@@ -20,11 +20,8 @@ from baton.tests.common.small_models import (
 from baton.tests.common.small_moe import save_moe
 
 
-def test_logits_equal_transformers(tmp_path):
-    """Ragged extends over prefixes and a joint decode, every kernel of the model included."""
-    assert _triton.INTERPRETED
-    model = save_model(tmp_path, "Qwen3", num_hidden_layers=2)
-    runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
+def check_extends_and_decode(runner, model):
+    """Ragged extends over prefixes, and a decode step of unequal lengths, against transformers."""
     prompts = [np.random.default_rng(count).integers(0, 97, count) for count in (40, 3)]
     want = [expected_logits(model, prompt) for prompt in prompts]
     pages = scattered_pages(runner, 2, 40)
@@ -34,6 +31,14 @@ def test_logits_equal_transformers(tmp_path):
     torch.testing.assert_close(got, want[0][21:39], atol=1e-4, rtol=0)
     got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
     torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=1e-4, rtol=0)
+
+
+def test_logits_equal_transformers(tmp_path):
+    """Ragged extends over prefixes and a joint decode, every kernel of the model included."""
+    assert _triton.INTERPRETED
+    model = save_model(tmp_path, "Qwen3", num_hidden_layers=2)
+    runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
+    check_extends_and_decode(runner, model)
 
 
 def test_a_mixture_of_experts_equals_transformers(tmp_path):
@@ -57,12 +62,4 @@ def test_latent_attention_equals_transformers(tmp_path, most_tokens):
     assert isinstance(runner._attention, MLATritonBackend)
     runner._attention._most_tokens = most_tokens or runner._attention._most_tokens
     runner._attention.compile_merging(4, torch.float32)  # as at start on a GPU
-    prompts = [np.random.default_rng(count).integers(0, 97, count) for count in (40, 3)]
-    want = [expected_logits(model, prompt) for prompt in prompts]
-    pages = scattered_pages(runner, 2, 40)
-    got = forward(runner, [(prompts[0][:21], 0, pages[0]), (prompts[1][:2], 0, pages[1])])
-    torch.testing.assert_close(got, torch.cat((want[0][:21], want[1][:2])), atol=1e-4, rtol=0)
-    got = forward(runner, [(prompts[0][21:39], 21, pages[0])])
-    torch.testing.assert_close(got, want[0][21:39], atol=1e-4, rtol=0)
-    got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
-    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=1e-4, rtol=0)
+    check_extends_and_decode(runner, model)

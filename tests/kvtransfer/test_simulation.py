@@ -33,27 +33,25 @@ def free_at_abort(monkeypatch):
     monkeypatch.setitem(states.RECEIVER, (Phase.RESERVED, Event.FAIL), Phase.FAILED)
 
 
-def stop_before_writes_have_ended(monkeypatch):
-    """Prefill says Stopped while writes are in flight."""
+def settle_with_writes_in_flight(monkeypatch, phase):
+    """Prefill takes the writes of rooms in ``phase`` for ended."""
     settle = sending.SenderCore._settle
 
     def early(self, half, now):
-        in_flight, half.in_flight = half.in_flight, 0 if half.phase is Phase.ABORTING else half.in_flight
+        in_flight, half.in_flight = half.in_flight, 0 if half.phase is phase else half.in_flight
         settle(self, half, now)
         half.in_flight = in_flight
 
     monkeypatch.setattr(sending.SenderCore, "_settle", early)
+
+
+def stop_before_writes_have_ended(monkeypatch):
+    """Prefill says Stopped while writes are in flight."""
+    settle_with_writes_in_flight(monkeypatch, Phase.ABORTING)
 
 
 def result_before_writes_have_ended(monkeypatch):
-    settle = sending.SenderCore._settle
-
-    def early(self, half, now):
-        in_flight, half.in_flight = half.in_flight, 0 if half.phase is Phase.WRITING else half.in_flight
-        settle(self, half, now)
-        half.in_flight = in_flight
-
-    monkeypatch.setattr(sending.SenderCore, "_settle", early)
+    settle_with_writes_in_flight(monkeypatch, Phase.WRITING)
 
 
 def no_quarantine(monkeypatch):
