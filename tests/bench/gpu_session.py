@@ -5,6 +5,7 @@
     python3 -m baton.tests.bench.gpu_session one --only moe,fp8                 # steps by part of their names
     python3 -m baton.tests.bench.gpu_session one --list
 
+Tests come first, several beside each other (they measure nothing); what measures has the machine alone.
 Every step's output goes to ``OUT/<step>.log``, what it measured to ``OUT/<step>.json`` where it can write that. A step
 that fails or runs out of its time ends alone. Steps stand in order of what is missed most; those for which no time is
 left are named. The last lines are the table: step, outcome, seconds, and the end of what it printed.
@@ -14,16 +15,18 @@ Exit status 1 where a step failed.
 from __future__ import annotations
 
 import argparse
-import subprocess
+import asyncio
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent.parent
-PYTEST = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
+PYTEST = ["-m", "pytest", "-q", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
 LEAST_SECONDS = 20.0
 """A step is not begun with less."""
+AT_ONCE = 10
+"""Tests beside each other."""
 
 
 class Step(NamedTuple):
@@ -33,10 +36,11 @@ class Step(NamedTuple):
     """The most that it may take."""
     tail: int = 6
     """Lines of its output for the table."""
+    alone: bool = True
 
 
-def tests(name: str, seconds: float, *more: str) -> Step:
-    return Step(f"test-{name}", [*PYTEST, str(TESTS / "gpu" / f"test_{name.replace('-', '_')}.py"), *more], seconds, 1)
+def tests(name: str, seconds: float, alone: bool = False) -> Step:
+    return Step(f"test-{name}", [*PYTEST, str(TESTS / "gpu" / f"test_{name.replace('-', '_')}.py")], seconds, 1, alone)
 
 
 def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "", tail: int = 12) -> Step:
@@ -48,40 +52,59 @@ def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "
 
 PLANS: dict[str, list[Step]] = {
     "one": [
-        tests("kernels", 120), tests("attention", 150), tests("engine", 180), tests("grammar", 120),
+        tests("engine", 240), tests("attention", 240), tests("mla", 240), tests("fp8", 240), tests("moe", 240),
+        tests("grammar", 240), tests("kernels", 240), tests("scheduling", 240), tests("models-sampler", 240),
+        tests("models", 240), tests("one-batch", 90, alone=True),
+        bench("decode_step", 120, json="--out"),
+        bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
         bench("grammar", 120),
-        bench("decode_step", 120, json="--out"), bench("paged_decode", 60, json="--out", tail=20),
-        bench("sampling", 60, json="--out"),
-        tests("fp8", 120), bench("fp8_gemm", 60, json="--output", tail=24),
-        tests("moe", 90), tests("mla", 90), tests("scheduling", 90), tests("one-batch", 90),
-        tests("models-sampler", 90), tests("models", 120),
+        bench("kernel_profile", 90, "--batches", "1,64,256", tail=70),
+        bench("paged_decode", 60, json="--out", tail=20), bench("sampling", 60, json="--out"),
+        bench("fp8_gemm", 60, json="--output", tail=24),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
-        bench("relay", 240, "--skip-chat", json="--out", tail=16),
         bench("tune_moe", 300),
     ],
     "two": [
-        tests("tensor-parallel", 150), tests("dp", 150),
+        tests("tensor-parallel", 150, alone=True), tests("dp", 150, alone=True),
         bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
         bench("relay", 300, "--only", "1P1D", "--open-loop", json="--out", tail=16),
     ],
 }
 
 
-def run(step: Step, out: Path, left: float) -> tuple[str, float, list[str]]:
-    """``(outcome, seconds, last lines)``."""
-    log, began = out / f"{step.name}.log", time.monotonic()
+async def run(step: Step, out: Path, end: float) -> tuple[list[str], bool]:
+    """Its lines of the table, and whether it failed."""
+    began = time.monotonic()
+    if end - began < LEAST_SECONDS:
+        return [f"== {step.name}: not begun, no time left"], False
+    log = out / f"{step.name}.log"
     argv = [sys.executable, *(word.format(out=out) for word in step.argv)]
     with log.open("wb") as file:
-        process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(*argv, stdout=file, stderr=file, start_new_session=True)
         try:
-            code = process.wait(min(step.seconds, left))
+            code = await asyncio.wait_for(process.wait(), min(step.seconds, end - began))
             outcome = "ok" if code == 0 else f"exit {code}"
-        except subprocess.TimeoutExpired:
-            subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)  # it leads a session of its own
-            process.wait()
+        except TimeoutError:
+            killer = await asyncio.create_subprocess_exec("pkill", "-KILL", "-s", str(process.pid))  # its own session
+            await asyncio.gather(killer.wait(), process.wait())
             outcome = "out of time"
+    seconds = time.monotonic() - began
+    print(f"{step.name:24} {outcome:12} {seconds:6.1f} s", flush=True)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return outcome, time.monotonic() - began, lines[-step.tail if outcome == "ok" else -25:]
+    tail = lines[-step.tail if outcome == "ok" else -25:]
+    return [f"== {step.name}: {outcome}, {seconds:.1f} s", *("   " + line[:160] for line in tail)], outcome != "ok"
+
+
+async def session(steps: list[Step], out: Path, end: float) -> list[tuple[list[str], bool]]:
+    """First the steps that may run beside others, then one after the other."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def beside(step: Step) -> tuple[list[str], bool]:
+        async with slots:
+            return await run(step, out, end)
+
+    told = list(await asyncio.gather(*(beside(step) for step in steps if not step.alone)))
+    return told + [await run(step, out, end) for step in steps if step.alone]
 
 
 def main() -> None:
@@ -99,19 +122,9 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds
-    failed = False
-    told = []
-    for step in steps:
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
-            told.append(f"== {step.name}: not begun, no time left")
-            continue
-        outcome, seconds, lines = run(step, args.out, left)
-        failed |= outcome != "ok"
-        print(f"{step.name:24} {outcome:12} {seconds:6.1f} s", flush=True)
-        told += [f"== {step.name}: {outcome}, {seconds:.1f} s", *("   " + line[:160] for line in lines)]
-    print("\n".join(["", *told]))
-    sys.exit(failed)
+    told = asyncio.run(session(steps, args.out, end))
+    print("\n".join(["", *(line for lines, _ in told for line in lines)]))
+    sys.exit(any(failed for _, failed in told))
 
 
 if __name__ == "__main__":
