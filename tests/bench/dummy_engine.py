@@ -1,10 +1,11 @@
-"""An engine of an 8B-shaped dummy model in this process, as a server on one GPU has it."""
+"""An engine of a dummy model in this process, as a server on one GPU has it."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ...common.bench.hand_engine import HandEngine
 from ...common.config.server import (
@@ -19,13 +20,27 @@ from ...common.config.server import (
 )
 from .relay import LLAMA_8B
 
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 16384, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "eos_token_id": 151645,
+}
 
-def make(tokens: int, max_running: int) -> HandEngine:
-    """With a KV pool of ``tokens`` and no prefix cache."""
+TINY = LLAMA_8B | {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "eos_token_id": 1,
+}
+"""Runs on a CPU."""
+
+
+def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, sizes: tuple[int, ...] = (),
+         device: str = "cuda") -> HandEngine:
+    """With a KV pool of ``tokens`` and no prefix cache; ``sizes``: the decode batches to capture, () for a server's."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B))
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
         return HandEngine(ServerConfig(
-            ModelArgs(folder, dtype="bfloat16", device="cuda", load_format="dummy"),
+            ModelArgs(folder, dtype="bfloat16" if device == "cuda" else "float32", device=device, load_format="dummy"),
             CacheArgs(max_total_tokens=tokens, disable_radix_cache=True),
-            ScheduleArgs(max_running_requests=max_running), ParallelArgs(), KernelArgs(), DisaggregationArgs(),
-            HttpArgs()))
+            ScheduleArgs(max_running_requests=max_running), ParallelArgs(), KernelArgs(cuda_graph_bs=sizes),
+            DisaggregationArgs(), HttpArgs()))

@@ -57,7 +57,7 @@ PLANS: dict[str, list[Step]] = {
         tests("models", 240), tests("one-batch", 90, alone=True), tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
-        bench("grammar", 120),
+        bench("small_model", 60, json="--out"), bench("prefix_cache", 150, json="--out"), bench("grammar", 120),
         bench("kernel_profile", 90, "--batches", "1,64,256", tail=70),
         bench("paged_decode", 60, json="--out", tail=20), bench("sampling", 60, json="--out"),
         bench("fp8_gemm", 60, json="--output", tail=24),

@@ -39,16 +39,23 @@ class Workload:
         return f"{self.input_tokens}/{self.output_tokens}, {self.requests}, {load}"
 
 
+async def ask(url: str, data: DatasetArgs, *, concurrency: int | None = None, rate: float | None = None,
+              vocab: int = 4000) -> Load:
+    """Send what ``data`` says to ``url``'s /generate, as token ids below ``vocab``; the load has the answers."""
+    conversations = make_workload(data, Vocabulary(vocab, None, as_ids=True))
+    client = Client(url, {}, 600.0, time.perf_counter)
+    load = Load(Asker(client, APIS["baton"], Asking()), time.perf_counter, max_concurrency=concurrency)
+    await load.run(conversations, arrivals(conversations, rate, random.Random(data.seed)))
+    client.close()
+    return load
+
+
 async def run(url: str, work: Workload, *, vocab: int = 4000, seed: int = 0) -> dict[str, float | str | int]:
     """Run a workload against ``url``; returns one row of figures. Answers that are too short count as failed."""
     data = DatasetArgs(dataset_name="random-ids", num_prompts=work.requests, random_input_len=work.input_tokens,
                        random_output_len=work.output_tokens, random_range_ratio=1.0, seed=seed)
-    conversations = make_workload(data, Vocabulary(vocab, None, as_ids=True))
-    client = Client(url, {}, 600.0, time.perf_counter)
-    load = Load(Asker(client, APIS["baton"], Asking()), time.perf_counter,
-                max_concurrency=work.concurrency if work.rate is None else None)
-    await load.run(conversations, arrivals(conversations, work.rate, random.Random(seed)))
-    client.close()
+    load = await ask(url, data, concurrency=work.concurrency if work.rate is None else None, rate=work.rate,
+                     vocab=vocab)
     found = figures(load.answers, load.duration)
     errors = [answer.failure.message for answer in load.answers if answer.failure is not None]
     if found.short:

@@ -40,10 +40,10 @@ WORKLOADS = (
 OPEN_LOOP = load.Workload(4096, 256, 200, rate=8.0)
 
 
-def dummy_flags(folder: Path) -> list[str]:
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+def dummy_flags(folder: Path, shape: dict = LLAMA_8B) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(shape))
     return ["--model-path", str(folder), "--tokenizer-path", "tinychat", "--load-format", "dummy",
-            "--disable-radix-cache", "--served-model-name", "llama-8b"]
+            "--served-model-name", "dummy"]
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def main() -> None:
         for name, serve in settings(gpus).items():
             if args.only and args.only not in name:
                 continue
-            with serve(dummy_flags(Path(folder)), logs) as url:  # type: ignore[operator]
+            with serve([*dummy_flags(Path(folder)), "--disable-radix-cache"], logs) as url:  # type: ignore[operator]
                 asyncio.run(load.run(url, load.Workload(512, 32, 8, 8)))  # warm-up
                 chosen = [WORKLOADS[int(i)] for i in args.workloads.split(",")]
                 for work in (*chosen, *([OPEN_LOOP] if args.open_loop else [])):

@@ -1,0 +1,350 @@
+"""Where the host's time of a step goes, and where the GPU waits for it, with dummy models in this process.
+
+    python -m baton.tests.bench.host_profile [--out FILE]
+    python -m baton.tests.bench.host_profile --tiny       # a tiny model on a CPU: does the bench itself run?
+
+Decode steps at several batch sizes: the host's microseconds by part of the step (medians; a part's own time, without
+what it calls of other parts), the functions that cost most, and the GPU's idle time between kernels. Prefill steps of
+8,192 tokens with many waiting: wall time a step beside the sum of its kernels, the GPU's gaps and what the host did in
+them, the GPU's clock and power meanwhile. Last one stream of a model shaped as Qwen3-0.6B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ...common.bench.hand_engine import HandEngine
+from ...common.engine import executor as executor_module
+from ...common.engine import sampler as sampler_module
+from ...common.engine.collector import settle_collector
+from ...common.engine.graphs import DecodeGraphs
+from . import dummy_engine
+
+
+class Parts:
+    """Own seconds of named parts of a step, gathered by wrapping the functions that they are made of."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.marks = False
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = defaultdict(float)
+        self._open: list[str] = ["loop"]
+        self._since = 0.0
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        inner = getattr(owner, name, None)
+        if inner is None:
+            return
+
+        def timed(*args: Any, **options: Any) -> Any:
+            if self.marks:
+                with record_function(f"# {part}"):
+                    return inner(*args, **options)
+            if not self.on:
+                return inner(*args, **options)
+            self._switch(part)
+            try:
+                return inner(*args, **options)
+            finally:
+                self._switch(None)
+
+        setattr(owner, name, timed)
+
+    def begin(self) -> None:
+        self._now.clear()
+        self._since = time.perf_counter()
+
+    def end(self) -> None:
+        self._charge()
+        self.steps.append(dict(self._now))
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self._now[self._open[-1]] += now - self._since
+        self._since = now
+
+    def _switch(self, part: str | None) -> None:
+        self._charge()
+        if part is None:
+            self._open.pop()
+        else:
+            self._open.append(part)
+
+    def table(self) -> dict[str, float]:
+        """Medians in microseconds, and ``host``: of all but the waiting."""
+        names = {name for step in self.steps for name in step}
+        found = {name: 1e6 * statistics.median(step.get(name, 0.0) for step in self.steps) for name in names}
+        host = [1e6 * sum(took for name, took in step.items() if name != "wait") for step in self.steps]
+        return dict(sorted(found.items(), key=lambda item: -item[1])) | {
+            "host": statistics.median(host), "host mean": statistics.mean(host)}
+
+
+PARTS = Parts()
+
+
+def watch(engine: HandEngine) -> None:
+    scheduler, parts = engine._scheduler, engine._parts
+    executor, runner = parts.executor, parts.runner
+    PARTS.wrap(scheduler, "_next_batch", "schedule")
+    PARTS.wrap(executor, "launch", "launch, rest")
+    PARTS.wrap(executor, "_build", "inputs")
+    PARTS.wrap(runner, "forward", "forward, rest")
+    PARTS.wrap(runner._attention, "plan", "plan")
+    PARTS.wrap(runner._attention, "refresh", "plan")
+    PARTS.wrap(runner._model, "forward", "model")
+    PARTS.wrap(executor._sampler, "launch", "sample")
+    PARTS.wrap(scheduler.batcher, "launched", "launched")
+    PARTS.wrap(scheduler._pipeline, "_take_in", "take in")
+    PARTS.wrap(parts.ledger, "flush", "emit")
+
+
+def watch_classes() -> None:
+    PARTS.wrap(sampler_module.Launched, "wait", "wait")
+    PARTS.wrap(DecodeGraphs, "run", "graph inputs")
+    PARTS.wrap(torch.cuda.CUDAGraph, "replay", "replay")
+    for name in ("_send", "_to_device"):
+        PARTS.wrap(executor_module, name, "inputs")
+
+
+class Clocks:
+    """The GPU's clock in MHz and power in W, sampled meanwhile."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, str]] = []
+        try:
+            self._process: subprocess.Popen[str] | None = subprocess.Popen(
+                ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active,temperature.gpu",
+                 "--format=csv,noheader,nounits", "-lms", "50"], stdout=subprocess.PIPE, text=True)
+        except OSError:
+            self._process = None
+            return
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            self.samples.append((time.perf_counter(), line.strip()))
+
+    def between(self, begin: float, end: float) -> str:
+        rows = [line.split(", ") for at, line in self.samples if begin <= at <= end]
+        rows = [row for row in rows if len(row) == 4]
+        if not rows:
+            return "no clock samples"
+        clocks, power = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
+        return (f"SM clock {statistics.mean(clocks):.0f} MHz (least {min(clocks):.0f}), power {statistics.mean(power):.0f} W"
+                f" (most {max(power):.0f}), reasons {sorted({row[2] for row in rows})}, {len(rows)} samples")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+
+def gaps(recorded: Any, steps: int) -> dict[str, Any]:
+    """Idle time of the GPU between kernels, milliseconds a step, and where it was longest."""
+    device, host = [], []
+    for event in recorded.profiler.kineto_results.events():
+        row = (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        (device if event.device_type() == torch.autograd.DeviceType.CUDA else host).append(row)
+    device = sorted(row for row in device if not row[2].startswith("# "))
+    if not device:
+        return {}
+    host.sort()
+    idle: dict[str, list[float]] = defaultdict(list)
+    busy, end, last = 0, device[0][0], device[0][2]
+    holes = []
+    for begin, stop, name in device:
+        if begin > end:
+            idle[f"{last[:42]} -> {name[:42]}"].append((begin - end) / 1e3)
+            holes.append((begin - end, end, begin, last, name))
+        busy += max(0, stop - max(begin, end))
+        if stop >= end:
+            end, last = stop, name
+    span = end - device[0][0]
+    print(f"  GPU: span {span / 1e6 / steps:.3f} ms a step, busy {busy / 1e6 / steps:.3f}, "
+          f"idle {(span - busy) / 1e6 / steps:.3f}; sum of kernels {sum(r[1] - r[0] for r in device) / 1e6 / steps:.3f}")
+    for pair, times in sorted(idle.items(), key=lambda item: -sum(item[1]))[:8]:
+        print(f"    {sum(times) / steps:9.1f} us a step idle, {len(times) / steps:6.1f} times: {pair}")
+    for length, begin, stop, last, name in sorted(holes, reverse=True)[:6]:
+        during = [(min(stop, row[1]) - max(begin, row[0]), row[2]) for row in host if row[0] < stop and row[1] > begin]
+        told = ", ".join(f"{what[:40]} {took / 1e3:.0f}" for took, what in sorted(during, reverse=True)[:7])
+        print(f"    gap {length / 1e3:.1f} us before {name[:50]}: {told}")
+    return {"span_ms": span / 1e6 / steps, "busy_ms": busy / 1e6 / steps}
+
+
+def record(engine: HandEngine, steps: int, marks: bool) -> dict[str, Any]:
+    """``marks``: with the host's parts, which slows it."""
+    kinds = [ProfilerActivity.CPU] if marks or engine.device.type == "cpu" else []
+    kinds += [ProfilerActivity.CUDA] if engine.device.type == "cuda" else []
+    engine.synchronize()
+    PARTS.marks = marks
+    with profile(activities=kinds) as recorded:
+        for _ in range(steps):
+            engine.step()
+        engine.synchronize()
+    PARTS.marks = False
+    return gaps(recorded, steps)
+
+
+def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str) -> dict[str, Any]:
+    """A batch that is computed already (``context`` 0) or is prefilled first."""
+    if context:
+        engine.start(batch, context, 3 * steps + 40)
+    while engine.prefilling:
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    walls = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        engine.step()
+        walls.append(1e3 * (time.perf_counter() - begin))
+    PARTS.on, PARTS.steps = True, []
+    for _ in range(steps):
+        PARTS.begin()
+        engine.step()
+        PARTS.end()
+    PARTS.on = False
+    table = PARTS.table()
+    print(f"\n## decode, {name}, batch {batch}: step {statistics.mean(walls):.3f} ms (median {statistics.median(walls):.3f}, "
+          f"most {max(walls):.3f})\n  host us by part: "
+          + ", ".join(f"{part} {took:.0f}" for part, took in table.items()), flush=True)
+    found = {"batch": batch, "step_ms": statistics.mean(walls), "parts_us": table}
+    found |= record(engine, 10, marks=False)
+    if batch != 64:
+        record(engine, 4, marks=True)
+        top(engine, steps // 2)
+    engine.finish()
+    return found
+
+
+def top(engine: HandEngine, steps: int) -> None:
+    with cProfile.Profile() as recorded:
+        for _ in range(steps):
+            engine.step()
+    text = io.StringIO()
+    pstats.Stats(recorded, stream=text).sort_stats("tottime").print_stats(25)
+    lines = [line for line in text.getvalue().splitlines() if line.strip()]
+    print("\n".join(line.replace("/baton/common", "")[:150] for line in lines[2:]), f"\n  ({steps} steps)")
+
+
+def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict[str, Any]:
+    """``count`` prompts wait; steps back to back. They go on to decode."""
+    engine.start(count, length, 400)
+    engine.synchronize()
+    walls: list[float] = []
+    begin = begin_all = time.perf_counter()
+    steps = min(12, count // 2 - 4)
+    for _ in range(steps):
+        engine.step()
+        now = time.perf_counter()
+        walls.append(1e3 * (now - begin))
+        begin = now
+    engine.synchronize()
+    total = time.perf_counter() - begin_all
+    tokens = 2 * length * steps
+    print(f"\n## prefill, {count} x {length}, {steps} steps back to back: {1e3 * total / steps:.2f} ms a step, "
+          f"{tokens / total:,.0f} tok/s; steps {' '.join(f'{wall:.1f}' for wall in walls)}")
+    print("  " + clocks.between(begin_all, time.perf_counter()), flush=True)
+    found = {"ms": 1e3 * total / steps, "tok_s": tokens / total}
+    begin = time.perf_counter()
+    found |= record(engine, 3, marks=False)
+    print("  while recorded: " + clocks.between(begin, time.perf_counter()))
+    PARTS.on, PARTS.steps = True, []
+    for _ in range(3):
+        PARTS.begin()
+        engine.step()
+        PARTS.end()
+    PARTS.on = False
+    print("  host us by part: " + ", ".join(f"{part} {took:.0f}" for part, took in PARTS.table().items()))
+    record(engine, 1, marks=True)
+    return found
+
+
+def closed_loop(engine: HandEngine, length: int, users: int, steps: int, clocks: Clocks) -> dict[str, Any]:
+    """``users`` ask for one token each and ask again at once."""
+    live = engine._parts.ledger.live
+
+    def refill() -> None:
+        while len(live) < users:
+            engine.start(1, length, 1)
+
+    refill()
+    for _ in range(3):
+        engine.step()
+        refill()
+    begin, walls = time.perf_counter(), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step()
+        refill()
+        walls.append(1e3 * (time.perf_counter() - start))
+    took = time.perf_counter() - begin
+    rate = 2 * length * steps / took
+    print(f"\n## prefill, {users} users of {length}/1: {1e3 * took / steps:.2f} ms a step, {rate:,.0f} tok/s; "
+          f"steps {' '.join(f'{wall:.1f}' for wall in walls)}\n  {clocks.between(begin, time.perf_counter())}", flush=True)
+    engine.finish()
+    return {"ms": 1e3 * took / steps, "tok_s": rate}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--skip-small", action="store_true", help="leave out the model shaped as Qwen3-0.6B")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    tiny = args.tiny
+    found: dict[str, Any] = {}
+    born = time.perf_counter()
+
+    def attempt(name: str, work: Callable[[], dict[str, Any]]) -> None:
+        try:
+            found[name] = work()
+        except Exception as error:  # the other parts' figures are worth having
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        print(f"[{time.perf_counter() - born:.1f} s]", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1))
+
+    clocks = Clocks()
+    watch_classes()
+    make: dict[str, Any] = {"device": "cpu", "shape": dummy_engine.TINY} if tiny else {}
+    length, wide, steps = (64, 4, 8) if tiny else (4096, 256, 40)
+    engine = dummy_engine.make(20_000 if tiny else 330_000, wide, sizes=(1, 64, wide), **make)
+    watch(engine)
+    settle_collector()
+    print(f"engine after {time.perf_counter() - born:.1f} s", flush=True)
+    attempt("prefill", lambda: prefill(engine, 48 if not tiny else 16, length, clocks))
+    attempt("decode of these", lambda: decode(engine, 48 if not tiny else 16, 0, steps, "8B"))
+    attempt("closed loop", lambda: closed_loop(engine, length, 32, 10, clocks))
+    for batch in (1, wide):
+        attempt(f"decode {batch}", lambda batch=batch: decode(engine, batch, 1024 if not tiny else 32, steps, "8B"))
+    if not args.skip_small:
+        engine.close()
+        del engine
+        shape: dict[str, Any] = {"shape": dummy_engine.TINY} if tiny else {"shape": dummy_engine.QWEN3_06B}
+        small = dummy_engine.make(20_000, 8, sizes=(1,), **(make | shape))
+        watch(small)
+        settle_collector()
+        attempt("decode of the small one", lambda: decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B"))
+    clocks.close()
+
+
+if __name__ == "__main__":
+    main()
