@@ -2,10 +2,34 @@
 
 ``runs_triton(tensor)`` says whether a launcher runs its kernel or the plain-torch twin: a kernel on a GPU, and on
 a CPU only under Triton's interpreter (``TRITON_INTERPRET=1`` before the import).
+
+Programmatic dependent launch (PDL, GPUs from sm_90 on) lets a kernel start before the one ahead of it in its stream has
+ended, so that its start-up, and what it may read early, cost nothing. A kernel takes part so::
+
+    def _op_kernel(..., PDL: tl.constexpr):
+        start_next(PDL)        # the kernel behind may start once every program of this one is here, or has ended
+        ...                    # what may be read early: see below
+        wait_for_last(PDL)     # the kernel ahead has ended, and what it wrote is seen
+
+    _op_kernel[grid](..., **pdl(x))
+
+- ``wait_for_last`` ends when the kernel directly ahead has ended. That all kernels before have ended too follows only
+  because each of them waits as well: *every program of a kernel that is launched with ``pdl`` waits before it returns*,
+  even if it has nothing to do, and even if it reads nothing that is written.
+- Before the wait nothing is written, and nothing is read that a kernel may still be writing: any of the step's, for a
+  chain of kernels that all start the next one at once runs ahead by many. That leaves weights, and what had been
+  written before the last launch without ``pdl`` in this stream: such a kernel starts when all before it have ended.
+- Behind the wait all is as without PDL. A buffer that the allocator (or a CUDA graph's pool) gives out again after a
+  kernel has read it is overwritten by a later kernel behind its wait, when the reader has ended.
+- A kernel ahead that starts no next one (cuBLAS's, torch's) is waited for as ever, and so is one launched with ``pdl``
+  by a kernel behind that is not. CUDA graphs keep such launches (as programmatic edges).
+- A kernel whose programs wait for each other, or for a peer's, needs all of them resident: launch it without ``pdl``.
+- A profiler tells a kernel's time from its early start on: set ``PDL_ALLOWED`` to False, before anything is captured.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +57,39 @@ INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     return INTERPRETED or (AVAILABLE and tensor.is_cuda)
+
+
+PDL_ALLOWED = True
+
+
+def pdl(tensor: torch.Tensor) -> dict[str, bool]:
+    """What the launch of a kernel with ``PDL: tl.constexpr`` on the GPU of ``tensor`` adds: see above."""
+    if PDL_ALLOWED and not INTERPRETED and tensor.is_cuda and _has_pdl(tensor.device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@functools.cache
+def _has_pdl(device: torch.device) -> bool:
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return "launch_pdl" in CUDAOptions.__dataclass_fields__ and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+@triton.jit
+def start_next(PDL: tl.constexpr):
+    """The kernel behind may start when all programs of this one have come here or ended. It orders no memory."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(PDL: tl.constexpr):
+    """Go on when the kernel ahead has ended and all that it wrote is seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
 
 def _mend_interpreter() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 _BLOCK_HEADS = 8
 
@@ -47,7 +47,10 @@ def _turn_pairs(source_ptr, target_ptr, stride_h, heads, num_heads, cos, sin, ha
 def _mla_rope_and_store_kernel(q_ptr, latent_ptr, k_ptr, pages_ptr, page_ptr, offset_ptr, cos_sin_ptr, position_ptr,
                                q_stride_t, q_stride_h, latent_stride_t, k_stride_t, stride_page, stride_slot, num_heads,
                                rank, half, factor, LARGEST: tl.constexpr, INTERLEAVED: tl.constexpr,
-                               BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+                               BLOCK_RANK: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+                               PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
@@ -92,4 +95,4 @@ def mla_rope_and_store(q: torch.Tensor, latent: torch.Tensor, k: torch.Tensor, p
         latent.stride(0), k.stride(0), pages.stride(0), pages.stride(1), num_heads, rank, half,
         1 / page_scale, LARGEST=torch.finfo(pages.dtype).max if pages.itemsize == 1 else 0,
         INTERLEAVED=interleaved, BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_HEADS=_BLOCK_HEADS, num_warps=2)
+        BLOCK_HEADS=_BLOCK_HEADS, num_warps=2, **pdl(q))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 
 @triton.jit
 def _rmsnorm_kernel(x_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, eps, inner, stride_outer, stride_inner, width,
-                    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+                    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    start_next(PDL)
+    weight = tl.load(weight_ptr + columns, inside, other=0.0)
+    wait_for_last(PDL)
     begin = (row // inner) * stride_outer + (row % inner) * stride_inner
     x = tl.load(x_ptr + begin + columns, inside, other=0.0)
     if HAS_RESIDUAL:
@@ -21,7 +24,6 @@ def _rmsnorm_kernel(x_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, eps, inner,
         tl.store(sum_ptr + row * width + columns, x, inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    weight = tl.load(weight_ptr + columns, inside, other=0.0)
     # Rounded before the weight is applied: transformers does so, and in bf16 the other order gives other values.
     y = (wide * scale).to(y_ptr.dtype.element_ty) * weight
     tl.store(y_ptr + row * width + columns, y, inside)
@@ -44,5 +46,5 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
         block = triton.next_power_of_2(width)
         _rmsnorm_kernel[(rows,)](x, residual, total, y, weight, eps, inner, x.stride(0), x.stride(-2), width,
                                  HAS_RESIDUAL=residual is not None, BLOCK=block,
-                                 num_warps=max(1, min(16, block // 512)))
+                                 num_warps=max(1, min(16, block // 512)), **pdl(x))
     return y, total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .forms import HeadNorms
 
 # Heads that one program turns: 16 KiB of a 128-wide head's bf16. One head a program took 3 % of a prefill at 8B.
@@ -52,7 +52,10 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
                            position_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
                            stride_page, stride_head, stride_slot, num_q_heads, num_kv_heads, half,
                            k_factor, v_factor, q_weight_ptr, k_weight_ptr, eps, LARGEST: tl.constexpr,
-                           ROTATE: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+                           ROTATE: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+                           PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = tl.arange(0, HALF)
@@ -107,4 +110,5 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
         num_q_heads, num_kv_heads, half, 1 / k_scale, 1 / v_scale, norms.q_weight if norms else q,
         norms.k_weight if norms else k, norms.eps if norms else 0.0,
         LARGEST=torch.finfo(k_pages.dtype).max if k_pages.itemsize == 1 else 0, ROTATE=rotates,
-        NORM=norms is not None, HALF=triton.next_power_of_2(half), BLOCK_HEADS=_BLOCK_HEADS, num_warps=2)
+        NORM=norms is not None, HALF=triton.next_power_of_2(half), BLOCK_HEADS=_BLOCK_HEADS, num_warps=2,
+        **pdl(q))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -26,5 +28,5 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        _silu_and_mul_kernel[(rows, triton.cdiv(width, 1024))](x, y, width, BLOCK=1024)
+        _silu_and_mul_kernel[(rows, triton.cdiv(width, 1024))](x, y, width, BLOCK=1024, **pdl(x))
     return y

@@ -40,6 +40,8 @@ class Compiler:
         for name, module in list(sys.modules.items()):
             if name.startswith("baton.kernels.") and hasattr(module, "runs_triton"):
                 module.runs_triton = lambda tensor: True
+            if name.startswith("baton.kernels.") and hasattr(module, "pdl"):
+                module.pdl = lambda tensor: {"PDL": True, "launch_pdl": True}
 
     def _compile(self, kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         known = {id(made) for _, made in self.found}
