@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import io
 import json
 import pstats
 import statistics
@@ -202,7 +201,7 @@ def record(engine: HandEngine, steps: int, marks: bool) -> dict[str, Any]:
     return gaps(recorded, steps)
 
 
-def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str) -> dict[str, Any]:
+def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, detail: bool = True) -> dict[str, Any]:
     """A batch that is computed already (``context`` 0) or is prefilled first."""
     if context:
         engine.start(batch, context, 3 * steps + 40)
@@ -227,7 +226,7 @@ def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str) 
           + ", ".join(f"{part} {took:.0f}" for part, took in table.items()), flush=True)
     found = {"batch": batch, "step_ms": statistics.mean(walls), "parts_us": table}
     found |= record(engine, 10, marks=False)
-    if batch != 64:
+    if detail:
         record(engine, 4, marks=True)
         top(engine, steps // 2)
     engine.finish()
@@ -238,10 +237,10 @@ def top(engine: HandEngine, steps: int) -> None:
     with cProfile.Profile() as recorded:
         for _ in range(steps):
             engine.step()
-    text = io.StringIO()
-    pstats.Stats(recorded, stream=text).sort_stats("tottime").print_stats(25)
-    lines = [line for line in text.getvalue().splitlines() if line.strip()]
-    print("\n".join(line.replace("/baton/common", "")[:150] for line in lines[2:]), f"\n  ({steps} steps)")
+    rows = [(own, calls, place) for place, (_, calls, own, _, _) in pstats.Stats(recorded).stats.items()]  # type: ignore[attr-defined]
+    print("  own us a step under cProfile, calls a step:")
+    for own, calls, (path, line, name) in sorted(rows, reverse=True)[:25]:
+        print(f"    {1e6 * own / steps:8.1f} {calls / steps:7.1f}  {'/'.join(path.split('/')[-2:])}:{line} {name[:80]}")
 
 
 def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict[str, Any]:
@@ -330,19 +329,18 @@ def main() -> None:
     watch(engine)
     settle_collector()
     print(f"engine after {time.perf_counter() - born:.1f} s", flush=True)
-    attempt("prefill", lambda: prefill(engine, 48 if not tiny else 16, length, clocks))
-    attempt("decode of these", lambda: decode(engine, 48 if not tiny else 16, 0, steps, "8B"))
-    attempt("closed loop", lambda: closed_loop(engine, length, 32, 10, clocks))
-    for batch in (1, wide):
-        attempt(f"decode {batch}", lambda batch=batch: decode(engine, batch, 1024 if not tiny else 32, steps, "8B"))
+    many = 16 if tiny else 40
+    attempt("prefill", lambda: prefill(engine, many, length, clocks))
+    attempt("decode of these", lambda: decode(engine, many, 0, steps, "8B", detail=False))
+    for batch in (wide, 1):
+        attempt(f"decode {batch}", lambda batch=batch: decode(engine, batch, 32 if tiny else 512, steps, "8B"))
     if not args.skip_small:
-        engine.close()
-        del engine
-        shape: dict[str, Any] = {"shape": dummy_engine.TINY} if tiny else {"shape": dummy_engine.QWEN3_06B}
+        shape: dict[str, Any] = {"shape": dummy_engine.TINY if tiny else dummy_engine.QWEN3_06B}
         small = dummy_engine.make(20_000, 8, sizes=(1,), **(make | shape))
         watch(small)
         settle_collector()
         attempt("decode of the small one", lambda: decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B"))
+    attempt("closed loop", lambda: closed_loop(engine, length, 8, 8, clocks))
     clocks.close()
 
 
