@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.messages import Bootstrap
+from .per_prompt import per_prompt
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):
@@ -45,14 +48,12 @@ def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: 
     if fields.bootstrap_host is None or fields.bootstrap_room is None:
         missing = "bootstrap_host" if fields.bootstrap_host is None else "bootstrap_room"
         raise InvalidRequest(f"{missing} is missing: bootstrap_host and bootstrap_room go together.", param=missing)
-    hosts = _per_prompt("bootstrap_host", fields.bootstrap_host, num_prompts)
-    ports = _per_prompt("bootstrap_port", fields.bootstrap_port, num_prompts)
-    room = fields.bootstrap_room
-    rooms = [room + i * n for i in range(num_prompts)] if isinstance(room, int) else _per_prompt(
-        "bootstrap_room", room, num_prompts)
+    hosts = per_prompt("bootstrap_host", fields.bootstrap_host, num_prompts)
+    ports = per_prompt("bootstrap_port", fields.bootstrap_port, num_prompts)
+    rooms = _rooms("bootstrap_room", fields.bootstrap_room, num_prompts, n)
     before = fields.bootstrap_previous_room
-    previous = [before + i * n for i in range(num_prompts)] if isinstance(before, int) else _per_prompt(
-        "bootstrap_previous_room", before, num_prompts)
+    previous: Sequence[int | None] = (
+        [None] * num_prompts if before is None else _rooms("bootstrap_previous_room", before, num_prompts, n))
     rank = fields.disagg_prefill_dp_rank
     if rank is not None and rank < 0:
         raise InvalidRequest(f"disagg_prefill_dp_rank must be 0 or more, got {rank}.", param="disagg_prefill_dp_rank")
@@ -63,11 +64,11 @@ def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: 
     return found
 
 
-def _per_prompt(name: str, value: object, num_prompts: int) -> list:
-    values = value if isinstance(value, list) else [value] * num_prompts
-    if len(values) != num_prompts:
-        raise InvalidRequest(f"{name} holds {len(values)} entries for {num_prompts} prompts.", param=name)
-    return values
+def _rooms(name: str, given: int | list[int], num_prompts: int, n: int) -> list[int]:
+    """The first room of each prompt."""
+    if isinstance(given, int):
+        return [given + i * n for i in range(num_prompts)]
+    return per_prompt(name, given, num_prompts)
 
 
 def _checked(host: str, port: int, room: int, previous: int | None,

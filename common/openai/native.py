@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,11 +13,11 @@ from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
 from .native_extras import Embeddings, custom_processor
+from .per_prompt import check_count, per_prompt
 from .prompts import Prompts, check_ids, parse_prompts
 from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, refuse_unsupported, validated_params
 from .structured import grammar_field
 
-T = TypeVar("T")
 MAX_LISTED_IDS = 1024
 MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 15 MB of the 64 that a prefill server's result may have
 
@@ -102,15 +102,15 @@ class GenerateRequest(BootstrapFields, kw_only=True):
 
     def samplings(self, num_prompts: int) -> list[NativeSampling]:
         given = self.sampling_params
-        return _per_prompt("sampling_params", NativeSampling() if given is None else given, num_prompts)
+        return per_prompt("sampling_params", NativeSampling() if given is None else given, num_prompts)
 
     def processors(self, samplings: list[NativeSampling]) -> list[CustomProcessor | None]:
         """One entry per prompt; raises InvalidRequest."""
-        named: list[str | None] = _per_prompt("custom_logit_processor", self.custom_logit_processor, len(samplings))
+        named: list[str | None] = per_prompt("custom_logit_processor", self.custom_logit_processor, len(samplings))
         return [custom_processor(name, sampling.custom_params) for name, sampling in zip(named, samplings)]
 
     def tells_hidden_states(self, num_prompts: int) -> list[bool]:
-        return _per_prompt("return_hidden_states", self.return_hidden_states or False, num_prompts)
+        return per_prompt("return_hidden_states", self.return_hidden_states or False, num_prompts)
 
 
 _REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -145,10 +145,10 @@ class LogprobOptions(msgspec.Struct, frozen=True):
 def logprob_options(request: GenerateRequest, prompt_lengths: list[int], vocab_size: int) -> list[LogprobOptions]:
     """One entry per prompt; raises InvalidRequest for values out of range."""
     count = len(prompt_lengths)
-    wanted = _per_prompt("return_logprob", request.return_logprob or False, count)
+    wanted = per_prompt("return_logprob", request.return_logprob or False, count)
     start_len = -1 if request.logprob_start_len is None else request.logprob_start_len
-    starts = _per_prompt("logprob_start_len", start_len, count)
-    tops = _per_prompt("top_logprobs_num", request.top_logprobs_num or 0, count)
+    starts = per_prompt("logprob_start_len", start_len, count)
+    tops = per_prompt("top_logprobs_num", request.top_logprobs_num or 0, count)
     listed = _listed_ids(request.token_ids_logprob or [], count, vocab_size)
     for start, top, ids, length in zip(starts, tops, listed, prompt_lengths):
         check_range("top_logprobs_num", top, 0, MAX_TOP_LOGPROBS)
@@ -169,24 +169,13 @@ def _listed_ids(given: list[int | list[int] | None], count: int, vocab_size: int
     if for_all and each:
         raise InvalidRequest("token_ids_logprob must not mix token ids and lists.", param="token_ids_logprob")
     lists = each or [for_all] * count
-    _check_count("token_ids_logprob", lists, count)
+    check_count("token_ids_logprob", lists, count)
     for ids in filter(None, lists):
         if len(ids) > MAX_LISTED_IDS:
             raise InvalidRequest(f"token_ids_logprob must name {MAX_LISTED_IDS} tokens at most, got {len(ids)}.",
                                  param="token_ids_logprob")
         check_ids(ids, vocab_size, "token_ids_logprob")
     return [tuple(ids) for ids in lists]
-
-
-def _per_prompt(name: str, value: T | list[T], count: int) -> list[T]:
-    values = value if isinstance(value, list) else [value] * count
-    _check_count(name, values, count)
-    return values
-
-
-def _check_count(name: str, values: list[Any], count: int) -> None:
-    if len(values) != count:
-        raise InvalidRequest(f"{name} holds {len(values)} entries for {count} prompts.", param=name)
 
 
 class GenerateAnswer(msgspec.Struct, omit_defaults=True):
