@@ -184,6 +184,19 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
     return (wide @ (weight.float() * scale).T).to(dtype)
 
 
+def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+                  scale: torch.Tensor | None = None, block: tuple[int, int] | None = None,
+                  dtype: torch.dtype | None = None) -> torch.Tensor:
+    """See ``kernels.skinny_matmul.skinny_matmul``."""
+    wide = weight.float()
+    if scale is not None and block is None:
+        wide = wide * scale.view(-1, 1)
+    elif scale is not None and block is not None:
+        wide = wide * _spread(_spread(scale, block[0], weight.shape[0], dim=0), block[1], weight.shape[1], dim=1)
+    y = x.float() @ wide.T
+    return (y if bias is None else y + bias.float()).to(x.dtype).to(dtype or x.dtype)
+
+
 def _spread(scale: torch.Tensor, size: int, total: int, dim: int) -> torch.Tensor:
     """Each scale repeated for the ``size`` values of its group, cut to ``total``."""
     return scale.repeat_interleave(size, dim).narrow(dim, 0, total)

@@ -30,6 +30,7 @@ from baton.kernels.peer_sum import SLOT, SLOTS, Peers, peer_sum
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.skinny_matmul import skinny_matmul
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 META = torch.device("meta")
@@ -147,6 +148,12 @@ def blocks(rows: int, out: int, width: int) -> None:
                  fp32(-(-out // 128), -(-width // 128)), (128, 128), BF16)
 
 
+def few_rows(rows: int, out: int, width: int, by: str = "") -> None:
+    scale = {"": None, "row": fp32(out), "block": fp32(-(-out // 128), -(-width // 128))}[by]
+    skinny_matmul(of(rows, width), fp8(out, width) if by else of(out, width), scale=scale,
+                  block=(128, 128) if by == "block" else None)
+
+
 def drawn(count: int, vocab: int, truncates: bool) -> None:
     draw(fp32(count, vocab), fp32(count), int64(7, count), truncates)
 
@@ -231,6 +238,14 @@ CASES: dict[str, Callable[[], object]] = {
     "block_matmul 500 rows": lambda: blocks(500, 4096, 4096),
     "block_matmul 1000 rows": lambda: blocks(1000, 4096, 4096),
     "block_matmul, last group smaller": lambda: blocks(7, 2048, 10944),
+    "skinny_matmul 7 rows": lambda: few_rows(7, 4096, 4096),
+    "skinny_matmul 7 rows, wide": lambda: few_rows(7, 28672, 4096),
+    "skinny_matmul 60 rows": lambda: few_rows(60, 4096, 14336),
+    "skinny_matmul, odd width": lambda: few_rows(7, 4096, 4100),
+    "skinny_matmul float8 by rows": lambda: few_rows(7, 4096, 4096, "row"),
+    "skinny_matmul float8 by rows, 60 rows": lambda: few_rows(60, 4096, 4096, "row"),
+    "skinny_matmul float8 by blocks": lambda: few_rows(7, 4096, 4096, "block"),
+    "skinny_matmul float8 by blocks, 60 rows": lambda: few_rows(60, 4096, 4096, "block"),
     "draw": lambda: drawn(7, 128256, False),
     "draw, truncated": lambda: drawn(7, 128256, True),
     "peer_sum of 2, one shot": lambda: summed(7, 2, BF16, False),
@@ -243,7 +258,8 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["rmsnorm 4096, residual", "silu_and_mul 14336", "rope_and_store Qwen3, float8", "paged_decode Qwen3",
        "paged_prefill Llama", "mla_rope_and_store V2-Lite", "mla_decode V2-Lite", "mla_prefill V2-Lite, merges",
-       "moe_topk Qwen3", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "draw, truncated",
+       "moe_topk Qwen3", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
+       "skinny_matmul 7 rows", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
@@ -260,6 +276,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
+    "skinny_matmul 7 rows": lambda n: few_rows(n, 4096, 4096),
     "draw, truncated": lambda n: drawn(n, 128256, True),
     "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
     "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),
