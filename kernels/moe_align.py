@@ -22,11 +22,13 @@ class Alignment:
     """Block b multiplies rows ``rows[b * block : (b + 1) * block]`` with matrix ``place[b]`` (int32 both).
 
     A row is an index into the flattened ``[T, K]`` choices, T * K where the block is padded. Blocks behind the last
-    have place -1.
+    have place -1. ``positions`` [T * K] int32 is the way back: where ``rows`` has each choice, arbitrary where it has
+    not.
     """
 
     rows: torch.Tensor
     place: torch.Tensor
+    positions: torch.Tensor
     block: int
 
 
@@ -45,8 +47,9 @@ def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, PARTS: tl.constex
 
 
 @triton.jit(do_not_specialize=["total", "per_part", "num_blocks"])
-def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, total, per_part, num_blocks, num_places,
-                     ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_PLACES: tl.constexpr, BLOCK: tl.constexpr):
+def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr, total, per_part, num_blocks,
+                     num_places, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_PLACES: tl.constexpr,
+                     BLOCK: tl.constexpr):
     place = tl.program_id(0)  # num_places: what is behind the last
     part = tl.program_id(1)
     each = tl.arange(0, BLOCK_PLACES)
@@ -74,7 +77,9 @@ def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, total, per_par
         for start in range(begin, end, BLOCK):
             index = start + tl.arange(0, BLOCK)
             hit = (tl.load(places_ptr + index, index < end, other=-1) == place).to(tl.int32)
-            tl.store(rows_ptr + position + tl.cumsum(hit, 0) - 1, index, hit != 0)
+            at = position + tl.cumsum(hit, 0) - 1
+            tl.store(rows_ptr + at, index, hit != 0)
+            tl.store(positions_ptr + index, at, hit != 0)
             position += tl.sum(hit, 0)
 
 
@@ -94,6 +99,7 @@ def moe_align(places: torch.Tensor, num_places: int, block: int) -> Alignment:
     num_blocks = num_blocks_of(total, num_places, block)
     rows = torch.empty(num_blocks * block, dtype=torch.int32, device=places.device)
     place = torch.empty(num_blocks, dtype=torch.int32, device=places.device)
+    positions = torch.empty(total, dtype=torch.int32, device=places.device)
     if total:
         parts = 1 if total <= 2 * _BLOCK else _MOST_PARTS
         per_part = triton.cdiv(triton.cdiv(total, parts), _BLOCK) * _BLOCK
@@ -101,6 +107,6 @@ def moe_align(places: torch.Tensor, num_places: int, block: int) -> Alignment:
         places = places.contiguous()
         _moe_count_kernel[(num_places, parts)](places, counts, total, per_part, PARTS=parts, BLOCK=_BLOCK)
         _moe_sort_kernel[(num_places + 1, parts)](
-            places, counts, rows, place, total, per_part, num_blocks, num_places, ROWS=block, PARTS=parts,
+            places, counts, rows, place, positions, total, per_part, num_blocks, num_places, ROWS=block, PARTS=parts,
             BLOCK_PLACES=triton.next_power_of_2(num_places), BLOCK=_BLOCK)
-    return Alignment(rows, place, block)
+    return Alignment(rows, place, positions, block)

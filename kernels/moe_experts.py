@@ -10,6 +10,7 @@ from .forms import Scales
 from .fp8_quantize import quantize_groups
 from .moe_align import moe_align
 from .moe_gemm import SCALE_GROUP, moe_gemm
+from .moe_sorted import fits, moe_down, moe_up, sum_sorted
 from .moe_tiles import Tiles, device_name, tiles_for
 
 
@@ -47,11 +48,19 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     aligned = moe_align(places, num_places, tiles.gate_up.rows)
     total = tokens * choices
     given, given_scale = _quantized(x, scales)
+    up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
+    by_block = scales is not None and scales.by == "block"
+    if tiles.sorted and fits(tiles.gate_up, hidden, size, by_block) and fits(tiles.down, size, hidden, by_block):
+        between = moe_up(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, given_scale, up_scale)
+        given, given_scale = _quantized(between, scales)
+        made = moe_down(given, down, aligned, total, tiles.down, x.dtype, given_scale, down_scale)
+        sum_sorted(made, places.contiguous(), num_places, weights.contiguous(), aligned, out)
+        return out
     between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, gated=True, a_scale=given_scale,
-                       b_scale=None if scales is None else scales.gate_up)
+                       b_scale=up_scale)
     given, given_scale = _quantized(between, scales)
     made = moe_gemm(given, down, aligned, 1, total, tiles.down, x.dtype, weights=weights.contiguous(),
-                    a_scale=given_scale, b_scale=None if scales is None else scales.down)
+                    a_scale=given_scale, b_scale=down_scale)
     block = min(1024, triton.next_power_of_2(hidden))
     _moe_sum_kernel[(tokens, triton.cdiv(hidden, block))](made, places.contiguous(), out, num_places, hidden,
                                                           CHOICES=choices, BLOCK=block)

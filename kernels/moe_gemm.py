@@ -15,10 +15,10 @@ from .moe_tiles import Tile
 SCALE_GROUP = 128
 
 
-@triton.jit(do_not_specialize=["total", "num_blocks"])
+@triton.jit(do_not_specialize=["total", "num_blocks", "scale_columns", "scale_depth", "choices"])
 def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, place_ptr, weights_ptr, total,
-                     num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth,
-                     CHOICES: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
+                     num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth, choices,
+                     GATED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
                      ROW_SCALED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                      BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr):
     # Programs go through a band of row blocks before the next columns, so that an expert's matrix stays in the cache.
@@ -33,7 +33,7 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, 
         return
     choice = tl.load(rows_ptr + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     present = choice < total
-    row = tl.where(present, choice, 0) // CHOICES
+    row = tl.where(present, choice, 0) // choices
     column = within // height * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_in = column < columns
     safe = tl.where(column_in, column, 0).to(tl.int64)
@@ -109,8 +109,8 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
     if num_blocks:
         _moe_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
             a, a_scale, b, b_scale, out, aligned.rows, aligned.place, weights, total, num_blocks, columns, depth,
-            a.stride(0), b.stride(0), sizes[0], sizes[-1],
-            CHOICES=choices, GATED=gated, WEIGHTED=weights is not None, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
+            a.stride(0), b.stride(0), sizes[0], sizes[-1], choices,
+            GATED=gated, WEIGHTED=weights is not None, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
             WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
             BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages)
     return out

@@ -30,10 +30,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of a layer's two products; both go through one alignment, so that ``rows`` are equal."""
+    """Of a layer's two products; both go through one alignment, so that ``rows`` are equal. ``sorted``: rows stay in
+    the order of experts between them (moe_sorted.py), which pays from some dozens of rows an expert on."""
 
     gate_up: Tile
     down: Tile
+    sorted: bool = False
 
     def __post_init__(self) -> None:
         assert self.gate_up.rows == self.down.rows
@@ -72,7 +74,7 @@ def table(device: str) -> dict[str, dict[int, Tiles]]:
     file = FOLDER / f"{device.replace(' ', '_')}.json"
     if not file.exists():
         return {}
-    return {shape: {int(tokens): Tiles(Tile(**tiles["gate_up"]), Tile(**tiles["down"]))
+    return {shape: {int(tokens): Tiles(Tile(**tiles["gate_up"]), Tile(**tiles["down"]), tiles.get("sorted", False))
                     for tokens, tiles in by_tokens.items()}
             for shape, by_tokens in json.loads(file.read_text(encoding="utf-8")).items()}
 

@@ -5,6 +5,7 @@ Arithmetic is in float32 and rounded to the input's type once, at the end, as in
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -23,6 +24,26 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float,
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight, x
+
+
+def copy_blocks(src_address: int, dst_address: int, ids: torch.Tensor, block_bytes: int) -> None:
+    """See ``kernels.copy_blocks.copy_blocks``; of host memory."""
+    for source, target in ids.T.tolist():
+        ctypes.memmove(dst_address + target * block_bytes, src_address + source * block_bytes, block_bytes)
+
+
+def peer_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """``parts`` are the ranks' in their order; see ``kernels.peer_sum.peer_sum``."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+def peer_sum_norm(parts: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor,
+                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kernels.peer_sum.peer_sum_norm``."""
+    return rmsnorm(peer_sum(parts), weight, eps, residual)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -222,9 +243,10 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     return total.to(x.dtype)
 
 
-def moe_align(places: torch.Tensor, num_places: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rows, place)`` of the ``Alignment`` that ``kernels.moe_align.moe_align`` makes, without the blocks behind the
-    last."""
+def moe_align(places: torch.Tensor, num_places: int,
+              block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(rows, place, positions)`` of the ``Alignment`` that ``kernels.moe_align.moe_align`` makes, without the blocks
+    behind the last; positions of choices that are left out are -1."""
     flat = places.flatten()
     rows, place = [], []
     for expert in range(num_places):
@@ -233,7 +255,9 @@ def moe_align(places: torch.Tensor, num_places: int, block: int) -> tuple[torch.
         rows.append(torch.nn.functional.pad(found, (0, blocks * block - len(found)), value=len(flat)))
         place += [expert] * blocks
     joined = torch.cat(rows) if rows else flat[:0]
-    return joined.int(), torch.tensor(place, dtype=torch.int32, device=places.device)
+    positions = torch.full((len(flat) + 1,), -1, dtype=torch.int32, device=places.device)
+    positions[joined] = torch.arange(len(joined), dtype=torch.int32, device=places.device)
+    return joined.int(), torch.tensor(place, dtype=torch.int32, device=places.device), positions[:-1]
 
 
 def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice) -> tuple[torch.Tensor, torch.Tensor]:

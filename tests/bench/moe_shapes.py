@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.forms import Scales
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -32,19 +34,26 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 128, 8, 768),
     "qwen3-30b-a3b-tp2": Shape(2048, 128, 8, 384),
     "mixtral-8x7b": Shape(4096, 8, 2, 14336),
+    "mixtral-8x7b-tp2": Shape(4096, 8, 2, 7168),
+    "deepseek-v2-lite": Shape(2048, 64, 6, 1408),
     "deepseek-v3-ep8": Shape(7168, 32, 8, 2048),
-    "tiny": Shape(64, 8, 2, 48),  # for a look at these scripts on a CPU, under Triton's interpreter
+    "tiny": Shape(64, 8, 2, 64),  # for a look at these scripts on a CPU, under Triton's interpreter
 }
 
 
 class Layer:
-    """Random experts, and random choices of tokens."""
+    """Random experts, and random choices of tokens. Float8 experts are scaled by blocks, and their tokens bfloat16."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str):
         self.shape = shape
         self.device = device
+        self.dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self.gate_up = self._random(shape.experts, 2 * shape.size, shape.hidden, dtype=dtype)
         self.down = self._random(shape.experts, shape.hidden, shape.size, dtype=dtype)
+        self.scales: Scales | None = None
+        if dtype.itemsize == 1:
+            self.scales = Scales(*(torch.ones(len(w), *(-(-n // 128) for n in w.shape[1:]), device=device)
+                                   for w in (self.gate_up, self.down)), "block")
 
     def _random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(sizes, device=self.device, dtype=torch.float32 if dtype.itemsize > 2 else torch.bfloat16)
@@ -52,7 +61,7 @@ class Layer:
 
     def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``(x, places, weights)``: ``top_k`` different experts a token, all equally likely."""
-        x = self._random(count, self.shape.hidden, dtype=self.gate_up.dtype) * 50
+        x = self._random(count, self.shape.hidden, dtype=self.dtype) * 50
         places = torch.rand(count, self.shape.experts, device=self.device).topk(self.shape.top_k).indices
         return x, places, torch.full(places.shape, 1 / self.shape.top_k, device=self.device)
 

@@ -1,34 +1,120 @@
-"""Finds the fastest tiles of a layer of experts and writes them into the table of this device.
+"""Finds the fastest tiles of layers of experts and writes them into the table of this device.
 
-    python -m baton.tests.bench.tune_moe [--shape qwen3-30b-a3b] [--tokens 1,16,...] [--folder kernels/tiles]
+    python -m baton.tests.bench.tune_moe [--shapes qwen3-30b-a3b,...] [--dtypes bfloat16,float8_e4m3fn]
+        [--tokens 1,16,...] [--folder kernels/tiles]
 
-What other runs have found for other shapes or counts stays in the table. Compiling takes most of the time, about 3
-minutes for the first count of tokens; the others reuse it.
+What other runs have found for other shapes or counts stays in the table, which is written after each count. All
+candidates are compiled first, by as many processes as there are cores; one shape's kernels serve the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from ...kernels import moe_tiles
-from ...kernels.moe_align import moe_align
+from ...kernels.fp8_quantize import quantize_groups
+from ...kernels.moe_align import Alignment, moe_align
 from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import moe_gemm
+from ...kernels.moe_sorted import fits, moe_down, moe_up, sum_sorted
 from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, shape_key, to_json
-from .moe_shapes import SHAPES, Layer, micros
+from .moe_shapes import SHAPES, Layer, Shape, micros
+
+FEW_ROWS, MANY_ROWS = (16, 32), (64, 128)  # of a block: in the order of tokens, and in that of experts
 
 
-def candidates(rows: int, dtype: torch.dtype) -> Iterator[Tile]:
+def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
     """All that may be sensible: a tile's values fit into registers, and its loads into shared memory."""
-    for columns in (64, 128):
-        for depth in (64, 128) if dtype.itemsize == 2 else (32,):
-            for warps in (4, 8) if rows * columns >= 64 * 64 else (4,):
-                for stages in (3, 4, 5) if rows <= 32 else (3, 4):
-                    yield Tile(rows, columns, depth, 1 if rows <= 32 else 16, warps, stages)
+    if rows in FEW_ROWS:
+        for columns in (64, 128):
+            for stages in (3, 4, 5) if rows == 16 else (3, 4):
+                yield Tile(rows, columns, 128 if dtype.itemsize <= 2 else 32, 1, 4, stages)
+        return
+    depth = 128 // dtype.itemsize
+    wide = (64 if gated else 128) if dtype.itemsize == 1 or rows == 64 else (128 if gated else 256)
+    for columns in {64 if gated else 128, wide}:
+        for warps in (4, 8) if columns <= 128 // (2 if gated else 1) else (8,):
+            for stages in (2, 3, 4) if warps == 4 else (3, 4):
+                yield Tile(rows, columns, depth, 16, warps, stages)
+    if rows == 64 and dtype.itemsize == 2:
+        for stages in (3, 4):
+            yield Tile(rows, 128 if gated else 256, depth, 16, 4, stages)
+    if rows == 128 and dtype.itemsize == 1 and gated:
+        yield Tile(rows, 128, depth, 16, 8, 3)
+
+
+class Products:
+    """The two products of a layer's tokens, each alone."""
+
+    def __init__(self, layer: Layer, tokens: int, rows: int):
+        self.layer = layer
+        self.x, self.places, self.weights = layer.tokens(tokens)
+        self.rows = rows
+        self.aligned: Alignment = moe_align(self.places, layer.shape.experts, rows)
+        self.given, self.given_scale = self._quantized(self.x)
+        length = len(self.aligned.rows) if rows in MANY_ROWS else self.places.numel()
+        self.between, self.between_scale = self._quantized(
+            torch.randn(length, layer.shape.size, device=self.x.device).to(layer.dtype))
+
+    def _quantized(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (rows, None) if self.layer.scales is None else quantize_groups(rows, 128)
+
+    def up(self, tile: Tile) -> torch.Tensor:
+        layer, total = self.layer, self.places.numel()
+        scale = None if layer.scales is None else layer.scales.gate_up
+        if self.rows in MANY_ROWS:
+            return moe_up(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile, layer.dtype,
+                          self.given_scale, scale)
+        return moe_gemm(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile, layer.dtype,
+                        gated=True, a_scale=self.given_scale, b_scale=scale)
+
+    def down(self, tile: Tile) -> torch.Tensor:
+        layer, total = self.layer, self.places.numel()
+        scale = None if layer.scales is None else layer.scales.down
+        if self.rows in MANY_ROWS:
+            return moe_down(self.between, layer.down, self.aligned, total, tile, layer.dtype, self.between_scale, scale)
+        return moe_gemm(self.between, layer.down, self.aligned, 1, total, tile, layer.dtype, weights=self.weights,
+                        a_scale=self.between_scale, b_scale=scale)
+
+    def whole(self, tiles: Tiles) -> torch.Tensor:
+        layer = self.layer
+        return moe_experts(self.x, layer.gate_up, layer.down, self.places, self.weights, layer.scales, tiles)
+
+    def others(self) -> tuple[float, float]:
+        """Microseconds of the alignment and, of sorted rows, of the sum."""
+        out, count = torch.empty_like(self.x), self.layer.shape.experts
+        made = torch.zeros(len(self.aligned.rows), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
+        return (micros(lambda: moe_align(self.places, count, self.rows)),
+                micros(lambda: sum_sorted(made, self.places, count, self.weights, self.aligned, out)))
+
+
+def compile_one(job: tuple[str, Tile, bool]) -> str:
+    """In a process of its own: one expert of the shape is enough for the kernel."""
+    name, tile, gated = job
+    dtype, device = getattr(torch, name), "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        products = Products(Layer(Shape(2048, 1, 1, 768), dtype, device), 16, tile.rows)
+        products.up(tile) if gated else products.down(tile)
+    except Exception as error:  # what a device cannot hold is not compiled; the measurement finds it again
+        return f"{job}: {type(error).__name__} {str(error)[:200]}"
+    return ""
+
+
+def compile_all(dtypes: list[str], most_rows: int) -> None:
+    began = time.perf_counter()
+    jobs = [(name, tile, gated) for name in dtypes for gated in (True, False) for rows in FEW_ROWS + MANY_ROWS
+            for tile in candidates(rows, getattr(torch, name), gated) if rows <= most_rows]
+    jobs.sort(key=lambda job: -job[1].rows)  # the longest first
+    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
+        troubles = [said for said in pool.imap_unordered(compile_one, jobs) if said]
+    print(f"{len(jobs)} kernels compiled in {time.perf_counter() - began:.1f} s", *troubles, sep="\n", flush=True)
 
 
 def best(run: Callable[[Tile], object], tiles: Iterator[Tile]) -> tuple[float, Tile]:
@@ -36,58 +122,73 @@ def best(run: Callable[[Tile], object], tiles: Iterator[Tile]) -> tuple[float, T
     found = []
     for tile in tiles:
         try:
-            found.append((micros(lambda tile=tile: run(tile)), tile))  # type: ignore[misc]
+            found.append((micros(lambda tile=tile: run(tile), 3), tile))  # type: ignore[misc]
         except Exception as error:  # by name: Triton's own class moves between its versions
             if "OutOfResources" not in type(error).__name__:
                 raise
     return min(found, key=lambda pair: pair[0])
 
 
-def tune(layer: Layer, tokens: int, most_rows: int) -> Tiles:
+def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
     """The best of each number of rows in a block that suits so many tokens, measured as a whole."""
-    shape = layer.shape
-    x, places, weights = layer.tokens(tokens)
-    total, dtype = places.numel(), x.dtype
-    between = torch.randn(total, shape.size, device=x.device).to(dtype)
-    tried = []
-    for rows in (16, 32, 64, 128):
-        if rows > 16 and (rows > most_rows or total / shape.experts < rows / 8):
+    shape, dtype = layer.shape, layer.gate_up.dtype
+    each, tried = tokens * shape.top_k / shape.experts, []
+    for rows in FEW_ROWS + MANY_ROWS:
+        if rows > 16 and (rows > most_rows or each < rows / 8) or rows < 64 and each > 8 * rows:
             continue
-        aligned = moe_align(places, shape.experts, rows)
-        _, gate_up = best(lambda tile, a=aligned: moe_gemm(x, layer.gate_up, a, shape.top_k, total, tile, dtype,
-                                                           gated=True), candidates(rows, dtype))
-        _, down = best(lambda tile, a=aligned: moe_gemm(between, layer.down, a, 1, total, tile, dtype,
-                                                        weights=weights), candidates(rows, dtype))
-        tiles = Tiles(gate_up, down)
-        tried.append((micros(lambda t=tiles: moe_experts(x, layer.gate_up, layer.down, places, weights, tiles=t)),
-                      tiles))
-    rule = default_tiles(total / shape.experts, dtype)
-    by_rule = micros(lambda: moe_experts(x, layer.gate_up, layer.down, places, weights, tiles=rule))
+        suits = [[tile for tile in candidates(rows, dtype, gated)
+                  if rows in FEW_ROWS or fits(tile, depth, depth, layer.scales is not None)]
+                 for gated, depth in ((True, shape.hidden), (False, shape.size))]
+        if not all(suits):
+            continue
+        products = Products(layer, tokens, rows)
+        up_us, up = best(products.up, iter(suits[0]))
+        down_us, down = best(products.down, iter(suits[1]))
+        tiles = Tiles(up, down, rows in MANY_ROWS)
+        tried.append((micros(lambda t=tiles, p=products: p.whole(t)), tiles))  # type: ignore[misc]
+        if verbose:
+            flops = shape.flops(tokens)
+            align_us, sum_us = products.others()
+            print(f"  {rows} rows: {tried[-1][0]:.0f} us; up {up_us:.0f} us, {2 * flops / 3e6 / up_us:.0f} TFLOP/s, "
+                  f"down {down_us:.0f} us, {flops / 3e6 / down_us:.0f} TFLOP/s, align {align_us:.0f}, "
+                  f"sum {sum_us:.0f}; {_short(up)} {_short(down)}", flush=True)
+    rule = default_tiles(each, dtype)
+    by_rule = micros(lambda: products.whole(rule))
     took, tiles = min([*tried, (by_rule, rule)], key=lambda pair: pair[0])
-    print(f"{tokens} tokens: {took:.1f} us (by the rule {by_rule:.1f} us) with {tiles}", flush=True)
+    print(f"{tokens} tokens: {took:.1f} us (by the rule {by_rule:.1f} us) with {_short(tiles.gate_up)} "
+          f"{_short(tiles.down)}", flush=True)
     return tiles
+
+
+def _short(tile: Tile) -> str:
+    return f"{tile.rows}x{tile.columns}x{tile.depth} {tile.warps}w {tile.stages}s"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--tokens", default="1,16,64,256,1024,4096,8192")
+    parser.add_argument("--shapes", default="qwen3-30b-a3b")
+    parser.add_argument("--dtypes", default="bfloat16" if torch.cuda.is_available() else "float32")
+    parser.add_argument("--tokens", default="1,16,64,256,1024,2048,4096,8192")
     parser.add_argument("--most-rows", type=int, default=128)
     parser.add_argument("--folder", type=Path, default=moe_tiles.FOLDER)
+    parser.add_argument("--verbose", action="store_true", help="each product's time by each number of rows in a block")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape, name = SHAPES[args.shape], device_name(device)
-    layer = Layer(shape, dtype, device.type)
-    moe_tiles.FOLDER = args.folder
+    name, dtypes = device_name(device), args.dtypes.split(",")
+    if device.type == "cuda":
+        compile_all(dtypes, args.most_rows)
     measured = dict(moe_tiles.table(name))
-    key = shape_key(shape.experts, shape.hidden, shape.size, shape.top_k, dtype)
-    measured[key] = dict(measured.get(key, {}))
-    for tokens in map(int, args.tokens.split(",")):
-        measured[key][tokens] = tune(layer, tokens, args.most_rows)
-    args.folder.mkdir(exist_ok=True)
+    args.folder.mkdir(exist_ok=True, parents=True)
     file = args.folder / f"{name.replace(' ', '_')}.json"
-    file.write_text(to_json(measured))
+    for dtype, shape_name in ((getattr(torch, dtype), shape) for dtype in dtypes for shape in args.shapes.split(",")):
+        shape = SHAPES[shape_name]
+        layer = Layer(shape, dtype, device.type)
+        print(f"{shape_name}, {dtype}", flush=True)
+        key = shape_key(shape.experts, shape.hidden, shape.size, shape.top_k, dtype)
+        measured[key] = dict(measured.get(key, {}))
+        for tokens in map(int, args.tokens.split(",")):
+            measured[key][tokens] = tune(layer, tokens, args.most_rows, args.verbose)
+            file.write_text(to_json(measured))
     print(f"written to {file}")
 
 

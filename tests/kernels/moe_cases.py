@@ -36,11 +36,31 @@ def test_moe_align(tokens, num_places, choices, outside, block):
     for places in (choices_of(tokens, num_places, choices, outside),
                    torch.full((tokens, choices), num_places, device=DEVICE)):
         got = moe_align(places, num_places, block)
-        rows, place = reference.moe_align(places, num_places, block)
+        rows, place, positions = reference.moe_align(places, num_places, block)
         used = len(place)
         assert used <= len(got.place) == num_blocks_of(tokens * choices, num_places, block)
         assert torch.equal(got.place[:used], place) and (got.place[used:] == -1).all()
         assert torch.equal(got.rows[:used * block], rows)
+        held = positions >= 0
+        assert torch.equal(got.positions[held], positions[held])
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens,num_places,choices,outside,hidden,size", [
+    (1, 4, 2, 0, 64, 16), (60, 5, 3, 1, 32, 48), (290, 2, 1, 1, 32, 16),
+])
+@pytest.mark.parametrize("rows", [16, 128])
+def test_moe_experts_sorted(tokens, num_places, choices, outside, hidden, size, rows, dtype, atol, rtol):
+    """Blocks of 128 rows are computed by halves too: of an expert's last ones, some are half full."""
+    places = choices_of(tokens, num_places, choices, outside)
+    weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x = random(tokens, hidden, dtype=dtype)
+    gate_up = random(num_places, 2 * size, hidden, dtype=dtype, seed=2) * 0.2
+    down = random(num_places, hidden, size, dtype=dtype, seed=3) * 0.2
+    want = reference.moe_experts(x, gate_up, down, places, weights)
+    tiles = Tiles(Tile(rows, 32, 16, 2, 4, 2), Tile(rows, 32, 16, 2, 4, 2), sorted=True)
+    got = moe_experts(x, gate_up, down, places, weights, tiles=tiles)
+    torch.testing.assert_close(got, want, atol=2 * atol, rtol=rtol)
 
 
 @each_dtype

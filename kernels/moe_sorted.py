@@ -1,0 +1,226 @@
+"""Grouped matrix products of many rows an expert: from the first on rows stay in the order of the experts.
+
+So the second product reads and writes whole tiles, and all tiles but the tokens' own are moved by the tensor memory
+accelerator where there is one. A block that is at most half full is computed as half a block: of 256 rows an expert a
+quarter of the work would else be padding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._triton import tl, triton
+from .moe_align import Alignment
+from .moe_gemm import SCALE_GROUP
+from .moe_tiles import Tile
+
+HALVED = 128
+"""Rows of the blocks that may be computed by halves: a tensor core product of Hopper has 64 at least."""
+
+
+@triton.jit
+def _block_of_program(num_blocks, column_blocks, band):
+    """``(row block, column block)``: a band of row blocks, before the next columns, keeps an expert's matrix cached."""
+    program = tl.program_id(0)
+    first = program // (band * column_blocks) * band
+    height = tl.minimum(num_blocks - first, band)
+    within = program % (band * column_blocks)
+    return first + within % height, within // height
+
+
+@triton.jit
+def _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_row, place, column, total, columns,
+             depth, a_stride, scale_columns, scale_depth, choices, SCALES: tl.constexpr, GROUP: tl.constexpr,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    choice = tl.load(rows_ptr + start_row + tl.arange(0, ROWS))
+    row = tl.where(choice < total, choice, 0).to(tl.int64) // choices
+    a_at = a_ptr + row[:, None] * a_stride + tl.arange(0, DEPTH)[None, :]
+    gate_row = place * 2 * columns + column
+    if SCALES == "block":
+        a_scale_at = a_scale_ptr + row * scale_depth
+        b_scale_at = b_scale_ptr + (place * scale_columns + column // GROUP) * scale_depth
+        up_scale_at = b_scale_ptr + (place * scale_columns + (columns + column) // GROUP) * scale_depth
+    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        a = tl.load(a_at)
+        b = b_desc.load([gate_row, start])
+        c = b_desc.load([gate_row + columns, start])
+        if SCALES == "block":
+            step = start // GROUP
+            a_scale = tl.load(a_scale_at + step)[:, None]
+            gate += tl.dot(a, b.T) * (a_scale * tl.load(b_scale_at + step))
+            up += tl.dot(a, c.T) * (a_scale * tl.load(up_scale_at + step))
+        else:
+            gate = tl.dot(a, b.T, gate, input_precision="ieee")
+            up = tl.dot(a, c.T, up, input_precision="ieee")
+        a_at += DEPTH
+    if SCALES == "row":
+        row_scale = tl.load(a_scale_ptr + row)[:, None]
+        each = column + tl.arange(0, COLUMNS)
+        b_scale_at = b_scale_ptr + place * scale_columns + each
+        gate *= row_scale * tl.load(b_scale_at, each < columns, other=0.0)[None, :]
+        up *= row_scale * tl.load(b_scale_at + columns, each < columns, other=0.0)[None, :]
+    made = gate / (1.0 + tl.exp(-gate)) * up
+    out_desc.store([start_row, column], made.to(out_desc.dtype))
+
+
+# Scales' sizes too: of another shape nothing is compiled anew.
+@triton.jit(do_not_specialize=["total", "num_blocks", "scale_columns", "scale_depth", "choices", "band"])
+def _moe_up_kernel(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, rows_ptr, place_ptr, total, num_blocks,
+                   columns, depth, a_stride, scale_columns, scale_depth, choices, band, SCALES: tl.constexpr,
+                   GROUP: tl.constexpr, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+                   BLOCK_DEPTH: tl.constexpr):
+    block, column_block = _block_of_program(num_blocks, tl.cdiv(columns, BLOCK_COLUMNS), band)
+    place = tl.load(place_ptr + block)
+    if place < 0:
+        return
+    start_row = block * BLOCK_ROWS
+    column = column_block * BLOCK_COLUMNS
+    full = True
+    if HALVES:
+        full = tl.load(rows_ptr + start_row + BLOCK_ROWS // 2) < total
+    if full:
+        _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_row, place, column, total, columns,
+                 depth, a_stride, scale_columns, scale_depth, choices, SCALES, GROUP, BLOCK_ROWS, BLOCK_COLUMNS,
+                 BLOCK_DEPTH)
+    else:
+        _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_half, rows_ptr, start_row, place, column, total, columns,
+                 depth, a_stride, scale_columns, scale_depth, choices, SCALES, GROUP, BLOCK_ROWS // 2, BLOCK_COLUMNS,
+                 BLOCK_DEPTH)
+
+
+@triton.jit
+def _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, out_desc, start_row, place, column, columns, depth,
+               scale_columns, scale_depth, SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    row = start_row + tl.arange(0, ROWS)
+    if SCALES == "block":
+        a_scale_at = a_scale_ptr + row * scale_depth
+        b_scale_at = b_scale_ptr + (place * scale_columns + column // GROUP) * scale_depth
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        a = a_desc.load([start_row, start])
+        b = b_desc.load([place * columns + column, start])
+        if SCALES == "block":
+            step = start // GROUP
+            acc += tl.dot(a, b.T) * (tl.load(a_scale_at + step)[:, None] * tl.load(b_scale_at + step))
+        else:
+            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    if SCALES == "row":
+        each = column + tl.arange(0, COLUMNS)
+        b_scale = tl.load(b_scale_ptr + place * scale_columns + each, each < columns, other=0.0)
+        acc *= tl.load(a_scale_ptr + row)[:, None] * b_scale[None, :]
+    out_desc.store([start_row, column], acc.to(out_desc.dtype))
+
+
+@triton.jit(do_not_specialize=["total", "num_blocks", "scale_columns", "scale_depth", "band"])
+def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, rows_ptr, place_ptr, total,
+                     num_blocks, columns, depth, scale_columns, scale_depth, band, SCALES: tl.constexpr,
+                     GROUP: tl.constexpr, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+                     BLOCK_DEPTH: tl.constexpr):
+    block, column_block = _block_of_program(num_blocks, tl.cdiv(columns, BLOCK_COLUMNS), band)
+    place = tl.load(place_ptr + block)
+    if place < 0:
+        return
+    start_row = block * BLOCK_ROWS
+    column = column_block * BLOCK_COLUMNS
+    full = True
+    if HALVES:
+        full = tl.load(rows_ptr + start_row + BLOCK_ROWS // 2) < total
+    if full:
+        _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, out_desc, start_row, place, column, columns, depth,
+                   scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH)
+    else:
+        _down_tile(a_half, a_scale_ptr, b_desc, b_scale_ptr, out_half, start_row, place, column, columns, depth,
+                   scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS // 2, BLOCK_COLUMNS, BLOCK_DEPTH)
+
+
+@triton.jit
+def _moe_sum_sorted_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr, out_ptr, num_places, columns,
+                           CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        place = tl.load(places_ptr + token * CHOICES + choice)
+        here = (place >= 0) & (place < num_places)  # others have no row
+        position = tl.load(positions_ptr + token * CHOICES + choice, here, other=0).to(tl.int64)
+        weight = tl.load(weights_ptr + token * CHOICES + choice)
+        made = tl.load(made_ptr + position * columns + column, inside & here, other=0.0)
+        total += made.to(tl.float32) * weight
+    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), inside)
+
+
+def _tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> object:
+    """``matrix``, of any number of dimensions, as rows of its last one, by tiles."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # not there without Triton
+    return TensorDescriptor.from_tensor(matrix.view(-1, matrix.shape[-1]), [rows, columns])
+
+
+def _how_scaled(b_scale: torch.Tensor | None) -> tuple[str, int, int]:
+    """The kernels' word for it, and the scales' sizes."""
+    if b_scale is None:
+        return "none", 0, 0
+    return "row" if b_scale.dim() == 2 else "block", b_scale.shape[1], b_scale.shape[-1]
+
+
+def fits(tile: Tile, depth: int, columns: int, by_block: bool) -> bool:
+    """Whether a product of this depth can be cut into such tiles: in whole steps, and rows of whole 16 bytes."""
+    return depth % tile.depth == 0 and columns % 16 == 0 and (
+        not by_block or (tile.depth == SCALE_GROUP and tile.columns <= SCALE_GROUP))
+
+
+def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
+           dtype: torch.dtype, a_scale: torch.Tensor | None = None,
+           b_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """``[rows of aligned, N]`` in ``dtype``: row i is ``silu(gate) * up`` of token ``aligned.rows[i] // choices`` by
+    its place's matrices; arbitrary where ``aligned`` has no choice.
+
+    ``a`` [T, depth] contiguous; ``b`` [S, 2 * N, depth], each gate before its up. Scales as in ``moe_gemm``.
+    """
+    columns, depth = b.shape[1] // 2, b.shape[2]
+    how, scale_columns, scale_depth = _how_scaled(b_scale)
+    assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.rows
+    assert fits(tile, depth, columns, how == "block")
+    out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
+    num_blocks = len(aligned.place)
+    _moe_up_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
+        a, a_scale, _tiles_of(b, tile.columns, tile.depth), b_scale, _tiles_of(out, tile.rows, tile.columns),
+        _tiles_of(out, tile.rows // 2, tile.columns), aligned.rows, aligned.place, total, num_blocks, columns, depth,
+        a.stride(0), scale_columns, scale_depth, choices, tile.band, SCALES=how, GROUP=SCALE_GROUP,
+        HALVES=tile.rows >= HALVED, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth,
+        num_warps=tile.warps, num_stages=tile.stages)
+    return out
+
+
+def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, tile: Tile, dtype: torch.dtype,
+             a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """``[rows of aligned, N]`` in ``dtype``: row i is ``a[i]`` times its place's matrix, transposed.
+
+    ``a`` [rows of aligned, depth] as ``moe_up`` makes it; ``b`` [S, N, depth]; both contiguous.
+    """
+    columns, depth = b.shape[1:]
+    how, scale_columns, scale_depth = _how_scaled(b_scale)
+    assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.rows
+    assert fits(tile, depth, columns, how == "block")
+    out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
+    num_blocks = len(aligned.place)
+    _moe_down_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
+        _tiles_of(a, tile.rows, tile.depth), _tiles_of(a, tile.rows // 2, tile.depth), a_scale,
+        _tiles_of(b, tile.columns, tile.depth), b_scale, _tiles_of(out, tile.rows, tile.columns),
+        _tiles_of(out, tile.rows // 2, tile.columns), aligned.rows, aligned.place, total, num_blocks, columns, depth,
+        scale_columns, scale_depth, tile.band, SCALES=how, GROUP=SCALE_GROUP, HALVES=tile.rows >= HALVED,
+        BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth, num_warps=tile.warps,
+        num_stages=tile.stages)
+    return out
+
+
+def sum_sorted(made: torch.Tensor, places: torch.Tensor, num_places: int, weights: torch.Tensor, aligned: Alignment,
+               out: torch.Tensor) -> None:
+    """``out[t] = sum over k of weights[t, k] * made[row of choice (t, k)]``, always in the same order."""
+    tokens, columns = out.shape
+    block = min(1024, triton.next_power_of_2(columns))
+    _moe_sum_sorted_kernel[(tokens, triton.cdiv(columns, block))](
+        made, places, weights, aligned.positions, out, num_places, columns, CHOICES=places.shape[1], BLOCK=block)
