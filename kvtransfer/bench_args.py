@@ -18,7 +18,7 @@ class BenchArgs:
     device: Literal["cpu", "cuda"] = flag("cpu", help="where the pages lie")
     prefill_gpu: int = flag(0, help="GPU of the sender, with --device cuda")
     decode_gpu: int = flag(1, help="GPU of the receiver, with --device cuda; may be the same")
-    backend: Literal["nixl", "mooncake", "fake"] = flag("nixl", help="transfer backend")
+    backend: Literal["nixl", "ipc", "mooncake", "fake"] = flag("nixl", help="transfer backend")
     prompt_tokens: tuple[int, ...] = flag((1024, 4096), help="prompt lengths")
     descriptor_kib: tuple[int, ...] = flag((64, 256, 1024, 2048), help=(
         "KiB of one page of one layer group, met as closely as a whole number of groups can"))

@@ -14,6 +14,7 @@ import torch
 
 from ..common.api.errors import ServingError
 from ..common.config.server import DisaggregationArgs
+from ..common.kvcache.host_memory import shared_bytes
 from ..common.kvcache.layout import KVLayout
 from .backends import make_backend
 from .bench_args import BenchArgs
@@ -69,7 +70,7 @@ class Worker:
         self._layout = layout
         self._num_pages = SLACK * layout.pages_for(max(self._args.prompt_tokens))
         shapes = [(self._num_pages, layout.group_page_bytes(group)) for group in range(len(layout.groups))]
-        self._pool = [torch.zeros(shape, dtype=torch.uint8, device=self._device) for shape in shapes]
+        self._pool = [self._zeros(shape) for shape in shapes]
         if self._sends:
             for pages in self._pool:
                 pages.random_(0, 256)
@@ -141,6 +142,11 @@ class Worker:
             torch.set_num_threads(count)
             rates[f"memcpy by {count} thread{'s' * (count > 1)}"] = _rate(lambda: target.copy_(source), lambda: None)
         return rates
+
+    def _zeros(self, shape: tuple[int, int]) -> torch.Tensor:
+        if self._args.backend == "ipc" and self._device.type == "cpu":
+            return torch.from_numpy(shared_bytes(shape[0] * shape[1])).view(shape)
+        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
 
     def _choose(self, tokens: int, order: str) -> np.ndarray:
         count = self._layout.pages_for(tokens)

@@ -97,7 +97,7 @@ class ModelRunner:
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
-        pool = KVPool(layout, num_pages + 1, device)
+        pool = KVPool(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
         attention = _attention(config, spec, pool, spec.num_heads // parallel.attention.size, dtype)
         runner = cls(config, spec, model, pool, attention, device, parallel)
         if device.type == "cuda":

@@ -25,6 +25,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     ``num_kv_heads`` counts this rank's heads; latents are one, whatever the number of ranks. ``groups`` holds the
     number of layers of each layer group. ``scales`` are those of a pool in float8, ``(keys', values')`` of each layer:
     a stored value times its scale is the value. None are scales of one.
+
+    A stage of a pipeline has the layers from ``first_layer`` on, of a model of ``of_layers``; 0 of them: the pool has
+    all layers. A layer's number counts from the pool's first.
     """
 
     groups: tuple[int, ...]
@@ -34,6 +37,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     dtype: str
     form: Literal["heads", "latent"] = "heads"
     scales: tuple[tuple[float, float], ...] = ()
+    first_layer: int = 0
+    of_layers: int = 0
 
     def scales_of(self, layer: int) -> tuple[float, float]:
         """``(keys', values')`` of a layer."""
@@ -47,6 +52,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def num_layers(self) -> int:
         return sum(self.groups)
+
+    @property
+    def model_layers(self) -> int:
+        """Layers of the model, of which the pool may have a part."""
+        return self.of_layers or self.num_layers
 
     def group_page_bytes(self, group: int) -> int:
         """Bytes of one page of one layer group: the size of a transfer descriptor."""

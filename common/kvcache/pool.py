@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from .host_memory import shared_bytes
 from .layout import KVLayout, shape_of_group
 
 
@@ -12,14 +15,15 @@ class KVPool:
 
     ``groups[g]`` is ``[num_pages, layers_in_group, planes, num_kv_heads, page_size, head_dim]``, contiguous and zeroed:
     attention kernels read whole pages and mask by weight, and 0 * NaN of uninitialised memory would be NaN.
+    ``shared``: processes of this host can map the memory (a GPU's always, see host_memory.py for a CPU's).
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str):
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str, *, shared: bool = False):
         self.layout = layout
         self.num_pages = num_pages
-        dtype = getattr(torch, layout.dtype)
+        zeros = _shared_zeros if shared and torch.device(device).type == "cpu" else torch.zeros
         self.groups: list[torch.Tensor] = [
-            torch.zeros(tuple(shape_of_group(layout, group, num_pages)), dtype=dtype, device=device)
+            zeros(tuple(shape_of_group(layout, group, num_pages)), dtype=getattr(torch, layout.dtype), device=device)
             for group in range(len(layout.groups))
         ]
         self._layers = [self._views(layer) for layer in range(layout.num_layers)]
@@ -48,3 +52,7 @@ class KVPool:
     def __repr__(self) -> str:
         nbytes = sum(group.nbytes for group in self.groups)
         return f"KVPool({self.num_pages} pages, {len(self.groups)} groups, {nbytes / 2**30:.2f} GiB)"
+
+
+def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    return torch.from_numpy(shared_bytes(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)

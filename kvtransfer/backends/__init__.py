@@ -19,7 +19,10 @@ def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = Non
     if name == "nixl":
         from .nixl import NixlBackend
         return NixlBackend()
+    if name == "ipc":
+        from .ipc import IpcBackend
+        return IpcBackend()
     if name == "mooncake":
         from .mooncake import MooncakeBackend
         return MooncakeBackend(host, ib_device)
-    raise ConfigError(f"--disaggregation-transfer-backend must be nixl, mooncake or fake, not {name!r}.")
+    raise ConfigError(f"--disaggregation-transfer-backend must be nixl, ipc, mooncake or fake, not {name!r}.")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
 from baton.kernels.draw import draw
 from baton.kernels.forms import HeadNorms, Scales
@@ -26,7 +27,7 @@ from baton.kernels.moe_experts import moe_experts
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
-from baton.kernels.peer_sum import SLOT, SLOTS, Peers, peer_sum
+from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_sum, peer_sum_norm
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
@@ -158,10 +159,16 @@ def drawn(count: int, vocab: int, truncates: bool) -> None:
     draw(fp32(count, vocab), fp32(count), int64(7, count), truncates)
 
 
-def summed(tokens: int, world: int, dtype: torch.dtype, two_shot: bool) -> None:
-    peers = Peers(1, tuple(of(SLOTS * 2 * SLOT, dtype=dtype) for _ in range(world)),
-                  tuple(int32(SLOTS * world) for _ in range(world)), int32(SLOTS))
-    peer_sum(of(tokens, 4096, dtype=dtype), peers, two_shot=two_shot)
+def summed(tokens: int, world: int, dtype: torch.dtype, two_shots: bool) -> None:
+    peer_sum(of(tokens, 4096, dtype=dtype), peers(world), two_shots=two_shots)
+
+
+def summed_and_normed(tokens: int, width: int, world: int, two_shots: bool) -> None:
+    peer_sum_norm(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world), two_shots=two_shots)
+
+
+def peers(world: int) -> Peers:
+    return Peers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(SLOTS))
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -253,14 +260,25 @@ CASES: dict[str, Callable[[], object]] = {
     "peer_sum of 2, two shots": lambda: summed(7, 2, BF16, True),
     "peer_sum of 4, two shots": lambda: summed(7, 4, BF16, True),
     "peer_sum of 8, two shots": lambda: summed(7, 8, BF16, True),
-    "peer_sum of 4, float32": lambda: summed(7, 4, FP32, True),
+    "peer_sum of 4, float16": lambda: summed(7, 4, FP16, True),
+    "peer_sum_norm 4096 of 2": lambda: summed_and_normed(7, 4096, 2, False),
+    "peer_sum_norm 5120 of 2": lambda: summed_and_normed(7, 5120, 2, False),
+    "peer_sum_norm 2048 of 2, 200 rows": lambda: summed_and_normed(200, 2048, 2, False),
+    "peer_sum_norm 8192 of 8": lambda: summed_and_normed(7, 8192, 8, False),
+    "peer_sum_norm 4096 of 4, two shots": lambda: summed_and_normed(7, 4096, 4, True),
+    "peer_sum_norm 8192 of 8, two shots": lambda: summed_and_normed(7, 8192, 8, True),
+    "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
+    "copy_blocks 4 KiB": lambda: copied(7, 4096),
+    "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
+    "copy_blocks 24 bytes": lambda: copied(7, 24),
+    "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
 
 FEW = ["rmsnorm 4096, residual", "silu_and_mul 14336", "rope_and_store Qwen3, float8", "paged_decode Qwen3",
        "paged_prefill Llama", "mla_rope_and_store V2-Lite", "mla_decode V2-Lite", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
        "skinny_matmul 7 rows", "draw, truncated",
-       "peer_sum of 2, one shot", "peer_sum of 2, two shots"]
+       "peer_sum of 2, one shot", "peer_sum of 2, two shots", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
@@ -280,6 +298,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "draw, truncated": lambda n: drawn(n, 128256, True),
     "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
     "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),
+    "copy_blocks 4 KiB": lambda n: copied(n, 4096),
 }
 """Cases by the size of their batch: what was compiled for the case serves ``SIZES`` too, while requests wait."""
 SIZES = (1, 3, 4, 15, 16)

@@ -32,6 +32,10 @@ def test_a_rank_sums_what_its_peers_left():
     run_interpreted("peer_sum_cases.py")
 
 
+def test_blocks_are_copied_where_they_belong():
+    run_interpreted("copy_blocks_cases.py")
+
+
 def test_draws_equal_the_plain_path():
     run_interpreted("draw_cases.py")
 

@@ -16,6 +16,7 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import DisaggregationArgs
+from baton.common.kvcache.host_memory import shared_bytes
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import BootstrapServer, register_rank
@@ -32,10 +33,18 @@ HOST = "127.0.0.1"
 def make_pool(layout: KVLayout = LAYOUT, num_pages: int = NUM_PAGES, seed: int | None = None) -> list[np.ndarray]:
     """One uint8 array ``[num_pages, page bytes]`` for each layer group; random, or zero without a seed."""
     rng = np.random.default_rng(seed)
-    shapes = [(num_pages, layout.group_page_bytes(g)) for g in range(len(layout.groups))]
-    if seed is None:
-        return [np.zeros(shape, dtype=np.uint8) for shape in shapes]
-    return [rng.integers(0, 256, size=shape, dtype=np.uint8) for shape in shapes]
+    pool = [shareable(np.zeros((num_pages, layout.group_page_bytes(g)), np.uint8)) for g in range(len(layout.groups))]
+    if seed is not None:
+        for pages in pool:
+            pages[:] = rng.integers(0, 256, size=pages.shape, dtype=np.uint8)
+    return pool
+
+
+def shareable(array: np.ndarray) -> np.ndarray:
+    """A copy in memory that other processes can map, which the ipc backend asks for."""
+    copy = shared_bytes(array.nbytes).view(array.dtype).reshape(array.shape)
+    copy[:] = array
+    return copy
 
 
 def regions_of(pool: list[np.ndarray]) -> list[tuple[int, int, int]]:
@@ -51,7 +60,7 @@ def backend(name: str) -> object:
     return name
 
 
-BACKENDS = [backend(name) for name in ("fake", "nixl", "mooncake")]
+BACKENDS = [backend(name) for name in ("fake", "ipc", "nixl", "mooncake")]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 5.0) -> float:

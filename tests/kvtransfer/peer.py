@@ -12,6 +12,7 @@ import sys
 import numpy as np
 
 from baton.common.config.server import DisaggregationArgs
+from baton.common.kvcache.host_memory import shared_bytes
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import register_rank
@@ -24,10 +25,12 @@ class Peer:
     def __init__(self, role: str, backend: str, port: int, groups: list[int], num_pages: int,
                  peer_timeout: float):
         self.layout = KVLayout(tuple(groups), num_kv_heads=2, head_dim=8, page_size=4, dtype="float32")
-        shapes = [(num_pages, self.layout.group_page_bytes(g)) for g in range(len(groups))]
         rng = np.random.default_rng(1)
-        self.pool = [rng.integers(0, 256, shape, dtype=np.uint8) if role == "sender" else np.zeros(shape, np.uint8)
-                     for shape in shapes]
+        self.pool = [shared_bytes(num_pages * self.layout.group_page_bytes(g)).reshape(num_pages, -1)
+                     for g in range(len(groups))]
+        if role == "sender":
+            for pages in self.pool:
+                pages[:] = rng.integers(0, 256, pages.shape, dtype=np.uint8)
         build = KVSender if role == "sender" else KVReceiver
         args = DisaggregationArgs(peer_timeout=peer_timeout)
         self.half = build(args=args, host="127.0.0.1", rank=0, tp_size=1, layout=self.layout,

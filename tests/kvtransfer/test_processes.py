@@ -68,9 +68,10 @@ def until(condition, timeout: float = 10.0) -> float:
     return time.monotonic() - began
 
 
-def test_many_pages_between_two_processes_over_nixl(make_pair, start_peer):
-    pair = make_pair("nixl")
-    decode = start_peer("receiver", 0)
+@pytest.mark.parametrize("backend", ["nixl", "ipc"])
+def test_many_pages_between_two_processes(make_pair, start_peer, backend):
+    pair = make_pair(backend)
+    decode = start_peer("receiver", 0, backend)
     rng = np.random.default_rng(3)
     for room in range(8):
         src, dst = rng.permutation(32)[:20].tolist(), rng.permutation(32)[:20].tolist()
@@ -100,7 +101,7 @@ def joined(pair, peer: PeerProcess, room: int, *, peer_is: str) -> None:
 
 @pytest.mark.parametrize("victim, progress, backend", [
     ("receiver", "reserved", "fake"), ("receiver", "pushed", "nixl"), ("sender", "reserved", "fake"),
-    ("sender", "pushed", "nixl")])
+    ("sender", "pushed", "nixl"), ("receiver", "pushed", "ipc"), ("sender", "pushed", "ipc")])
 def test_a_killed_peer_ends_the_room_within_5_seconds(make_pair, start_peer, victim, progress, backend):
     pair = make_pair(backend)
     peer = start_peer(victim, pair.bootstrap.server.port, backend)

@@ -18,7 +18,7 @@ from baton.kvtransfer.messages import PrefillResult
 from baton.kvtransfer.receiver import KVReceiver
 from baton.kvtransfer.sender import KVSender
 from baton.kvtransfer.states import Phase
-from baton.tests.kvtransfer.conftest import BACKENDS, HOST, Bootstrap, regions_of, wait_until
+from baton.tests.kvtransfer.conftest import BACKENDS, HOST, Bootstrap, regions_of, shareable, wait_until
 
 NUM_PAGES, PAGE_SIZE, HEAD_DIM, LATENT = 16, 4, 4, 0
 SRC, DST, TOKENS = np.array([11, 3, 4]), np.array([6, 7, 1]), 10
@@ -38,7 +38,7 @@ class Server:
         self.whole, self.pools, self.ranks = whole, [], []
         for rank in range(tp_size):
             mine = whole[:, :, :, self.heads(rank, tp_size)]
-            self.pools.append([part.copy() for part in np.split(mine, np.cumsum(groups)[:-1], axis=1)])
+            self.pools.append([shareable(part) for part in np.split(mine, np.cumsum(groups)[:-1], axis=1)])
             half = build(args=fleet.args, host=HOST, rank=rank, tp_size=tp_size, layout=self.layout,
                          num_pages=NUM_PAGES, regions=regions_of(self.pools[-1]), backend=make_backend(fleet.backend))
             fleet.closers.callback(half.close)

@@ -14,8 +14,9 @@ Mode = Literal["null", "prefill", "decode"]
 @dataclass(frozen=True)
 class DisaggregationArgs:
     disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
-    disaggregation_transfer_backend: Literal["nixl", "mooncake", "fake"] = flag("nixl", help=(
-        "how KV pages travel; 'fake' moves them over the control channel, for tests"))
+    disaggregation_transfer_backend: Literal["nixl", "ipc", "mooncake", "fake"] = flag("nixl", help=(
+        "how KV pages travel; 'ipc' copies them between GPUs (or processes) of one host at the speed of their link, "
+        "'fake' moves them over the control channel, for tests"))
     disaggregation_ib_device: str | None = flag(None, help=(
         "RDMA devices of the mooncake backend, with commas between them; without it mooncake uses TCP"))
     disaggregation_bootstrap_port: int = flag(8998, help="port of a prefill server's bootstrap server")
@@ -33,6 +34,11 @@ class DisaggregationArgs:
     cluster_secret: str | None = flag(None, help=(
         "words that prefill and decode servers share: they refuse each other's messages without its seal; better "
         "given in a --config file than on the command line, where other users see it"))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether peers on this host map the KV pool."""
+        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend == "ipc"
 
     def __post_init__(self) -> None:
         if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":

@@ -1,0 +1,71 @@
+"""Host memory that another process of this host can map: anonymous files (memfd_create(2)), found by address.
+
+Such a file has no name that could be left behind: it ends with the last process that has it open or mapped. Whoever
+mapped it may therefore write into a dead owner's pages without harm. Others open it through /proc, which lets in
+processes of the same user and the same PID namespace.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+
+class HostHandle(msgspec.Struct, frozen=True):
+    """Where another process finds our memory. ``inode`` tells the file from a later one behind the same numbers."""
+
+    pid: int
+    fd: int
+    inode: int
+    offset: int
+
+
+class _Owned(NamedTuple):
+    fd: int
+    num_bytes: int
+
+
+_owned: dict[int, _Owned] = {}  # by address
+
+
+def shared_bytes(num_bytes: int) -> np.ndarray:
+    """``[num_bytes]`` uint8, zeros, in memory that ``handle_of`` names. Raises OSError where there is none."""
+    fd = os.memfd_create("baton-kv")
+    try:
+        os.ftruncate(fd, num_bytes)
+        array = np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
+    except BaseException:
+        os.close(fd)
+        raise
+    _owned[array.ctypes.data] = _Owned(fd, num_bytes)
+    weakref.finalize(array, _disown, array.ctypes.data).atexit = False
+    return array
+
+
+def handle_of(address: int, num_bytes: int) -> HostHandle | None:
+    """None where these bytes do not lie in one array of ``shared_bytes``."""
+    for begin, owned in _owned.items():
+        if begin <= address and address + num_bytes <= begin + owned.num_bytes:
+            return HostHandle(os.getpid(), owned.fd, os.fstat(owned.fd).st_ino, address - begin)
+    return None
+
+
+def map_handle(handle: HostHandle, num_bytes: int) -> np.ndarray:
+    """``[num_bytes]`` uint8: the memory itself, of any process. Raises OSError where it is gone or out of reach."""
+    fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR)
+    try:
+        found = os.fstat(fd)
+        if found.st_ino != handle.inode or found.st_size < handle.offset + num_bytes:
+            raise FileNotFoundError("another file is open there now")
+        return np.frombuffer(mmap.mmap(fd, found.st_size), dtype=np.uint8)[handle.offset:][:num_bytes]
+    finally:
+        os.close(fd)
+
+
+def _disown(address: int) -> None:
+    os.close(_owned.pop(address).fd)

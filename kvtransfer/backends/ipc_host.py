@@ -1,0 +1,70 @@
+"""Shared host memory, for the ipc backend."""
+
+from __future__ import annotations
+
+import ctypes
+
+import msgspec
+import numpy as np
+
+from ...common.api.errors import ConfigError, TransferFailed
+from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle
+from .base import Region, WriteState
+
+_STEP_BYTES = 8 << 20
+"""So much is copied by one poll, in a millisecond or two: between polls the same thread answers pings."""
+
+
+class HostMemory:
+    """Pools in memory of ``common.kvcache.host_memory``; copied while they are polled, by the caller's thread."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, np.ndarray] = {}
+
+    def export(self, region: Region) -> bytes:
+        handle = handle_of(region.address, region.num_bytes)
+        if handle is None:
+            raise ConfigError("--disaggregation-transfer-backend ipc needs a KV pool in shared memory.")
+        return msgspec.msgpack.encode(handle)
+
+    def attach(self, handle: bytes, region: Region, *, ours: bool) -> int:
+        try:
+            array = map_handle(msgspec.msgpack.decode(handle, type=HostHandle), region.num_bytes)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise TransferFailed(f"the peer's memory cannot be mapped ({error}): both servers must run as one user and "
+                                 f"in one PID namespace, or use --disaggregation-transfer-backend nixl.",
+                                 cause="mismatch") from None
+        address: int = array.ctypes.data
+        self._mapped[address] = array
+        return address
+
+    def detach(self, address: int) -> None:
+        del self._mapped[address]
+
+    def prepare(self, block_bytes: int) -> None:
+        pass
+
+    def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> _HostCopy:
+        return _HostCopy(_blocks_at(src, src_ids, block_bytes), _blocks_at(dst, dst_ids, block_bytes), src_ids, dst_ids)
+
+    def settle(self) -> None:
+        pass  # a copy that is not polled does not go on
+
+
+class _HostCopy:
+    def __init__(self, src: np.ndarray, dst: np.ndarray, src_ids: np.ndarray, dst_ids: np.ndarray):
+        self._src, self._dst, self._src_ids, self._dst_ids = src, dst, src_ids, dst_ids
+        self._step = max(1, _STEP_BYTES // src.shape[1])
+        self._done = 0
+
+    def poll(self) -> WriteState:
+        now = slice(self._done, self._done + self._step)
+        self._dst[self._dst_ids[now]] = self._src[self._src_ids[now]]
+        self._done += self._step
+        return WriteState.DONE if self._done >= len(self._src_ids) else WriteState.PENDING
+
+
+def _blocks_at(address: int, ids: np.ndarray, block_bytes: int) -> np.ndarray:
+    """``[blocks, block_bytes]`` of memory that others own, as far as ``ids`` reach."""
+    num_bytes = (int(ids.max()) + 1) * block_bytes
+    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=np.uint8).reshape(-1, block_bytes)
