@@ -171,6 +171,10 @@ def peers(world: int) -> Peers:
     return Peers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(SLOTS))
 
 
+def copied(count: int, block_bytes: int) -> None:
+    copy_blocks(1 << 20, 1 << 30, int64(2, count), block_bytes)
+
+
 CASES: dict[str, Callable[[], object]] = {
     # Llama-3-8B: 32 heads over 8, each 128 wide.
     "rmsnorm 4096": lambda: rmsnorm(of(7, 4096), of(4096), 1e-5),
