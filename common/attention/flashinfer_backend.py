@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -67,15 +68,25 @@ class FlashInferBackend:
         # when chunks without logits are enqueued back to back, it would change the batch still in flight.
         self._planned.synchronize()
         layout = self._pool.layout
-        table = (torch.from_numpy(batch.kv_indptr_cpu), batch.kv_indices[:int(batch.kv_indptr_cpu[-1])],
-                 torch.from_numpy(batch.kv_last_page_len_cpu))
         self._wrapper = wrapper
+        qo_indptr, kv_indptr, last_page_len, lengths = self._host_copies(batch)
+        table = (kv_indptr, batch.kv_indices[:int(batch.kv_indptr_cpu[-1])], last_page_len)
         if wrapper is self._prefill:
-            wrapper.plan(torch.from_numpy(batch.qo_indptr_cpu), *table, head_dim_qk=layout.head_dim,
-                         page_size=layout.page_size, causal=True, **self._heads, **self._types)
+            wrapper.plan(qo_indptr, *table, head_dim_qk=layout.head_dim, page_size=layout.page_size, causal=True,
+                         max_token_per_sequence=int(np.diff(batch.qo_indptr_cpu).max()), seq_lens=lengths,
+                         **self._heads, **self._types)
         else:
             wrapper.plan(*table, head_dim=layout.head_dim, page_size=layout.page_size, **self._heads, **self._types)
         self._planned.record()
+
+    def _host_copies(self, batch: ForwardBatch) -> list[torch.Tensor]:
+        """``qo_indptr``, ``kv_indptr``, ``kv_last_page_len`` and the lengths of the sequences, int32 in pinned memory:
+        a plan copies them to the device, and from pageable memory a copy may wait for what runs there."""
+        lengths = (np.diff(batch.kv_indptr_cpu) - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
+        arrays = (batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, lengths)
+        packed = torch.empty(sum(map(len, arrays)), dtype=torch.int32, pin_memory=True)
+        np.concatenate(arrays, out=packed.numpy(), casting="same_kind")
+        return list(packed.split([len(array) for array in arrays]))
 
     def _over_tensors_of(self, batch: ForwardBatch) -> Any:
         """A wrapper that reads the page table where a graph finds it, and plans into the memory all graphs share."""

@@ -146,8 +146,9 @@ class Clocks:
         if not rows:
             return "no clock samples"
         clocks, power = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
-        return (f"SM clock {statistics.mean(clocks):.0f} MHz (least {min(clocks):.0f}), power {statistics.mean(power):.0f} W"
-                f" (most {max(power):.0f}), reasons {sorted({row[2] for row in rows})}, {len(rows)} samples")
+        return (f"SM clock {statistics.mean(clocks):.0f} MHz (least {min(clocks):.0f}), power "
+                f"{statistics.mean(power):.0f} W (most {max(power):.0f}), reasons {sorted({row[2] for row in rows})}, "
+                f"{len(rows)} samples")
 
     def close(self) -> None:
         if self._process is not None:
@@ -171,16 +172,17 @@ def gaps(recorded: Any, steps: int) -> dict[str, Any]:
     for begin, stop, name in device:
         if begin > end:
             idle[f"{last[:42]} -> {name[:42]}"].append((begin - end) / 1e3)
-            holes.append((begin - end, end, begin, last, name))
+            holes.append((begin - end, end, begin, name))
         busy += max(0, stop - max(begin, end))
         if stop >= end:
             end, last = stop, name
     span = end - device[0][0]
+    kernels = sum(row[1] - row[0] for row in device)
     print(f"  GPU: span {span / 1e6 / steps:.3f} ms a step, busy {busy / 1e6 / steps:.3f}, "
-          f"idle {(span - busy) / 1e6 / steps:.3f}; sum of kernels {sum(r[1] - r[0] for r in device) / 1e6 / steps:.3f}")
+          f"idle {(span - busy) / 1e6 / steps:.3f}; sum of kernels {kernels / 1e6 / steps:.3f}")
     for pair, times in sorted(idle.items(), key=lambda item: -sum(item[1]))[:8]:
         print(f"    {sum(times) / steps:9.1f} us a step idle, {len(times) / steps:6.1f} times: {pair}")
-    for length, begin, stop, last, name in sorted(holes, reverse=True)[:6]:
+    for length, begin, stop, name in sorted(holes, reverse=True)[:6]:
         during = [(min(stop, row[1]) - max(begin, row[0]), row[2]) for row in host if row[0] < stop and row[1] > begin]
         told = ", ".join(f"{what[:40]} {took / 1e3:.0f}" for took, what in sorted(during, reverse=True)[:7])
         print(f"    gap {length / 1e3:.1f} us before {name[:50]}: {told}")
@@ -221,8 +223,8 @@ def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, 
         PARTS.end()
     PARTS.on = False
     table = PARTS.table()
-    print(f"\n## decode, {name}, batch {batch}: step {statistics.mean(walls):.3f} ms (median {statistics.median(walls):.3f}, "
-          f"most {max(walls):.3f})\n  host us by part: "
+    print(f"\n## decode, {name}, batch {batch}: step {statistics.mean(walls):.3f} ms (median "
+          f"{statistics.median(walls):.3f}, most {max(walls):.3f})\n  host us by part: "
           + ", ".join(f"{part} {took:.0f}" for part, took in table.items()), flush=True)
     found = {"batch": batch, "step_ms": statistics.mean(walls), "parts_us": table}
     found |= record(engine, 10, marks=False)
@@ -237,7 +239,7 @@ def top(engine: HandEngine, steps: int) -> None:
     with cProfile.Profile() as recorded:
         for _ in range(steps):
             engine.step()
-    rows = [(own, calls, place) for place, (_, calls, own, _, _) in pstats.Stats(recorded).stats.items()]  # type: ignore[attr-defined]
+    rows = [(own, calls, place) for place, (_, calls, own, _, _) in pstats.Stats(recorded).stats.items()]
     print("  own us a step under cProfile, calls a step:")
     for own, calls, (path, line, name) in sorted(rows, reverse=True)[:25]:
         print(f"    {1e6 * own / steps:8.1f} {calls / steps:7.1f}  {'/'.join(path.split('/')[-2:])}:{line} {name[:80]}")
@@ -297,7 +299,8 @@ def closed_loop(engine: HandEngine, length: int, users: int, steps: int, clocks:
     took = time.perf_counter() - begin
     rate = 2 * length * steps / took
     print(f"\n## prefill, {users} users of {length}/1: {1e3 * took / steps:.2f} ms a step, {rate:,.0f} tok/s; "
-          f"steps {' '.join(f'{wall:.1f}' for wall in walls)}\n  {clocks.between(begin, time.perf_counter())}", flush=True)
+          f"steps {' '.join(f'{wall:.1f}' for wall in walls)}\n  {clocks.between(begin, time.perf_counter())}",
+          flush=True)
     engine.finish()
     return {"ms": 1e3 * took / steps, "tok_s": rate}
 
