@@ -18,6 +18,23 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Float8Form(NamedTuple):
+    """How a product wants its rows in float8: with a scale for each ``group`` of a row's values, of which the last may
+    be smaller, or by the one scale ``known`` [1] for all."""
+
+    group: int
+    known: torch.Tensor | None = None
+
+
+class Float8Rows(NamedTuple):
+    """``values`` [T, width] float8 (e4m3), contiguous, of rows of ``dtype``; a value times its ``scale``, float32
+    [T, ceil(width / group)] with a column's scales beside each other, or [1], is what it was."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+
 class Choice(Protocol):
     """How a token chooses; the words are those of ``common.config.moe.MoESpec``."""
 

@@ -11,14 +11,33 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from .forms import Float8Form, Float8Rows
 
 _TILE = 1024  # values of one program where groups are smaller
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, q_ptr, scale_ptr, x_stride, width, group, groups, largest, least, GATED: tl.constexpr,
-                     STATIC: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+def scales_of(x, largest, least):
+    """``[groups]`` of ``x`` [groups, values]."""
+    return tl.maximum(tl.max(tl.abs(x), 1), least) / largest
+
+
+@triton.jit
+def to_float8(x, scale, largest, dtype: tl.constexpr):
+    """``x`` [groups, values] by ``scale`` [groups]."""
+    q = x / scale[:, None]
+    # Not all casts saturate: beyond the largest value some give NaN.
+    return tl.minimum(tl.maximum(q, -largest), largest).to(dtype)
+
+
+# A scale's stride may be the number of rows, which changes with every step.
+@triton.jit(do_not_specialize=["scale_row", "scale_group"])
+def _quantize_kernel(x_ptr, q_ptr, scale_ptr, x_stride, scale_row, scale_group, width, group, groups, largest, least,
+                     GATED: tl.constexpr, STATIC: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+                     PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     member = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     within = tl.arange(0, BLOCK)
@@ -32,12 +51,18 @@ def _quantize_kernel(x_ptr, q_ptr, scale_ptr, x_stride, width, group, groups, la
     if STATIC:
         scale = tl.zeros((BLOCK_GROUPS,), tl.float32) + tl.load(scale_ptr)
     else:
-        scale = tl.maximum(tl.max(tl.abs(x), 1), least) / largest
-        tl.store(scale_ptr + row * groups + member, scale, member < groups)
-    q = x / scale[:, None]
-    # Not all casts saturate: beyond the largest value some give NaN.
-    q = tl.minimum(tl.maximum(q, -largest), largest)
-    tl.store(q_ptr + row * width + columns, q.to(q_ptr.dtype.element_ty), inside)
+        scale = scales_of(x, largest, least)
+        tl.store(scale_ptr + row * scale_row + member * scale_group, scale, member < groups)
+    tl.store(q_ptr + row * width + columns, to_float8(x, scale, largest, q_ptr.dtype.element_ty), inside)
+
+
+def quantize(x: torch.Tensor, form: Float8Form, *, gated: bool = False) -> Float8Rows:
+    """``x`` [T, width], contiguous in its last dimension. What is beyond the reach of a known scale is cut off."""
+    if form.known is not None:
+        return Float8Rows(quantize_by(x, form.known, gated=gated), form.known, x.dtype)
+    groups = -(-_width(x, gated) // form.group)
+    scale = torch.empty((groups, x.shape[0]), dtype=torch.float32, device=x.device).t()
+    return Float8Rows(_quantize_into(x, scale, form.group, gated=gated), scale, x.dtype)
 
 
 def quantize_tokens(x: torch.Tensor, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,15 +71,10 @@ def quantize_tokens(x: torch.Tensor, *, gated: bool = False) -> tuple[torch.Tens
 
 
 def quantize_groups(x: torch.Tensor, group: int, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` [T, width] to float8 and scales [T, ceil(width / group)]; a last group may be smaller."""
-    if not runs_triton(x):
-        return reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
-    rows, width = x.shape[0], _width(x, gated)
-    groups = triton.cdiv(width, group)
-    q = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    _launch(x, q, scale, group, groups, gated=gated, static=False)
-    return q, scale
+    """``x`` [T, width] to float8 and contiguous scales [T, ceil(width / group)]; a last group may be smaller."""
+    groups = -(-_width(x, gated) // group)
+    scale = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
+    return _quantize_into(x, scale, group, gated=gated), scale
 
 
 def quantize_by(x: torch.Tensor, scale: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
@@ -63,7 +83,18 @@ def quantize_by(x: torch.Tensor, scale: torch.Tensor, *, gated: bool = False) ->
         return reference.quantize_by(reference.silu_and_mul(x) if gated else x, scale)
     width = _width(x, gated)
     q = torch.empty((x.shape[0], width), dtype=torch.float8_e4m3fn, device=x.device)
-    _launch(x, q, scale, min(_TILE, width), triton.cdiv(width, _TILE), gated=gated, static=True)
+    _launch(x, q, scale, (0, 0), min(_TILE, width), triton.cdiv(width, _TILE), gated=gated, static=True)
+    return q
+
+
+def _quantize_into(x: torch.Tensor, scale: torch.Tensor, group: int, *, gated: bool) -> torch.Tensor:
+    """The float8 values; ``scale`` [T, groups], of any strides, is filled."""
+    if not runs_triton(x):
+        q, found = reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
+        scale.copy_(found)
+        return q
+    q = torch.empty((x.shape[0], _width(x, gated)), dtype=torch.float8_e4m3fn, device=x.device)
+    _launch(x, q, scale, scale.stride(), group, scale.shape[1], gated=gated, static=False)
     return q
 
 
@@ -71,14 +102,14 @@ def _width(x: torch.Tensor, gated: bool) -> int:
     return x.shape[1] // 2 if gated else x.shape[1]
 
 
-def _launch(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, group: int, groups: int, *, gated: bool,
-            static: bool) -> None:
+def _launch(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, strides: tuple[int, ...], group: int, groups: int, *,
+            gated: bool, static: bool) -> None:
     assert x.stride(-1) == 1
     if not x.shape[0]:
         return
     block = triton.next_power_of_2(group)
     block_groups = max(1, min(triton.next_power_of_2(groups), _TILE // block))
     _quantize_kernel[(x.shape[0], triton.cdiv(groups, block_groups))](
-        x, q, scale, x.stride(0), q.shape[1], group, groups, reference.FP8_LARGEST, reference.FP8_LEAST,
+        x, q, scale, x.stride(0), *strides, q.shape[1], group, groups, reference.FP8_LARGEST, reference.FP8_LEAST,
         GATED=gated, STATIC=static, BLOCK_GROUPS=block_groups, BLOCK=block,
-        num_warps=max(1, min(16, block * block_groups // 512)))
+        num_warps=max(1, min(16, block * block_groups // 512)), **pdl(x))

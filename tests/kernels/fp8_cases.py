@@ -9,8 +9,10 @@ import torch
 from baton.common.quantization.float8 import quantize_blocks, quantize_channels
 from baton.kernels import reference
 from baton.kernels.decode_plan import plan_decode
+from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_block_matmul import block_matmul
-from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
+from baton.kernels.fp8_quantize import quantize, quantize_by, quantize_groups, quantize_tokens
+from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.fp8_scaled_matmul import scaled_matmul
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
@@ -52,6 +54,29 @@ def test_quantize(rows, width, group, dtype, atol, rtol):
     limited = quantize_by(x, scale)
     assert_as_near(limited, reference.quantize_by(x, scale))
     assert limited.float().isfinite().all()
+
+
+FORMS = {"token": Float8Form(1026), "group": Float8Form(128), "known": Float8Form(1026, torch.tensor([0.004]))}
+
+
+@each_dtype
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_rmsnorm_to_float8(form, residual, dtype, atol, rtol):
+    """As the norm and then the quantizing; of rows that lie apart."""
+    group, known = FORMS[form]
+    wanted = Float8Form(group, None if known is None else known.to(DEVICE))
+    x, weight = random(3, 1040, dtype=dtype)[:, :1026], random(1026, dtype=dtype, seed=1)
+    before = random(3, 1026, dtype=dtype, seed=2) if residual else None
+    got, total = fp8_rmsnorm(x, weight, 1e-6, wanted, before)
+    normed, want_total = reference.rmsnorm(x, weight, 1e-6, before)
+    want = quantize(normed, wanted)
+    torch.testing.assert_close(total, want_total)
+    torch.testing.assert_close(got.scale, want.scale, atol=1e-6, rtol=2e-3)
+    assert got.dtype == dtype and got.scale.stride() == want.scale.stride()
+    torch.testing.assert_close(got.values.float(), want.values.float(), atol=2**-9, rtol=0.13)
+    assert (got.values.float() != want.values.float()).float().mean() < 0.02  # the sum's order may turn a rounding
+    assert torch.equal(fp8_rmsnorm(x[:0], weight, 1e-6, wanted)[0].values, want.values[:0])
 
 
 @each_dtype

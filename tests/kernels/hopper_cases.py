@@ -17,9 +17,10 @@ import torch
 from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
 from baton.kernels.draw import draw
-from baton.kernels.forms import HeadNorms, Scales
+from baton.kernels.forms import Float8Form, HeadNorms, Scales
 from baton.kernels.fp8_block_matmul import block_matmul
 from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
+from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
@@ -144,6 +145,10 @@ def route(tokens: int, experts: int, dtype: torch.dtype, bias: bool = False, **h
     moe_topk(of(tokens, experts, dtype=dtype), fp32(experts) if bias else None, SimpleNamespace(**{**usual, **how}))
 
 
+def float8_norm(rows: int, width: int, form: Float8Form) -> None:
+    fp8_rmsnorm(of(rows, width), of(width), 1e-5, form, of(rows, width))
+
+
 def blocks(rows: int, out: int, width: int) -> None:
     block_matmul(fp8(rows, width), fp32(rows, -(-width // 128)), fp8(out, width),
                  fp32(-(-out // 128), -(-width // 128)), (128, 128), BF16)
@@ -236,6 +241,10 @@ CASES: dict[str, Callable[[], object]] = {
                                                                      by_row(64, 2048, 1408)),
     "moe_experts float32, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6, FP32),
     "moe_experts float32, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6, FP32),
+    "fp8_rmsnorm 4096, a scale a token": lambda: float8_norm(7, 4096, Float8Form(4096)),
+    "fp8_rmsnorm 4096, a scale a group": lambda: float8_norm(7, 4096, Float8Form(128)),
+    "fp8_rmsnorm 4096, a known scale": lambda: float8_norm(7, 4096, Float8Form(4096, fp32(1))),
+    "fp8_rmsnorm 16384": lambda: float8_norm(7, 16384, Float8Form(128)),
     "quantize_tokens 4096": lambda: quantize_tokens(of(7, 4096)),
     "quantize_tokens 14336, gated": lambda: quantize_tokens(of(7, 28672), gated=True),
     "quantize_groups 4096": lambda: quantize_groups(of(7, 4096), 128),
@@ -278,15 +287,16 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
 
-FEW = ["rmsnorm 4096, residual", "silu_and_mul 14336", "rope_and_store Qwen3, float8", "paged_decode Qwen3",
-       "paged_prefill Llama", "mla_rope_and_store V2-Lite", "mla_decode V2-Lite", "mla_prefill V2-Lite, merges",
-       "moe_topk Qwen3", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
-       "skinny_matmul 7 rows", "draw, truncated",
+FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
+       "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
+       "mla_decode V2-Lite", "mla_prefill V2-Lite, merges", "moe_topk Qwen3",
+       "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "skinny_matmul 7 rows", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
+    "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Form(128)),
     "silu_and_mul 14336": lambda n: silu_and_mul(of(n, 28672)),
     "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
     "paged_decode Qwen3": lambda n: decode_heads(n, 32, 4, 128, BF16),
