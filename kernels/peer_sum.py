@@ -1,13 +1,17 @@
-"""Sums over a few GPUs of one host, read straight from each other's memory over NVLink.
+"""Sums over a few GPUs of one host, written straight into each other's memory over NVLink; and norms of such sums.
 
 A decode step's messages are so small that NCCL's protocol is most of their time. In one shot every rank writes its part
-into a buffer that its peers see, and reads all of theirs. In two shots a rank sums only its share of each program's
-part and then reads the other shares, summed: fewer bytes, one meeting more. (The two forms are those of TensorRT-LLM's
-and vLLM's custom all-reduce.) Ranks are added in their order, so that all get the same bits.
+to all others. In two shots it gets from them its share alone, and writes the sum of that to them: fewer bytes, one way
+more. (Both forms are those of TensorRT-LLM's and vLLM's custom all-reduce.) Ranks are added in their order, so that all
+get the same bits.
 
-Program p of every rank works in slot p of the buffers, which has two places that take turns. A rank that meets its
-peers in one call has finished the call before, everywhere, so a place is written again when nobody reads it any more.
-Whose turn it is stands in device memory: CUDA graphs replay in any order.
+There are no flags: what has not arrived is a negative zero, which nobody sends, and who has read a value puts the
+negative zero back. So a value crosses the link once and no fence is waited for (as in NCCL's and TensorRT-LLM's
+low-latency protocols).
+
+Program p of every rank works in slot p of the buffers, which has two places that take turns. A rank that sends in one
+call has emptied its place of the call before, so nobody writes where something is yet to be read. Whose turn it is
+stands in device memory: CUDA graphs replay in any order.
 """
 
 from __future__ import annotations
@@ -22,83 +26,138 @@ SLOTS = 128
 SLOT = 8192
 """Programs at most, and values that each takes at most."""
 _BLOCK = 4096
+EMPTY = -32768
+"""The bits of a negative zero, in bfloat16 and in float16."""
 FOREVER = 2**31 - 1
 
 
 @triton.jit
-def _meet(flags, slot, RANK: tl.constexpr, WORLD: tl.constexpr, PATIENCE: tl.constexpr):
-    """Wait until this program has come here on every rank; what they wrote before is seen after.
-
-    A flag is raised on the peer and taken down by it. After ``PATIENCE`` looks the wait is given up, for a trial.
-    """
-    tl.debug_barrier()
-    for step in tl.static_range(1, WORLD):
-        raised = flags[(RANK + step) % WORLD] + slot * WORLD + RANK
-        looks = 0
-        while (tl.atomic_cas(raised, 0, 1, sem="release", scope="sys") != 0) & (looks < PATIENCE):
-            looks += 1
-    for step in tl.static_range(1, WORLD):
-        awaited = flags[RANK] + slot * WORLD + (RANK + step) % WORLD
-        looks = 0
-        while (tl.atomic_cas(awaited, 1, 0, sem="acquire", scope="sys") != 1) & (looks < PATIENCE):
-            looks += 1
-    tl.debug_barrier()
+def _sendable(x, NOTHING: tl.constexpr):
+    bits = x.to(tl.int16, bitcast=True)
+    return tl.where(bits == NOTHING, 0, bits).to(tl.int16)
 
 
 @triton.jit
-def _one_shot_kernel(x_ptr, buffers, flags, turns_ptr, count, RANK: tl.constexpr, WORLD: tl.constexpr,
-                     SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, PATIENCE: tl.constexpr):
+def _take(pointers, inside, patience, NOTHING: tl.constexpr):
+    """The bits that arrive at ``pointers``, which are empty again. After ``patience`` looks they are given up."""
+    bits = tl.load(pointers, inside, other=0, volatile=True)
+    looks = 0
+    while (tl.max((bits == NOTHING).to(tl.int32)) > 0) & (looks < patience):
+        bits = tl.load(pointers, inside, other=0, volatile=True)
+        looks += 1
+    tl.store(pointers, tl.full(bits.shape, NOTHING, tl.int16), inside)
+    return bits
+
+
+@triton.jit
+def _one_shot(x_ptr, buffers, place, first, width, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+              SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    index = (first + row) * width + column
+    inside = (column < width) & (index < count)
+    spot = row * BLOCK + column
+    x = tl.load(x_ptr + index, inside, other=0.0)
+    bits = _sendable(x, NOTHING)
+    for step in tl.static_range(1, WORLD):
+        tl.store(buffers[(RANK + step) % WORLD] + place + RANK * SLOT_SIZE + spot, bits, inside)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for rank in tl.static_range(WORLD):
+        if rank == RANK:
+            total += x.to(tl.float32)
+        else:
+            taken = _take(buffers[RANK] + place + rank * SLOT_SIZE + spot, inside, patience, NOTHING)
+            total += taken.to(x.dtype, bitcast=True).to(tl.float32)
+    return total.to(x.dtype)
+
+
+@triton.jit
+def _two_shots(x_ptr, buffers, place, first, width, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+               SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+    SHARE: tl.constexpr = BLOCK // WORLD  # columns of a rank
+    row, part = tl.arange(0, ROWS)[:, None], tl.arange(0, SHARE)[None, :]
+    spot = row * SHARE + part
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            theirs = (first + row) * width + rank * SHARE + part
+            there = (rank * SHARE + part < width) & (theirs < count)
+            tl.store(buffers[rank] + place + RANK * SLOT_SIZE + spot,
+                     _sendable(tl.load(x_ptr + theirs, there, other=0.0), NOTHING), there)
+    mine = (first + row) * width + RANK * SHARE + part
+    within = (RANK * SHARE + part < width) & (mine < count)
+    x = tl.load(x_ptr + mine, within, other=0.0)
+    total = tl.zeros((ROWS, SHARE), tl.float32)
+    for rank in tl.static_range(WORLD):
+        if rank == RANK:
+            total += x.to(tl.float32)
+        else:
+            taken = _take(buffers[RANK] + place + rank * SLOT_SIZE + spot, within, patience, NOTHING)
+            total += taken.to(x.dtype, bitcast=True).to(tl.float32)
+    bits = _sendable(total.to(x.dtype), NOTHING)
+    second = place + ROWS * SHARE  # behind what came in the first shot
+    for rank in tl.static_range(WORLD):
+        tl.store(buffers[rank] + second + RANK * SLOT_SIZE + spot, bits, within)
+    column = tl.arange(0, BLOCK)[None, :]
+    index = (first + row) * width + column
+    whole = _take(buffers[RANK] + second + (column // SHARE) * SLOT_SIZE + row * SHARE + column % SHARE,
+                  (column < width) & (index < count), patience, NOTHING)
+    return whole.to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def _peer_sum_kernel(x_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+                     TWO_SHOTS: tl.constexpr, SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
     slot = tl.program_id(0)
     turn = tl.load(turns_ptr + slot)
-    column = tl.arange(0, BLOCK)
-    inside = slot * BLOCK + column < count
-    place = (slot * 2 + turn % 2) * SLOT_SIZE + column
-    x = tl.load(x_ptr + slot * BLOCK + column, inside, other=0.0)
-    tl.store(buffers[RANK] + place, x, inside)
-    _meet(flags, slot, RANK, WORLD, PATIENCE)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for rank in tl.static_range(WORLD):
-        total += tl.load(buffers[rank] + place, inside, other=0.0).to(tl.float32)
-    tl.store(x_ptr + slot * BLOCK + column, total.to(x.dtype), inside)
+    place = (slot * 2 + turn % 2) * WORLD * SLOT_SIZE
+    if TWO_SHOTS:
+        total = _two_shots(x_ptr, buffers, place, slot, BLOCK, count, patience, RANK, WORLD, SLOT_SIZE, 1, BLOCK,
+                           NOTHING)
+    else:
+        total = _one_shot(x_ptr, buffers, place, slot, BLOCK, count, patience, RANK, WORLD, SLOT_SIZE, 1, BLOCK,
+                          NOTHING)
+    index = slot * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.debug_barrier()  # all have read the turn
+    tl.store(x_ptr + index, total, index < count)
     tl.store(turns_ptr + slot, turn + 1)
 
 
 @triton.jit
-def _two_shot_kernel(x_ptr, buffers, flags, turns_ptr, count, RANK: tl.constexpr, WORLD: tl.constexpr,
-                     SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, PATIENCE: tl.constexpr):
+def _peer_sum_norm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, buffers, turns_ptr, width, count, eps,
+                          patience, RANK: tl.constexpr, WORLD: tl.constexpr, TWO_SHOTS: tl.constexpr,
+                          SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
     slot = tl.program_id(0)
+    first = slot * ROWS
+    column = tl.arange(0, BLOCK)[None, :]
+    index = (first + tl.arange(0, ROWS)[:, None]) * width + column
+    inside = (column < width) & (index < count)
+    # Asked for before the wait, in which they come.
+    residual = tl.load(residual_ptr + index, inside, other=0.0)
+    weight = tl.load(weight_ptr + column, column < width, other=0.0)
     turn = tl.load(turns_ptr + slot)
-    SHARE: tl.constexpr = BLOCK // WORLD
-    column = tl.arange(0, BLOCK)
-    inside = slot * BLOCK + column < count
-    begin = (slot * 2 + turn % 2) * SLOT_SIZE
-    x = tl.load(x_ptr + slot * BLOCK + column, inside, other=0.0)
-    tl.store(buffers[RANK] + begin + column, x, inside)
-    _meet(flags, slot, RANK, WORLD, PATIENCE)
-    part = tl.arange(0, SHARE)
-    mine = RANK * SHARE + part
-    within = slot * BLOCK + mine < count
-    total = tl.zeros((SHARE,), tl.float32)
-    for rank in tl.static_range(WORLD):
-        total += tl.load(buffers[rank] + begin + mine, within, other=0.0).to(tl.float32)
-    tl.store(buffers[RANK] + begin + mine, total.to(x.dtype), within)  # nobody else reads this share of this buffer
-    _meet(flags, slot, RANK, WORLD, PATIENCE)
-    for rank in tl.static_range(WORLD):
-        theirs = rank * SHARE + part
-        there = slot * BLOCK + theirs < count
-        summed = tl.load(buffers[rank] + begin + theirs, there, other=0.0)
-        tl.store(x_ptr + slot * BLOCK + theirs, summed, there)
+    place = (slot * 2 + turn % 2) * WORLD * SLOT_SIZE
+    if TWO_SHOTS:
+        total = _two_shots(x_ptr, buffers, place, first, width, count, patience, RANK, WORLD, SLOT_SIZE, ROWS, BLOCK,
+                           NOTHING)
+    else:
+        total = _one_shot(x_ptr, buffers, place, first, width, count, patience, RANK, WORLD, SLOT_SIZE, ROWS, BLOCK,
+                          NOTHING)
+    total += residual
+    wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
+    y = (wide * scale[:, None]).to(total.dtype) * weight  # rounded first, as in rmsnorm
+    tl.debug_barrier()  # all have read the turn
+    tl.store(sum_ptr + index, total, inside)
+    tl.store(y_ptr + index, y, inside)
     tl.store(turns_ptr + slot, turn + 1)
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What the ranks share: of each, in rank order, a buffer ``[SLOTS * 2 * SLOT]`` of one type and flags
-    ``[SLOTS * ranks]`` int32, zeros at first, both in memory that all see; ``turns`` [SLOTS] int32 is this rank's."""
+    """What the ranks share: of each, in rank order, a buffer ``[SLOTS * 2 * ranks * SLOT]`` int16 in memory that all
+    see, at first all ``EMPTY``; ``turns`` [SLOTS] int32, at first zeros, is this rank's."""
 
     rank: int
     buffers: tuple[torch.Tensor, ...]
-    flags: tuple[torch.Tensor, ...]
     turns: torch.Tensor
 
     @property
@@ -106,14 +165,46 @@ class Peers:
         return len(self.buffers)
 
 
-def peer_sum(x: torch.Tensor, peers: Peers, *, two_shot: bool = False, patience: int = FOREVER) -> None:
-    """Sum ``x``, contiguous, of the buffers' type and of equal size on every rank, over the ranks; in place.
+def buffer_values(ranks: int) -> int:
+    """The length of each rank's buffer."""
+    return SLOTS * 2 * ranks * SLOT
 
-    It has ``SLOTS * 4096`` values at most. All ranks make the same calls in one order, on one stream each.
+
+def peer_sum(x: torch.Tensor, peers: Peers, *, two_shots: bool = False, patience: int = FOREVER) -> None:
+    """Sum ``x``, contiguous, in bfloat16 or float16 and of equal size on every rank, over the ranks; in place.
+
+    It has ``SLOTS * 4096`` values at most. All ranks make the same calls in one order, on one stream each. With
+    ``two_shots`` the ranks are a power of two.
     """
     count = x.numel()
-    programs = triton.cdiv(count, _BLOCK)
-    assert 0 < programs <= SLOTS and x.is_contiguous() and x.dtype == peers.buffers[0].dtype
-    kernel = _two_shot_kernel if two_shot else _one_shot_kernel
-    kernel[(programs,)](x, peers.buffers, peers.flags, peers.turns, count, RANK=peers.rank, WORLD=peers.size,
-                        SLOT_SIZE=SLOT, BLOCK=_BLOCK, PATIENCE=patience, num_warps=16)
+    programs = -(-count // _BLOCK)
+    assert 0 < programs <= SLOTS and x.is_contiguous() and x.dtype.itemsize == 2
+    _peer_sum_kernel[(programs,)](x, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size,
+                                  TWO_SHOTS=two_shots, SLOT_SIZE=SLOT, BLOCK=_BLOCK, NOTHING=EMPTY, num_warps=16)
+
+
+def rows_a_program(rows: int, width: int) -> int | None:
+    """How many rows each program of ``peer_sum_norm`` takes; None where so many do not fit."""
+    block = triton.next_power_of_2(width)
+    most = SLOT // block
+    wanted = triton.next_power_of_2(-(-rows // SLOTS))
+    return wanted if 0 < wanted <= most else None
+
+
+def peer_sum_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers, *,
+                  two_shots: bool = False, patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(norm(sum + residual) * weight, sum + residual)`` of the sum of ``x`` over the ranks; see ``peer_sum``.
+
+    ``x`` and ``residual`` are ``[T, width]``, contiguous, as many rows as ``rows_a_program`` has an answer for;
+    ``residual`` and ``weight`` [width] are equal on all ranks.
+    """
+    rows, width = x.shape
+    each = rows_a_program(rows, width)
+    assert each is not None and rows and x.is_contiguous() and residual.is_contiguous() and x.dtype.itemsize == 2
+    block = triton.next_power_of_2(width)
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    _peer_sum_norm_kernel[(-(-rows // each),)](
+        x, residual, weight, total, y, peers.buffers, peers.turns, width, x.numel(), eps, patience, RANK=peers.rank,
+        WORLD=peers.size, TWO_SHOTS=two_shots, SLOT_SIZE=SLOT, ROWS=each, BLOCK=block, NOTHING=EMPTY,
+        num_warps=max(1, min(16, each * block // 256)))
+    return y, total

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import pad
 
+from .pending import PendingSum, Summed
 from .tp import TPGroup
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -55,11 +56,12 @@ class TokenExchange:
         first = sum(self._counts[:self._across.rank])
         return y[first:first + self._counts[self._across.rank]]
 
-    def summed(self, partial: Compute, x: torch.Tensor) -> torch.Tensor:
+    def summed(self, partial: Compute, x: torch.Tensor) -> Summed:
         """``around`` for what every rank of the engine has a summand of, ``partial``: only the group's own rows are
-        summed up, half of the traffic of a sum of all rows on all ranks."""
+        summed up, half of the traffic of a sum of all rows on all ranks. What is left of that within the group is for
+        the norm that follows."""
         if not self.spans:
-            return self._attention.all_reduce(partial(x))
+            return self._within(partial(x))
         y, own, largest = partial(self.gather(x)), self._counts[self._across.rank], max(self._counts)
         if self._padded:
             if self._kept is not None:
@@ -70,7 +72,10 @@ class TokenExchange:
         else:
             first = sum(self._counts[:self._across.rank])
             mine = self._across.all_reduce(y)[first:first + own]
-        return self._attention.all_reduce(mine)
+        return self._within(mine)
+
+    def _within(self, part: torch.Tensor) -> Summed:
+        return PendingSum(part, self._attention) if self._attention.size > 1 else part
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[own, a]`` to the rows of all groups, in the order of their ranks."""

@@ -19,9 +19,12 @@ log = logging.getLogger("baton.engine")
 LARGEST_BYTES = 512 << 10
 """Of one message; a longer one is NCCL's."""
 _TWO_SHOT_TRAFFIC = 768 << 10
-"""Bytes that a rank reads in one shot before two take less: by message size times the peers."""
+"""Bytes that a rank sends in one shot before two take less: message size times the peers."""
 _DTYPES = (torch.bfloat16, torch.float16)
-_TRIAL_PATIENCE = 1 << 24  # looks at a flag, about 10 s: another rank may still compile the kernel
+_TRIAL_WIDTH = 4096
+_TRIALS = ((1, 8), (1, _TRIAL_WIDTH), (1, 4104), (LARGEST_BYTES // 2 // _TRIAL_WIDTH, _TRIAL_WIDTH), (3, _TRIAL_WIDTH))
+"""Rows and their width."""
+_TRIAL_PATIENCE = 1 << 23  # looks for a peer's part, about 10 s: another rank may still compile the kernel
 
 
 class PeerSums:
@@ -33,46 +36,65 @@ class PeerSums:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symm_mem
 
-        size = dist.get_world_size(group)
-        values, flags = kernel.SLOTS * 2 * kernel.SLOT, kernel.SLOTS * size
-        # One piece of memory: the buffer, and behind it the flags as pairs of 2-byte values.
-        self._memory = symm_mem.empty(values + 2 * flags, dtype=torch.int16, device=device)
-        self._memory.zero_()
-        torch.cuda.synchronize(device)
+        self._size = dist.get_world_size(group)
+        values = kernel.buffer_values(self._size)
+        self._memory = symm_mem.empty(values, dtype=torch.int16, device=device)
+        self._memory.fill_(kernel.EMPTY)
+        torch.cuda.synchronize(device)  # nobody sends before all have met below
         self._handle = symm_mem.rendezvous(self._memory, group)
-        shared = [self._handle.get_buffer(peer, (values + 2 * flags,), torch.int16) for peer in range(size)]
-        turns = torch.zeros(kernel.SLOTS, dtype=torch.int32, device=device)
-        self._peers = {dtype: kernel.Peers(rank, tuple(one[:values].view(dtype) for one in shared),
-                                           tuple(one[values:].view(torch.int32) for one in shared), turns)
-                       for dtype in _DTYPES}
-        self._size = size
+        self.shared = kernel.Peers(rank, tuple(self._handle.get_buffer(peer, (values,), torch.int16)
+                                               for peer in range(self._size)),
+                                   torch.zeros(kernel.SLOTS, dtype=torch.int32, device=device))
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        return (tensor.is_cuda and tensor.dtype in self._peers and 0 < tensor.nbytes <= LARGEST_BYTES
-                and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
+        """By what is equal on all ranks."""
+        return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < tensor.nbytes <= LARGEST_BYTES
+                and tensor.is_contiguous())
 
     def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
         """Sum ``tensor``, which ``takes`` took, in place."""
-        # The second kernel gives each rank an equal part of its blocks, whose sizes are powers of two.
-        two_shot = self._size in (4, 8) and tensor.nbytes * (self._size - 1) > _TWO_SHOT_TRAFFIC
-        kernel.peer_sum(tensor, self._peers[tensor.dtype], two_shot=two_shot, patience=patience)
+        kernel.peer_sum(tensor, self.shared, two_shots=self._in_two(tensor), patience=patience)
+
+    def takes_rows(self, rows: torch.Tensor) -> bool:
+        return self.takes(rows) and kernel.rows_a_program(*rows.shape) is not None
+
+    def sum_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                   patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden], which ``takes_rows`` took."""
+        return kernel.peer_sum_norm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
+                                    patience=patience)
+
+    def _in_two(self, tensor: torch.Tensor) -> bool:
+        """Two ranks send as much in one shot; shares of other sizes than a power of two are not to be had."""
+        return self._size in (4, 8) and tensor.nbytes * (self._size - 1) > _TWO_SHOT_TRAFFIC
 
     def trouble(self, group: dist.ProcessGroup) -> str | None:
-        """Try sums of several sizes against NCCL's; what is wrong with them. A collective of the group.
+        """Try sums of several sizes, plain and normed, against NCCL's; what is wrong. A collective of the group.
 
         A rank that waits in vain gives up, so that this ends whatever is wrong.
         """
         device = self._memory.device
         generator = torch.Generator(device).manual_seed(dist.get_rank(group))
+        patience, found = _TRIAL_PATIENCE, None
         for dtype in _DTYPES:
-            for count in (8, 4096, 4096 + 8, LARGEST_BYTES // 2, 1024):
-                mine = torch.randn(count, generator=generator, device=device).to(dtype)
+            weight = torch.ones(_TRIAL_WIDTH, device=device, dtype=dtype)
+            for rows, width in _TRIALS:  # all of them on every rank, whatever is found: NCCL's sums need all ranks
+                mine = torch.randn(rows, width, generator=generator, device=device).to(dtype)
                 wanted = mine.float()
                 dist.all_reduce(wanted, group=group)
-                self.sum(mine, _TRIAL_PATIENCE)
-                if not torch.allclose(mine.float(), wanted, atol=0.05, rtol=0.02):
-                    return f"a sum of {count} values of {dtype} was wrong"
-        return None
+                right = True
+                if width == _TRIAL_WIDTH:
+                    y, total = self.sum_normed(mine, torch.ones_like(mine), weight, 1e-5, patience)
+                    normed = torch.nn.functional.rms_norm(wanted + 1, (width,), eps=1e-5)
+                    right = _close(total, wanted + 1) and _close(y, normed)
+                self.sum(mine, patience)
+                if not (right and _close(mine, wanted)):
+                    patience, found = 1, found or f"a sum of {rows} x {width} values of {dtype} was wrong"
+        return found
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(found.float(), wanted, atol=0.1, rtol=0.02)
 
 
 def connect_all(parallel: Parallel) -> None:

@@ -24,6 +24,12 @@ class SmallSums(Protocol):
     def sum(self, tensor: torch.Tensor) -> None:
         """In place; ``takes`` took the tensor."""
 
+    def takes_rows(self, rows: torch.Tensor) -> bool: ...
+
+    def sum_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
+                   eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden], which ``takes_rows`` took."""
+
 
 class TPGroup:
     """Ranks that work in lockstep: every rank makes the same calls in the same order.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..distributed.pending import PendingSum, Summed
 from ..distributed.tp import TPGroup
 from ..quantization.methods import linear_method
 from ..quantization.shards import Shard
@@ -78,6 +79,12 @@ class RowLinear:
             return self.method(x, self.bias, gated=gated)
         y = self.tp.all_reduce(self.partial(x, gated=gated))
         return y if self.bias is None else y + self.bias
+
+    def pending(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
+        """The same, its sum left to the norm that follows where there is one to make."""
+        if self.tp.size == 1 or self.bias is not None:
+            return self(x, gated=gated)
+        return PendingSum(self.partial(x, gated=gated), self.tp)
 
     def partial(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         """This rank's summand, without the bias: for callers that add more before the ranks are summed."""

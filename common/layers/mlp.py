@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..distributed.pending import Summed
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 from .linear import ColumnLinear, Columns, RowLinear
@@ -29,6 +30,10 @@ class MLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x), gated=True)
+
+    def pending(self, x: torch.Tensor) -> Summed:
+        """The same, its sum left to the norm that follows."""
+        return self.down.pending(self.gate_up(x), gated=True)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without a bias."""

@@ -12,8 +12,9 @@ import torch
 from ...kernels.forms import HeadNorms
 from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
-from ..distributed.exchange import Compute, TokenExchange
+from ..distributed.exchange import TokenExchange
 from ..distributed.parallel import Parallel
+from ..distributed.pending import PendingSum, Summed
 from ..distributed.tp import TPGroup
 from ..engine.forward_batch import ForwardBatch
 from ..layers.labels import LabelHead
@@ -41,13 +42,13 @@ class SelfAttention:
             self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
             self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, spec.rms_norm_eps, allocate)
 
-    def __call__(self, x: torch.Tensor, attention: AttentionBackend, cos_sin: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, attention: AttentionBackend, cos_sin: torch.Tensor) -> Summed:
         parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, head_dim]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return self.output(attention.run(self.layer, q, k, v, cos_sin, norms).flatten(1))
+        return self.output.pending(attention.run(self.layer, q, k, v, cos_sin, norms).flatten(1))
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.qkv, self.output, self.q_norm, self.k_norm):
@@ -58,7 +59,7 @@ class SelfAttention:
 class LayerAttention(Protocol):
     """What stands before a layer's MLP: ``[T, hidden] -> [T, hidden]``, by the backend that it is made for."""
 
-    def __call__(self, x: torch.Tensor, attention: Any, cos_sin: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, attention: Any, cos_sin: torch.Tensor) -> Summed: ...
 
     def slots(self) -> Iterator[Slot]: ...
 
@@ -79,6 +80,8 @@ class LayerMLP(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
+    def pending(self, x: torch.Tensor) -> Summed: ...
+
     def partial(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def slots(self) -> Iterator[Slot]: ...
@@ -92,10 +95,10 @@ def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: All
     return MLP(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, tp, allocate)
 
 
-def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Compute:
+def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Callable[[torch.Tensor], Summed]:
     """``mlp`` of an attention group's own rows, in the cheapest way that it allows."""
     if mlp.own_tokens or not tokens.spans:
-        return mlp
+        return mlp.pending
     return partial(tokens.summed, mlp.partial) if mlp.sums else partial(tokens.around, mlp)
 
 
@@ -109,12 +112,12 @@ class DecoderLayer:
         self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
         self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, attention: Planned,
-                 cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, attention, cos_sin)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp_of_groups(x), residual
+    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: Planned,
+                 cos_sin: torch.Tensor) -> tuple[Summed, torch.Tensor]:
+        """Every sum over ranks is made by the norm behind it, the last one by the next layer's."""
+        normed, residual = self.input_norm.add(x, residual)
+        normed, residual = self.mlp_norm.add(self.attention(normed, attention, cos_sin), residual)
+        return self.mlp_of_groups(normed), residual
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
@@ -160,17 +163,19 @@ class DenseDecoder:
 
         ``after_layer(i)`` is called once layer i has been enqueued: its keys and values are in the pool by then.
         """
-        x, residual = self.embedding.embed(batch.input_ids), None
+        embedded = self.embedding.embed(batch.input_ids)
         if batch.embeds is not None:
-            x[batch.embeds_rows] = batch.embeds.to(x.dtype)
+            embedded[batch.embeds_rows] = batch.embeds.to(embedded.dtype)
+        x: Summed = embedded
+        residual: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, attention, self.cos_sin)
             after_layer(index)
         if batch.logits_rows is not None:
             assert residual is not None
-            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
-        x, _ = self.norm.add(x, residual)
-        return x
+            x = x.rows(batch.logits_rows) if isinstance(x, PendingSum) else x[batch.logits_rows]
+            residual = residual[batch.logits_rows]
+        return self.norm.add(x, residual)[0]
 
     def slots(self) -> Iterator[Slot]:
         yield from self.embedding.slots()

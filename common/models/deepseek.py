@@ -10,6 +10,7 @@ from ..attention.mla_base import LatentBackend
 from ..config.mla import MLASpec
 from ..config.model import ModelSpec
 from ..distributed.parallel import Parallel
+from ..distributed.pending import Summed
 from ..distributed.tp import TPGroup
 from ..layers.dense_weight import DenseWeight
 from ..layers.linear import ColumnLinear, Columns, RowLinear
@@ -76,11 +77,11 @@ class LatentSelfAttention:
                               self.mla.kv_lora_rank, allocate)
         self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, spec.o_bias, tp, allocate)
 
-    def __call__(self, x: torch.Tensor, attention: LatentBackend, cos_sin: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, attention: LatentBackend, cos_sin: torch.Tensor) -> Summed:
         q, latent = self.queries(x)
         latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
-        return self.output(attention.run(self.layer, q, self.norm(latent), k_rope, up, cos_sin).flatten(1))
+        return self.output.pending(attention.run(self.layer, q, self.norm(latent), k_rope, up, cos_sin).flatten(1))
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.queries, self.norm, self.up, self.output):

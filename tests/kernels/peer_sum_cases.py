@@ -1,64 +1,120 @@
-"""One rank's part of a sum over peers, whose buffers and flags are as a peer would have left them; collected by
-test_kernels_interpreted.py. What the ranks do together is tests/gpu/test_tensor_parallel.py's."""
+"""One rank's part of a sum over peers, whose parts have arrived; collected by test_kernels_interpreted.py. What the
+ranks do at once is tests/gpu/test_tensor_parallel.py's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from baton.kernels import _triton
-from baton.kernels.peer_sum import SLOT, SLOTS, Peers, peer_sum
+from baton.kernels import _triton, reference
+from baton.kernels.peer_sum import EMPTY, SLOT, SLOTS, Peers, buffer_values, peer_sum, peer_sum_norm, rows_a_program
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
-def lone_rank(rank: int, size: int, theirs: list[torch.Tensor], turns: int = 0) -> Peers:
-    """``theirs[r]`` stands in rank r's buffer, at the places of this turn; every peer has raised its flags here."""
-    buffers = tuple(torch.full((SLOTS * 2 * SLOT,), float("nan"), dtype=theirs[0].dtype) for _ in range(size))
-    for buffer, values in zip(buffers, theirs):
-        for program, part in enumerate(values.split(4096)):
-            begin = (2 * program + turns % 2) * SLOT
-            buffer[begin:begin + len(part)] = part
-    flags = tuple(torch.zeros(SLOTS, size, dtype=torch.int32) for _ in range(size))
-    flags[rank].fill_(1)
-    return Peers(rank, buffers, tuple(flag.view(-1) for flag in flags), torch.full((SLOTS,), turns, dtype=torch.int32))
+class Fakes:
+    """The buffers of ``size`` ranks in one process, as ``rank`` sees them in turn ``turns``."""
+
+    def __init__(self, rank: int, size: int, turns: int = 0):
+        buffers = tuple(torch.full((buffer_values(size),), EMPTY, dtype=torch.int16) for _ in range(size))
+        self.peers = Peers(rank, buffers, torch.full((SLOTS,), turns, dtype=torch.int32))
+        self.place = turns % 2
+
+    def area(self, of: int, slot: int, source: int) -> torch.Tensor:
+        """What ``source`` sends to rank ``of``'s slot in this turn."""
+        return self.peers.buffers[of].view(SLOTS, 2, self.peers.size, SLOT)[slot, self.place, source]
+
+    def arrived(self, parts: list[torch.Tensor], tile: int) -> None:
+        """Every other rank has sent its part [T, width] of one-shot sums, ``tile`` rows a program."""
+        rank, block = self.peers.rank, _triton.triton.next_power_of_2(parts[0].shape[1])
+        for source, part in enumerate(parts):
+            for first in range(0, len(part), tile) if source != rank else ():
+                rows = part[first:first + tile]
+                area = self.area(rank, first // tile, source)[:tile * block].view(tile, block)
+                area[:len(rows), :part.shape[1]] = rows.view(torch.int16)
+
+    @property
+    def is_empty(self) -> bool:
+        return bool((self.peers.buffers[self.peers.rank] == EMPTY).all())
+
+
+def parts_of(size: int, *shape: int) -> list[torch.Tensor]:
+    return [torch.randn(*shape, generator=torch.Generator().manual_seed(r)).half() for r in range(size)]
 
 
 @pytest.mark.parametrize("count", [1, 4096, 5000])
 @pytest.mark.parametrize("rank,size,turns", [(0, 2, 0), (1, 2, 3), (2, 4, 1)])
 def test_one_shot(rank, size, turns, count):
-    parts = [torch.randn(count, generator=torch.Generator().manual_seed(r)).half() for r in range(size)]
-    peers = lone_rank(rank, size, parts, turns)
-    peers.buffers[rank].fill_(float("nan"))
+    parts = parts_of(size, count)
+    parts[rank][0] = -0.0  # is sent as a zero, for the other would not be seen to arrive
+    fakes = Fakes(rank, size, turns)
+    padded = [torch.nn.functional.pad(part, (0, -count % 4096)).view(-1, 4096) for part in parts]
+    fakes.arrived(padded, 1)
+    for slot in range(len(padded[0])):  # beyond the values nothing comes
+        for source in range(size):
+            fakes.area(rank, slot, source)[max(0, count - slot * 4096):] = EMPTY
     x = parts[rank].clone()
-    peer_sum(x, peers, patience=1)
-    assert torch.equal(x, torch.stack(parts).float().sum(0).half())
-    programs = -(-count // 4096)
-    assert peers.turns[:programs].tolist() == [turns + 1] * programs
-    assert peers.turns[programs:].tolist() == [turns] * (SLOTS - programs)
-    for other in range(size):
-        raised = peers.flags[other].view(SLOTS, size)
-        if other == rank:  # taken down, all but its own, which nobody raises
-            assert raised[:programs, [r for r in range(size) if r != rank]].sum() == 0
-        else:
-            assert raised[:programs, rank].tolist() == [1] * programs and raised.sum() == programs
+    peer_sum(x, fakes.peers, patience=1)
+    assert torch.equal(x, reference.peer_sum(parts))
+    programs = len(padded[0])
+    assert fakes.peers.turns[:programs].tolist() == [turns + 1] * programs
+    assert fakes.peers.turns[programs:].tolist() == [turns] * (SLOTS - programs)
+    assert fakes.is_empty, "the next turn but one would take these values for its own"
+    for other in [other for other in range(size) if other != rank]:
+        sent = torch.cat([fakes.area(other, slot, rank)[:4096] for slot in range(programs)])[:count]
+        assert torch.equal(sent.view(torch.float16), parts[rank]) and not (sent == EMPTY).any()
 
 
-def test_two_shots_sum_the_own_share_and_take_the_others_from_their_buffers():
-    """The peer's share stands summed in its buffer already, and what it adds to ours: both at once, for one pass."""
+def test_two_shots_sum_the_own_share_and_take_the_others_as_they_come():
     size, rank, count = 2, 1, 4096
-    parts = [torch.randn(count, generator=torch.Generator().manual_seed(r)).half() for r in range(size)]
-    peers = lone_rank(rank, size, parts)
+    parts = parts_of(size, count)
+    fakes = Fakes(rank, size)
+    fakes.area(rank, 0, 0)[:2048] = parts[0][2048:].view(torch.int16)
+    theirs = torch.full((2048,), 3.0).half()  # the other's share as it has summed it up
+    fakes.area(rank, 0, 0)[2048:4096] = theirs.view(torch.int16)
     x = parts[rank].clone()
-    peer_sum(x, peers, two_shot=True, patience=1)
-    assert torch.equal(x[2048:], (parts[0].float() + parts[1].float()).half()[2048:])
-    assert torch.equal(x[:2048], parts[0][:2048]), "a rank's share is taken as its buffer has it"
-    assert torch.equal(peers.buffers[rank][2048:4096], x[2048:]), "the peer would not find this rank's share"
+    peer_sum(x, fakes.peers, two_shots=True, patience=1)
+    own = reference.peer_sum(parts)[2048:]
+    assert torch.equal(x[2048:], own) and torch.equal(x[:2048], theirs)
+    assert torch.equal(fakes.area(0, 0, rank)[:2048].view(torch.float16), parts[rank][:2048])
+    assert torch.equal(fakes.area(0, 0, rank)[2048:4096].view(torch.float16), own)
+    assert fakes.is_empty
+
+
+@pytest.mark.parametrize("rows,width,rank,size", [(1, 64, 0, 2), (3, 96, 1, 2), (200, 48, 2, 4)])
+def test_norm_of_a_sum(rows, width, rank, size):
+    """With more rows than programs each takes two."""
+    parts, residual = parts_of(size, rows, width), torch.randn(rows, width).half()
+    weight = torch.rand(width).half()
+    fakes = Fakes(rank, size)
+    tile = rows_a_program(rows, width)
+    assert tile == (2 if rows > SLOTS else 1)
+    fakes.arrived(parts, tile)
+    y, total = peer_sum_norm(parts[rank], residual, weight, 1e-5, fakes.peers, patience=1)
+    wanted, wanted_total = reference.peer_sum_norm(parts, residual, weight, 1e-5)
+    assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
+    assert fakes.is_empty
+
+
+def test_norm_of_a_sum_in_two_shots():
+    rows, width, rank, size = 3, 96, 0, 2  # shares of 64 columns, of which the last has 32
+    parts, residual = parts_of(size, rows, width), torch.randn(rows, width).half()
+    weight = torch.rand(width).half()
+    fakes = Fakes(rank, size)
+    whole = reference.peer_sum(parts)
+    for slot in range(rows):
+        fakes.area(rank, slot, 1)[:64] = parts[1][slot, :64].view(torch.int16)
+        fakes.area(rank, slot, 1)[64:96] = whole[slot, 64:].view(torch.int16)
+    y, total = peer_sum_norm(parts[rank], residual, weight, 1e-5, fakes.peers, two_shots=True, patience=1)
+    wanted, wanted_total = reference.peer_sum_norm(parts, residual, weight, 1e-5)
+    assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
+    assert fakes.is_empty
+
+
+def test_rows_that_do_not_fit():
+    assert rows_a_program(SLOTS, SLOT) == 1
+    assert rows_a_program(SLOTS + 1, SLOT) is None and rows_a_program(1, SLOT + 8) is None
 
 
 def test_waiting_for_a_peer_that_never_comes_ends_in_a_trial():
-    parts = [torch.ones(8).half()] * 2
-    peers = lone_rank(0, 2, parts)
-    for flag in peers.flags:
-        flag.zero_()
-    peer_sum(parts[0].clone(), peers, patience=3)
+    peer_sum(torch.ones(8).half(), Fakes(0, 2).peers, patience=3)

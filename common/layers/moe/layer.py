@@ -9,6 +9,7 @@ import torch
 
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
+from ...distributed.pending import PendingSum, Summed
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
 from .balance import balanced, first_placement
@@ -52,6 +53,12 @@ class MoE:
         if self.share.a2a == "alltoall":
             return self._own_rows_gathered(x)
         return self.share.group.all_reduce(self.partial(x))
+
+    def pending(self, x: torch.Tensor) -> Summed:
+        """The same, its sum left to the norm that follows where there is one to make."""
+        if self.sums and self.share.group.size > 1:
+            return PendingSum(self.partial(x), self.share.group)
+        return self(x)
 
     @property
     def sums(self) -> bool:

@@ -1,0 +1,38 @@
+"""A sum over ranks that is left to who needs it, who may do more in the same pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.rmsnorm import rmsnorm
+from .tp import TPGroup
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """The sum of ``part`` [T, hidden] over the ranks of ``group``. ``part`` is this rank's summand, used up when
+    the sum is made: once, at the same place of the program on every rank."""
+
+    part: torch.Tensor
+    group: TPGroup
+
+    def total(self) -> torch.Tensor:
+        """``[T, hidden]``, equal on all ranks."""
+        return self.group.all_reduce(self.part) if len(self.part) else self.part
+
+    def rows(self, index: torch.Tensor) -> PendingSum:
+        """Of these rows alone."""
+        return PendingSum(self.part[index], self.group)
+
+    def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(total + residual) * weight, total + residual)``, by one kernel where the group's peers take it."""
+        peers = self.group.peers
+        if peers is not None and peers.takes_rows(self.part):
+            return peers.sum_normed(self.part, residual, weight, eps)
+        return rmsnorm(self.total(), weight, eps, residual)
+
+
+Summed = torch.Tensor | PendingSum
+"""Rows of hidden states, or the sum that they are."""
