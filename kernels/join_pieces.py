@@ -4,42 +4,62 @@ from __future__ import annotations
 
 import torch
 
-from ._triton import tl, triton
+from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan
 
 
 @triton.jit
+def joined(part_ptr, lse_ptr, first, pieces, heads, num_q_heads, in_group, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+           BLOCK_PIECES: tl.constexpr):
+    """Pieces ``[first, first + pieces)`` of ``heads`` [n], where ``in_group``: values [n, BLOCK_DIM].
+
+    In the order of the pieces, whoever calls it. Reads past the first-level caches: the parts may be this launch's.
+    """
+    dim = tl.arange(0, BLOCK_DIM)
+    # A head that is not there has parts of 0 and levels of 0.
+    top = tl.full(heads.shape, float("-inf"), tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    acc = tl.zeros((heads.shape[0], BLOCK_DIM), tl.float32)
+    for start in range(0, pieces, BLOCK_PIECES):
+        piece = start + tl.arange(0, BLOCK_PIECES)
+        row = (first + piece).to(tl.int64)[:, None] * num_q_heads + heads[None, :]
+        there = (piece < pieces)[:, None] & in_group[None, :]
+        parts = tl.load(part_ptr + row[:, :, None] * DIM + dim[None, None, :],
+                        there[:, :, None] & (dim < DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        lse = tl.load(lse_ptr + row, there, other=float("-inf"), cache_modifier=".cg")
+        lse = tl.where(in_group[None, :], lse, 0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = new_top
+    return acc / total[:, None]
+
+
+@triton.jit
 def _join_pieces_kernel(part_ptr, lse_ptr, out_ptr, firsts_ptr, num_q_heads, DIM: tl.constexpr,
-                        BLOCK_DIM: tl.constexpr, BLOCK_PIECES: tl.constexpr):
+                        BLOCK_DIM: tl.constexpr, BLOCK_PIECES: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first = tl.load(firsts_ptr + request)
     pieces = tl.load(firsts_ptr + request + 1) - first
     if pieces == 1:
         return
+    heads = head + tl.arange(0, 1)
     dim = tl.arange(0, BLOCK_DIM)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((BLOCK_DIM,), tl.float32)
-    for start in range(0, pieces, BLOCK_PIECES):
-        piece = start + tl.arange(0, BLOCK_PIECES)
-        there = piece < pieces
-        row = (first + piece).to(tl.int64) * num_q_heads + head
-        lse = tl.load(lse_ptr + row, there, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top)
-        shrink = tl.exp2(top - new_top)
-        parts = tl.load(part_ptr + row[:, None] * DIM + dim[None, :], there[:, None] & (dim < DIM)[None, :], other=0.0)
-        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        top = new_top
-    out = (acc / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (request * num_q_heads + head) * DIM + dim, out, dim < DIM)
+    out = joined(part_ptr, lse_ptr, first, pieces, heads, num_q_heads, heads < num_q_heads, DIM, BLOCK_DIM,
+                 BLOCK_PIECES)
+    row = request * num_q_heads + heads
+    tl.store(out_ptr + row[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), (dim < DIM)[None, :])
 
 
 def join_pieces(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, plan: DecodePlan) -> None:
     """``parts`` [most pieces, H, D] float32, normalised, and ``lses`` [most pieces, H] (base 2), of the requests that
     have more than one, into ``out`` [B, H, D]; all contiguous, on a GPU."""
     requests, heads, dim = out.shape
-    _join_pieces_kernel[(requests, heads)](parts, lses, out, plan.firsts, heads, DIM=dim,
-                                           BLOCK_DIM=max(16, triton.next_power_of_2(dim)), BLOCK_PIECES=16)
+    _join_pieces_kernel[(requests, heads)](
+        parts, lses, out, plan.firsts, heads, DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)), BLOCK_PIECES=8,
+        **pdl(parts))

@@ -1,8 +1,8 @@
 """Attention of one query row a request over its pages, cut along the sequence into pieces.
 
 A decode step has few programs (requests x KV heads) with long loops: cutting the keys into pieces of about equal length
-fills the GPU whatever the lengths, and a second, small kernel joins a request's pieces by their log-sum-exps
-(Flash-Decoding, Dao et al., 2023). A request of one piece needs no join: the first kernel writes its result.
+fills the GPU whatever the lengths, and the program that ends last of a request's and KV head's joins the pieces by
+their log-sum-exps (Flash-Decoding, Dao et al., 2023), always in the same order. One piece needs no join.
 
 All query heads of a KV head are rows of one tile, padded to the 16 that a matrix product takes: keys are read once.
 """
@@ -14,39 +14,58 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
-from .join_pieces import join_pieces
+from .join_pieces import joined
 
 
 class Tile(NamedTuple):
-    """Tokens that one turn of the loop takes, and how the compiler is to run it."""
+    """Tokens that one turn of the loop takes, and how the compiler is to run it. ``ahead``: tiles that are asked for
+    while the kernel ahead is at work."""
 
     tokens: int = 64
     warps: int = 4
     stages: int = 3
+    ahead: int = 2
 
 
 TILE = Tile()
+# Of these the registers, or the shared memory of more than one program, hold no larger one.
+_WIDE = Tile(tokens=32)
+_FLOAT32 = Tile(tokens=32, stages=2)
+# Parts that are joined at a time: more of them take registers that the loop over the keys then lacks.
+_JOIN_ELEMENTS = tl.constexpr(4096)
 
 
 # Without ``do_not_specialize`` a batch of the first size that is a multiple of 16 would compile anew: a second's pause
 # for every running request.
 @triton.jit(do_not_specialize=["requests"])
 def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
-                         last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, v_scale, q_stride_t,
-                         q_stride_h, stride_page, stride_head, stride_slot, num_q_heads, PAGE: tl.constexpr,
-                         GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-                         BLOCK_TOKENS: tl.constexpr):
-    piece = tl.program_id(0)
-    kv_head = tl.program_id(1)
+                         last_page_len_ptr, owners_ptr, firsts_ptr, arrivals_ptr, requests, scale_log2, v_scale,
+                         q_stride_t, q_stride_h, stride_page, stride_head, stride_slot, num_q_heads,
+                         PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr,
+                         BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_JOIN: tl.constexpr,
+                         AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
+    kv_head = tl.program_id(0)
+    piece = tl.program_id(1)
+    start_next(PDL)
+    if not EARLY:
+        wait_for_last(PDL)
     if piece >= tl.load(firsts_ptr + requests):
+        if EARLY:
+            wait_for_last(PDL)
         return
     request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
                                                       PAGE, BLOCK_TOKENS)
+    dim = tl.arange(0, BLOCK_DIM)
+    offset = tl.arange(0, BLOCK_TOKENS)
+    page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < end, other=0)
+    if EARLY:
+        _fetch(k_pages_ptr, v_pages_ptr, kv_indices_ptr + first_page, begin, end, kv_head * stride_head, stride_page,
+               stride_slot, PAGE, DIM, BLOCK_TOKENS, AHEAD)
+        wait_for_last(PDL)
 
     group = tl.arange(0, BLOCK_GROUP)
-    dim = tl.arange(0, BLOCK_DIM)
     heads = kv_head * GROUP + group
     in_group = group < GROUP
     in_dim = dim < DIM
@@ -56,12 +75,14 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
     total = tl.zeros((BLOCK_GROUP,), tl.float32)
     acc = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
     for start in range(begin, end, BLOCK_TOKENS):
-        token = start + tl.arange(0, BLOCK_TOKENS)
+        token = start + offset
         present = token < end
-        page = tl.load(kv_indices_ptr + first_page + token // PAGE, present, other=0).to(tl.int64)
-        slot = page * stride_page + kv_head * stride_head + (token % PAGE) * stride_slot
+        slot = page.to(tl.int64) * stride_page + kv_head * stride_head + (token % PAGE) * stride_slot
         address = slot[:, None] + dim[None, :]
         inside = present[:, None] & in_dim[None, :]
+        # The next turn's: keys that wait for page ids in their own turn are never loaded a turn ahead.
+        page = tl.load(kv_indices_ptr + first_page + (token + BLOCK_TOKENS) // PAGE, token + BLOCK_TOKENS < end,
+                       other=0)
         k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(present[None, :], scores, float("-inf"))
@@ -75,24 +96,75 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
     # A piece has at least one token: as many pieces as tiles at most, for no piece is shorter than a tile on average.
     result = acc / total[:, None] * v_scale
     kept = in_group[:, None] & in_dim[None, :]
+    out = out_ptr + request * num_q_heads * DIM
     if pieces == 1:
-        row = request * num_q_heads + heads
-        tl.store(out_ptr + row[:, None] * DIM + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
+        tl.store(out + heads[:, None] * DIM + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
     else:
         row = piece.to(tl.int64) * num_q_heads + heads
         tl.store(lse_ptr + row, top + tl.log2(total), in_group)
         tl.store(part_ptr + row[:, None] * DIM + dim[None, :], result, kept)
+        tl.debug_barrier()  # all threads' stores come before the one that counts them
+        arrivals = arrivals_ptr + request * tl.num_programs(0) + kv_head
+        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == pieces - 1:
+            _join(part_ptr, lse_ptr, out, tl.load(firsts_ptr + request), pieces, kv_head, num_q_heads, GROUP,
+                  BLOCK_JOIN, DIM, BLOCK_DIM)
+            tl.store(arrivals, 0)  # for the next kernel
+
+
+@triton.jit
+def _join(part_ptr, lse_ptr, out_ptr, first, pieces, kv_head, num_q_heads, GROUP: tl.constexpr,
+          BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    group = tl.arange(0, BLOCK_GROUP)
+    heads = kv_head * GROUP + group
+    dim = tl.arange(0, BLOCK_DIM)
+    whole = joined(part_ptr, lse_ptr, first, pieces, heads, num_q_heads, group < GROUP, DIM, BLOCK_DIM,
+                   max(1, _JOIN_ELEMENTS // (BLOCK_GROUP * BLOCK_DIM)))
+    tl.store(out_ptr + heads[:, None] * DIM + dim[None, :], whole.to(out_ptr.dtype.element_ty),
+             (group < GROUP)[:, None] & (dim < DIM)[None, :])
+
+
+@triton.jit
+def _fetch(k_pages_ptr, v_pages_ptr, indices_ptr, begin, end, head, stride_page, stride_slot, PAGE: tl.constexpr,
+           DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for the first AHEAD tiles of a piece, into the L2 cache, where a row that is written meanwhile is renewed."""
+    LINE: tl.constexpr = 128 * 8 // k_pages_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (DIM + LINE - 1) // LINE
+    line = tl.arange(0, triton.next_power_of_2(LINES))
+    for start in range(begin, tl.minimum(begin + AHEAD * BLOCK_TOKENS, end), BLOCK_TOKENS):
+        # Threads without a token of their own ask for one that another asks for too.
+        token = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), end - 1)
+        page = tl.load(indices_ptr + token // PAGE).to(tl.int64)
+        row = page * stride_page + head + (token % PAGE) * stride_slot
+        address = row[:, None] + tl.minimum(line * LINE, DIM - 1)[None, :]
+        _fetch_lines(k_pages_ptr + address)
+        _fetch_lines(v_pages_ptr + address)
+
+
+@triton.jit
+def _fetch_lines(pointers):
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+                              dtype=tl.int32, is_pure=False, pack=1)
+
+
+def tile_of(dim: int, itemsize: int) -> Tile:
+    """The tile for queries of ``dim`` values of ``itemsize`` bytes."""
+    if itemsize > 2:
+        return _FLOAT32
+    return TILE if dim <= 128 else _WIDE
 
 
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
-                 tile: Tile = TILE, v_scale: float = 1.0) -> torch.Tensor:
+                 tile: Tile | None = None, v_scale: float = 1.0, settled: bool = False) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale`` of each request over all its tokens: ``[B, Hq, D]``.
 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
     [pages, Hkv, page_size, D]; the page table in FlashInfer's form (int32). Query heads
     ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than ``q``. ``plan`` is of
-    the same page table, and its pieces are no shorter than ``tile.tokens``.
+    the same page table, and its pieces are no shorter than ``tile.tokens`` (at most 64 by
+    default). ``settled``: plan, page table and the
+    pages' tokens but the last of each request were written before the last launch without PDL (kernels/_triton.py), so
+    that they may be read while the kernel ahead is still at work; without it, this is such a launch.
     """
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
@@ -108,13 +180,13 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         most = len(plan.owners)
         parts = torch.empty((most, num_q_heads, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((most, num_q_heads), dtype=torch.float32, device=q.device)
-    block_dim = max(16, triton.next_power_of_2(dim))
-    _paged_decode_kernel[(most, num_kv_heads)](
+    tile = tile or tile_of(dim, q.element_size())
+    early = pdl(q) if settled else {"PDL": False}
+    _paged_decode_kernel[(num_kv_heads, most)](
         q, k_pages, v_pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,
-        requests, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1),
-        k_pages.stride(2), num_q_heads, PAGE=page_size, GROUP=group,
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=block_dim, BLOCK_TOKENS=tile.tokens,
-        num_warps=tile.warps, num_stages=tile.stages)
-    if plan.joins:
-        join_pieces(parts, lses, out, plan)
+        plan.arrivals, requests, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0),
+        k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size, GROUP=group,
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        BLOCK_TOKENS=tile.tokens, BLOCK_JOIN=triton.next_power_of_2(group), AHEAD=tile.ahead,
+        EARLY=early["PDL"], num_warps=tile.warps, num_stages=tile.stages, **early)
     return out

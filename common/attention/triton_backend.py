@@ -46,9 +46,11 @@ class TritonBackend:
         table = (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
         k_scale, v_scale = self._pool.layout.scales_of(layer)
         if batch.is_decode:
+            settled = self._plan is not None
             if self._plan is None:
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
                                          self._pool.layout.num_kv_heads, self._processors, self._longest)
-            return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale)
+            return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
+                                settled=settled)
         assert self._blocks is not None
         return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale)
