@@ -94,7 +94,7 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
     logs = Path(args.log_dir or tempfile.mkdtemp(prefix="baton-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
     count = args.dp_size or args.prefill + args.decode
-    slots = max(1, num_gpus // config.parallel.tp_size)
+    slots = max(1, num_gpus // config.parallel.world_size)
     sharing = -(-count // slots) if num_gpus else 1
     first = args.worker_base_port or args.port + 1
     parts, router = [], ["--host", args.host, "--port", str(args.port), "--policy", args.policy]
@@ -103,10 +103,11 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
         role = "server" if args.dp_size else "prefill" if index < args.prefill else "decode"
         port, bootstrap = first + index, first + count + index
         model = dataclasses.replace(
-            config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.tp_size)
+            config.model, base_gpu_id=config.model.base_gpu_id + index % slots * config.parallel.world_size)
         cache = dataclasses.replace(config.cache, mem_fraction_static=config.cache.mem_fraction_static / sharing)
         schedule = config.schedule.for_prefill if role == "prefill" else config.schedule
-        sections = (model, cache, schedule, config.parallel, config.kernels, config.chat, config.grammar,
+        parallel = config.parallel.for_decode if role == "decode" else config.parallel
+        sections = (model, cache, schedule, parallel, config.kernels, config.chat, config.grammar,
                     config.answers, *([] if role == "prefill" else [config.storage]))
         flags = [word for section in sections for word in to_argv(section)]
         flags += ["--port", str(port)]

@@ -18,11 +18,13 @@ _SIZES = (2048, 600_000)  # a sum of each kind: through peers' memory where that
 def may_capture(parallel: Parallel) -> bool:
     """Whether a decode step of these ranks can be captured: tried with several ranks, once, by all of them together.
 
-    Not where the host decides in every step what is sent: with data-parallel attention, and experts by all-to-all.
-    Those that move do so in place, between steps. A sentence in the log tells of a trial that failed. All ranks get the
-    same answer.
+    Not where the host decides in every step what is sent: with data-parallel attention, and experts by all-to-all; nor
+    between the stages of a pipeline. Experts that move do so in place, between steps. A sentence in the log tells of a
+    trial that failed. All ranks get the same answer.
     """
     experts = parallel.experts
+    if parallel.stages.size > 1:
+        return False
     if parallel.world.size == 1:
         return True
     if parallel.dp_size > 1 or experts.a2a != "none":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -11,11 +11,14 @@ import torch.distributed as dist
 
 from .exchange import TokenExchange
 from .expert_share import ExpertShare
+from .stages import Stages, Way
 from .tp import TPGroup, init_tp
 
 
 class Parallel:
     """``world``: all ranks of the engine, and what MLPs and experts are split over (``mlp`` is its name there).
+
+    With pipeline parallelism ``world`` is this rank's stage of ``stages``, and ``everyone`` all ranks of all stages.
 
     With data-parallel attention (``dp_size`` above 1) the ranks form ``dp_size`` attention groups of neighbouring
     ranks. Each has requests, a KV pool and a schedule of its own; heads and the token embedding are split over it.
@@ -27,10 +30,13 @@ class Parallel:
     """
 
     def __init__(self, world: TPGroup | None = None, attention: TPGroup | None = None, across: TPGroup | None = None,
-                 experts: ExpertShare | None = None, *, dp_head: bool = False):
+                 experts: ExpertShare | None = None, *, dp_head: bool = False, stages: Stages | None = None,
+                 everyone: TPGroup | None = None):
         """Without arguments a single rank; with a world alone, tensor parallelism over all of it. ``dp_head``: every
         attention group has the model's head for itself."""
         self.world = world or TPGroup()
+        self.stages = stages or Stages()
+        self.everyone = everyone or self.world
         self.attention = attention or self.world
         self.across = across or TPGroup(device=self.world.device)
         apart = self.attention.size == 1 and self.across.size > 1
@@ -57,18 +63,22 @@ class Parallel:
         return self.world.device
 
     def close(self) -> None:
-        self.world.close()
+        self.everyone.close()
 
     def __repr__(self) -> str:
-        return f"Parallel(rank {self.world.rank} of {self.world.size}, dp rank {self.dp_rank} of {self.dp_size})"
+        part = f"dp rank {self.dp_rank} of {self.dp_size}" if self.stages.size == 1 else repr(self.stages)
+        return f"Parallel(rank {self.world.rank} of {self.world.size}, {part})"
 
 
 def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
                   timeout: float = 600.0, *, experts: Callable[[TPGroup], ExpertShare] = ExpertShare,
-                  dp_head: bool = False) -> Parallel:
+                  dp_head: bool = False, pp_size: int = 1, pp_partition: Sequence[int] = ()) -> Parallel:
     """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp``,
-    ``ExpertShare`` and ``Parallel``."""
+    ``ExpertShare`` and ``Parallel``. With ``pp_size`` stages, neighbouring ranks are one; ``dp_size`` is 1 then."""
     world = init_tp(rank, size, init_method, device, timeout)
+    if pp_size > 1:
+        assert dp_size == 1
+        return _init_stages(world, pp_size, pp_partition, experts, timedelta(seconds=timeout))
     share = experts(world)
     if dp_size == 1:
         return Parallel(world, experts=share)
@@ -80,6 +90,21 @@ def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: 
     attention = [_subgroup(world, ranks, limit) for ranks in rows]
     across = [_subgroup(world, ranks, limit) for ranks in columns]
     return Parallel(world, attention[rank // width], across[rank % width], share, dp_head=dp_head)
+
+
+def _init_stages(everyone: TPGroup, count: int, partition: Sequence[int], experts: Callable[[TPGroup], ExpertShare],
+                 limit: timedelta) -> Parallel:
+    width = everyone.size // count
+    rows = [list(range(first, first + width)) for first in range(0, everyone.size, width)]
+    worlds = [_subgroup(everyone, ranks, limit) for ranks in rows]
+    # A group for each pair, so that what a stage sends never waits behind what it receives.
+    backend = "nccl" if everyone.device.type == "cuda" else "gloo"
+    ways = [Way(dist.new_group([rank, rank + width], backend=backend, timeout=limit), kept=count + 2)
+            for rank in range(everyone.size - width)]
+    index, world = everyone.rank // width, worlds[everyone.rank // width]
+    stages = Stages(index, count, partition=partition, inward=ways[everyone.rank - width] if index else None,
+                    outward=ways[everyone.rank] if index < count - 1 else None)
+    return Parallel(world, experts=experts(world), stages=stages, everyone=everyone)
 
 
 def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta) -> TPGroup:

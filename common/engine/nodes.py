@@ -28,7 +28,9 @@ Message = dict[str, Any]
 def description(config: ServerConfig) -> Message:
     """What must be the same on all nodes."""
     return {"model": config.model.model_path, "mode": config.mode, "nnodes": config.nodes.nnodes,
-            "tp_size": config.parallel.tp_size, "ep_size": config.parallel.ep_size, "dp_size": config.dp_size,
+            "tp_size": config.parallel.tp_size, "pp_size": config.parallel.pp_size,
+            "pp_layer_partition": list(config.parallel.pp_layer_partition), "ep_size": config.parallel.ep_size,
+            "dp_size": config.dp_size,
             **{name: getattr(config.parallel, name) for name in (
                 "moe_a2a_backend", "enable_eplb", "ep_num_redundant_experts", "eplb_rebalance_num_iterations",
                 "expert_distribution_recorder_mode")},

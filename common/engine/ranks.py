@@ -37,7 +37,7 @@ class RankSpec:
 
 def rank_specs(config: ServerConfig, to_engine: str, from_engine: str, dist_init: str) -> list[RankSpec]:
     """The ranks of this host."""
-    size = config.parallel.tp_size
+    size = config.parallel.world_size
     here = size // config.nodes.nnodes
     return [RankSpec(config, config.nodes.node_rank * here + i, size, to_engine, from_engine, dist_init, i)
             for i in range(here)]

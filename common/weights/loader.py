@@ -18,6 +18,14 @@ from .slots import Slot
 
 Progress = Callable[[str, float], None]
 
+Elsewhere = Callable[[str], bool]
+
+
+def nowhere(name: str) -> bool:
+    """This rank's stage is the only one: no tensor belongs to another."""
+    return False
+
+
 log = logging.getLogger("baton.weights")
 
 _DUMMY_STD = 0.02
@@ -26,11 +34,12 @@ _DUMMY_SCALES = {"weight scale": 2.0**-12, "input scale": 2.0**-5}
 
 
 def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *, tied: bool,
-                     unused: tuple[str, ...] = ()) -> None:
+                     unused: tuple[str, ...] = (), elsewhere: Elsewhere = nowhere) -> None:
     """Copy every slot's slice from the checkpoint; at most one slice is in host memory beside the parameters.
 
     ``progress("weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight`` pass,
     and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line tells.
+    ``elsewhere`` says which names other stages of a pipeline load.
     Raises ConfigError for a tensor that is missing, unexpected or of another shape, and for an unreadable file.
     """
     wanted = {slot.name: slot for slot in slots}
@@ -43,7 +52,7 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
             slot = _slot_of(name, wanted)
             if slot is None:
                 num_unused += name.startswith(unused)
-                if not _redundant(name, tied) and not name.startswith(unused):
+                if not _redundant(name, tied) and not name.startswith(unused) and not elsewhere(name):
                     unexpected.append(name)
                 continue
             _fill(slot, source, file)
@@ -58,7 +67,8 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
         raise ConfigError(f"The checkpoint {folder} holds {some(unexpected)}, which its architecture does not have.")
 
 
-def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused: tuple[str, ...] = ()) -> None:
+def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused: tuple[str, ...] = (),
+                      elsewhere: Elsewhere = nowhere) -> None:
     """Raises the ConfigError that ``load_safetensors`` would end with; reads no tensor."""
     wanted = {slot.name: slot for slot in slots}
     missing = set(wanted)
@@ -68,7 +78,7 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused
             if slot is not None:
                 _check(slot, source, file)
                 missing.discard(slot.name)
-            elif not _redundant(name, tied) and not name.startswith(unused):
+            elif not _redundant(name, tied) and not name.startswith(unused) and not elsewhere(name):
                 raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
     if missing:
         raise ConfigError(f"The checkpoint {folder} lacks {some(missing)}.")

@@ -72,14 +72,32 @@ class ServerConfig:
         if self.parallel.tp_size % self.data_parallel.dp_size:
             raise ConfigError(f"--dp-size {self.data_parallel.dp_size} must divide --tp-size {self.parallel.tp_size}, "
                               "which counts all ranks of the server.")
-        if self.parallel.tp_size % self.nodes.nnodes:
-            raise ConfigError(f"--nnodes {self.nodes.nnodes} must divide --tp-size {self.parallel.tp_size}, which "
-                              "counts the ranks of all hosts.")
+        if self.parallel.world_size % self.nodes.nnodes:
+            stages = f" times --pp-size {self.parallel.pp_size}" if self.parallel.pp_size > 1 else ""
+            raise ConfigError(f"--nnodes {self.nodes.nnodes} must divide --tp-size {self.parallel.tp_size}{stages}, "
+                              "which counts the ranks of all hosts.")
+        if self.parallel.pp_size > 1:
+            self._check_stages()
         if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
             raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
                               "--enable-dp-attention has its own: leave it out.")
         if not 0 < self.cache.mem_fraction_static < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {self.cache.mem_fraction_static}.")
+
+    def _check_stages(self) -> None:
+        """What does not go through the stages of a pipeline."""
+        if self.mode == "decode":
+            raise ConfigError("--pp-size is for prefill and unified servers: a decode step is too short to be parted; "
+                              "use --tp-size on decode servers.")
+        given = {
+            "--enable-dp-attention": self.data_parallel.enable_dp_attention,
+            "--is-embedding": self.model.is_embedding,
+            "--enable-return-hidden-states": self.answers.enable_return_hidden_states,
+            "--enable-mixed-chunk": self.schedule.enable_mixed_chunk,
+            "--retract-host-memory-gb": self.schedule.retract_host_memory_gb > 0,
+        }
+        for name in filter(given.get, given):
+            raise ConfigError(f"{name} does not work across the stages of --pp-size: leave one of them out.")
 
     @property
     def dp_size(self) -> int:

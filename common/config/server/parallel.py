@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...api.errors import ConfigError
@@ -12,6 +12,14 @@ from ..cli import flag
 @dataclass(frozen=True)
 class ParallelArgs:
     tp_size: int = flag(1, names=("--tensor-parallel-size", "--tp"), help="tensor-parallel ranks, one process each")
+    pp_size: int = flag(1, names=("--pipeline-parallel-size", "--pp"), help=(
+        "stages that the layers are parted into, each with --tp-size ranks; chunks of prompts follow one another "
+        "through them"))
+    pp_max_micro_batch_size: int | None = flag(None, help=(
+        "requests that a step through the stages of --pp-size takes at most; the default is --max-running-requests / "
+        "--pp-size"))
+    pp_layer_partition: tuple[int, ...] = flag((), help=(
+        "layers of each stage of --pp-size; without it they are shared as evenly as possible"))
     ep_size: int = flag(1, names=("--expert-parallel-size", "--ep"), help=(
         "parts that a mixture's experts are spread over; with 1 every rank holds a slice of each expert, with "
         "--tp-size whole ones"))
@@ -27,6 +35,7 @@ class ParallelArgs:
         "stat counts the tokens of every expert, for /start_expert_distribution_record"))
 
     def __post_init__(self) -> None:
+        self._check_stages()
         if self.ep_size < 1 or self.tp_size % self.ep_size:
             raise ConfigError(f"--ep-size {self.ep_size} must be 1 or more and divide --tp-size {self.tp_size}.")
         if self.moe_a2a_backend != "none" and self.ep_size != self.tp_size:
@@ -42,6 +51,32 @@ class ParallelArgs:
                               f"{self.eplb_rebalance_num_iterations}.")
         if self.eplb_rebalance_num_iterations != 1000 and not self.enable_eplb:
             raise ConfigError("--eplb-rebalance-num-iterations is for --enable-eplb: give both.")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the server."""
+        return self.pp_size * self.tp_size
+
+    @property
+    def for_decode(self) -> ParallelArgs:
+        """These of a pair's decode server, which has no stages."""
+        return replace(self, pp_size=1, pp_max_micro_batch_size=None, pp_layer_partition=())
+
+    def _check_stages(self) -> None:
+        if self.pp_size < 1:
+            raise ConfigError(f"--pp-size must be 1 or more, not {self.pp_size}.")
+        if self.pp_size == 1 and (self.pp_max_micro_batch_size is not None or self.pp_layer_partition):
+            raise ConfigError("--pp-max-micro-batch-size and --pp-layer-partition need a --pp-size above 1.")
+        if self.pp_max_micro_batch_size is not None and self.pp_max_micro_batch_size < 1:
+            raise ConfigError(f"--pp-max-micro-batch-size must be 1 or more, not {self.pp_max_micro_batch_size}.")
+        if self.pp_layer_partition and (len(self.pp_layer_partition) != self.pp_size
+                                        or min(self.pp_layer_partition) < 1):
+            raise ConfigError(f"--pp-layer-partition must name 1 or more layers for each of the {self.pp_size} stages "
+                              "of --pp-size.")
+        if self.pp_size > 1 and (self.enable_eplb or self.ep_num_redundant_experts
+                                 or self.expert_distribution_recorder_mode is not None):
+            raise ConfigError("--enable-eplb, --ep-num-redundant-experts and --expert-distribution-recorder-mode look "
+                              "at the experts of all layers, and a stage of --pp-size has some: leave them out.")
 
 
 @dataclass(frozen=True)
@@ -74,7 +109,7 @@ class NodeArgs:
     """The hosts that a server's ranks are spread over, in equal shares."""
 
     nnodes: int = flag(1, help=(
-        "hosts that share the ranks of --tp-size; each runs the same command with its --node-rank"))
+        "hosts that share the ranks of --tp-size and --pp-size; each runs the same command with its --node-rank"))
     node_rank: int = flag(0, help="this host's number; HTTP is served by host 0 alone")
     dist_init_addr: str | None = flag(None, names=("--nccl-init-addr",), help=(
         "HOST:PORT of host 0, where the ranks of all hosts meet; the port above it is used too"))
