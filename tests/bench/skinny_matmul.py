@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton
+from ...kernels.moe_tiles import device_name
 from ...kernels.skinny_matmul import skinny_matmul
 from ...kernels.skinny_tiles import SkinnyTile
 from . import ceilings
@@ -31,9 +32,13 @@ from .moe_shapes import micros
 
 SHAPES = {"8b qkv": (4096, 6144), "8b o": (4096, 4096), "8b gate_up": (4096, 28672), "8b down": (14336, 4096),
           "0.6b qkv": (1024, 4096), "0.6b o": (2048, 1024), "0.6b gate_up": (1024, 6144), "0.6b down": (3072, 1024),
-          "8b head": (4096, 128256), "0.6b head": (1024, 151936)}
+          "8b head": (4096, 128256), "0.6b head": (1024, 151936), "tiny": (256, 1600)}
+ALONE = ("8b o", "8b down", "tiny")
+"""Shapes of which one launch is also timed that waits for the end of the one before."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # under Triton's interpreter, for a look at this script
+WIDE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 KINDS = ("bf16", "row", "block")
-_CACHE_BYTES = 192 << 20  # several times an H200's 50 MiB
+_CACHE_BYTES = 192 << 20 if DEVICE == "cuda" else 1 << 20  # several times an H200's 50 MiB
 
 
 class Case:
@@ -41,19 +46,19 @@ class Case:
 
     def __init__(self, kind: str, width: int, out: int):
         self.kind, self.width, self.out = kind, width, out
-        dtype = torch.bfloat16 if kind == "bf16" else torch.float8_e4m3fn
+        dtype = WIDE if kind == "bf16" else torch.float8_e4m3fn
         self.bytes = width * out * dtype.itemsize
         copies = max(2 if self.bytes < _CACHE_BYTES else 1, -(-_CACHE_BYTES // self.bytes))
-        self.weights = [torch.randn(out, width, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(copies)]
+        self.weights = [torch.randn(out, width, device=DEVICE, dtype=WIDE).to(dtype) for _ in range(copies)]
         self.block = (128, 128) if kind == "block" else None
         sizes = {"bf16": None, "row": (out,), "block": (-(-out // 128), -(-width // 128))}[kind]
-        self.scale = None if sizes is None else torch.rand(sizes, device="cuda") + 0.5
+        self.scale = None if sizes is None else torch.rand(sizes, device=DEVICE) + 0.5
 
     def inputs(self, rows: int) -> torch.Tensor:
-        return torch.randn(rows, self.width, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(rows, self.width, device=DEVICE, dtype=WIDE)
 
     def wanted(self, x: torch.Tensor) -> torch.Tensor:
-        w = self.weights[0].bfloat16()
+        w = self.weights[0].to(WIDE)
         if self.kind == "block":
             wide = self.scale.repeat_interleave(128, 0)[:self.out].repeat_interleave(128, 1)[:, :self.width]
             return x.float() @ (w.float() * wide).T
@@ -93,6 +98,7 @@ def bases(kind: str, tall: int) -> Iterator[SkinnyTile]:
             yield SkinnyTile(columns, depth, 1, warps, stages, 0, "sums")
 
 
+_FEWEST = 100 if DEVICE == "cuda" else 10  # programs
 AHEAD = {"bf16": (512, 1024, 2048), "row": (512, 2048), "block": (512, 2048)}
 
 
@@ -102,7 +108,7 @@ def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SkinnyTil
             programs = -(-out // base.columns) * pieces
             if pieces > 1 and (base.form == "sums" or programs > 1056):
                 continue
-            if programs < 100 or width // base.depth < 2 * pieces:
+            if programs < _FEWEST or width // base.depth < 2 * pieces:
                 continue
             ahead = max((a for a in AHEAD[kind] if a <= width // pieces), default=512)
             yield SkinnyTile(base.columns, base.depth, pieces, base.warps, base.stages, ahead, base.form)
@@ -130,17 +136,15 @@ def variants(kinds: list[str], rows: list[int], shapes: list[tuple[int, int]]) -
 
 def build(todo: list[Variant]) -> list[str]:
     """Compiles; returns what did not."""
-    torch.cuda.init()
     errors = []
     for variant in todo:
         try:
-            dtype = torch.bfloat16 if variant.kind == "bf16" else torch.float8_e4m3fn
-            w = torch.zeros(256, 4096, device="cuda", dtype=torch.bfloat16).to(dtype)
-            scale = {"bf16": None, "row": torch.zeros(256, device="cuda"),
-                     "block": torch.zeros(2, 32, device="cuda")}[variant.kind]
-            x = torch.zeros(variant.rows, 4096, device="cuda", dtype=torch.bfloat16)
+            dtype = WIDE if variant.kind == "bf16" else torch.float8_e4m3fn
+            w = torch.zeros(256, 4096, device=DEVICE, dtype=WIDE).to(dtype)
+            scale = {"bf16": None, "row": torch.zeros(256, device=DEVICE),
+                     "block": torch.zeros(2, 32, device=DEVICE)}[variant.kind]
+            x = torch.zeros(variant.rows, 4096, device=DEVICE, dtype=WIDE)
             skinny_matmul(x, w, scale=scale, block=(128, 128) if variant.kind == "block" else None, tile=variant.tile)
-            torch.cuda.synchronize()
         except Exception as error:  # what a compiler or a device refuses is what is asked for
             errors.append(f"{variant}: {type(error).__name__} {str(error)[:200]}")
     return errors
@@ -153,7 +157,7 @@ def compile_beside(todo: list[Variant]) -> list[str]:
                 for error in errors]
 
 
-def sweep(case: Case, rows: int, reference: torch.Tensor, x: torch.Tensor) -> dict[str, object]:
+def sweep(case: Case, rows: int, reference: torch.Tensor, x: torch.Tensor, told: bool) -> dict[str, object]:
     found = []
     for tile in candidates(case.kind, rows, case.width, case.out):
         try:
@@ -165,15 +169,22 @@ def sweep(case: Case, rows: int, reference: torch.Tensor, x: torch.Tensor) -> di
             found.append({**asdict(tile), "micros": 1e9, "failure": f"{type(error).__name__} {str(error)[:120]}"})
     found.sort(key=lambda row: row["micros"])
     best = SkinnyTile(**{name: found[0][name] for name in SkinnyTile.__dataclass_fields__})
+    return {"tiles": found, "best": found[0]["micros"], "alone": alone(case, x, best) if told else None}
+
+
+def alone(case: Case, x: torch.Tensor, tile: SkinnyTile) -> float:
+    """Microseconds where each launch waits for the end of the one before."""
     _triton.PDL_ALLOWED = False
-    alone = case.micros(lambda w: case.run(x, w, best))
-    _triton.PDL_ALLOWED = True
-    return {"tiles": found, "alone": round(alone, 2), "best": found[0]["micros"]}
+    try:
+        return round(case.micros(lambda w: case.run(x, w, tile)), 2)
+    finally:
+        _triton.PDL_ALLOWED = True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,64")
+    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "tiny"))
     parser.add_argument("--kinds", default="bf16,row,block")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -182,15 +193,16 @@ def main() -> None:
     begin = time.monotonic()
     rows = [int(count) for count in args.rows.split(",")]
     kinds = args.kinds.split(",")
-    todo = variants(kinds, rows, list(SHAPES.values()))
+    shapes = {name: SHAPES[name] for name in args.shapes.split(",")}
+    todo = variants(kinds, rows, list(shapes.values()))
     for error in compile_beside(todo):
         print("not compiled:", error, flush=True)
     print(f"{len(todo)} kernels compiled in {time.monotonic() - begin:.1f} s", flush=True)
-    copy = ceilings.copy_tb_s()
+    copy = ceilings.copy_tb_s() if DEVICE == "cuda" else 1.0
     torch.cuda.empty_cache()
     measured: list[dict[str, object]] = []
-    for kind, (name, (width, out)) in itertools.product(kinds, SHAPES.items()):
-        if kind != "bf16" and not name.startswith("8b"):
+    for (name, (width, out)), kind in itertools.product(shapes.items(), kinds):
+        if kind != "bf16" and name.startswith("0.6b"):
             continue
         case = Case(kind, width, out)
         for count in rows:
@@ -199,14 +211,14 @@ def main() -> None:
             x = case.inputs(count)
             row = {"kind": kind, "layer": name, "rows": count, "floor": round(case.floor(count, copy), 2),
                    "cublas": round(case.micros(lambda w, x=x: linear(x, w)), 2) if kind == "bf16" else None,
-                   **sweep(case, count, case.wanted(x), x)}
+                   **sweep(case, count, case.wanted(x), x, count == 1 and name in ALONE)}
             measured.append(row)
             if args.output:
-                args.output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "copy_tb_s": copy,
+                args.output.write_text(json.dumps({"device": device_name(torch.device(DEVICE)), "copy_tb_s": copy,
                                                    "measured": measured}) + "\n")
         del case
         torch.cuda.empty_cache()
-    print(f"{torch.cuda.get_device_name()}: copy {copy:.2f} TB/s; microseconds; {time.monotonic() - begin:.0f} s")
+    print(f"{device_name(torch.device(DEVICE))}: copy {copy:.2f} TB/s; microseconds; {time.monotonic() - begin:.0f} s")
     for row in measured:
         best = row["tiles"][0]
         told = " ".join(str(best[key]) for key in ("columns", "depth", "pieces", "warps", "stages", "ahead", "form"))
