@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...common.bench.hand_engine import HandEngine
 from ...common.config.server import (
@@ -19,6 +19,9 @@ from ...common.config.server import (
     ServerConfig,
 )
 from .relay import LLAMA_8B
+
+Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_block"] | None
+CacheType = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
@@ -35,12 +38,13 @@ TINY = LLAMA_8B | {
 
 
 def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, sizes: tuple[int, ...] = (),
-         device: str = "cuda") -> HandEngine:
+         device: str = "cuda", quantization: Quantization = None, kv_cache_dtype: CacheType = "auto") -> HandEngine:
     """With a KV pool of ``tokens`` and no prefix cache; ``sizes``: the decode batches to capture, () for a server's."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         return HandEngine(ServerConfig(
-            ModelArgs(folder, dtype="bfloat16" if device == "cuda" else "float32", device=device, load_format="dummy"),
-            CacheArgs(max_total_tokens=tokens, disable_radix_cache=True),
+            ModelArgs(folder, dtype="bfloat16" if device == "cuda" else "float32", device=device, load_format="dummy",
+                      quantization=quantization),
+            CacheArgs(max_total_tokens=tokens, disable_radix_cache=True, kv_cache_dtype=kv_cache_dtype),
             ScheduleArgs(max_running_requests=max_running), ParallelArgs(), KernelArgs(cuda_graph_bs=sizes),
             DisaggregationArgs(), HttpArgs()))

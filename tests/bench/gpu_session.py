@@ -60,7 +60,7 @@ PLANS: dict[str, list[Step]] = {
         bench("small_model", 60, json="--out"), bench("prefix_cache", 150, json="--out"), bench("grammar", 120),
         bench("kernel_profile", 90, "--batches", "1,64,256", tail=70),
         bench("paged_decode", 60, json="--out", tail=20), bench("sampling", 60, json="--out"),
-        bench("fp8_gemm", 60, json="--output", tail=24),
+        bench("fp8_gemm", 60, json="--output", tail=24), bench("fp8_serving", 90, json="--out", tail=6),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
         bench("tune_moe", 300),
     ],
