@@ -18,31 +18,38 @@ _SIZES = (2048, 600_000)  # a sum of each kind: through peers' memory where that
 def may_capture(parallel: Parallel) -> bool:
     """Whether a decode step of these ranks can be captured: tried with several ranks, once, by all of them together.
 
-    Not where the host decides in every step what is sent: with data-parallel attention, and experts by all-to-all; nor
-    between the stages of a pipeline. Experts that move do so in place, between steps. A sentence in the log tells of a
-    trial that failed. All ranks get the same answer.
+    Not where the host decides in every step what is sent: with experts by all-to-all; nor between the stages of a
+    pipeline; nor where attention groups' tokens are counted by expert, for padding to a common size would count too.
+    Experts that move do so in place, between steps. A sentence in the log tells of a trial that failed. All ranks get
+    the same answer.
     """
     experts = parallel.experts
     if parallel.stages.size > 1:
         return False
     if parallel.world.size == 1:
         return True
-    if parallel.dp_size > 1 or experts.a2a != "none":
+    if experts.a2a != "none" or (parallel.dp_size > 1 and experts.counted):
         return False
-    trouble = _trouble(parallel.world)
-    if trouble is not None:
-        log.warning("Decode steps run without CUDA graphs: %s.", trouble)
-    return trouble is None
+    trouble = None
+    for group in {id(group): group for group in (parallel.world, parallel.attention, parallel.across)}.values():
+        if group.size > 1 and trouble is None:
+            trouble = _trouble(group)
+    fine = _all(parallel.world, trouble is None)
+    if not fine:
+        log.warning("Decode steps run without CUDA graphs: %s.", trouble or "other ranks cannot capture theirs")
+    return fine
 
 
 def _trouble(group: TPGroup) -> str | None:
-    """Capture sums and a gather, replay them twice and compare. Nobody replays unless all have captured."""
+    """Capture sums and gathers, replay them twice and compare. Nobody replays unless all have captured."""
     graph, trouble = torch.cuda.CUDAGraph(), None
     values = [torch.full((size,), float(group.rank + 1), dtype=torch.bfloat16, device=group.device) for size in _SIZES]
     results: list[torch.Tensor] = []
 
     def collect() -> list[torch.Tensor]:
-        return [*(group.all_reduce(value.clone()) for value in values), group.all_gather_last_dim(values[0])]
+        scattered = group.reduce_scatter_rows(torch.ones(group.size, 8, device=group.device) * (group.rank + 1))
+        return [scattered, *(group.all_reduce(value.clone()) for value in values),
+                group.all_gather_last_dim(values[0]), group.all_gather_rows(values[0])]
 
     collect()  # NCCL connects its ranks at the first call, which cannot be captured
     torch.cuda.synchronize(group.device)
@@ -58,9 +65,9 @@ def _trouble(group: TPGroup) -> str | None:
         graph.replay()
     torch.cuda.synchronize(group.device)
     total = sum(range(1, group.size + 1))
-    right = all(bool((result == total).all()) for result in results[:-1])
+    right = all(bool((result == total).all()) for result in results[:-2])
     ranks = torch.arange(1, group.size + 1, device=group.device).repeat_interleave(_SIZES[0])
-    right = right and bool((results[-1] == ranks).all())
+    right = right and all(bool((result == ranks).all()) for result in results[-2:])
     return None if _all(group, right) else "captured collectives gave wrong results"
 
 

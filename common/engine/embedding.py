@@ -79,7 +79,7 @@ class EmbeddingScheduler:
 
     def _pooled(self, batch: Batch) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
-        self._runner.meet(batch.num_tokens, 0)
+        self._runner.meet(batch.num_tokens, 0, decodes=False)
         hidden = self._runner.hidden(self._build(batch))
         pooled, offset = [], 0
         for chunk in batch.chunks:

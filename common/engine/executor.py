@@ -90,7 +90,7 @@ class Executor:
         rows += [row.index for row in wanted]
         hidden = hidden_rows(batch)
         sources = self._sources(batch)
-        self._runner.meet(batch.num_tokens, len(rows))
+        self._runner.meet(batch.num_tokens, len(rows), decodes=batch.is_decode and not hidden)
         logits, states = self._forward(batch, rows, hidden, sources, after_group)
         count = len(sampling)
         allowed = self._allowed(sampling, sources)

@@ -3,6 +3,9 @@
 A graph replays fixed addresses and a fixed batch size. So one graph is captured for each size of a list, all over the
 same static input; a batch runs padded to the next size. Padding rows compute one token each whose key and value go to
 a scratch page that no request owns.
+
+Data-parallel attention groups replay together, each its own graph of one size: what they exchange in it are equal
+parts.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ def default_sizes(largest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures at construction; ``run`` replays. ``max_pages`` bounds the pages of one request."""
+    """Captures at construction; ``run`` replays. ``max_pages`` bounds the pages of one request. ``begin`` is told of a
+    size before a step of it is computed."""
 
     def __init__(self, model: DenseDecoder, attention: Planned, sizes: Sequence[int], page_size: int,
-                 max_pages: int, scratch_page: int, device: torch.device, progress: Callable[[float], None]):
+                 max_pages: int, scratch_page: int, device: torch.device, begin: Callable[[int], None],
+                 progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
         self._attention = attention
         self.padding_row = Row([0], 0, np.array([scratch_page]))
@@ -43,6 +48,7 @@ class DecodeGraphs:
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
+            begin(size)
             self._capture(size, model, max_pages * page_size, memory)
             progress((done + 1) / len(self._sizes))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,15 +13,30 @@ from ..distributed.parallel import Parallel
 @dataclass(frozen=True)
 class Turn:
     """What the attention groups compute in one turn, each entry a group's: ``tokens`` rows of the model's layers, and
-    ``scored`` rows of its head. A group without work takes part with one row that nobody reads."""
+    ``scored`` rows of its head. A group without work takes part with rows that nobody reads, one or as many as others.
+
+    ``steady``: every group decodes or has no work, so that all may replay a graph. ``size``: all do, each the one that
+    was captured for so many rows.
+    """
 
     tokens: list[int]
     scored: list[int]
+    steady: bool = False
+    size: int | None = None
 
     @staticmethod
-    def of_one_row_each(size: int) -> Turn:
-        """What is computed before there are requests."""
-        return Turn([1] * size, [1] * size)
+    def of_rows_each(groups: int, rows: int) -> Turn:
+        """Equal parts: what is computed before there are requests, and in graphs."""
+        return Turn([rows] * groups, [rows] * groups)
+
+    def replayed(self, size_for: Callable[[int], int | None]) -> Turn:
+        """The turn as graphs of one size compute it where all groups can replay one, else itself: what one group
+        exchanges, all do.
+
+        ``size_for`` names the captured size that so many rows run at, None where they are too many.
+        """
+        size = size_for(max(self.tokens)) if self.steady else None
+        return self if size is None else replace(Turn.of_rows_each(len(self.tokens), size), size=size)
 
 
 class Meeting:
@@ -44,11 +60,12 @@ class Meeting:
         """What all ranks agreed to wait: nothing where one computed, else the shortest wish."""
         return self._wait_ms
 
-    def agree(self, tokens: int, scored: int) -> Turn | None:
-        """``tokens`` and ``scored`` are this rank's rows, 0 where it has no batch; None where nobody has one."""
-        told = self._parallel.across.gather_ints(np.array([tokens, scored, self._wish_ms]))
+    def agree(self, tokens: int, scored: int, *, decodes: bool) -> Turn | None:
+        """``tokens`` and ``scored`` are this rank's rows, 0 where it has no batch; None where nobody has one.
+        ``decodes``: a graph could compute this rank's batch."""
+        told = self._parallel.across.gather_ints(np.array([tokens, scored, self._wish_ms, decodes or not tokens]))
         if not told[:, 0].any():
             self._wait_ms = int(told[:, 2].min())
             return None
         self._wait_ms = 0
-        return Turn(np.maximum(told[:, 0], 1).tolist(), told[:, 1].tolist())
+        return Turn(np.maximum(told[:, 0], 1).tolist(), told[:, 1].tolist(), bool(told[:, 3].all()))

@@ -48,6 +48,7 @@ class ModelRunner:
         self._parallel = parallel or Parallel()
         self.meeting = Meeting(self._parallel)
         self._config = config
+        self._turn = Turn.of_rows_each(self._parallel.dp_size, 1)
         self.spec = spec
         self.device = device
         self.pool = pool
@@ -112,7 +113,7 @@ class ModelRunner:
     def _warm_up(self, progress: Progress) -> None:
         """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
         page = np.zeros(1, np.int32)
-        self._begin(Turn.of_one_row_each(self._parallel.dp_size))
+        self._begin(Turn.of_rows_each(self._parallel.dp_size, 1))
         for layer in list(expert_layers(self._model).values())[:1]:  # the others are alike
             layer.experts.warm_up(self._config.schedule.largest_prefill(self.spec.context_length))
         if self._config.model.is_embedding:
@@ -130,7 +131,8 @@ class ModelRunner:
         sizes = [size for size in kernels.cuda_graph_bs if size <= largest] or default_sizes(largest)
         self._graphs = DecodeGraphs(
             self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
-            self.num_pages, self.device, lambda share: progress("CUDA graphs", share))
+            self.num_pages, self.device, lambda size: self._begin(Turn.of_rows_each(self._parallel.dp_size, size)),
+            lambda share: progress("CUDA graphs", share))
 
     def check_weights(self, model_path: str, revision: str | None) -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
@@ -168,19 +170,26 @@ class ModelRunner:
             self._capture(_silent)
 
     def padding(self, num_reqs: int) -> list[Row]:
-        """Rows that bring a decode batch of ``num_reqs`` to the size it runs at; none without CUDA graphs."""
-        size = self._graphs.size_for(num_reqs) if self._graphs else None
+        """Rows that bring a decode batch of ``num_reqs`` to the size it runs at; none without CUDA graphs. Called after
+        ``meet``."""
+        size = self._replayed_size(num_reqs)
         return [] if size is None or self._graphs is None else [self._graphs.padding_row] * (size - num_reqs)
 
-    def meet(self, num_tokens: int, num_scored: int) -> bool:
-        """Once a turn, before the forward pass: agree with the other data-parallel ranks on what is computed in it.
+    def _replayed_size(self, num_reqs: int) -> int | None:
+        """At which a decode batch of so many replays a graph; None where it does not."""
+        if self._parallel.dp_size > 1:
+            return self._turn.size
+        return self._graphs.size_for(num_reqs) if self._graphs else None
 
-        ``num_tokens`` rows are computed here, of which ``num_scored`` get logits; 0 both without a batch. False where
-        nobody computes anything.
+    def meet(self, num_tokens: int, num_scored: int, *, decodes: bool) -> bool:
+        """Once a turn, before the batch is built: agree with the other data-parallel ranks on what is computed in it.
+
+        ``num_tokens`` rows are computed here, of which ``num_scored`` get logits; 0 both without a batch. ``decodes``:
+        a graph could do it. False where nobody computes anything.
         """
         if self._parallel.dp_size == 1:
             return num_tokens > 0
-        turn = self.meeting.agree(num_tokens, num_scored)
+        turn = self.meeting.agree(num_tokens, num_scored, decodes=decodes)
         if turn is not None:
             self._begin(turn)
         return turn is not None
@@ -189,15 +198,17 @@ class ModelRunner:
         self._parallel.tokens.begin(turn.tokens)
         self._parallel.scored.begin(turn.scored)
 
+        self._turn = turn
     def accompany(self) -> None:
         """A turn without a batch: other data-parallel ranks that compute need this rank's share of their layers.
 
-        It computes one row of its own, into the scratch page, so that no kernel ever sees an empty batch.
+        It computes one row of its own, or as many as the others' graphs have, into the scratch page, so that no kernel
+        ever sees an empty batch.
         """
-        if self.meet(0, 0):
-            row = Row([0], 0, np.array([self.num_pages]))
-            decodes = not self._config.model.is_embedding
-            batch = build_forward_batch([row], self.layout.page_size, self.device, decodes, [])
+        decodes = not self._config.model.is_embedding
+        if self.meet(0, 0, decodes=decodes):
+            rows = self.padding(0) or [Row([0], 0, np.array([self.num_pages]))]
+            batch = build_forward_batch(rows, self.layout.page_size, self.device, decodes, [])
             if decodes:
                 self.forward(batch)
             else:
@@ -211,7 +222,7 @@ class ModelRunner:
         be read when ``event`` has happened (on a CPU they may be read at once, and ``event`` is None).
         """
         self._between_steps()
-        if batch.is_decode and self._graphs is not None and self._graphs.size_for(batch.num_reqs) == batch.num_reqs:
+        if batch.is_decode and self._graphs is not None and self._replayed_size(batch.num_reqs) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
         self._attention.plan(batch)

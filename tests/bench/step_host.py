@@ -48,7 +48,7 @@ class FreeModel:
         self._logits = torch.zeros(4096, VOCAB)
         self._logits[:, 7] = 1.0
 
-    def meet(self, num_tokens: int, num_scored: int) -> bool:
+    def meet(self, num_tokens: int, num_scored: int, *, decodes: bool) -> bool:
         return True
 
     def padding(self, num_reqs: int) -> list[Row]:

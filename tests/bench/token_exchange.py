@@ -69,7 +69,8 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
             counts = [tokens if kind == "even" or group == 0 else 1 for group in range(args.dp_size)]
             rows.append({"tokens": float(tokens), "kind": kind, **measured(parallel, counts, args.hidden, dtype)})
     host = Meeting(parallel)
-    rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(parallel, lambda: host.agree(1, 1))})
+    rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(
+        parallel, lambda: host.agree(1, 1, decodes=True))})
     answers.put(rows)
     parallel.close()
 

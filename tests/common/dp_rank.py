@@ -1,7 +1,8 @@
 """One rank of test_dp.py: ``dp_rank.py RANK SIZE INIT_METHOD OUT DP_SIZE DEVICE CASE...``, each case a JSON object.
 
-A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine; OUT gets the tokens of every
-prompt of this rank, and what was seen on the way.
+A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine, ``sizes`` among them: of the
+decode steps that are padded, on a GPU those of CUDA graphs, of which there are none without it. OUT gets the tokens of
+every prompt of this rank, and what was seen on the way.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import numpy as np
 import torch
 
 from baton.common.api.messages import Outputs
+from baton.common.config.server import KernelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.common.distributed.pending import PendingSum
 from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.common.padded_steps import PaddedSteps
 
 
 def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
@@ -56,8 +59,10 @@ def run(case: dict, joined: Parallel) -> dict:
     experts = ExpertShare(joined.world, *case.pop("experts", ()))
     parallel = Parallel(joined.world, joined.attention, joined.across, experts,
                         dp_head=case.pop("dp_head", False))
-    prompts = case.pop("prompts")[parallel.dp_rank]
-    engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, **case)
+    prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
+    kernels = KernelArgs(disable_cuda_graph=not sizes, cuda_graph_bs=sizes)
+    engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, **case)
+    replayed = watch_replays(engine, sizes)
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
     turns = computed = 0
@@ -70,7 +75,26 @@ def run(case: dict, joined: Parallel) -> dict:
     outputs = [item for message in engine.sent if isinstance(message, Outputs) for item in message.items]
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
-            "retracted": engine.scheduler.batcher.num_retracted}
+            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed}
+
+
+def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
+    """The size of every decode step that will run as a graph, or padded as one."""
+    runner = engine.runner
+    if not sizes:
+        return []
+    if runner.device.type == "cpu":
+        runner._graphs = PaddedSteps(runner, sizes)
+        return runner._graphs.replayed
+    replayed: list[int] = []
+    run = runner._graphs.run
+
+    def watched(batch):
+        replayed.append(batch.num_reqs)
+        return run(batch)
+
+    runner._graphs.run = watched
+    return replayed
 
 
 if __name__ == "__main__":

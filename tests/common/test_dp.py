@@ -8,10 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.common.api.messages import Generate, State
 from baton.common.api.sampling import SamplingParams
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.tp import TPGroup
 from baton.common.engine.balancer import Balancer
+from baton.common.engine.meeting import Meeting
 from baton.common.engine.states import merged
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import save_model
@@ -61,6 +66,8 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (tied, {"overlap": True}),
         (moe, {}),
         (moe, {"experts": (size, "alltoall"), "chunk": 16}),  # of two ranks each sends its own tokens to their experts
+        (dense, {"sizes": [2]}),  # decode steps as CUDA graphs have them, of four requests none
+        (moe, {"sizes": [1, 4], "dp_head": True}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies
@@ -71,12 +78,43 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         for (folder, _), found in zip(variants, seen["cases"]):
             assert found["tokens"] == alone(folder, prompts[group]), (rank, folder)
         assert (seen["cases"][2]["retracted"] > 0) == (group == 0)
+        for case in (6, 7):
+            assert seen["cases"][case]["replayed"] == ranks[0]["cases"][case]["replayed"]
         turns = {other["cases"][0]["turns"] for other in ranks}
         assert len(turns) == 1, "all ranks meet in every turn"
         assert seen["cases"][-1]["tokens"] == (alone(dense, prompts[1]) if group else [])
         assert bool(seen["cases"][-1]["computed"]) == bool(group)
+    small, whole = (ranks[0]["cases"][case] for case in (6, 7))
+    assert set(small["replayed"]) == {2} and set(whole["replayed"]) == {1, 4}
+    assert 0 < len(small["replayed"]) < len(whole["replayed"]) < whole["turns"]
     expected = [greedy(model, prompt, 8 + 5 * i) for i, prompt in enumerate(prompts[0])]
     assert ranks[0]["cases"][0]["tokens"] == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
+       st.sets(st.integers(1, 32), min_size=1).map(sorted))
+def test_either_all_groups_replay_one_size_or_none_does(groups, sizes):
+    def size_for(rows):
+        return next((size for size in sizes if size >= rows), None)
+
+    told = np.array([[rows, rows, 0, decodes or not rows] for rows, decodes in groups])
+    turns = []
+    for rank in range(len(groups)):
+        across = TPGroup(rank, len(groups))
+        across.gather_ints = lambda values: told
+        meeting = Meeting(Parallel(TPGroup(rank, len(groups)), TPGroup(), across))
+        rows, decodes = groups[rank]
+        turn = meeting.agree(rows, rows, decodes=decodes)
+        turns.append(turn and turn.replayed(size_for))
+    assert all(turn == turns[0] for turn in turns)
+    most = max(rows for rows, _ in groups)
+    if not most:
+        assert turns[0] is None
+    elif any(rows and not decodes for rows, decodes in groups) or most > sizes[-1]:
+        assert turns[0].size is None and turns[0].tokens == [max(rows, 1) for rows, _ in groups]
+    else:
+        assert turns[0].size == size_for(most)
+        assert turns[0].tokens == turns[0].scored == [turns[0].size] * len(groups)
 
 
 def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:

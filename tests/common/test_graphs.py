@@ -38,10 +38,11 @@ class Played:
 
 def test_a_graph_holds_the_making_of_its_plan():
     """Else replays would read the plan of the padding, from memory that has been given back."""
-    played, seen = Played(), []
+    played, seen, begun = Played(), [], []
     cuda = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": MagicMock(), "graph": played.graph, "graph_pool_handle": MagicMock()}
     with patch.multiple(torch.cuda, **cuda):
-        graphs = DecodeGraphs(played, played, [1, 2, 4], 16, 2, 9, torch.device("cpu"), seen.append)
+        graphs = DecodeGraphs(played, played, [1, 2, 4], 16, 2, 9, torch.device("cpu"), begun.append, seen.append)
     assert played.captured == [(4, True), (2, True), (1, True)]
+    assert begun == [4, 2, 1]
     assert graphs.size_for(3) == 4 and graphs.size_for(5) is None and seen == [1 / 3, 2 / 3, 1]
