@@ -191,7 +191,7 @@ class ModelRunner:
             return num_tokens > 0
         turn = self.meeting.agree(num_tokens, num_scored, decodes=decodes)
         if turn is not None:
-            self._begin(turn)
+            self._begin(turn.replayed(self._graphs.size_for) if self._graphs else turn)
         return turn is not None
 
     def _begin(self, turn: Turn) -> None:
