@@ -46,6 +46,7 @@ class ModelRunner:
     def __init__(self, config: ServerConfig, spec: ModelSpec, model: DenseDecoder, pool: KVPool,
                  attention: Planned, device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
+        self._elsewhere = self._parallel.stages.elsewhere(spec.num_layers)
         self.meeting = Meeting(self._parallel)
         self._config = config
         self._turn = Turn.of_rows_each(self._parallel.dp_size, 1)
@@ -92,9 +93,10 @@ class ModelRunner:
             raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
                               f"smaller --dtype than {dtype}.") from None
         scales = _kv_scales(config.cache, config.model, spec)
-        layout = kv_layout(config.cache, spec, parallel.attention.size, dtype, scales)
+        layout = kv_layout(config.cache, spec, parallel.attention.size, dtype, scales,
+                           parallel.stages.layers(spec.num_layers))
         counted = _count_pages(config, spec, layout, parallel, device)
-        num_pages = int(parallel.world.min_reduce(np.array([counted]))[0])
+        num_pages = int(parallel.everyone.min_reduce(np.array([counted]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
@@ -143,18 +145,19 @@ class ModelRunner:
                      and field.name not in ("dtype", "eos_token_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
-        if _kv_scales(self._config.cache, args, spec) != self.layout.scales:
+        scales = _kv_scales(self._config.cache, args, spec)
+        if _scales_of(scales, self._parallel.stages.layers(spec.num_layers)) != self.layout.scales:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
         check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings,
-                          unused=self.spec.unused_names)
+                          unused=self.spec.unused_names, elsewhere=self._elsewhere)
 
     @torch.no_grad()
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
         args = dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
         load_safetensors(resolve_checkpoint(args), self._model.slots(), _silent, tied=self.spec.tie_word_embeddings,
-                         unused=self.spec.unused_names)
+                         unused=self.spec.unused_names, elsewhere=self._elsewhere)
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Give device memory back. No step is in flight, and none may run until ``resume``."""
@@ -283,7 +286,7 @@ def _load_model(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
         load_dummy(model.slots(), config.model.random_seed, progress)
     else:
         load_safetensors(resolve_checkpoint(config.model), model.slots(), progress, tied=spec.tie_word_embeddings,
-                         unused=spec.unused_names)
+                         unused=spec.unused_names, elsewhere=parallel.stages.elsewhere(spec.num_layers))
     return model
 
 
@@ -317,12 +320,23 @@ def _kv_scales(cache: CacheArgs, model: ModelArgs, spec: ModelSpec) -> Scales:
     return read_kv_scales(cache, None if model.load_format == "dummy" else resolve_checkpoint(model), spec.num_layers)
 
 
-def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scales: Scales = ()) -> KVLayout:
-    """The layout of one rank's pool; ``dtype`` is the model's."""
-    layout = KVLayout(groups=(spec.num_layers,), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
-                      page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype), scales=scales,
+def _scales_of(scales: Scales, layers: range) -> Scales:
+    """Those of some layers, where there are any."""
+    return scales[layers.start:layers.stop]
+
+
+def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scales: Scales = (),
+              layers: range | None = None) -> KVLayout:
+    """The layout of one rank's pool; ``dtype`` is the model's, ``scales`` those of all layers. ``layers``: those of the
+    rank's stage, where it has not all."""
+    layers = range(spec.num_layers) if layers is None else layers
+    staged = len(layers) < spec.num_layers
+    layout = KVLayout(groups=(len(layers),), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
+                      page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype),
+                      scales=_scales_of(scales, layers), first_layer=layers.start,
+                      of_layers=spec.num_layers if staged else 0,
                       form="heads" if spec.mla is None else "latent")
-    groups = split_layers(spec.num_layers, layout.layer_page_bytes, cache.num_layer_groups)
+    groups = split_layers(len(layers), layout.layer_page_bytes, cache.num_layer_groups)
     return msgspec.structs.replace(layout, groups=groups)
 
 

@@ -65,7 +65,7 @@ class LayerAttention(Protocol):
 
 
 MakeAttention = Callable[[str, int, ModelSpec, TPGroup, Allocate], LayerAttention]
-"""Builds layer ``index``'s attention, as ``MakeMLP`` its MLP."""
+"""Builds the attention that a layer of the pool belongs to, as ``MakeMLP`` a layer's MLP."""
 
 
 class LayerMLP(Protocol):
@@ -103,11 +103,12 @@ def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Callable[[torch.Tensor]
 
 
 class DecoderLayer:
-    def __init__(self, index: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate, make_mlp: MakeMLP,
-                 make_attention: MakeAttention):
+    def __init__(self, index: int, place: int, spec: ModelSpec, parallel: Parallel, allocate: Allocate,
+                 make_mlp: MakeMLP, make_attention: MakeAttention):
+        """Layer ``index`` of the model, whose keys and values are layer ``place`` of the pool."""
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.attention = make_attention(f"{name}.self_attn", index, spec, parallel.attention, allocate)
+        self.attention = make_attention(f"{name}.self_attn", place, spec, parallel.attention, allocate)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
         self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
@@ -125,29 +126,40 @@ class DecoderLayer:
 
 
 class DenseDecoder:
-    """Holds one rank's weights, uninitialised until a loader has filled ``slots()``."""
+    """Holds one rank's weights, uninitialised until a loader has filled ``slots()``.
+
+    A stage of a pipeline holds its layers alone, the first one the embedding beside them, the last one norm and head.
+    """
 
     def __init__(self, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
                  make_mlp: MakeMLP = dense_mlp, make_attention: MakeAttention = SelfAttention):
         allocate = allocator(dtype, device, spec.quantization)
-        self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attention,
-                                    allocate)
-        self.layers = [DecoderLayer(index, spec, parallel, allocate, make_mlp, make_attention)
-                       for index in range(spec.num_layers)]
-        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
-        self.labels = LabelHead("score", spec.num_labels, spec.hidden_size, allocate) if spec.num_labels else None
+        self.stages = parallel.stages
+        self._width, self._dtype = spec.hidden_size, dtype
+        self.embedding: VocabTable | None = None
+        self.norm: RMSNorm | None = None
+        self.labels: LabelHead | None = None
         self.head: VocabTable | None = None
-        if spec.head == "words":
-            self.head = self.embedding
-        if spec.head == "words" and not spec.tie_word_embeddings:
-            self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.head, allocate)
+        tied = spec.head == "words" and spec.tie_word_embeddings
+        if self.stages.first or (self.stages.last and tied):
+            self.embedding = VocabTable("model.embed_tokens", spec.vocab_size, spec.hidden_size, parallel.attention,
+                                        allocate)
+        self.layers = [DecoderLayer(index, place, spec, parallel, allocate, make_mlp, make_attention)
+                       for place, index in enumerate(self.stages.layers(spec.num_layers))]
+        if self.stages.last:
+            self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
+            self.labels = LabelHead("score", spec.num_labels, spec.hidden_size, allocate) if spec.num_labels else None
+            self.head = self.embedding if tied else None
+            if spec.head == "words" and not tied:
+                self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.head, allocate)
         self.scored = parallel.scored
         self.cos_sin = rotary_table(spec, device)
 
     def forward(self, batch: ForwardBatch, attention: Planned,
                 after_layer: Callable[[int], None]) -> torch.Tensor:
-        """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``, see ``hidden``."""
-        return self.logits(self.hidden(batch, attention, after_layer))
+        """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``, see ``hidden``; none of a stage before the last."""
+        hidden = self.hidden(batch, attention, after_layer)
+        return self.logits(hidden) if self.stages.last else hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[R, vocab]`` of hidden states ``[R, hidden]``."""
@@ -161,27 +173,42 @@ class DenseDecoder:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows`` behind the last norm. ``attention`` has planned
         ``batch``.
 
-        ``after_layer(i)`` is called once layer i has been enqueued: its keys and values are in the pool by then.
+        ``after_layer(i)`` is called once layer i of those here has been enqueued: its keys and values are in the pool
+        by then. A stage before the last one hands what it has computed to the next, and returns no rows.
         """
-        embedded = self.embedding.embed(batch.input_ids)
-        if batch.embeds is not None:
-            embedded[batch.embeds_rows] = batch.embeds.to(embedded.dtype)
-        x: Summed = embedded
-        residual: torch.Tensor | None = None
+        x: Summed
+        x, residual = self._begin(batch)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, attention, self.cos_sin)
             after_layer(index)
+        assert residual is not None
+        if not self.stages.last:
+            x = x.total() if isinstance(x, PendingSum) else x
+            self.stages.send(x, residual)
+            return x[:0]
+        assert self.norm is not None
         if batch.logits_rows is not None:
-            assert residual is not None
             x = x.rows(batch.logits_rows) if isinstance(x, PendingSum) else x[batch.logits_rows]
             residual = residual[batch.logits_rows]
         return self.norm.add(x, residual)[0]
 
+    def _begin(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What enters the first layer here, and its residual."""
+        if not self.stages.first:
+            return self.stages.receive(batch.num_tokens, self._width, self._dtype, batch.input_ids.device)
+        assert self.embedding is not None
+        x = self.embedding.embed(batch.input_ids)
+        if batch.embeds is not None:
+            x[batch.embeds_rows] = batch.embeds.to(x.dtype)
+        return x, None
+
     def slots(self) -> Iterator[Slot]:
-        yield from self.embedding.slots()
+        if self.embedding is not None:
+            yield from self.embedding.slots()
         for layer in self.layers:
             yield from layer.slots()
-        yield from self.norm.slots()
+        if self.norm is not None:
+            yield from self.norm.slots()
         for head in (self.head, self.labels):
             if head is not None and head is not self.embedding:
                 yield from head.slots()
