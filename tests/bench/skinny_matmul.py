@@ -85,12 +85,13 @@ def bases(kind: str, tall: int) -> Iterator[SkinnyTile]:
             forms += [(32, 128, 2, 4), (32, 128, 4, 4), (32, 256, 4, 4), (16, 256, 1, 3), (16, 256, 2, 4),
                       (16, 128, 1, 6), (32, 256, 2, 3)]
     else:
-        forms = [(64, 128, 2, 4), (32, 128, 2, 5), (32, 128, 1, 4)]
+        forms = [(32, 128, 2, 5), (64, 128, 4, 5), (32, 128, 4, 5), (128, 128, 8, 4)]
         if kind == "row":
-            forms += [(32, 256, 2, 4), (64, 256, 2, 3)]
+            forms += [(32, 256, 2, 4), (64, 256, 4, 3)]
         if tall <= 32:
-            forms += [(16, 128, 1, 6), (32, 128, 4, 5)] + ([(16, 256, 1, 4), (16, 512, 1, 3), (32, 256, 4, 4)]
-                                                           if kind == "row" else [])
+            forms += [(16, 128, 1, 6), (64, 128, 2, 4), (32, 128, 1, 4)]
+        if tall <= 32 and kind == "row":
+            forms += [(16, 256, 1, 4), (16, 512, 1, 3), (32, 256, 4, 4)]
     for columns, depth, warps, stages in forms:
         yield SkinnyTile(columns, depth, 1, warps, stages, 0, first)
     if tall == 1 and kind != "block":
