@@ -25,4 +25,5 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
     host = config.nodes.first_host or config.http.host
     register_rank(f"http://{host}:{args.disaggregation_bootstrap_port}", sender.info, secret=args.cluster_secret)
     return PrefillScheduler(parts.batcher, parts.executor, parts.ledger, sender, tp, len(runner.layout.groups),
-                            overlap=parts.overlap, kv_retain_seconds=args.kv_retain_seconds)
+                            overlap=parts.overlap, kv_retain_seconds=args.kv_retain_seconds,
+                            transfer_overlap=args.kv_transfer_overlap)

@@ -8,16 +8,11 @@ before it goes on with a request, another attempt finds what was computed (kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
-
 from ..common.api.errors import Aborted, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
+from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.tp import TPGroup
-from ..common.engine.batcher import Batch, Batcher
+from ..common.engine.batcher import Batcher
 from ..common.engine.executor import Executor, Step
 from ..common.engine.ledger import Ledger
 from ..common.engine.pipeline import Pipeline
@@ -26,32 +21,22 @@ from ..kvtransfer.messages import PrefillResult
 from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
 from ..kvtransfer.sender import KVSender
 from ..kvtransfer.states import Phase
+from .departures import Departures
 from .kept import KeptPrompts
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True)
-class _Outgoing:
-    """Pages of one request that this step completes: prompt pages ``first`` onwards."""
-
-    room: int
-    first: int
-    page_ids: np.ndarray
 
 
 class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that each request's room leads to."""
 
     def __init__(self, batcher: Batcher, executor: Executor, ledger: Ledger, sender: KVSender, tp: TPGroup,
-                 num_groups: int, *, overlap: bool, kv_retain_seconds: float):
+                 num_groups: int, *, overlap: bool, kv_retain_seconds: float,
+                 transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
         self.ledger = ledger
         self.sender = sender
         self.rooms = Rooms(sender, tp)
-        self._num_groups = num_groups
+        self._departures = Departures(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
         self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[str, tuple[list[int], Logprobs | None]] = {}
         self._kept = KeptPrompts(batcher.cache, sender, tp, kv_retain_seconds)
@@ -110,8 +95,8 @@ class PrefillScheduler:
         batch = self.batcher.next_prefill()
         if batch is None:
             return self._pipeline.advance(None)
-        self._send_cached(batch)
-        return self._pipeline.advance(batch, self._pusher(batch))
+        self._departures.cached(batch)
+        return self._pipeline.advance(batch, self._departures.of(batch))
 
     def settle(self) -> None:
         self._pipeline.settle()
@@ -149,7 +134,7 @@ class PrefillScheduler:
         assert req.hold is not None
         req.num_computed_tokens = req.num_cached_tokens = req.num_prompt_tokens
         req.prompt_logprobs = result.prompt_logprobs
-        self._push(_Outgoing(half.room, 0, req.hold.ids.copy()), range(self._num_groups), self.executor.event())
+        self._departures.computed_before(half.room, req.hold.ids.copy())
         self._hand_over(half, req.take(result.token_id), result)
 
     def _take_in(self, step: Step) -> None:
@@ -183,44 +168,3 @@ class PrefillScheduler:
         else:
             self.rooms.close(half)
         self.batcher.finish(half.req)
-
-    # -- pages on their way ----------------------------------------------------------------------
-
-    def _send_cached(self, batch: Batch) -> None:
-        """Pages that this server's prefix cache holds leave before the forward pass of a request's first chunk.
-
-        The step in flight may be computing them: they leave when it has run.
-        """
-        for chunk in batch.chunks:
-            hold = chunk.req.hold
-            assert hold is not None
-            cached = hold.num_cached_pages
-            if cached and chunk.start == cached * self.batcher.cache.page_size:
-                self._push(_Outgoing(self._room(chunk.req), 0, hold.ids[:cached].copy()), range(self._num_groups),
-                           self.executor.event())
-
-    def _pusher(self, batch: Batch) -> Callable[[int, torch.cuda.Event | None], None]:
-        """A callback for the forward pass: pages that the batch completes leave group by group."""
-        page_size = self.batcher.cache.page_size
-        outgoing: list[_Outgoing] = []
-        for chunk in batch.chunks:
-            assert chunk.req.hold is not None
-            # A page that this chunk leaves partly filled waits for the chunk that fills it, or for the prompt's end.
-            end = self.batcher.cache.pages_for(chunk.stop) if chunk.samples else chunk.stop // page_size
-            first = chunk.start // page_size
-            if end > first:
-                outgoing.append(_Outgoing(self._room(chunk.req), first, chunk.req.hold.ids[first:end].copy()))
-
-        def push(group: int, ready: torch.cuda.Event | None) -> None:
-            for pages in outgoing:
-                self._push(pages, (group,), ready)
-
-        return push
-
-    def _push(self, pages: _Outgoing, groups: range | tuple[int, ...], ready: torch.cuda.Event | None) -> None:
-        for group in groups:
-            self.sender.push(pages.room, group, pages.first, pages.page_ids, ready)
-
-    def _room(self, req: Req) -> int:
-        assert req.bootstrap is not None
-        return req.bootstrap.room

@@ -67,4 +67,5 @@ class _HostCopy:
 def _blocks_at(address: int, ids: np.ndarray, block_bytes: int) -> np.ndarray:
     """``[blocks, block_bytes]`` of memory that others own, as far as ``ids`` reach."""
     num_bytes = (int(ids.max()) + 1) * block_bytes
-    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=np.uint8).reshape(-1, block_bytes)
+    memory = memoryview((ctypes.c_uint8 * num_bytes).from_address(address)).cast("B")
+    return np.frombuffer(memory, dtype=np.uint8).reshape(-1, block_bytes)

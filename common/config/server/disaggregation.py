@@ -9,6 +9,7 @@ from ...api.errors import ConfigError
 from ..cli import flag
 
 Mode = Literal["null", "prefill", "decode"]
+TransferOverlap = Literal["layers", "chunk", "prompt"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class DisaggregationArgs:
     disaggregation_bootstrap_timeout: float = flag(30.0, help=(
         "seconds that one half of a request waits for the other before it fails"))
     kv_transfer_timeout: float = flag(120.0, help="seconds a reserved request may wait for its KV cache")
+    kv_transfer_overlap: TransferOverlap = flag("layers", help=(
+        "what pages of a prompt wait for before they leave: the layers of their group, so that they travel while "
+        "others compute, the whole chunk, or the whole prompt, to see what overlap is worth"))
     peer_timeout: float = flag(3.0, help="seconds of silence after which a prefill or decode peer counts as dead")
     kv_retain_seconds: float = flag(5.0, help=(
         "seconds that a prefill server keeps what it computed of a request whose decode server has not told that it "
