@@ -129,7 +129,8 @@ def test_decoding_otherwise_stays_close(tmp_path, options):
 def test_v2_lite_shape_prefills_and_decodes(tmp_path, capsys):
     """Both phases at full width (fewer layers) within loose bounds; the measured times are printed."""
     (tmp_path / "config.json").write_text(json.dumps(V2_LITE | {"num_hidden_layers": 9}))
-    runner = load_runner(server_config(tmp_path, load_format="dummy", max_total_tokens=200_000), device="cuda:0")
+    runner = load_runner(server_config(tmp_path, backend="triton", load_format="dummy", max_total_tokens=200_000),
+                         device="cuda:0")
     tokens = np.random.default_rng(0).integers(0, 100_000, 8192)
     pages = scattered_pages(runner, 64, 2064)
     cases = {"prefill of 8,192": ([Row(tokens, 0, pages[:8].flatten())], False),
