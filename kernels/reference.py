@@ -218,6 +218,12 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return (y if bias is None else y + bias.float()).to(x.dtype).to(dtype or x.dtype)
 
 
+def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kernels.greatest.greatest``."""
+    columns = x.argmax(-1)
+    return x.gather(-1, columns[:, None])[:, 0], columns
+
+
 def _spread(scale: torch.Tensor, size: int, total: int, dim: int) -> torch.Tensor:
     """Each scale repeated for the ``size`` values of its group, cut to ``total``."""
     return scale.repeat_interleave(size, dim).narrow(dim, 0, total)

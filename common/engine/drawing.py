@@ -4,7 +4,7 @@ Drawing is argmax(probability / noise) with exponential noise, which draws from 
 trick) without a cumulative sum. A seeded row's noise is a hash of (seed, position, token): it depends on nothing else
 that runs in the batch, nor on the number of ranks or the device.
 
-``PlainDrawing`` says what is meant, and runs anywhere; ``FusedDrawing`` is the same on a GPU in two kernels that sort
+``PlainDrawing`` says what is meant, and runs anywhere; ``FusedDrawing`` is the same on a GPU in kernels that sort
 nothing. A seeded row draws the same token by both, but where two tokens are as close as float32 rounds.
 """
 
@@ -20,6 +20,7 @@ import torch
 
 from ...kernels import draw as kernel
 from ...kernels._triton import AVAILABLE, INTERPRETED
+from ...kernels.greatest import greatest
 from ..api.errors import ConfigError
 from ..api.sampling import SamplingParams
 from .choosing import Choosing
@@ -150,10 +151,10 @@ class FusedDrawing:
             self._known, self._table = params, _Table(params, logits.shape[1])
         table = self._table
         if not table.drawn:
-            return logits.argmax(-1)
+            return greatest(logits)[1]
         filled = table.filled([row.position for row in rows], self._generator)
         sent = upload_joined([filled.ravel()], torch.int64, self._device).view(filled.shape)
-        peaks, tokens = logits.max(-1)
+        peaks, tokens = greatest(logits)
         chosen = kernel.draw(logits, peaks, sent, table.truncates)
         if len(table.drawn) == len(rows):
             return chosen

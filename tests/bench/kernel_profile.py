@@ -1,6 +1,9 @@
 """Kernels of a prefill step and of decode steps of an 8B-shaped dummy model, by time.
 
-    python -m baton.tests.bench.kernel_profile [--context 2048] [--batches 1,64]
+    python -m baton.tests.bench.kernel_profile [--context 2048] [--batches 1,64] [--shape llama|qwen] [--without-pdl]
+
+A kernel that starts while the one ahead of it works (programmatic dependent launch) is told to take the time that it
+waits, too: a step takes less than the sum. ``--without-pdl`` has each start when the one ahead has ended.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from torch.profiler import profile
 
 from ...common.bench.hand_engine import HandEngine
 from ...common.bench.parts import of_kernel, recorder
+from ...kernels import _triton
 from . import dummy_engine
+from .relay import LLAMA_8B
 
 STEPS = 10
+SHAPES = {"llama": LLAMA_8B, "qwen": dummy_engine.QWEN3_06B}
 
 
 Rows = list[tuple[str, float, float]]
@@ -50,6 +56,7 @@ def decode(engine: HandEngine, batch: int, context: int) -> Rows:
         engine.step()
     for _ in range(5):
         engine.step()
+    assert engine.num_decoding == batch, "the engine has no room for the batch"
     engine.synchronize()
     with recorder(engine.device) as profiler:
         for _ in range(STEPS):
@@ -63,10 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batches", default="1,64")
+    parser.add_argument("--shape", choices=SHAPES, default="llama")
+    parser.add_argument("--without-pdl", action="store_true")
     args = parser.parse_args()
-    engine = dummy_engine.make(tokens=300_000, max_running=64)
+    _triton.PDL_ALLOWED = not args.without_pdl
+    batches = list(map(int, args.batches.split(",")))
+    engine = dummy_engine.make(tokens=max(20_000, max(batches) * (args.context + 128)), max_running=max(batches),
+                               shape=SHAPES[args.shape])
     _show("prefill, 2 x 4096", prefill(engine))
-    for batch in map(int, args.batches.split(",")):
+    for batch in batches:
         _show(f"decode, batch {batch}", decode(engine, batch, args.context))
 
 

@@ -21,21 +21,26 @@ from ...kernels.decode_plan import PROGRAMS_PER_PROCESSOR, SHORTEST_PIECE, plan_
 from ...kernels.paged_decode import TILE, Tile, paged_decode
 from . import ceilings
 
-PAGE, DIM, LAYERS = 16, 128, 8
+PAGE, DIM = 16, 128
+LAYERS, MOST_LAYERS = 8, 64
+"""At least so many; more, where a few would fit the L2 cache."""
+BEYOND_L2 = 512 << 20
 POOL_BYTES = 24 << 30
 GRID = [(1, 2048), (8, 2048), (16, 2048), (64, 2048), (256, 2048), (1, 8192), (8, 8192), (16, 8192), (64, 8192),
         (1, 32768), (8, 32768), (16, 32768)]
-TILES = [TILE, Tile(64, 4, 5), Tile(64, 4, 2), Tile(32, 4, 5), Tile(128, 8, 3), Tile(128, 4, 3)]
+TILES = [TILE, TILE._replace(ahead=0), Tile(64, 4, 2), Tile(64, 4, 4), Tile(32, 4, 4), Tile(32, 2, 4), Tile(128, 8, 2),
+         Tile(128, 4, 2)]
 
 
 class Case:
-    """A batch's queries, page tables and one pool of ``LAYERS`` layers, whose layers are read in turn."""
+    """A batch's queries, page tables and one pool of some layers, which are read in turn."""
 
     def __init__(self, heads: int, kv_heads: int, lengths: list[int]):
         self.heads, self.kv_heads, self.lengths = heads, kv_heads, lengths
         counts = [-(-length // PAGE) for length in lengths]
         pages = sum(counts)
-        shape = (pages, LAYERS, 2, kv_heads, PAGE, DIM)
+        self.layers = min(MOST_LAYERS, max(LAYERS, BEYOND_L2 // self.layer_bytes))
+        shape = (pages, self.layers, 2, kv_heads, PAGE, DIM)
         assert np.prod(shape) * 2 <= POOL_BYTES, "the batch does not fit the pool"
         self.pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
         self.q = torch.randn(len(lengths), heads, DIM, device="cuda", dtype=torch.bfloat16)
@@ -55,9 +60,9 @@ class Case:
         def step() -> None:
             plan = plan_decode(self.indptr, self.last, PAGE, self.kv_heads, processors, 1 << 17, programs=programs,
                                shortest=shortest)
-            for layer in range(LAYERS):
+            for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], self.indptr, self.indices,
-                             self.last, DIM**-0.5, plan, tile)
+                             self.last, DIM**-0.5, plan, tile, settled=layer > 0)
 
         step()
         torch.cuda.synchronize()
@@ -71,7 +76,7 @@ class Case:
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / LAYERS)
+            times.append(start.elapsed_time(end) / 1e3 / self.layers)
         return statistics.median(times[2:])
 
 
@@ -86,27 +91,36 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--grid", type=lambda text: [tuple(map(int, case.split("x"))) for case in text.split(",")],
+                        help="batches and contexts, as 1x2048,64x2048; without it the usual ones, and mixed lengths")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     copy = ceilings.copy_tb_s() * 1e3
     torch.cuda.empty_cache()
-    programs = [PROGRAMS_PER_PROCESSOR, *([2, 4, 16] if args.sweep else [])]
+    pieces = [(PROGRAMS_PER_PROCESSOR, SHORTEST_PIECE)]
+    if args.sweep:
+        pieces += [(programs, shortest) for programs in (2, 3, 4, 6, 8, 16) for shortest in (64, 128, 256)]
     tiles = TILES if args.sweep else [TILE]
+    grid = [(batch, context, "") for batch, context in args.grid or GRID]
+    if not args.grid:
+        grid += [(64, 16384, "mixed"), (256, 8192, "mixed")]
     rows = []
     print(f"copy ceiling {copy:.0f} GB/s; {args.heads} query heads, {args.kv_heads} KV heads")
-    print("| batch | context | programs | tile | us a layer | GB/s | of copy |\n|---|---|---|---|---|---|---|")
-    for batch, context, kind in [*((b, c, "") for b, c in GRID), (64, 16384, "mixed"), (256, 8192, "mixed")]:
+    print("| batch | context | programs | shortest | tile | us a layer | GB/s | of copy |\n" + "|---" * 8 + "|")
+    for batch, context, kind in grid:
         if batch * context * args.kv_heads * DIM * 4 * LAYERS > POOL_BYTES and not kind:
             print(f"| {batch} | {context} | left out: it does not fit the pool |")
             continue
         case = Case(args.heads, args.kv_heads, mixed(batch, context) if kind else [context] * batch)
-        for count, tile in [(count, tile) for count in programs for tile in tiles]:
-            seconds = case.seconds(count, tile)
-            row = {"batch": batch, "context": context, "kind": kind, "programs": count, "tile": tuple(tile),
-                   "us": seconds * 1e6, "gb_s": case.layer_bytes / seconds / 1e9}
+        for (count, shortest), tile in [(some, tile) for tile in tiles for some in dict.fromkeys(pieces)]:
+            if tile.tokens > shortest:
+                continue
+            seconds = case.seconds(count, tile, shortest)
+            row = {"batch": batch, "context": context, "kind": kind, "programs": count, "shortest": shortest,
+                   "tile": tuple(tile), "us": seconds * 1e6, "gb_s": case.layer_bytes / seconds / 1e9}
             rows.append(row)
-            print(f"| {batch} {kind} | {context} | {count} | {tuple(tile)} | {row['us']:.1f} | {row['gb_s']:.0f} | "
-                  f"{row['gb_s'] / copy:.2f} |", flush=True)
+            print(f"| {batch} {kind} | {context} | {count} | {shortest} | {tuple(tile)} | {row['us']:.1f} | "
+                  f"{row['gb_s']:.0f} | {row['gb_s'] / copy:.2f} |", flush=True)
         del case
         torch.cuda.empty_cache()
     if args.out:

@@ -21,6 +21,7 @@ from baton.kernels.forms import Float8Form, HeadNorms, Scales
 from baton.kernels.fp8_block_matmul import block_matmul
 from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
+from baton.kernels.greatest import greatest
 from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
@@ -86,10 +87,10 @@ def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.d
 
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
-                 cache: torch.dtype | None = None) -> None:
+                 cache: torch.dtype | None = None, settled: bool = True) -> None:
     q = of(requests, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
-                 dim**-0.5, plan(requests, kv_heads), v_scale=0.5 if cache else 1.0)
+                 dim**-0.5, plan(requests, kv_heads), v_scale=0.5 if cache else 1.0, settled=settled)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -194,6 +195,7 @@ CASES: dict[str, Callable[[], object]] = {
     "rope_and_store Qwen3, float8": lambda: store_heads(7, 32, 4, 128, BF16, True, FP8),
     "rope_and_store Qwen3, float8 e5m2": lambda: store_heads(7, 32, 4, 128, BF16, True, torch.float8_e5m2),
     "paged_decode Llama": lambda: decode_heads(7, 32, 8, 128, BF16),
+    "paged_decode Llama, first layer": lambda: decode_heads(7, 32, 8, 128, BF16, settled=False),
     "paged_decode Llama, float8": lambda: decode_heads(7, 32, 8, 128, BF16, FP8),
     "paged_decode Llama, float8 e5m2": lambda: decode_heads(7, 32, 8, 128, BF16, torch.float8_e5m2),
     "paged_decode Llama, one KV head a rank": lambda: decode_heads(7, 4, 1, 128, BF16),
@@ -266,6 +268,7 @@ CASES: dict[str, Callable[[], object]] = {
     "skinny_matmul float8 by rows, 60 rows": lambda: few_rows(60, 4096, 4096, "row"),
     "skinny_matmul float8 by blocks": lambda: few_rows(7, 4096, 4096, "block"),
     "skinny_matmul float8 by blocks, 60 rows": lambda: few_rows(60, 4096, 4096, "block"),
+    "greatest": lambda: greatest(fp32(7, 128256)),
     "draw": lambda: drawn(7, 128256, False),
     "draw, truncated": lambda: drawn(7, 128256, True),
     "peer_sum of 2, one shot": lambda: summed(7, 2, BF16, False),
@@ -290,7 +293,8 @@ CASES: dict[str, Callable[[], object]] = {
 FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "mla_decode V2-Lite", "mla_prefill V2-Lite, merges", "moe_topk Qwen3",
-       "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "skinny_matmul 7 rows", "draw, truncated",
+       "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "skinny_matmul 7 rows", "greatest",
+       "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
@@ -309,6 +313,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
     "skinny_matmul 7 rows": lambda n: few_rows(n, 4096, 4096),
+    "greatest": lambda n: greatest(fp32(n, 128256)),
     "draw, truncated": lambda n: drawn(n, 128256, True),
     "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
     "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),

@@ -10,6 +10,7 @@ import torch
 from baton.kernels import _triton, reference
 from baton.kernels.decode_plan import plan_decode
 from baton.kernels.forms import HeadNorms
+from baton.kernels.greatest import greatest
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
@@ -54,6 +55,25 @@ def test_rmsnorm_of_heads_inside_a_wider_row(dtype, atol, rtol):
 def test_silu_and_mul(rows, width, dtype, atol, rtol):
     x = random(rows, 2 * width, dtype=dtype)
     torch.testing.assert_close(silu_and_mul(x), reference.silu_and_mul(x), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("rows,width", [(1, 1), (3, 77), (2, 9000)])
+def test_greatest(rows, width):
+    x = random(rows, width, dtype=torch.float32).mul(4).round()  # so that many are equal
+    x[-1, width // 2:] = 100
+    for got, want in zip(greatest(x), reference.greatest(x)):
+        assert torch.equal(got, want)
+
+
+def test_greatest_of_numbers_that_are_none():
+    x = random(4, 5000, dtype=torch.float32)
+    x[0] = float("-inf")
+    x[1, 7], x[1, 4500] = float("inf"), float("nan")
+    x[2, 4999] = float("inf")
+    x[3, [3, 4100]] = float("nan")
+    values, columns = greatest(x)
+    assert columns.tolist() == x.argmax(-1).tolist() == [0, 4500, 4999, 3]
+    assert values[[1, 3]].isnan().all() and values[[0, 2]].tolist() == [float("-inf"), float("inf")]
 
 
 def paged_pool(pages: int, heads: int, page_size: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:

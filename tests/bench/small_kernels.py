@@ -1,0 +1,192 @@
+"""The kernels between a decode step's products: microseconds a call, one after the other in a CUDA graph.
+
+    python -m baton.tests.bench.small_kernels [--batches 1,8,64,256] [--context 2048] [--shape llama|qwen] [--out FILE]
+
+Each kernel by itself, then a layer's of them in order, then whole layers with cuBLAS's products between them; with
+programmatic dependent launch and without. ``floor`` is what the copy ceiling allows for the layer's weights and keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from ...kernels import _triton
+from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
+from ...kernels.forms import HeadNorms
+from ...kernels.greatest import greatest
+from ...kernels.paged_decode import paged_decode
+from ...kernels.rmsnorm import rmsnorm
+from ...kernels.rope_and_store import rope_and_store
+from ...kernels.silu_and_mul import silu_and_mul
+from . import ceilings
+
+PAGE, LAYERS = 16, 8
+CALLS = 64
+
+
+class Shape(NamedTuple):
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    intermediate: int
+    vocab: int
+    norms: bool
+
+    @property
+    def layer_values(self) -> int:
+        return self.hidden * ((2 * self.heads + 2 * self.kv_heads) * self.dim + 3 * self.intermediate)
+
+
+SHAPES = {"llama": Shape(4096, 32, 8, 128, 14336, 128_256, False), "qwen": Shape(1024, 16, 8, 128, 3072, 151_936, True)}
+_Steps = dict[str, Callable[[int], object]]
+
+
+class Batch:
+    """Tensors of a decode batch over ``LAYERS`` layers, and the kernels of layer ``i`` over them."""
+
+    def __init__(self, shape: Shape, rows: int, context: int, device: str = "cuda"):
+        self.shape, self.rows = shape, rows
+        self._device = torch.device(device)
+        pages = rows * -(-context // PAGE)
+        self._x, self._residual = self._random(rows, shape.hidden), self._random(rows, shape.hidden)
+        self._fused = self._random(rows, (shape.heads + 2 * shape.kv_heads) * shape.dim)
+        self._gate_up = self._random(rows, 2 * shape.intermediate)
+        self.logits = self._random(rows, shape.vocab).float()
+        self._pool = self._random(pages, LAYERS, 2, shape.kv_heads, PAGE, shape.dim)
+        self._weight = self._random(shape.hidden)
+        self._norms = HeadNorms(self._random(shape.dim), self._random(shape.dim), 1e-6) if shape.norms else None
+        table = torch.randperm(pages, device=device)
+        self._indices = table.to(torch.int32)
+        self._indptr = torch.arange(0, pages + 1, pages // rows, dtype=torch.int32, device=device)
+        self._last = torch.full((rows,), (context - 1) % PAGE + 1, dtype=torch.int32, device=device)
+        self._pages = table[pages // rows - 1::pages // rows]
+        self._offsets = self._last.long() - 1
+        self._positions = torch.full((rows,), context - 1, device=device)
+        self._cos_sin = torch.rand(context, shape.dim, device=device)
+        self._context = context
+        self._plan: DecodePlan | None = None
+        self._products = [[self._random(out, wide) * 0.02 for out, wide in (
+            (self._fused.shape[1], shape.hidden), (shape.hidden, shape.heads * shape.dim),
+            (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))] for _ in range(LAYERS)]
+
+    def _random(self, *size: int) -> torch.Tensor:
+        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float16
+        return torch.empty(size, dtype=dtype, device=self._device).normal_()
+
+    def plan(self) -> None:
+        self._plan = None
+
+    def _heads(self, fused: torch.Tensor) -> list[torch.Tensor]:
+        shape = self.shape
+        sizes = [shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim]
+        return [part.unflatten(-1, (-1, shape.dim)) for part in fused.split(sizes, -1)]
+
+    def _rope(self, layer: int, fused: torch.Tensor) -> torch.Tensor:
+        q, k, v = self._heads(fused)
+        rope_and_store(q, k, v, self._pool[:, layer, 0], self._pool[:, layer, 1], self._pages, self._offsets,
+                       self._cos_sin, self._positions, norms=self._norms)
+        return q
+
+    def _attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        settled = self._plan is not None
+        if self._plan is None:
+            self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, processors_of(self._device),
+                                     self._context)
+        return paged_decode(q, self._pool[:, layer, 0], self._pool[:, layer, 1], self._indptr, self._indices,
+                            self._last, self.shape.dim**-0.5, self._plan, settled=settled)
+
+    def steps(self) -> _Steps:
+        q = self._heads(self._fused)[0]
+        return {
+            "rmsnorm": lambda i: rmsnorm(self._x, self._weight, 1e-5),
+            "rmsnorm, residual": lambda i: rmsnorm(self._x, self._weight, 1e-5, self._residual),
+            "rope_and_store": lambda i: self._rope(i, self._fused),
+            "paged_decode": lambda i: self._attend(i, q),
+            "silu_and_mul": lambda i: silu_and_mul(self._gate_up),
+            "greatest": lambda i: greatest(self.logits),
+            "torch's argmax": lambda i: self.logits.argmax(-1),
+            "a layer's small kernels": self.small,
+            "a layer": self.layer,
+        }
+
+    def small(self, layer: int) -> None:
+        _, total = rmsnorm(self._x, self._weight, 1e-5, self._residual)
+        self._attend(layer, self._rope(layer, self._fused))
+        rmsnorm(self._x, self._weight, 1e-5, total)
+        silu_and_mul(self._gate_up)
+
+    def layer(self, layer: int) -> None:
+        qkv, out, gate_up, down = self._products[layer]
+        x, residual = rmsnorm(self._x, self._weight, 1e-5, self._residual)
+        attended = self._attend(layer, self._rope(layer, linear(x, qkv)))
+        x, residual = rmsnorm(linear(attended.flatten(1), out), self._weight, 1e-5, residual)
+        linear(silu_and_mul(linear(x, gate_up)), down)
+
+
+def seconds(batch: Batch, step: Callable[[int], object]) -> float:
+    """Of one call, in a graph of ``CALLS``."""
+    def chain() -> None:
+        batch.plan()
+        for i in range(CALLS):
+            step(i % LAYERS)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / CALLS)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="1,8,64,256")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--shape", choices=SHAPES, default="llama")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    shape, copy = SHAPES[args.shape], ceilings.copy_tb_s()
+    torch.cuda.empty_cache()
+    print(f"copy ceiling {copy:.2f} TB/s; {args.shape}, context {args.context}")
+    print("| kernel | batch | us | us without PDL | floor us |\n|---|---|---|---|---|")
+    rows = []
+    for size in map(int, args.batches.split(",")):
+        batch = Batch(shape, size, args.context)
+        keys = 4 * size * args.context * shape.kv_heads * shape.dim
+        floors = {"paged_decode": keys, "a layer's small kernels": keys, "a layer": keys + 2 * shape.layer_values,
+                  "greatest": 4 * batch.logits.numel(), "torch's argmax": 4 * batch.logits.numel()}
+        for name, step in batch.steps().items():
+            found = {}
+            for allowed in (True, False):
+                _triton.PDL_ALLOWED = allowed
+                found[allowed] = seconds(batch, step) * 1e6
+            floor = floors.get(name, 0) / copy / 1e6
+            rows.append({"kernel": name, "batch": size, "us": found[True], "us_without": found[False], "floor": floor})
+            print(f"| {name} | {size} | {found[True]:.1f} | {found[False]:.1f} | {floor:.1f} |", flush=True)
+        _triton.PDL_ALLOWED = True
+        del batch
+        torch.cuda.empty_cache()
+    if args.out:
+        args.out.write_text(json.dumps({"copy_tb_s": copy, "shape": args.shape, "context": args.context, "rows": rows},
+                                       indent=1))
+
+
+if __name__ == "__main__":
+    main()
