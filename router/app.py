@@ -88,7 +88,7 @@ class Router:
             return await loop.create_server(
                 lambda: ClientConnection(serve, max_payload=self.config.http.max_payload_size,
                                          connections=self._connections, loop=loop, rules=rules,
-                                         heard=self.dispatcher.heard),
+                                         outbox=self.dispatcher.outbox, heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else error

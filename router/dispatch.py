@@ -15,6 +15,7 @@ from .busy_poll import BusyPoll
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
+from .outbox import Outbox
 from .policies import Subject, build_all
 from .policies.cache_exact import CacheExact
 from .pool import UpstreamPool, plain_answer
@@ -71,6 +72,8 @@ class Dispatcher:
         microseconds = config.http.busy_poll_us
         self.heard = BusyPoll(self.loop, microseconds / 1e6).heard if microseconds else None
         """To be called by connections whenever data arrives."""
+        self.outbox = Outbox(self.loop)
+        """Takes what connections, of both sides, write."""
         self._worker_key = config.security.worker_api_key
         own_key = next(iter(config.security.client_keys), None)
         self.own_authorization = bearer(own_key) if own_key else b""
@@ -82,7 +85,8 @@ class Dispatcher:
         key = worker.api_key or self._worker_key
         self._pools[worker] = pool = UpstreamPool(
             worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
-            tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, heard=self.heard)
+            tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, outbox=self.outbox,
+            heard=self.heard)
         if self.watch is not None:
             self.watch.join(worker)
         return pool

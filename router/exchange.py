@@ -80,7 +80,7 @@ class Exchange:
                              data[head.size:]))
         elif not facts.names_request:
             data = b"".join((data[:line], b"x-request-id: ", request.request_id, b"\r\n", data[line:]))
-        self.connection.transport.write(data)
+        self.connection.send(data)
 
     def _follow(self, log: StreamLog, head: AnswerHead) -> None:
         """Keep what is needed to go on with a stream elsewhere; of any other answer, nothing."""
@@ -97,7 +97,7 @@ class Exchange:
     def end_broken(self, missing: bytes) -> None:
         """End a stream of which nothing but the end got lost."""
         self.log = None  # what it holds back was torn
-        self.connection.transport.write(missing)
+        self.connection.send(missing)
         self.end(reusable=True)
 
     def relay(self, data: bytes) -> None:
@@ -109,12 +109,12 @@ class Exchange:
         if self._awaits_body:
             self._first_token()
         self._pieces += 1
-        self.connection.transport.write(data)
+        self.connection.send(data)
 
     def end(self, *, reusable: bool) -> None:
         """The worker's answer is complete."""
         if self.log is not None and (rest := self.log.rest()):
-            self.connection.transport.write(rest)
+            self.connection.send(rest)
         facts = self._facts
         self._finish(facts.status)
         self.connection.done(keep_alive=reusable and facts.delimited and self.request.keep_alive)
@@ -139,7 +139,7 @@ class Exchange:
         facts = self._facts
         if facts.event_stream and (failure.at_boundary or self.log is not None):
             event = b"\n\n" + error_event(error, self.request.path)
-            self.connection.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if facts.chunked else event)
+            self.connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if facts.chunked else event)
         self._finish(facts.status)
         self.connection.done(keep_alive=False)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..common.api.errors import ServingError
+from .outbox import Outbox
 from .request import Request, new_id
 from .request_reader import HeadRules, RequestReader
 from .wire import Response, SlowRequest
@@ -41,19 +42,21 @@ Serve = Callable[["ClientConnection", Request], None]
 class ClientConnection(asyncio.Protocol):
     """One client connection; its requests are served one after another."""
 
-    __slots__ = ("_serve", "_reader", "_open", "_loop", "_serving", "_busy", "_reading_paused", "_heard", "transport",
-                 "handler", "closing", "heard_at", "idle_sweeps")
+    __slots__ = ("_serve", "_reader", "_open", "_loop", "_serving", "_busy", "_reading_paused", "_heard", "_outbox",
+                 "transport", "handler", "closing", "heard_at", "idle_sweeps")
 
     transport: asyncio.Transport
 
     def __init__(self, serve: Serve, *, max_payload: int, connections: set[ClientConnection],
-                 loop: asyncio.AbstractEventLoop, rules: HeadRules, heard: Callable[[], None] | None = None):
+                 loop: asyncio.AbstractEventLoop, rules: HeadRules, outbox: Outbox,
+                 heard: Callable[[], None] | None = None):
         """``heard`` is called whenever data arrives."""
         self._serve = serve
         self._reader = RequestReader(rules, max_payload)
         self._open = connections
         self._loop = loop
         self._heard = heard
+        self._outbox = outbox
         self._serving = self._busy = self._reading_paused = False
         self.handler: Handler | None = None
         self.closing = False
@@ -63,11 +66,14 @@ class ClientConnection(asyncio.Protocol):
 
     # ------------------------------------------------------------------ what a handler uses
 
+    def send(self, data: bytes) -> None:
+        """Write a piece of an answer."""
+        self._outbox.put(self.transport, data)
+
     def respond(self, request: Request, response: Response) -> None:
         """Write a complete answer; ``done`` is still to be called."""
-        self.transport.write(response.encode(request.request_id, head_only=request.head_only,
-                                             close=not request.keep_alive or self.closing,
-                                             more=request.reply_headers))
+        self.send(response.encode(request.request_id, head_only=request.head_only,
+                                  close=not request.keep_alive or self.closing, more=request.reply_headers))
 
     def done(self, *, keep_alive: bool) -> None:
         """The handler finished its answer: serve the next request, or close after the bytes are out."""
@@ -75,7 +81,7 @@ class ClientConnection(asyncio.Protocol):
         self._busy = False
         if not keep_alive or self.closing:
             self.closing = True
-            self.transport.close()
+            self._outbox.close(self.transport)
         elif self._reader.ready:
             self._serve_ready()
 
@@ -84,7 +90,7 @@ class ClientConnection(asyncio.Protocol):
         self.closing = True
         self._reader.ready.clear()
         if not self._busy:
-            self.transport.close()
+            self._outbox.close(self.transport)
 
     def sweep(self, now: float, silence_limit: float) -> None:
         """Give up on a client that stopped for ``silence_limit`` seconds in the middle of a request."""
@@ -144,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
             self.heard_at = self._loop.time()
             if reader.awaits_continue and not reader.refused and not self._busy and not reader.ready:
                 reader.awaits_continue = False
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         if reader.ready and not self._busy:
             self._serve_ready()
         if len(reader.ready) > _MAX_WAITING and not self._reading_paused:
@@ -172,7 +178,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer_refusal(self, error: ServingError) -> None:
         self.closing = True
-        self.transport.write(Response.error(error).encode(new_id(), close=True))
+        self.send(Response.error(error).encode(new_id(), close=True))
+        self._outbox.flush()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._loop.call_later(_LINGER_SECONDS, self.transport.abort)

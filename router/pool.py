@@ -12,6 +12,7 @@ import httptools
 from .answer import AnswerFacts, Failure, Sink
 from .endpoint import Endpoint
 from .heads import KnownHeads
+from .outbox import Outbox
 from .upstream import Call, UpstreamConnection
 
 IDLE_SECONDS = 3.0
@@ -61,7 +62,7 @@ class UpstreamPool:
 
     def __init__(self, endpoint: Endpoint, *, connect_timeout: float, authorization: bytes = b"",
                  tls: ssl.SSLContext | None = None, known: KnownHeads[AnswerFacts] | None = None,
-                 heard: Callable[[], None] | None = None):
+                 outbox: Outbox, heard: Callable[[], None] | None = None):
         """``heard`` is called whenever data arrives."""
         self.heard = heard
         self.endpoint = endpoint
@@ -71,6 +72,7 @@ class UpstreamPool:
         self.authorization = authorization
         """The header line of the worker's key, in place of the client's; empty: the client's goes through."""
         self.loop = asyncio.get_running_loop()
+        self.outbox = outbox
         self.known = known if known is not None else KnownHeads(plain_answer)
         """Heads of answers met before; workers of one kind may share them."""
         self.connections: set[UpstreamConnection] = set()

@@ -20,6 +20,7 @@ import msgspec
 
 from .answer import AnswerFacts, AnswerHead, Failure, Sink
 from .heads import KnownHead, KnownHeads
+from .outbox import Outbox
 
 _MAX_HEAD = 128 * 1024
 
@@ -32,6 +33,7 @@ class Home(Protocol):
     connections: set[UpstreamConnection]
     heard: Callable[[], None] | None
     """Called whenever data arrives."""
+    outbox: Outbox
 
     def park(self, connection: UpstreamConnection) -> None:
         """It idles, and may carry another call."""
@@ -126,9 +128,9 @@ class UpstreamConnection(asyncio.Protocol):
         if call.paused:
             self.transport.pause_reading()
         if call.body:
-            self.transport.writelines((call.head, call.body))
+            self._pool.outbox.put(self.transport, (call.head, call.body))
         else:
-            self.transport.write(call.head)
+            self._pool.outbox.put(self.transport, call.head)
 
     def abandon(self) -> None:
         """Cut the connection; a worker notices at its next read or write."""

@@ -80,7 +80,7 @@ class Bench:
             pool.park(connection)
             self.upstream.append(connection)
         self.client = ClientConnection(router.entry.serve, max_payload=2**28, connections=set(), rules=HeadRules(),
-                                       loop=asyncio.get_running_loop())
+                                       loop=asyncio.get_running_loop(), outbox=router.dispatcher.outbox)
         self.client.connection_made(Transport())
 
     def serve(self, request: bytes, answer: list[bytes]) -> None:
@@ -90,6 +90,7 @@ class Bench:
             if connection.call is not None:
                 for piece in answer:
                     connection.data_received(piece)
+        self.router.dispatcher.outbox.flush()
 
 
 def request(head: bytes, prompt: int, *, stream: bool = False) -> bytes:
