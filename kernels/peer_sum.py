@@ -103,7 +103,7 @@ def _two_shots(x_ptr, buffers, place, first, width, count, patience, RANK: tl.co
     return whole.to(x.dtype, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["patience"])
 def _peer_sum_kernel(x_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
                      TWO_SHOTS: tl.constexpr, SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
     slot = tl.program_id(0)
@@ -121,7 +121,7 @@ def _peer_sum_kernel(x_ptr, buffers, turns_ptr, count, patience, RANK: tl.conste
     tl.store(turns_ptr + slot, turn + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["patience"])
 def _peer_sum_norm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, buffers, turns_ptr, width, count, eps,
                           patience, RANK: tl.constexpr, WORLD: tl.constexpr, TWO_SHOTS: tl.constexpr,
                           SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
