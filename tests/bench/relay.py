@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--workloads", default="0,1,2,3,4", help="which of the list, by index")
     parser.add_argument("--open-loop", action="store_true", help="also 4096/256 at 8 requests a second")
+    parser.add_argument("--server-flags", default="", help="more flags of prefill, decode and unified servers")
     parser.add_argument("--only", help="run only the settings whose name has this in it, e.g. 1P1D")
     args = parser.parse_args()
     import torch
@@ -114,13 +115,14 @@ def main() -> None:
     logs = args.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count()
+    flags = ["--disable-radix-cache", *args.server_flags.split()]
     report = {"date": datetime.date.today().isoformat(), "command": " ".join(sys.argv), "device":
               f"{gpus} x {torch.cuda.get_device_name(0)}", "ceilings": ceilings.measure(), "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         for name, serve in settings(gpus).items():
             if args.only and args.only not in name:
                 continue
-            with serve([*dummy_flags(Path(folder)), "--disable-radix-cache"], logs) as url:  # type: ignore[operator]
+            with serve([*dummy_flags(Path(folder)), *flags], logs) as url:  # type: ignore[operator]
                 asyncio.run(load.run(url, load.Workload(512, 32, 8, 8)))  # warm-up
                 chosen = [WORKLOADS[int(i)] for i in args.workloads.split(",")]
                 for work in (*chosen, *([OPEN_LOOP] if args.open_loop else [])):
