@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -129,6 +130,15 @@ def best(run: Callable[[Tile], object], tiles: Iterator[Tile]) -> tuple[float, T
     return min(found, key=lambda pair: pair[0])
 
 
+def best_banded(run: Callable[[Tile], object], tiles: list[Tile]) -> tuple[float, Tile]:
+    """As ``best``, then with other bands, which compile nothing anew for rows in the order of experts."""
+    took, tile = best(run, iter(tiles))
+    if tile.rows in FEW_ROWS:
+        return took, tile
+    others = (replace(tile, band=band) for band in (4, 8, 32))
+    return min((took, tile), best(run, others), key=lambda pair: pair[0])
+
+
 def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
     """The best of each number of rows in a block that suits so many tokens, measured as a whole."""
     shape, dtype = layer.shape, layer.gate_up.dtype
@@ -142,8 +152,8 @@ def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
         if not all(suits):
             continue
         products = Products(layer, tokens, rows)
-        up_us, up = best(products.up, iter(suits[0]))
-        down_us, down = best(products.down, iter(suits[1]))
+        up_us, up = best_banded(products.up, suits[0])
+        down_us, down = best_banded(products.down, suits[1])
         tiles = Tiles(up, down, rows in MANY_ROWS)
         tried.append((micros(lambda t=tiles, p=products: p.whole(t)), tiles))  # type: ignore[misc]
         if verbose:
@@ -161,7 +171,7 @@ def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
 
 
 def _short(tile: Tile) -> str:
-    return f"{tile.rows}x{tile.columns}x{tile.depth} {tile.warps}w {tile.stages}s"
+    return f"{tile.rows}x{tile.columns}x{tile.depth} {tile.warps}w {tile.stages}s {tile.band}b"
 
 
 def main() -> None:
