@@ -83,6 +83,7 @@ class Batch:
         return torch.empty(size, dtype=dtype, device=self._device).normal_()
 
     def plan(self) -> None:
+        """A step begins: its first layer makes the plan."""
         self._plan = None
 
     def _heads(self, fused: torch.Tensor) -> list[torch.Tensor]:
@@ -125,11 +126,15 @@ class Batch:
         silu_and_mul(self._gate_up)
 
     def layer(self, layer: int) -> None:
+        self.run(layer, self._x, self._residual)
+
+    def run(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer ``layer`` of hidden states [rows, hidden] and their residual: the same of the next."""
         qkv, out, gate_up, down = self._products[layer]
-        x, residual = rmsnorm(self._x, self._weight, 1e-5, self._residual)
+        x, residual = rmsnorm(x, self._weight, 1e-5, residual)
         attended = self._attend(layer, self._rope(layer, linear(x, qkv)))
         x, residual = rmsnorm(linear(attended.flatten(1), out), self._weight, 1e-5, residual)
-        linear(silu_and_mul(linear(x, gate_up)), down)
+        return linear(silu_and_mul(linear(x, gate_up)), down), residual
 
 
 def seconds(batch: Batch, step: Callable[[int], object]) -> float:
