@@ -1,0 +1,102 @@
+"""How much of the KV transfer a user waits for: TTFT, and the part of it that computing did not hide.
+
+    python -m baton.tests.bench.transfer_exposed --out FILE
+    python -m baton.tests.bench.transfer_exposed --model tinychat --workloads 256:1:4,512:2:8    # on a CPU
+
+Router, prefill server (GPU 0) and decode server (the last GPU) of a Llama-3-8B-shaped dummy for each setting
+``BACKEND:OVERLAP``, values of ``--disaggregation-transfer-backend`` and ``--kv-transfer-overlap``. All servers start at
+once; a workload ``TOKENS:CONCURRENCY:REQUESTS`` runs on one setting after the other, alone. The exposed time is the
+prefill server's metric: seconds between a prompt's last layer and its last page's arrival, a request's mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from ..integration.harness import Cluster
+from . import load
+from .relay import LLAMA_8B
+
+SETTINGS = "ipc:layers,nixl:layers,ipc:chunk,ipc:prompt"
+WORKLOADS = "1024:1:8,4096:1:6,16384:1:3,32768:1:2,1024:32:64,4096:32:64"
+COUNTERS = {"done": "kv_transfers_done", "exposed": "kv_transfer_exposed_seconds", "bytes": "kv_bytes_sent"}
+
+
+def cluster(folder: Path, model: list[str], setting: str, gpus: int) -> Cluster:
+    """A router and a pair of servers, not started."""
+    backend, overlap = setting.split(":")
+    logs = folder / setting.replace(":", "-")
+    logs.mkdir()
+    devices = ["--device", "cuda", "--max-total-tokens", "100000"] if gpus else []
+    flags = [*model, *devices, "--disable-radix-cache", "--disaggregation-transfer-backend", backend]
+    on = [["--base-gpu-id", str(gpu)] if gpus else [] for gpu in (0, gpus - 1)]
+    return Cluster(logs, flags=flags, prefill_flags=[*on[0], "--kv-transfer-overlap", overlap], decode_flags=on[1])
+
+
+@contextlib.contextmanager
+def started(clusters: list[Cluster]) -> Iterator[None]:
+    with ThreadPoolExecutor(len(clusters)) as pool:
+        try:
+            list(pool.map(Cluster.__enter__, clusters))
+            yield
+        finally:
+            list(pool.map(Cluster._kill, clusters))
+
+
+def measure(name: str, at: Cluster, work: load.Workload) -> dict[str, float | str]:
+    """One row; milliseconds."""
+    before = at.prefill[0].state()["counters"]
+    row = asyncio.run(load.run(at.url, work))
+    after = at.prefill[0].state()["counters"]
+    grown = {short: after[key] - before[key] for short, key in COUNTERS.items()}
+    exposed = grown["exposed"] / max(1, grown["done"]) * 1e3
+    return {"setting": name, "tokens": work.input_tokens, "concurrency": work.concurrency, "failed": row["failed"],
+            "mib": grown["bytes"] / max(1, grown["done"]) / 2**20, "ttft_p50": row["ttft_p50"],
+            "ttft_p99": row["ttft_p99"], "exposed": exposed, "share": exposed / float(row["ttft_p50"])}
+
+
+def told(row: dict[str, float | str]) -> str:
+    return (f"{row['setting']:14}{row['tokens']:>7}{row['concurrency']:>5}{row['failed']:>8}{row['mib']:>9.1f}"
+            f"{row['ttft_p50']:>11.1f}{row['ttft_p99']:>11.1f}{row['exposed']:>11.2f}{row['share']:>9.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", default=SETTINGS)
+    parser.add_argument("--workloads", default=WORKLOADS)
+    parser.add_argument("--model", choices=("llama-8b", "tinychat"), default="llama-8b")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    names, rows = args.settings.split(","), []
+    workloads = [tuple(map(int, work.split(":"))) for work in args.workloads.split(",")]
+    print(f"{'setting':14}{'tokens':>7}{'c':>5}{'failed':>8}{'MiB':>9}{'TTFT p50':>11}{'p99':>11}{'exposed':>11}"
+          f"{'share':>9}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 40960}))
+        model = ["--model-path", str(folder), "--tokenizer-path", "tinychat", "--load-format", "dummy"]
+        clusters = {name: cluster(folder, model if args.model == "llama-8b" else [], name, gpus) for name in names}
+        with started(list(clusters.values())):
+            for at in clusters.values():
+                asyncio.run(load.run(at.url, load.Workload(workloads[0][0], 1, 2, 1)))  # warm-up
+            for tokens, concurrency, requests in workloads:
+                for name, at in clusters.items():
+                    rows.append(measure(name, at, load.Workload(tokens, 1, requests, concurrency)))
+                    print(told(rows[-1]), flush=True)
+                    if args.out:
+                        args.out.write_text(json.dumps({"command": " ".join(sys.argv), "gpus": gpus, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
