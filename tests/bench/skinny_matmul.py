@@ -102,6 +102,9 @@ def bases(kind: str, tall: int) -> Iterator[SkinnyTile]:
 _FEWEST = 100 if DEVICE == "cuda" else 10  # programs
 AHEAD = {"bf16": (512, 1024, 2048), "row": (512, 2048), "block": (512, 2048)}
 
+UNFETCHED = [(64, 128, 4), (32, 128, 2)]
+"""Tiles by columns, depth and warps that are also tried without a fetch ahead."""
+
 
 def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SkinnyTile]:
     for base in bases(kind, rows):
@@ -112,7 +115,8 @@ def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SkinnyTil
             if programs < _FEWEST or width // base.depth < 2 * pieces:
                 continue
             ahead = max((a for a in AHEAD[kind] if a <= width // pieces), default=512)
-            yield SkinnyTile(base.columns, base.depth, pieces, base.warps, base.stages, ahead, base.form)
+            for fetched in (ahead, 0) if (base.columns, base.depth, base.warps) in UNFETCHED else (ahead,):
+                yield SkinnyTile(base.columns, base.depth, pieces, base.warps, base.stages, fetched, base.form)
 
 
 @dataclass(frozen=True)
