@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-MOST_ROWS = 64
+_MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,13 @@ class SkinnyTile:
     stages: int
     ahead: int
     form: str = "weights first"
+
+
+def most_rows(weight: torch.Tensor) -> int:
+    """How many rows make a product with ``weight`` [out, in] one of few rows; 0: none. It is where reading the weight
+    takes longest, in whole vectors, by tensor cores."""
+    vectors = weight.shape[1] * weight.itemsize % 16 == 0
+    return _MOST_ROWS if weight.itemsize <= 2 and vectors else 0
 
 
 def tile_for(out: int, width: int, dtype: torch.dtype) -> SkinnyTile:

@@ -16,7 +16,7 @@ from baton.tests.bench import small_kernels
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("file", ["kernel_cases.py", "draw_cases.py", "fp8_cases.py"])
+@pytest.mark.parametrize("file", ["kernel_cases.py", "draw_cases.py", "fp8_cases.py", "skinny_cases.py"])
 def test_kernels_equal_their_twins(file):
     cases = Path(__file__).parents[1] / "kernels" / file
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",

@@ -48,6 +48,10 @@ def test_mixtures_of_experts_equal_their_twins():
     run_interpreted("moe_cases.py")
 
 
+def test_products_of_few_rows_equal_their_twin():
+    run_interpreted("skinny_cases.py")
+
+
 def test_float8_equals_its_twins():
     run_interpreted("fp8_cases.py")
 
