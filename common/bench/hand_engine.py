@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -117,15 +118,21 @@ class _WatchedExecutor:
 
 
 class _WatchedTokens:
-    """A step's ``Launched``, whose ``wait`` is timed."""
+    """A step's ``Launched``, which is timed while it waits."""
 
     def __init__(self, launched: Any, watch: _WatchedExecutor):
         self._launched = launched
         self._watch = watch
 
     def wait(self) -> Any:
+        return self._timed(self._launched.wait)
+
+    def token_ids(self) -> Any:
+        return self._timed(self._launched.token_ids)
+
+    def _timed(self, wait: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
-        found = self._launched.wait()
+        found = wait()
         self._watch.waited += time.perf_counter() - begin
         return found
 

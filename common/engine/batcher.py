@@ -9,11 +9,12 @@ in ``scheduling/``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..config.server import ScheduleArgs
 from ..kvcache.manager import KVCacheManager
+from .batch import Batch, Chunk, RunChunks
+from .decode_run import DecodeRun
 from .req import Req
 from .scheduling.orders import Order
 from .scheduling.output_reserve import OutputReserve, left_of
@@ -26,35 +27,6 @@ if TYPE_CHECKING:
     from .scheduling.swap import Swap
 
 
-class Chunk(NamedTuple):
-    """The request's tokens ``start:stop`` are computed in this step; ``samples``: they end with its last, and the
-    step yields the next one."""
-
-    req: Req
-    start: int
-    stop: int
-    samples: bool
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The chunks of one step. ``is_decode``: each is one token long and samples. Else the last ``num_riding`` of them
-    are, and belong to running requests that ride along with prompts."""
-
-    chunks: list[Chunk]
-    is_decode: bool
-    num_riding: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.stop - chunk.start for chunk in self.chunks)
-
-    @property
-    def prompts(self) -> list[Chunk]:
-        """Those of requests in prefill."""
-        return [] if self.is_decode else self.chunks[:len(self.chunks) - self.num_riding]
-
-
 class Batcher:
     """Requests of one rank between admission and their last token.
 
@@ -63,21 +35,25 @@ class Batcher:
     """
 
     def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
-                 swap: Swap | None = None):
+                 swap: Swap | None = None, stages: int = 1, most: int | None = None):
         """``decodes``: prompts are followed by output here, so that room for it is reserved. ``seed``: of the random
-        policy, equal on all ranks. ``swap``: where retracted requests' pages may go."""
+        policy, equal on all ranks. ``swap``: where retracted requests' pages may go. With several ``stages`` of a
+        pipeline, a decode step takes a share of the running requests, so that the other stages have the others; no step
+        takes more than ``most`` requests then."""
         self.cache = cache
         self.args = args
         self.swap = swap
         self.priorities = Priorities.of(args)
         self.output = OutputReserve(args.schedule_conservativeness if decodes else 0.0)
         self._seed = seed
+        self._stages, self._most = stages, most
         self._queues: list[WaitingQueue] = []
         self.waiting = self.make_queue()
         self.prefilling: list[Req] = []
         self.running: list[Req] = []
         self.arriving: list[Req] = []
         self._left: int | None = None  # output tokens that those with pages have before them, once counted
+        self._run: DecodeRun | None = None  # of the last decode batch, while nothing else was launched and nobody left
         self.num_retracted = 0
         self.num_preempted = 0
 
@@ -127,7 +103,7 @@ class Batcher:
         decode = self.next_decode()
         if not chunks or decode is None:
             return Batch(chunks, is_decode=False) if chunks else decode
-        return Batch(chunks + decode.chunks, is_decode=False, num_riding=len(decode.chunks))
+        return Batch([*chunks, *decode.chunks], is_decode=False, num_riding=len(decode.chunks))
 
     def _prefill_chunks(self, budget: PrefillBudget) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -136,7 +112,7 @@ class Batcher:
             if taken:
                 stop = req.num_computed_tokens + taken
                 chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
-            if budget.spent:
+            if budget.spent or len(chunks) == self._most:
                 break
         return chunks
 
@@ -207,18 +183,47 @@ class Batcher:
 
     def next_decode(self) -> Batch | None:
         """One token of every running request that wants more; ``grow_running`` has made room for them."""
-        chunks = [Chunk(req, req.num_computed_tokens, req.length, True) for req in self.running if not req.complete]
-        if not chunks:
+        if self._stages > 1:
+            return self._next_share()
+        run = self._current_run()
+        if run is None:
+            reqs = [req for req in self.running if not req.complete]
+            if not reqs:
+                return None
+            run = self._run = DecodeRun(reqs, self.cache.page_size)
+        self.output.decoded()
+        return Batch(RunChunks(run), is_decode=True, run=run, ends=run.steps_left == 1)
+
+    def _current_run(self) -> DecodeRun | None:
+        """That of the last decode batch, where the next one has the same requests."""
+        run = self._run
+        return run if run is not None and run.steps_left and run.reqs == self.running else None
+
+    def _next_share(self) -> Batch | None:
+        """One token of an equal share of the running requests, of those that are in no stage."""
+        going = [req for req in self.running if not req.complete]
+        share = -(-len(going) // self._stages)
+        free = [req for req in going if not req.num_pending][:share if self._most is None else min(share, self._most)]
+        if not free:
             return None
         self.output.decoded()
-        return Batch(chunks, is_decode=True)
+        return Batch([Chunk(req, req.num_computed_tokens, req.length, True) for req in free], is_decode=True)
 
     def grow_running(self) -> bool:
         """Give every running request the page of its next token; False where pages for all are lacking."""
+        run = self._current_run()
+        if run is not None:
+            grown = [self._grow_place(run, place) for place in run.short()]
+            return all(grown)
         page_size = self.cache.page_size
         short = [req for req in self.running if req.hold is None or req.hold.count * page_size < req.length]
         grown = [self._grow(req) for req in short]
         return all(grown)
+
+    def _grow_place(self, run: DecodeRun, place: int) -> bool:
+        grown = self._grow(run.reqs[place])
+        run.grown(place)
+        return grown
 
     def retract_for_room(self) -> None:
         """Retract the least urgent running requests, of these the youngest, until the others can grow. No token may be
@@ -290,6 +295,10 @@ class Batcher:
     def launched(self, batch: Batch) -> None:
         """Record that the step is on its way: requests whose prompt it completes join the running ones."""
         self._left = None
+        if batch.run is not None:
+            batch.run.advance()
+            return
+        self._run = None
         for chunk in batch.chunks:
             chunk.req.num_computed_tokens = chunk.stop
             chunk.req.num_pending += chunk.samples
@@ -313,6 +322,8 @@ class Batcher:
     def detach(self, req: Req) -> None:
         """Take a request out of wherever it stands; it keeps its pages."""
         self._left = None
+        if self._run is not None and req in self._run.reqs:
+            self._run.over, self._run = True, None
         if req in self.waiting:
             self.waiting.remove(req)
             return

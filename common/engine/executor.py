@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,10 +12,13 @@ import torch
 from ..api.errors import InvalidRequest, ServingError
 from ..api.messages import Logprobs
 from ..grammar.store import GrammarStore
-from .batcher import Batch, Chunk
+from .batch import Batch, Chunk
 from .choosing import FAILED, FillAllowed
+from .decode_run import DecodeRun
 from .forward_batch import AfterGroup, DecodeRows, ForwardBatch, Row, build_decode_batch, build_forward_batch
+from .greedy import Greedy
 from .hidden_rows import HiddenReport, HiddenRows, hidden_rows
+from .host_copies import upload
 from .prompt_logprobs import PromptReport, prompt_rows
 from .req import Req
 
@@ -40,10 +44,19 @@ class Step:
     """A batch that was launched. Its results stay on the device until ``gains`` asks for them."""
 
     batch: Batch
-    sampled: Launched
+    sampled: Launched | Greedy
     sampling: list[Req]
     prompt_report: PromptReport | None
     hidden_report: HiddenReport | None
+
+    def plain_tokens(self) -> list[int] | None:
+        """Wait for the step: the tokens of ``sampling``, where these go on with them and nothing else is to be told.
+        None where ``gains`` must say what has become of each."""
+        run = self.batch.run
+        if run is None or not run.plain:
+            return None
+        token_ids = self.sampled.token_ids()
+        return token_ids if run.goes_on(token_ids, self.batch.ends) else None
 
     def gains(self) -> list[Gain]:
         """Wait for the step; a gain for each chunk that reached its request's end, in batch order."""
@@ -84,6 +97,9 @@ class Executor:
         ``event`` (None on a CPU) tells when they are there. Where a request has a grammar, its mask is made while the
         device runs the forward pass; that needs its pending token, so that the host then waits for the step before.
         """
+        if batch.run is not None and batch.run.plain and self._runner.takes_runs:
+            self._last = self._launch_run(batch, batch.run)
+            return self._last
         wanted = [] if batch.is_decode else prompt_rows(batch)
         sampling = batch.chunks if batch.is_decode else [chunk for chunk in batch.chunks if chunk.samples]
         rows = list(range(len(sampling))) if batch.is_decode else _last_rows(batch)
@@ -102,6 +118,36 @@ class Executor:
                     HiddenReport(hidden, states) if hidden else None)
         self._last = step
         return step
+
+    def _launch_run(self, batch: Batch, run: DecodeRun) -> Step:
+        last = self._last
+        goes_on = last is not None and last.sampling is run.reqs
+        token_ids = last.sampled.tokens if last is not None and goes_on else self._newest_tokens(run)
+        self._runner.meet(len(run), len(run), decodes=True)
+        logits, likeliest = self._runner.decode(run.table(), token_ids)
+        sampled: Launched | Greedy
+        if run.greedy and likeliest is not None:
+            sampled = Greedy(self._sampler.shared(likeliest))
+        else:
+            sampled = self._sampler.launch(logits, run.choosing(), self._previous)
+        return Step(batch, sampled, run.reqs, None, None)
+
+    def _newest_tokens(self, run: DecodeRun) -> torch.Tensor:
+        """The last token [B] int64 of each request, on the device."""
+        pending = [(place, req) for place, req in enumerate(run.reqs) if req.num_pending]
+        token_ids = upload([0 if req.num_pending else req.tokens.last for req in run.reqs], torch.int64,
+                           self._runner.device)
+        if pending:
+            assert self._last is not None, "a pending token comes from a step"
+            found = {req: place for place, req in enumerate(self._last.sampling)}
+            rows, sources = upload([[place for place, _ in pending], [found[req] for _, req in pending]], torch.int64,
+                                   self._runner.device)
+            token_ids[rows] = self._last.sampled.tokens[sources]
+        return token_ids
+
+    def forward(self, batch: Batch, after_group: AfterGroup | None = None) -> None:
+        """``launch`` on a stage before the last one, which has no logits to choose by. No token may be pending."""
+        self._runner.forward(self._build(batch, [], {}, padded=False), after_group)
 
     def accompany(self) -> None:
         """There is no batch in this turn: take part in what other data-parallel ranks compute."""
@@ -131,7 +177,7 @@ class Executor:
             return places
         return {req: places[req] for req in pending}
 
-    def _allowed(self, chunks: list[Chunk], sources: dict[Req, int]) -> dict[Req, FillAllowed]:
+    def _allowed(self, chunks: Sequence[Chunk], sources: dict[Req, int]) -> dict[Req, FillAllowed]:
         """The masks of requests whose next token is bound by a grammar."""
         bound = [(chunk.req, chunk.req.matcher) for chunk in chunks if chunk.req.matcher is not None]
         if not bound:
@@ -179,7 +225,7 @@ def _last_rows(batch: Batch) -> list[int]:
     return [int(end) - 1 for end, chunk in zip(ends, batch.chunks) if chunk.samples]
 
 
-def _decode_rows(chunks: list[Chunk], sources: dict[Req, int], padding: list[Row]) -> DecodeRows:
+def _decode_rows(chunks: Sequence[Chunk], sources: dict[Req, int], padding: list[Row]) -> DecodeRows:
     reqs = [chunk.req for chunk in chunks]
     places = [sources.get(req) for req in reqs]
     known = [req.tokens.last if place is None else 0 for req, place in zip(reqs, places)]

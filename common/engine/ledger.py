@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError
 from ..api.messages import Failed, FromEngine, Generate, Logprobs, Output, Outputs
@@ -65,6 +65,15 @@ class Ledger:
             self.counters["finished_requests"] += 1
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
+
+    def gain_each(self, reqs: Sequence[Req], token_ids: Sequence[int]) -> None:
+        """Each of ``reqs`` gains its pending token and goes on; all have told of themselves before."""
+        for req, token_id in zip(reqs, token_ids):
+            req.num_pending -= 1
+            req.tokens.append(token_id)
+        self._outputs += [Output(req.rid, [token_id], req.num_prompt_tokens, req.num_cached_tokens,
+                                 req.tokens.count - req.num_prompt_tokens) for req, token_id in zip(reqs, token_ids)]
+        self.counters["generation_tokens"] += len(token_ids)
 
     def fail(self, req: Req, error: ServingError) -> None:
         self._close(req)

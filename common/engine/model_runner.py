@@ -28,7 +28,7 @@ from ..quantization.methods import check_device, check_float8
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
-from .forward_batch import AfterGroup, ForwardBatch, Row, build_forward_batch
+from .forward_batch import AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
 
@@ -48,8 +48,8 @@ class ModelRunner:
         self._parallel = parallel or Parallel()
         self._elsewhere = self._parallel.stages.elsewhere(spec.num_layers)
         self.meeting = Meeting(self._parallel)
-        self._config = config
         self._turn = Turn.of_rows_each(self._parallel.dp_size, 1)
+        self._config = config
         self.spec = spec
         self.device = device
         self.pool = pool
@@ -198,10 +198,10 @@ class ModelRunner:
         return turn is not None
 
     def _begin(self, turn: Turn) -> None:
+        self._turn = turn
         self._parallel.tokens.begin(turn.tokens)
         self._parallel.scored.begin(turn.scored)
 
-        self._turn = turn
     def accompany(self) -> None:
         """A turn without a batch: other data-parallel ranks that compute need this rank's share of their layers.
 
@@ -230,6 +230,23 @@ class ModelRunner:
             return self._graphs.run(batch)[:len(batch.logits_rows)]
         self._attention.plan(batch)
         return self._model.forward(batch, self._attention, self._telling(after_group))
+
+    @property
+    def takes_runs(self) -> bool:
+        """Whether ``decode`` computes steps of runs; a graph is given what ``forward`` is."""
+        return self._graphs is None
+
+    @torch.inference_mode()
+    def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A decode step: float32 logits ``[B, vocab]`` of ``table``'s rows, whose tokens ``token_ids`` [B] int64 are on
+        the device, and the likeliest tokens ``[B]`` where a graph has found them. Later steps overwrite both."""
+        self._between_steps()
+        size = None if self._graphs is None else self._replayed_size(len(table.positions))
+        if self._graphs is not None and size is not None:
+            return self._graphs.decode(table, token_ids, size)
+        batch = build_run_batch(table, token_ids, self.device)
+        self._attention.plan(batch)
+        return self._model.forward(batch, self._attention, self._telling(None)), None
 
     @torch.inference_mode()
     def forward_with_hidden(self, batch: ForwardBatch, num_logits: int,

@@ -70,6 +70,10 @@ class Sampler:
         told = self._told(logits, rows) if any(wanted) else logits
         return Launched(tokens, wanted, told, processed=processed, failures=failures)
 
+    def shared(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rank 0's ``tokens`` on every rank; mutates them on the others."""
+        return self._tp.broadcast(tokens)
+
     def _told(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
         """``logits`` as log-probabilities see them: rows that want any are divided by their temperature, in place."""
         heated = [i for i, row in enumerate(rows)

@@ -121,6 +121,11 @@ class UnifiedScheduler:
         return batcher.next_mixed() if mixed else batcher.next_decode()
 
     def _take_in(self, step: Step) -> None:
+        if (token_ids := step.plain_tokens()) is not None:
+            if self._rate is not None:
+                self._rate.end()
+            self.ledger.gain_each(step.sampling, token_ids)
+            return
         gains = step.gains()
         if self._rate is not None:
             self._rate.end()

@@ -27,8 +27,9 @@ from ...common.api.sampling import SamplingParams
 from ...common.config.server import ScheduleArgs
 from ...common.engine.batcher import Batcher
 from ...common.engine.collector import settle_collector
+from ...common.engine.decode_inputs import DecodeInputs
 from ...common.engine.executor import Executor
-from ...common.engine.forward_batch import ForwardBatch, Row
+from ...common.engine.forward_batch import DecodeTable, ForwardBatch, Row
 from ...common.engine.ledger import Ledger
 from ...common.engine.sampler import Sampler
 from ...common.engine.unified import UnifiedScheduler
@@ -47,12 +48,21 @@ class FreeModel:
         self.layout = KVLayout(groups=(1,), num_kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32")
         self._logits = torch.zeros(4096, VOCAB)
         self._logits[:, 7] = 1.0
+        self._likeliest = self._logits.argmax(-1)
+        self._inputs = DecodeInputs(512, 1 << 20, 0, self.device)
 
     def meet(self, num_tokens: int, num_scored: int, *, decodes: bool) -> bool:
         return True
 
     def padding(self, num_reqs: int) -> list[Row]:
         return []
+
+    takes_runs = True
+
+    def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(table.positions)
+        self._inputs.fill(table, count)
+        return self._logits[:count], self._likeliest[:count]
 
     def forward(self, batch: ForwardBatch, after_group: Any = None) -> torch.Tensor:
         assert batch.logits_rows is not None
