@@ -14,6 +14,7 @@ from ..api.errors import ConfigError
 from ..api.messages import Failed, FromEngine, Generate
 from ..api.sampling import SamplingParams
 from ..config.server import ServerConfig
+from ..distributed.parallel import Parallel
 from ..engine.executor import Executor
 from ..engine.rank import EngineParts, build_parts, join_groups, unified_scheduler
 from ..engine.ranks import RankSpec
@@ -23,12 +24,14 @@ from ..engine.unified import UnifiedScheduler
 class HandEngine:
     """Steps run as in a server: the same scheduler, overlap, CUDA graphs, sampler and number of threads."""
 
-    def __init__(self, config: ServerConfig):
-        """Loads the weights and warms up. Raises ConfigError."""
+    def __init__(self, config: ServerConfig, parallel: Parallel | None = None):
+        """Loads the weights and warms up. Raises ConfigError. ``parallel``: this process's place among the ranks of an
+        engine, all of which are driven alike."""
         spec = RankSpec(config, 0, 1, "", "", "")
         self._refused: list[Failed] = []
         try:
-            self._parts: EngineParts = build_parts(spec, join_groups(spec), self._take, lambda stage, share: None)
+            self._parts: EngineParts = build_parts(spec, parallel or join_groups(spec), self._take,
+                                                   lambda stage, share: None)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"The GPU has too little free memory: {error}") from None
         self._watched = _WatchedExecutor(self._parts.executor)

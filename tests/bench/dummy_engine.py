@@ -18,6 +18,7 @@ from ...common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
+from ...common.distributed.parallel import Parallel
 from .relay import LLAMA_8B
 
 Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_block"] | None
@@ -38,8 +39,10 @@ TINY = LLAMA_8B | {
 
 
 def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, sizes: tuple[int, ...] = (),
-         device: str = "cuda", quantization: Quantization = None, kv_cache_dtype: CacheType = "auto") -> HandEngine:
-    """With a KV pool of ``tokens`` and no prefix cache; ``sizes``: the decode batches to capture, () for a server's."""
+         device: str = "cuda", quantization: Quantization = None, kv_cache_dtype: CacheType = "auto",
+         parallel: Parallel | None = None) -> HandEngine:
+    """With a KV pool of ``tokens`` and no prefix cache; ``sizes``: the decode batches to capture, () for a server's;
+    ``parallel``: see HandEngine."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         return HandEngine(ServerConfig(
@@ -47,4 +50,4 @@ def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, siz
                       quantization=quantization),
             CacheArgs(max_total_tokens=tokens, disable_radix_cache=True, kv_cache_dtype=kv_cache_dtype),
             ScheduleArgs(max_running_requests=max_running), ParallelArgs(), KernelArgs(cuda_graph_bs=sizes),
-            DisaggregationArgs(), HttpArgs()))
+            DisaggregationArgs(), HttpArgs()), parallel)
