@@ -65,7 +65,8 @@ def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:
         return Tiles(Tile(32, 64, depth, 8, 4, 4), Tile(32, 128, depth, 8, 4, 4))
     if rows_each <= 96 or dtype == torch.float32:
         return Tiles(Tile(64, 64, depth, 16, 4, 3), Tile(64, 128, depth, 16, 4, 3))
-    return Tiles(Tile(128, 64, depth, 16, 8, 3), Tile(128, 128, depth, 16, 8, 3))
+    # Float8 by blocks holds a product beside each sum that it is scaled into.
+    return Tiles(Tile(128, 128 if dtype.itemsize > 1 else 64, depth, 16, 8, 3), Tile(128, 128, depth, 16, 8, 3), True)
 
 
 @lru_cache

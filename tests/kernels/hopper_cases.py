@@ -293,7 +293,8 @@ CASES: dict[str, Callable[[], object]] = {
 FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "mla_decode V2-Lite", "mla_prefill V2-Lite, merges", "moe_topk Qwen3",
-       "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "skinny_matmul 7 rows", "greatest",
+       "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
+       "skinny_matmul 7 rows", "greatest",
        "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
@@ -309,6 +310,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "mla_decode V2-Lite": lambda n: decode_latents(n, 16, BF16),
     "mla_prefill V2-Lite, merges": lambda n: prefill_latents(n * 128, 16, BF16, True),
     "moe_topk Qwen3": lambda n: route(n, 128, BF16),
+    "moe_experts Qwen3, 7 tokens": lambda n: experts(n, 128, 2048, 768, 8),
     "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
