@@ -1,7 +1,7 @@
-"""``bench_kvtransfer``: how fast KV pages travel between two processes of this host, beside what the machine can copy.
+"""``bench_kvtransfer``: how fast KV pages travel between processes of this host, beside what the machine can copy.
 
-A sender and a receiver, each a real process with the real protocol, move prompts of several sizes in pages of several
-sizes. Every case is checked: the pages that arrived must have the checksums of those that were sent.
+A sender and a receiver, each rank a real process with the real protocol, move prompts of several sizes in pages of
+several sizes. Every case is checked: the pages that arrived must have the checksums of those that were sent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import numpy as np
 from ..common.api.errors import ConfigError
 from ..common.config.cli import parse
 from ..common.kvcache.layout import KVLayout
-from .bench_args import BenchArgs
-from .bench_worker import Worker, main_of
+from .bench_args import BenchArgs, sizes_of
+from .bench_worker import Place, Worker, main_of
 
 
 @dataclass(frozen=True)
 class Figure:
     """One case. Seconds run from the first push to the receiver's DONE; ``gb_s`` is 1e9 bytes over the median."""
 
+    tp: str
+    page_size: int
     descriptor_kib: float
     prompt_tokens: int
     mib: float
@@ -40,7 +42,7 @@ class Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(BenchArgs, argv, prog="bench_kvtransfer", description=(
-        "Measure KV transfers between two processes of this host."))
+        "Measure KV transfers between processes of this host."))
     try:
         sys.exit(run(args))
     except ConfigError as error:
@@ -50,22 +52,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: BenchArgs) -> int:
     """Measure and report; 1 when pages arrived wrong."""
-    with _Pair(args) as pair:
-        ceiling = pair.sender.call("ceiling")
-        print(f"{args.backend} on {ceiling.pop('where')}, {args.repeat} transfers a case")
-        rates = ", ".join(f"{name} {value:.1f} GB/s" for name, value in ceiling.items())
-        print(f"copy ceiling of this machine: {rates}")
-        print(f"{'descriptor':>12}{'tokens':>8}{'MiB':>8}  {'pages':<11}{'GB/s':>8}{'best':>8}"
-              f"{'p50 ms':>10}{'p99 ms':>10}  content")
-        figures = []
-        for layout in args.layouts():
-            set_up = pair.open(layout)
-            for tokens in args.prompt_tokens:
-                for order in args.orders:
-                    figures.append(pair.measure(layout, tokens, order))
-                    print(_row(figures[-1]), flush=True)
-            pair.close_layout()
-            print(f"{'':12}set-up {set_up:.2f} s", flush=True)
+    figures: list[Figure] = []
+    ceiling: dict[str, Any] = {}
+    for case in args.tp:
+        with _Fleet(args, case) as fleet:
+            if not ceiling:
+                ceiling = fleet.senders[0].call("ceiling")
+                _head(args, ceiling)
+            for layout in args.layouts():
+                set_up = fleet.open(layout)
+                for tokens in args.prompt_tokens:
+                    for order in args.orders:
+                        figures.append(fleet.measure(layout, tokens, order))
+                        print(_row(figures[-1]), flush=True)
+                fleet.close_layout()
+                print(f"{'':12}set-up {set_up:.2f} s", flush=True)
     if args.output:
         record = {"settings": asdict(args), "copy_ceiling_gb_s": ceiling, "figures": [asdict(f) for f in figures]}
         Path(args.output).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -74,8 +75,17 @@ def run(args: BenchArgs) -> int:
     return 0 if all(figure.right for figure in figures) else 1
 
 
+def _head(args: BenchArgs, ceiling: dict[str, Any]) -> None:
+    print(f"{args.backend} on {ceiling.pop('where')}, {args.repeat} transfers a case")
+    rates = ", ".join(f"{name} {value:.1f} GB/s" for name, value in ceiling.items())
+    print(f"copy ceiling of this machine: {rates}")
+    print(f"{'tp':>5}{'page':>6}{'descriptor':>12}{'tokens':>8}{'MiB':>8}  {'pages':<11}{'GB/s':>8}{'best':>8}"
+          f"{'p50 ms':>10}{'p99 ms':>10}  content")
+
+
 def _row(figure: Figure) -> str:
-    return (f"{figure.descriptor_kib:>8g} KiB{figure.prompt_tokens:>8}{figure.mib:>8g}  {figure.order:<11}"
+    return (f"{figure.tp:>5}{figure.page_size:>6}"
+            f"{figure.descriptor_kib:>8g} KiB{figure.prompt_tokens:>8}{figure.mib:>8g}  {figure.order:<11}"
             f"{figure.gb_s:>8.2f}{figure.best_gb_s:>8.2f}{figure.p50_ms:>10.2f}{figure.p99_ms:>10.2f}  "
             f"{'right' if figure.right else 'WRONG'}")
 
@@ -83,10 +93,10 @@ def _row(figure: Figure) -> str:
 class _Half:
     """One worker process, called over a pipe."""
 
-    def __init__(self, role: str, args: BenchArgs, port: int):
+    def __init__(self, place: Place, args: BenchArgs):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=main_of, args=(Worker, role, args, port, theirs), daemon=True)
+        self._process = context.Process(target=main_of, args=(Worker, place, args, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -114,45 +124,58 @@ class _Half:
             self._process.kill()
 
 
-class _Pair:
-    """Sender and receiver, from the first layout to the last."""
+class _Fleet:
+    """The ranks of a sender and a receiver, from the first layout to the last."""
 
-    def __init__(self, args: BenchArgs):
+    def __init__(self, args: BenchArgs, case: str):
         self._args = args
+        self._case = case
         self._room = 0
 
-    def __enter__(self) -> _Pair:
-        self.sender = _Half("sender", self._args, 0)
-        port = self.sender.call("bootstrap_port")
-        self.receiver = _Half("receiver", self._args, port)
+    def __enter__(self) -> _Fleet:
+        p, d = sizes_of(self._case)
+        first = _Half(Place("sender", 0, p, 0), self._args)
+        port = first.call("bootstrap_port")
+        self.senders = [first, *(_Half(Place("sender", rank, p, port), self._args) for rank in range(1, p))]
+        self.receivers = [_Half(Place("receiver", rank, d, port), self._args) for rank in range(d)]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.sender.close()
-        self.receiver.close()
+        for half in (*self.senders, *self.receivers):
+            half.close()
 
     def open(self, layout: KVLayout) -> float:
-        """Allocate and register both pools; returns seconds."""
-        seconds = self.sender.call("open", layout) + self.receiver.call("open", layout)
-        assert isinstance(seconds, float)
-        return seconds
+        """Allocate and register all pools; returns seconds."""
+        return float(sum(self._all((*self.senders, *self.receivers), "open", layout)))
 
     def close_layout(self) -> None:
-        self.receiver.call("close")
-        self.sender.call("close")
+        self._all(self.receivers, "close")
+        self._all(self.senders, "close")
 
     def measure(self, layout: KVLayout, tokens: int, order: str) -> Figure:
         seconds = []
         for _ in range(self._args.repeat + 1):
             self._room += 1
-            self.receiver.start("take", self._room, tokens, order)
-            began = self.sender.call("give", self._room, tokens, order)
-            seconds.append(self.receiver.answer() - began)
-        right = self.sender.call("digest") == self.receiver.call("digest")
+            for receiver in self.receivers:
+                receiver.start("take", self._room, tokens, order)
+            began = min(self._all(self.senders, "give", self._room, tokens, order))
+            seconds.append(max(receiver.answer() for receiver in self.receivers) - began)
+        right = self._digest(self.senders) == self._digest(self.receivers)
         num_bytes = layout.pages_for(tokens) * layout.page_bytes
         p50, p99 = np.percentile(seconds[1:], [50, 99])
-        return Figure(round(layout.group_page_bytes(0) / 1024, 2), tokens, round(num_bytes / 2**20, 2), order,
-                      num_bytes / p50 / 1e9, num_bytes / min(seconds[1:]) / 1e9, p50 * 1e3, p99 * 1e3, right)
+        return Figure(self._case.replace(":", "->"), layout.page_size, round(layout.group_page_bytes(0) / 1024, 2),
+                      tokens, round(num_bytes / 2**20, 2), order, num_bytes / p50 / 1e9,
+                      num_bytes / min(seconds[1:]) / 1e9, p50 * 1e3, p99 * 1e3, right)
+
+    def _all(self, halves: Sequence[_Half], name: str, *arguments: Any) -> list[Any]:
+        for half in halves:
+            half.start(name, *arguments)
+        return [half.answer() for half in halves]
+
+    def _digest(self, halves: Sequence[_Half]) -> list[list[list[int]]]:
+        """``[layer groups][pages][heads]``, whatever the number of ranks."""
+        ranks = self._all(halves, "digest")
+        return [np.concatenate(groups, axis=1).tolist() for groups in zip(*ranks)]
 
 
 def _draw(path: str, figures: list[Figure], ceiling: dict[str, float]) -> None:

@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -28,9 +29,19 @@ HOST = "127.0.0.1"
 SLACK = 2  # pages of the pool for one of the longest prompt, so that scattered ones have somewhere to be
 
 
-def main_of(build: Callable[..., Worker], role: str, args: BenchArgs, port: int, pipe: Connection) -> None:
+class Place(NamedTuple):
+    """A worker is rank ``rank`` of ``size`` "sender"s or "receiver"s. ``port`` is the bootstrap server's, 0 where the
+    worker is to run it."""
+
+    role: str
+    rank: int
+    size: int
+    port: int
+
+
+def main_of(build: Callable[..., Worker], place: Place, args: BenchArgs, pipe: Connection) -> None:
     """Serve calls from the pipe until its other end is closed."""
-    worker = build(role, args, port)
+    worker = build(place, args)
     try:
         while True:
             name, arguments = pipe.recv()
@@ -38,35 +49,37 @@ def main_of(build: Callable[..., Worker], role: str, args: BenchArgs, port: int,
             try:
                 answer = None, getattr(worker, name)(*arguments)
             except ServingError as error:
-                answer = f"{role}: {error.message}", None
+                answer = f"{place.role} {place.rank}: {error.message}", None
             pipe.send(answer)
     except EOFError:
         worker.close()
 
 
 class Worker:
-    """``role`` is "sender", which also runs the bootstrap server, or "receiver"; ``port`` is that server's."""
-
-    def __init__(self, role: str, args: BenchArgs, port: int):
-        self._args, self._port = args, port
-        self._sends = role == "sender"
-        gpu = args.prefill_gpu if self._sends else args.decode_gpu
+    def __init__(self, place: Place, args: BenchArgs):
+        self._place, self._args, self._port = place, args, place.port
+        self._sends = place.role == "sender"
+        gpus = args.prefill_gpu if self._sends else args.decode_gpu
+        gpu = gpus[place.rank % len(gpus)]
         self._device = torch.device("cuda", gpu) if args.device == "cuda" else torch.device("cpu")
         if args.device == "cuda":
             torch.cuda.set_device(self._device)
         self._half: KVSender | KVReceiver | None = None
         self._pool: list[torch.Tensor] = []
         self._page_ids = np.empty(0, np.int64)
-        self._rng = np.random.default_rng(role == "sender")
-        if self._sends:
+        self._rng = np.random.default_rng(self._sends)  # equal on all ranks
+        if self._port == 0:
             self._port = _serve_bootstrap()
 
     def bootstrap_port(self) -> int:
         return self._port
 
     def open(self, layout: KVLayout) -> float:
-        """A pool of random bytes at the sender and zeros at the receiver, registered; returns seconds."""
+        """A pool of random bytes at a sender and zeros at a receiver, registered; returns seconds.
+
+        ``layout`` is the whole model's, of which a rank has its share of heads."""
         began = time.monotonic()
+        layout = msgspec.structs.replace(layout, num_kv_heads=layout.num_kv_heads // self._place.size)
         self._layout = layout
         self._num_pages = SLACK * layout.pages_for(max(self._args.prompt_tokens))
         shapes = [(self._num_pages, layout.group_page_bytes(group)) for group in range(len(layout.groups))]
@@ -79,8 +92,8 @@ class Worker:
         args = DisaggregationArgs(disaggregation_transfer_backend=self._args.backend,
                                   kv_checksum=self._args.kv_checksum)
         build = KVSender if self._sends else KVReceiver
-        self._half = build(args=args, host=HOST, rank=0, tp_size=1, layout=layout, num_pages=self._num_pages,
-                           regions=regions, backend=make_backend(self._args.backend))
+        self._half = build(args=args, host=HOST, rank=self._place.rank, tp_size=self._place.size, layout=layout,
+                           num_pages=self._num_pages, regions=regions, backend=make_backend(self._args.backend))
         if isinstance(self._half, KVSender):
             register_rank(f"http://{HOST}:{self._port}", self._half.info)
         return time.monotonic() - began
@@ -119,22 +132,25 @@ class Worker:
         receiver.forget(room)
         return arrived
 
-    def digest(self) -> list[list[int]]:
-        """A checksum of each page of the last prompt: its 64-bit words, each times an odd number of its own."""
-        ids = torch.from_numpy(self._page_ids).to(self._device)
+    def digest(self) -> list[np.ndarray]:
+        """For each layer group ``[pages, heads]``: a checksum of each page of the last prompt, head by head. Its 64-bit
+        words count times an odd number each."""
         sums = []
-        for pages in self._pool:
-            words = pages.view(torch.int64)
-            weights = torch.arange(words.shape[1], device=self._device) * 0x9E3779B97F4A7C1 * 2 + 1
-            sums.append([int((words[page] * weights).sum()) for page in ids])
+        for layers, pages in zip(self._layout.groups, self._pool):
+            words = pages.view(torch.int64).view(len(pages), layers * 2, self._layout.num_kv_heads, -1)
+            odd = torch.arange(words[0, :, 0].numel(), device=self._device) * 0x9E3779B97F4A7C1 * 2 + 1
+            odd = odd.view(words.shape[1], 1, -1)
+            page_ids = torch.from_numpy(self._page_ids).to(self._device)
+            found = [(words[some] * odd).sum((1, 3)) for some in page_ids.split(64)]
+            sums.append(torch.cat(found).cpu().numpy())
         return sums
 
     def ceiling(self) -> dict[str, Any]:
         """GB/s of plain copies of 512 MiB: between the two GPUs, or in host memory by one thread and by all."""
         source = torch.ones(512 << 20, dtype=torch.uint8, device=self._device)
         if self._args.device == "cuda":
-            target = torch.empty_like(source, device=torch.device("cuda", self._args.decode_gpu))
-            where = f"GPU {self._args.prefill_gpu} to {self._args.decode_gpu}, {torch.cuda.get_device_name()}"
+            target = torch.empty_like(source, device=torch.device("cuda", self._args.decode_gpu[0]))
+            where = f"GPU {self._device.index} to {self._args.decode_gpu[0]}, {torch.cuda.get_device_name()}"
             return {"where": where, "device copy": _rate(lambda: target.copy_(source), self._wait_for_device)}
         target, threads = torch.zeros_like(source), torch.get_num_threads()
         rates: dict[str, Any] = {"where": f"host memory, {threads} threads"}

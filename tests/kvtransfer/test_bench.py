@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer import bench
-from baton.kvtransfer.bench_worker import Worker
+from baton.kvtransfer.bench_worker import Place, Worker
 
 TINY = ["--num-layers", "4", "--num-kv-heads", "1", "--head-dim", "8", "--page-size", "4", "--repeat", "2"]
 
@@ -36,17 +37,28 @@ def test_descriptor_sizes_become_layer_groups():
 
 
 def test_a_page_that_differs_has_another_checksum():
-    worker = Worker("receiver", bench.BenchArgs(device="cpu"), 0)
+    worker = Worker(Place("receiver", 0, 1, 1), bench.BenchArgs(device="cpu"))
+    worker._layout = KVLayout((1,), 2, 8, 2, "bfloat16")
     worker._pool, worker._page_ids = [torch.arange(512, dtype=torch.uint8).view(4, 128) % 7], np.array([2, 0])
-    before = worker.digest()
+    before = worker.digest()[0]
     worker._pool[0][1] += 1  # of no page of the prompt
-    assert worker.digest() == before
-    worker._pool[0][0] = worker._pool[0][0].roll(8)
-    assert worker.digest()[0][0] == before[0][0] and worker.digest()[0][1] != before[0][1]
+    assert np.array_equal(worker.digest()[0], before)
+    worker._pool[0][0, 32:64] = worker._pool[0][0, 32:64].roll(8)  # keys of the second head
+    assert (worker.digest()[0] == before).tolist() == [[True, True], [True, False]]
+
+
+def test_ranks_send_their_heads(tmp_path):
+    output = tmp_path / "figures.json"
+    argv = [*TINY, "--num-kv-heads", "2", "--backend", "ipc", "--prompt-tokens", "21", "--order", "scattered"]
+    with pytest.raises(SystemExit) as exit:
+        bench.main([*argv, "--tp", "2:1", "--repeat", "1", "--output", str(output)])
+    figures = json.loads(output.read_text())["figures"]
+    assert exit.value.code == 0 and [(f["tp"], f["right"]) for f in figures] == [("2->1", True)]
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--repeat", "0"], "must be 1 or more"), (["--backend", "pigeon"], "invalid choice")])
+    (["--repeat", "0"], "must be 1 or more"), (["--tp", "3:1"], "both dividing"), (["--tp", "2"], "as in 2:1"),
+    (["--backend", "pigeon"], "invalid choice")])
 def test_settings_that_make_no_sense_are_sentences(argv, words, capsys):
     with pytest.raises(SystemExit) as exit:
         bench.main(argv)
