@@ -132,7 +132,19 @@ def test_paged_decode(heads, kv_heads, dim, page_size, processors, dtype, atol, 
                        programs=1 if processors == 1 else 8)
     counts = plan.firsts.diff().tolist()
     assert max(counts) > 16 if processors > 1 else max(counts) <= 2
-    torch.testing.assert_close(paged_decode(q, *pool, *table, dim**-0.5, plan), want, atol=atol, rtol=rtol)
+    found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU)
+    torch.testing.assert_close(found, want, atol=atol, rtol=rtol)
+    assert not plan.arrivals.any()
+
+
+def test_layers_share_a_plan():
+    """Each counts anew which pieces have ended."""
+    table, pool = page_table([300, 5], 16, 30), paged_pool(30, 2, 16, 16, torch.float16)
+    plan = plan_decode(table[0], table[2], 16, 2, 100, 300, shortest=64)
+    assert plan.firsts.tolist() == [0, 5, 6]
+    q = random(2, 4, 16, dtype=torch.float16)
+    first, second = (paged_decode(q, *pool, *table, 0.25, plan) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("lengths,kv_heads,processors", [
