@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -130,6 +131,10 @@ class TPGroup:
         reduced = torch.from_numpy(values.astype(np.int64))
         dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._host_group)
         return reduced.numpy()
+
+    def least(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
+        """Agreeing's: of right now, so that nothing is unknown."""
+        return self.min_reduce(values)
 
     def gather_ints(self, values: np.ndarray) -> np.ndarray:
         """``[n]`` integers on each rank to ``[size, n]`` int64, in rank order."""

@@ -14,6 +14,7 @@ import zmq
 
 from ..api.messages import FromEngine, ToEngine, decode_to_engine, encode
 from ..distributed.tp import TPGroup
+from .stage_line import StageLine
 
 
 class Tick(msgspec.Struct, array_like=True):
@@ -21,6 +22,7 @@ class Tick(msgspec.Struct, array_like=True):
 
     now: float
     messages: list[ToEngine]
+    ready: int = 0  # steps through the stages of a pipeline whose results are there
 
 
 _tick_decoder = msgspec.msgpack.Decoder(Tick)
@@ -40,6 +42,10 @@ class FrontChannel:
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(encode(message))
+
+    @property
+    def inbox(self) -> zmq.Socket[bytes] | None:
+        return self._inbox
 
     def receive(self, wait_ms: int) -> list[ToEngine]:
         """All messages that are there; waits up to ``wait_ms`` for a first one."""
@@ -75,3 +81,21 @@ class Ticker:
             messages = self._channel.receive(wait_ms)
             data = encode(Tick(self._clock(), messages))  # type: ignore[arg-type]
         return _tick_decoder.decode(self._tp.broadcast_bytes(data))
+
+
+class StageTicker:
+    """Ticker over the stages of a pipeline; a turn also begins where results have come in."""
+
+    def __init__(self, channel: FrontChannel, line: StageLine, clock: Callable[[], float] = time.monotonic):
+        self._channel = channel
+        self._line = line
+        self._clock = clock
+
+    def next(self, wait_ms: int) -> Tick:
+        data = None
+        if self._line.leads:
+            ready = self._line.wait(self._channel.inbox, wait_ms)
+            data = encode(Tick(self._clock(), self._channel.receive(0), ready))  # type: ignore[arg-type]
+        tick = _tick_decoder.decode(self._line.tell(data))
+        self._line.ready = tick.ready
+        return tick

@@ -12,7 +12,7 @@ from ..api.errors import Aborted, DeadlineExceeded, ServingError
 from ..api.messages import Abort, Done, FromEngine, Generate, GetState, Shutdown, State, ToEngine
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
-from .channel import Ticker
+from .channel import StageTicker, Ticker
 from .control import Control
 from .kv_events import KVEventPublisher
 from .ledger import Ledger
@@ -71,7 +71,7 @@ class Scheduler(Protocol):
 class EngineLoop:
     """One rank's main loop over a scheduler. All ranks of a group run it in lockstep."""
 
-    def __init__(self, ticker: Ticker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
+    def __init__(self, ticker: Ticker | StageTicker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
                  watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
                  meeting: Meeting | None = None):

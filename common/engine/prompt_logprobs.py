@@ -14,7 +14,7 @@ from .req import Req
 from .token_logprobs import LogprobReport, TokenLogprob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,22 @@ def prompt_rows(batch: Batch) -> list[PromptRow]:
     for chunk in batch.chunks:
         req = chunk.req
         if req.logprob_start is not None:
-            if req.prompt_logprobs is None:
-                req.prompt_logprobs = _begun(req)
-            wanted = req.logprob_start + len(req.prompt_logprobs.values)
+            wanted = req.logprob_start + len(begin(req).values)
             for position in range(max(wanted, chunk.start + 1), min(chunk.stop + 1, req.num_prompt_tokens)):
                 rows.append(PromptRow(req, offset + position - 1 - chunk.start, position))
         offset += chunk.stop - chunk.start
     return rows
 
 
-def _begun(req: Req) -> Logprobs:
-    """Nothing precedes the first token, so it has no log-probability."""
-    return Logprobs([int(req.prompt[0])], [None], [[]], [[]]) if req.logprob_start == 0 else Logprobs([], [], [], [])
+def begin(req: Req) -> Logprobs:
+    """The request's ``prompt_logprobs``, begun where there are none yet.
+
+    Nothing precedes the first token, so it has no log-probability.
+    """
+    if req.prompt_logprobs is None:
+        first = [int(req.prompt[0])] if req.logprob_start == 0 else []
+        req.prompt_logprobs = Logprobs(first, [None for _ in first], [[] for _ in first], [[] for _ in first])
+    return req.prompt_logprobs
 
 
 class PromptReport:
@@ -58,10 +62,14 @@ class PromptReport:
 
     def take_in(self) -> None:
         """Wait, and append to ``prompt_logprobs`` of the rows' requests."""
+        for row, token_id, found in self.found():
+            append(begin(row.req), token_id, found)
+
+    def found(self) -> Iterator[tuple[PromptRow, int, TokenLogprob]]:
+        """Wait; of each row its token, and what is to be told."""
         for row, token_id, found in zip(self._rows, self._token_ids, self._report.wait()):
-            kept = row.req.prompt_logprobs
-            assert kept is not None and found is not None
-            append(kept, token_id, found)
+            assert found is not None
+            yield row, token_id, found
 
 
 def append(kept: Logprobs, token_id: int, found: TokenLogprob) -> None:

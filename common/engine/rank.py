@@ -14,6 +14,7 @@ from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
+from ..distributed.agreement import Agreeing
 from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peers import connect_all
@@ -22,7 +23,7 @@ from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..obs.logging import setup_logging
 from .batcher import Batcher
-from .channel import FrontChannel, Ticker
+from .channel import FrontChannel, StageTicker, Ticker
 from .collector import settle_collector
 from .control import Control
 from .embedding import EmbeddingScheduler
@@ -34,6 +35,8 @@ from .model_runner import ModelRunner
 from .ranks import RankSpec
 from .sampler import Sampler
 from .scheduling.make import make_batcher
+from .stage_executor import StageExecutor
+from .stage_line import StageLine
 from .unified import UnifiedScheduler
 from .watchdog import Watchdog
 
@@ -48,14 +51,20 @@ class EngineParts:
     parallel: Parallel
     runner: ModelRunner
     batcher: Batcher
-    executor: Executor
+    executor: Executor | StageExecutor
     ledger: Ledger
-    grammars: GrammarStore | None = None  # on rank 0
+    grammars: GrammarStore | None = None  # on the rank that chooses tokens, and the one that speaks to the front
+    line: StageLine | None = None  # between the stages of a pipeline
 
     @property
     def tp(self) -> TPGroup:
         """The ranks that share requests and a KV pool."""
         return self.parallel.attention
+
+    @property
+    def agreeing(self) -> Agreeing:
+        """The ranks that decide alike: those of ``tp``, of all stages."""
+        return self.line or self.tp
 
     @property
     def overlap(self) -> bool:
@@ -87,10 +96,11 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
             connect_all(parallel)
-        parts = build_parts(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)))
+        line = StageLine(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.stages.size > 1 else None
+        parts = build_parts(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)), line)
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
-        parallel.world.barrier()  # Ready means that every rank is up
+        parallel.everyone.barrier()  # Ready means that every rank is up
     except ConfigError as error:
         channel.send(StartFailed(str(error)))
         channel.close()
@@ -104,23 +114,27 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     if spec.rank == 0:
         channel.send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
-    control = Control(spec.config, parallel.world, parts.runner, parts.batcher)
+    control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     settle_collector()
-    EngineLoop(Ticker(channel, parallel.world), parts.ledger, scheduler, cache, control, send, events, watchdog,
+    ticker = Ticker(channel, parallel.world) if line is None else StageTicker(channel, line)
+    EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
                parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None).run()
     if watchdog is not None:
         watchdog.close()
     if events is not None:
         events.close()
+    if line is not None:
+        line.close()
     channel.close()
     parallel.close()
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
-                progress: Callable[[str, float], None]) -> EngineParts:
-    """Raises ConfigError, or torch.OutOfMemoryError, where the engine cannot be built."""
+                progress: Callable[[str, float], None], line: StageLine | None = None) -> EngineParts:
+    """``line``: with several stages. Raises ConfigError, or torch.OutOfMemoryError, where the engine cannot be
+    built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
@@ -136,11 +150,13 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attention,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend)
     grammars = None
-    if parallel.attention.rank == 0:
+    if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
-    executor = Executor(runner, sampler, grammars)
+    executor: Executor | StageExecutor = Executor(runner, sampler, grammars)
+    if line is not None:
+        executor = StageExecutor(executor, line, parallel, alone=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attention)
-    return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars)
+    return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars, line)
 
 
 def join_groups(spec: RankSpec) -> Parallel:
@@ -151,7 +167,8 @@ def join_groups(spec: RankSpec) -> Parallel:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
                          experts=partial(ExpertShare.of, spec.config.parallel),
-                         dp_head=spec.config.data_parallel.enable_dp_lm_head)
+                         dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
+                         pp_partition=spec.config.parallel.pp_layer_partition)
 
 
 def _device(spec: RankSpec) -> torch.device:

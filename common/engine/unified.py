@@ -17,8 +17,9 @@ from ..api.messages import Finish, Logprobs
 from .batcher import Batch, Batcher
 from .executor import Executor, Step
 from .ledger import Ledger
-from .pipeline import Pipeline
 from .req import Req
+from .stage_executor import StageExecutor, StageStep
+from .stage_pipeline import pipeline_of
 
 
 class UnifiedScheduler:
@@ -27,11 +28,11 @@ class UnifiedScheduler:
     With ``--enable-mixed-chunk`` every step decodes, and prefill chunks are computed beside that.
     """
 
-    def __init__(self, batcher: Batcher, executor: Executor, ledger: Ledger, *, overlap: bool):
+    def __init__(self, batcher: Batcher, executor: Executor | StageExecutor, ledger: Ledger, *, overlap: bool):
         self.batcher = batcher
         self.ledger = ledger
         self._rate = None if batcher.swap is None else batcher.swap.prefill_rate
-        self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap, rate=self._rate)
+        self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap, rate=self._rate)
 
     @property
     def idle(self) -> bool:
@@ -120,7 +121,7 @@ class UnifiedScheduler:
                 return batch
         return batcher.next_mixed() if mixed else batcher.next_decode()
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step: Step | StageStep) -> None:
         if (token_ids := step.plain_tokens()) is not None:
             if self._rate is not None:
                 self._rate.end()

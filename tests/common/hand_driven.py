@@ -22,6 +22,7 @@ from baton.common.engine.ledger import Ledger
 from baton.common.engine.model_runner import ModelRunner
 from baton.common.engine.sampler import Sampler
 from baton.common.engine.scheduling.make import make_batcher
+from baton.common.engine.stage_executor import StageExecutor
 from baton.common.engine.unified import UnifiedScheduler
 from baton.common.grammar.store import GrammarStore
 from baton.common.kvcache.manager import KVCacheManager
@@ -33,15 +34,16 @@ class Engine:
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
-                 kv_cache_dtype="auto"):
+                 kv_cache_dtype="auto", line=None, parts=None):
         """``schedule``: further fields of ScheduleArgs. Nothing is reserved for output unless it says so, so that small
-        pools see retractions. ``vocabulary``: what grammars are made over."""
+        pools see retractions. ``vocabulary``: what grammars are made over. ``line``: between stages, of which ``parts``
+        (ParallelArgs) tell."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype)
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
                                 max_running_requests=max_running, schedule_policy=policy)
         model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format, quantization=quantization)
-        config = ServerConfig(model, cache_args, schedule, ParallelArgs(), kernels or KernelArgs(),
+        config = ServerConfig(model, cache_args, schedule, parts or ParallelArgs(), kernels or KernelArgs(),
                               DisaggregationArgs(), HttpArgs())
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
@@ -55,8 +57,9 @@ class Engine:
             self.grammars = GrammarStore(None, spec.vocab_size, self.ledger.eos_ids)
             self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
         executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attention), self.grammars)
+        self.executor = executor if line is None else StageExecutor(executor, line, self.parallel)
         batcher = make_batcher(config, runner, self.cache, self.parallel.attention)
-        self.scheduler = UnifiedScheduler(batcher, executor, self.ledger, overlap=overlap)
+        self.scheduler = UnifiedScheduler(batcher, self.executor, self.ledger, overlap=overlap)
 
     def start(self, rid, prompt, **sampling):
         options = {"logprobs": {}} | sampling

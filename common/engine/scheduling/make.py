@@ -24,4 +24,8 @@ def make_batcher(config: ServerConfig, runner: ModelRunner, cache: KVCacheManage
         host = HostPages(runner.pool, num_bytes)
         swap = Swap(host, cache.page_size, link_rate(runner.device), PrefillRate(), group.min_reduce,
                     shared=config.mode == "decode")
-    return Batcher(cache, config.schedule, decodes=config.mode != "prefill", seed=config.model.random_seed, swap=swap)
+    stages, most = config.parallel.pp_size, None
+    if stages > 1:
+        most = config.parallel.pp_max_micro_batch_size or max(1, config.schedule.max_running_requests // stages)
+    return Batcher(cache, config.schedule, decodes=config.mode != "prefill", seed=config.model.random_seed, swap=swap,
+                   stages=stages, most=most)
