@@ -17,10 +17,10 @@ GROUP = 128
 
 
 # ``rows`` changes with every step: specialized on 1 and on multiples of 16 it would compile while requests wait.
-@triton.jit(do_not_specialize=["rows"])
-def _block_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, rows, out, width, blocks_in, block_out,
-                         BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-                         WHOLE: tl.constexpr, BAND: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "scale_row", "scale_group"])
+def _block_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, rows, scale_row, scale_group, out, width,
+                         blocks_in, block_out, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+                         GROUP: tl.constexpr, WHOLE: tl.constexpr, BAND: tl.constexpr):
     # Programs go through a band of rows before the next columns, so that weights are read from memory once a band.
     program = tl.program_id(0)
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
@@ -39,7 +39,7 @@ def _block_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, rows, ou
     safe_column = tl.where(column_in, column, 0).to(tl.int64)
     x_at = x_ptr + safe_row[:, None] * width + inner[None, :]
     w_at = w_ptr + safe_column[None, :] * width + inner[:, None]
-    x_scale_at = x_scale_ptr + safe_row * blocks_in
+    x_scale_at = x_scale_ptr + safe_row * scale_row
     w_scale_at = w_scale_ptr + (safe_column // block_out) * blocks_in
     acc = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for block in range(blocks_in):
@@ -50,9 +50,10 @@ def _block_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, rows, ou
             present = inner < width - block * GROUP
             x = tl.load(x_at, present[None, :], other=0.0)
             w = tl.load(w_at, present[:, None], other=0.0)
-        scale = tl.load(x_scale_at + block)[:, None] * tl.load(w_scale_at + block)[None, :]
+        scale = tl.load(x_scale_at)[:, None] * tl.load(w_scale_at + block)[None, :]
         acc += tl.dot(x, w) * scale
         x_at += GROUP
+        x_scale_at += scale_group
         w_at += GROUP
     y_at = y_ptr + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), row_in[:, None] & column_in[None, :])
@@ -61,7 +62,8 @@ def _block_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, y_ptr, rows, ou
 def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
                  block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """``[T, out]`` in ``dtype`` of ``x`` [T, in] float8 with ``x_scale`` [T, ceil(in / block[1])] and ``weight``
-    [out, in] float8 with ``weight_scale`` [ceil(out / block[0]), ceil(in / block[1])]; all contiguous, scales float32.
+    [out, in] float8 with ``weight_scale`` [ceil(out / block[0]), ceil(in / block[1])]; scales float32, all contiguous
+    but ``x_scale``.
 
     The kernel takes blocks that are 128 wide.
     """
@@ -76,8 +78,8 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
     tile = _tile(rows, out)
     programs = triton.cdiv(rows, tile["BLOCK_ROWS"]) * triton.cdiv(out, tile["BLOCK_COLUMNS"])
     _block_matmul_kernel[(programs,)](
-        x, x_scale, weight, weight_scale, y, rows, out, width, triton.cdiv(width, GROUP), block[0], GROUP=GROUP,
-        WHOLE=width % GROUP == 0, BAND=16, **tile)
+        x, x_scale, weight, weight_scale, y, rows, *x_scale.stride(), out, width, triton.cdiv(width, GROUP), block[0],
+        GROUP=GROUP, WHOLE=width % GROUP == 0, BAND=16, **tile)
     return y
 
 

@@ -20,6 +20,6 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
     if not rows:
         return torch.empty((0, out), dtype=dtype, device=x.device)
     if x_scale.numel() != 1 or weight_scale.numel() != 1:
-        x_scale = x_scale.reshape(-1, 1).expand(rows, 1).contiguous()
+        x_scale = x_scale.flatten()[:, None].expand(rows, 1).contiguous()
         weight_scale = weight_scale.reshape(1, -1).expand(1, out).contiguous()
     return torch._scaled_mm(x, weight.t(), scale_a=x_scale, scale_b=weight_scale, out_dtype=dtype, use_fast_accum=True)

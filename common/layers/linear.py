@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.forms import Float8Form, Float8Rows
 from ..distributed.pending import PendingSum, Summed
 from ..distributed.tp import TPGroup
 from ..quantization.methods import linear_method
 from ..quantization.shards import Shard
 from ..weights.slots import Allocate, Slot
+
+Rows = torch.Tensor | Float8Rows
+"""A layer's input: in the engine's type, or as the norm before it has made it for what takes it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,11 @@ class ColumnLinear:
              for part, first in zip(parts, firsts)], in_features, allocate)
         self.bias = allocate(sum(self.sizes)) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def form(self, rows: int) -> Float8Form | None:
+        """See LinearMethod."""
+        return self.method.form(rows)
+
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.method(x, self.bias)
 
     def slots(self) -> Iterator[Slot]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from ...kernels.forms import Float8Form
 from ..distributed.pending import Summed
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
-from .linear import ColumnLinear, Columns, RowLinear
+from .linear import ColumnLinear, Columns, RowLinear, Rows
 
 
 class MLP:
@@ -28,14 +29,18 @@ class MLP:
         """Whether there is a ``partial``."""
         return self.down.bias is None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def form(self, rows: int) -> Float8Form | None:
+        """See LinearMethod."""
+        return self.gate_up.form(rows)
+
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.down(self.gate_up(x), gated=True)
 
-    def pending(self, x: torch.Tensor) -> Summed:
+    def pending(self, x: Rows) -> Summed:
         """The same, its sum left to the norm that follows."""
         return self.down.pending(self.gate_up(x), gated=True)
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: Rows) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without a bias."""
         assert self.sums
         return self.down.partial(self.gate_up(x), gated=True)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
+from ...kernels.forms import Float8Form
+from ...kernels.fp8_rmsnorm import fp8_rmsnorm
 from ...kernels.rmsnorm import rmsnorm
 from ..distributed.pending import PendingSum, Summed
 from ..weights.slots import Allocate, Slot
+from .linear import Rows
+
+FormOf = Callable[[int], Float8Form | None]
+"""How so many rows are wanted; None: in the engine's type."""
+
+
+def as_they_are(rows: int) -> Float8Form | None:
+    return None
 
 
 class RMSNorm:
@@ -23,10 +33,19 @@ class RMSNorm:
 
     def add(self, x: Summed, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(x + residual), x + residual)``; without a residual ``x`` begins it. A pending sum is made here."""
+        normed, total = self.add_for(as_they_are, x, residual)
+        assert isinstance(normed, torch.Tensor)
+        return normed, total
+
+    def add_for(self, wanted: FormOf, x: Summed, residual: torch.Tensor | None) -> tuple[Rows, torch.Tensor]:
+        """The same, its first result as it is ``wanted`` where the norm's kernel can make it so."""
         if isinstance(x, PendingSum):
             if residual is not None:
                 return x.normed(residual, self.weight, self.eps)
             x = x.total()
+        form = wanted(len(x))
+        if form is not None:
+            return fp8_rmsnorm(x, self.weight, self.eps, form, residual)
         return rmsnorm(x, self.weight, self.eps, residual)
 
     def slots(self) -> Iterator[Slot]:

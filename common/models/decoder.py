@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.forms import HeadNorms
+from ...kernels.forms import Float8Form, HeadNorms
 from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
 from ..distributed.exchange import TokenExchange
@@ -18,9 +18,9 @@ from ..distributed.pending import PendingSum, Summed
 from ..distributed.tp import TPGroup
 from ..engine.forward_batch import ForwardBatch
 from ..layers.labels import LabelHead
-from ..layers.linear import ColumnLinear, Columns, RowLinear
+from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ..layers.mlp import MLP
-from ..layers.norm import RMSNorm
+from ..layers.norm import RMSNorm, as_they_are
 from ..layers.rotary import rotary_table
 from ..layers.vocab import VocabTable
 from ..weights.slots import Allocate, Slot, allocator
@@ -42,7 +42,11 @@ class SelfAttention:
             self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
             self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, spec.rms_norm_eps, allocate)
 
-    def __call__(self, x: torch.Tensor, attention: AttentionBackend, cos_sin: torch.Tensor) -> Summed:
+    def form(self, rows: int) -> Float8Form | None:
+        """See LinearMethod."""
+        return self.qkv.form(rows)
+
+    def __call__(self, x: Rows, attention: AttentionBackend, cos_sin: torch.Tensor) -> Summed:
         parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, head_dim]
         norms = None
@@ -59,7 +63,10 @@ class SelfAttention:
 class LayerAttention(Protocol):
     """What stands before a layer's MLP: ``[T, hidden] -> [T, hidden]``, by the backend that it is made for."""
 
-    def __call__(self, x: torch.Tensor, attention: Any, cos_sin: torch.Tensor) -> Summed: ...
+    def form(self, rows: int) -> Float8Form | None:
+        """Of its input, see LinearMethod."""
+
+    def __call__(self, x: Any, attention: Any, cos_sin: torch.Tensor) -> Summed: ...
 
     def slots(self) -> Iterator[Slot]: ...
 
@@ -78,11 +85,14 @@ class LayerMLP(Protocol):
     def sums(self) -> bool:
         """Whether the ranks' ``partial`` results add up to it."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def form(self, rows: int) -> Float8Form | None:
+        """Of its input, see LinearMethod."""
 
-    def pending(self, x: torch.Tensor) -> Summed: ...
+    def __call__(self, x: Any) -> torch.Tensor: ...
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
+    def pending(self, x: Any) -> Summed: ...
+
+    def partial(self, x: Any) -> torch.Tensor: ...
 
     def slots(self) -> Iterator[Slot]: ...
 
@@ -95,7 +105,7 @@ def dense_mlp(name: str, index: int, spec: ModelSpec, tp: TPGroup, allocate: All
     return MLP(name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, tp, allocate)
 
 
-def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Callable[[torch.Tensor], Summed]:
+def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Callable[[Any], Summed]:
     """``mlp`` of an attention group's own rows, in the cheapest way that it allows."""
     if mlp.own_tokens or not tokens.spans:
         return mlp.pending
@@ -112,12 +122,13 @@ class DecoderLayer:
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
         self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
+        self.mlp_form = as_they_are if parallel.tokens.spans else self.mlp.form
 
     def __call__(self, x: Summed, residual: torch.Tensor | None, attention: Planned,
                  cos_sin: torch.Tensor) -> tuple[Summed, torch.Tensor]:
         """Every sum over ranks is made by the norm behind it, the last one by the next layer's."""
-        normed, residual = self.input_norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, attention, cos_sin), residual)
+        normed, residual = self.input_norm.add_for(self.attention.form, x, residual)
+        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention(normed, attention, cos_sin), residual)
         return self.mlp_of_groups(normed), residual
 
     def slots(self) -> Iterator[Slot]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ...kernels.forms import Float8Form
 from ..attention.mla_base import LatentBackend
 from ..config.mla import MLASpec
 from ..config.model import ModelSpec
@@ -13,7 +14,7 @@ from ..distributed.parallel import Parallel
 from ..distributed.pending import Summed
 from ..distributed.tp import TPGroup
 from ..layers.dense_weight import DenseWeight
-from ..layers.linear import ColumnLinear, Columns, RowLinear
+from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ..layers.norm import RMSNorm
 from ..weights.slots import Allocate, Slot
 from .decoder import DenseDecoder
@@ -48,14 +49,18 @@ class Queries:
             queries = Columns.shard(f"{name}.q_proj", size, tp)
             self.first = ColumnLinear(spec.hidden_size, [queries, latent], False, allocate)
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def form(self, rows: int) -> Float8Form | None:
+        """See LinearMethod."""
+        return self.first.form(rows) if self.latent is None else None
+
+    def __call__(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         q = self.first(x)
         if self.latent is None:
             q, latent = q.split(self.first.sizes, dim=-1)
         else:
             latent = self.latent(x)
         if self.norm is not None and self.up is not None:
-            q = self.up(self.norm(q))
+            q = self.up(self.norm.add_for(self.up.form, q, None)[0])
         return q.unflatten(-1, (-1, self.width)), latent
 
     def slots(self) -> Iterator[Slot]:
@@ -77,7 +82,11 @@ class LatentSelfAttention:
                               self.mla.kv_lora_rank, allocate)
         self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, spec.o_bias, tp, allocate)
 
-    def __call__(self, x: torch.Tensor, attention: LatentBackend, cos_sin: torch.Tensor) -> Summed:
+    def form(self, rows: int) -> Float8Form | None:
+        """See LinearMethod."""
+        return self.queries.form(rows)
+
+    def __call__(self, x: Rows, attention: LatentBackend, cos_sin: torch.Tensor) -> Summed:
         q, latent = self.queries(x)
         latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from ...kernels.forms import Float8Form, Float8Rows
 from ...kernels.fp8_block_matmul import block_matmul, compile_tiles
-from ...kernels.fp8_quantize import quantize_groups
+from ...kernels.fp8_quantize import quantize
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot
 from .float8 import FLOAT8, dequantize_blocks, quantize_blocks
@@ -22,6 +23,7 @@ class BlockFloat8:
         self.shards = shards
         self.scheme = scheme
         self._dtype = allocate.own
+        self._form = Float8Form(scheme.block[1])
         out = sum(shard.size for shard in shards)
         for shard in shards:
             check_cut(shard, width, scheme.block, last=shard is shards[-1])
@@ -30,9 +32,13 @@ class BlockFloat8:
         self.weight = allocate(out, width, dtype=FLOAT8)
         self.scale = allocate(_blocks(out, scheme.block[0]), _blocks(width, scheme.block[1]), dtype=torch.float32)
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
-        q, scale = quantize_groups(x, self.scheme.block[1], gated=gated)
-        y = block_matmul(q, scale, self.weight, self.scale, self.scheme.block, x.dtype)
+    def form(self, rows: int) -> Float8Form | None:
+        return self._form
+
+    def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
+                 gated: bool = False) -> torch.Tensor:
+        given = x if isinstance(x, Float8Rows) else quantize(x, self._form, gated=gated)
+        y = block_matmul(given.values, given.scale, self.weight, self.scale, self.scheme.block, given.dtype)
         return y if bias is None else y.add_(bias)
 
     def dense(self) -> torch.Tensor:

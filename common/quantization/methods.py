@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import linear
 
+from ...kernels.forms import Float8Form, Float8Rows
 from ...kernels.fp8_block_matmul import GROUP
 from ...kernels.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
@@ -19,9 +20,13 @@ from .shards import Shard
 
 
 class LinearMethod(Protocol):
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
+    def form(self, rows: int) -> Float8Form | None:
+        """The form in which a norm before it may hand it so many rows; None: in no other than the engine's type."""
+
+    def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
+                 gated: bool = False) -> torch.Tensor:
         """``[T, in] -> [T, out]``, of this rank's weight and in the type of ``x``; of ``silu_and_mul(x)`` where ``x``
-        [T, 2 * in] is ``gated``."""
+        [T, 2 * in] is ``gated``. Rows in float8 are of the ``form`` told for as many."""
 
     def dense(self) -> torch.Tensor:
         """The weight ``[out, in]`` in the engine's type: itself, or made of what it is held as."""
@@ -36,7 +41,12 @@ class Plain:
         self.shards = shards
         self.weight = allocate(sum(shard.size for shard in shards), width)
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
+    def form(self, rows: int) -> Float8Form | None:
+        return None
+
+    def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
+                 gated: bool = False) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         return linear(silu_and_mul(x) if gated else x, self.weight, bias)
 
     def dense(self) -> torch.Tensor:

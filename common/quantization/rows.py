@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ...kernels.fp8_quantize import quantize_by, quantize_tokens
+from ...kernels.forms import Float8Form, Float8Rows
+from ...kernels.fp8_quantize import quantize
 from ...kernels.fp8_scaled_matmul import scaled_matmul
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot
@@ -35,14 +36,16 @@ class RowFloat8:
         self.weight = allocate(out, width, dtype=FLOAT8)
         self.scale = allocate(1 if single else out, dtype=torch.float32)
         self.input_scale = allocate(1, dtype=torch.float32) if static else None
+        self._form = Float8Form(width, self.input_scale)
         self._input_scales = allocate(len(shards), dtype=torch.float32) if static else None
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False) -> torch.Tensor:
-        if self.input_scale is None:
-            q, scale = quantize_tokens(x, gated=gated)
-        else:
-            q, scale = quantize_by(x, self.input_scale, gated=gated), self.input_scale
-        y = scaled_matmul(q, scale, self.weight, self.scale, x.dtype)
+    def form(self, rows: int) -> Float8Form | None:
+        return self._form
+
+    def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
+                 gated: bool = False) -> torch.Tensor:
+        given = x if isinstance(x, Float8Rows) else quantize(x, self._form, gated=gated)
+        y = scaled_matmul(given.values, given.scale, self.weight, self.scale, given.dtype)
         return y if bias is None else y.add_(bias)
 
     def dense(self) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from ....kernels.forms import Float8Form
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
 from ...distributed.pending import PendingSum, Summed
@@ -45,6 +46,10 @@ class MoE:
             # Where tokens are spread over the ranks, no other rank would add its part to this one's tokens.
             tp = TPGroup() if share.a2a == "alltoall" else share.group
             self.shared = SharedExpert(f"{name}.{spec.shared_name}", spec, hidden_size, tp, allocate)
+
+    def form(self, rows: int) -> Float8Form | None:
+        """See LinearMethod: None, for the router looks at the rows too."""
+        return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` and the result are the same on every rank of the group, or with ``own_tokens`` each rank's own."""
