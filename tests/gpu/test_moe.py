@@ -17,6 +17,7 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe import MoE
 from baton.common.weights.slots import allocator
 from baton.kernels import reference
+from baton.kernels.forms import Scales
 from baton.kernels.moe_experts import moe_experts
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.moe_rank import TOKENS
@@ -54,6 +55,25 @@ def test_the_shape_of_qwen3_30b(tokens):
     want = reference.moe_experts(x.float(), gate_up.float(), down.float(), places, weights)
     assert (got - want).norm() <= 0.01 * want.norm()
     assert (got - want).abs().max() <= 0.05 * want.abs().max()
+
+
+@pytest.mark.parametrize("by", ["block", "row"])
+@pytest.mark.parametrize("tokens", [7, 700, 3000])
+def test_the_shape_of_qwen3_30b_in_float8(tokens, by):
+    """By the default tiles; both sides round the same values to float8, but for a few that the first product's last
+    digit moves."""
+    hidden, experts, size, top_k = 2048, 128, 768, 8
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(tokens, hidden, generator=generator, device="cuda").bfloat16()
+    gate_up, down = ((torch.randn(shape, generator=generator, device="cuda") * 8).to(torch.float8_e4m3fn)
+                     for shape in ((experts, 2 * size, hidden), (experts, hidden, size)))
+    shapes = [tuple(-(-n // 128) for n in w.shape[1:]) if by == "block" else w.shape[1:2] for w in (gate_up, down)]
+    scales = Scales(*(torch.rand(experts, *shape, generator=generator, device="cuda") * 0.01 for shape in shapes), by)
+    places = torch.rand(tokens, experts, generator=generator, device="cuda").topk(top_k).indices
+    weights = torch.rand(tokens, top_k, generator=generator, device="cuda")
+    got = moe_experts(x, gate_up, down, places, weights, scales).float()
+    want = reference.moe_experts(x, gate_up, down, places, weights, scales).float()
+    assert (got - want).norm() <= 0.02 * want.norm()
 
 
 def test_a_layer_under_a_cuda_graph():

@@ -105,8 +105,11 @@ def test_moe_topk(experts, changes):
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("by,hidden,size", [("block", 128, 128), ("block", 200, 256), ("row", 48, 40)])
-def test_moe_experts_in_float8(by, hidden, size):
+@pytest.mark.parametrize("by,hidden,size,in_order", [
+    ("block", 128, 128, False), ("block", 200, 256, False), ("row", 48, 40, False), ("block", 256, 128, True),
+    ("row", 64, 96, True),
+])
+def test_moe_experts_in_float8(by, hidden, size, in_order):
     """Both sides round the same values to float8, so that only the order of sums differs."""
     places = choices_of(9, 3, 2, 1)
     weights = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -118,6 +121,7 @@ def test_moe_experts_in_float8(by, hidden, size):
     generator = torch.Generator().manual_seed(4)
     scales = Scales(*(torch.rand(3, *shape, generator=generator).to(DEVICE) * 0.1 for shape in shapes), by)
     want = reference.moe_experts(x, gate_up, down, places, weights, scales)
-    tiles = Tiles(Tile(16, 16, 32, 2, 4, 2), Tile(16, 32, 32, 2, 4, 2))  # tensor cores take 32 float8 values in depth
+    depth = 128 if in_order and by == "block" else 32  # tensor cores take 32 float8 values in depth
+    tiles = Tiles(Tile(16, 16, depth, 2, 4, 2), Tile(16, 32, depth, 2, 4, 2), in_order)
     got = moe_experts(x, gate_up, down, places, weights, scales, tiles)
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
