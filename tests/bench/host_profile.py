@@ -28,10 +28,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...common.bench.hand_engine import HandEngine
-from ...common.engine import executor as executor_module
-from ...common.engine import sampler as sampler_module
 from ...common.engine.collector import settle_collector
+from ...common.engine.decode_inputs import DecodeInputs
+from ...common.engine.decode_run import DecodeRun
 from ...common.engine.graphs import DecodeGraphs
+from ...common.engine.greedy import Greedy
+from ...common.engine.sampler import Launched
 from . import dummy_engine
 
 
@@ -104,6 +106,7 @@ def watch(engine: HandEngine) -> None:
     PARTS.wrap(executor, "launch", "launch, rest")
     PARTS.wrap(executor, "_build", "inputs")
     PARTS.wrap(runner, "forward", "forward, rest")
+    PARTS.wrap(runner, "decode", "forward, rest")
     PARTS.wrap(runner._attention, "plan", "plan")
     PARTS.wrap(runner._attention, "refresh", "plan")
     PARTS.wrap(runner._model, "forward", "model")
@@ -114,11 +117,15 @@ def watch(engine: HandEngine) -> None:
 
 
 def watch_classes() -> None:
-    PARTS.wrap(sampler_module.Launched, "wait", "wait")
-    PARTS.wrap(DecodeGraphs, "run", "graph inputs")
+    for kind in (Launched, Greedy):
+        PARTS.wrap(kind, "wait", "wait")
+        PARTS.wrap(kind, "token_ids", "wait")
+    PARTS.wrap(Greedy, "__init__", "results to host")
+    PARTS.wrap(DecodeRun, "table", "page table")
+    PARTS.wrap(DecodeInputs, "fill", "graph inputs")
+    PARTS.wrap(DecodeGraphs, "run", "graph, rest")
+    PARTS.wrap(DecodeGraphs, "decode", "graph, rest")
     PARTS.wrap(torch.cuda.CUDAGraph, "replay", "replay")
-    for name in ("_send", "_to_device"):
-        PARTS.wrap(executor_module, name, "inputs")
 
 
 class Clocks:
