@@ -65,7 +65,8 @@ def _skinny_matmul_kernel(x_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, part_ptr, co
             present = inner < width - step * DEPTH
             w = tl.load(w_at, present[None, :], other=0.0)
             x = tl.load(x_at, row_in[:, None] & present[None, :], other=0.0)
-        w = w.to(x.dtype)
+        # From float8 to bfloat16 the compiler has one value an instruction, at a quarter of the rate of this way round.
+        w = w.to(tl.float32).to(x.dtype) if w.dtype != x.dtype else w
         if FORM == "sums":
             product = w.to(tl.float32) * tl.sum(x.to(tl.float32), 0)[None, :]
             if SCALES == "block":
