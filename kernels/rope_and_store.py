@@ -53,9 +53,10 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
                            stride_page, stride_head, stride_slot, num_q_heads, num_kv_heads, half,
                            k_factor, v_factor, q_weight_ptr, k_weight_ptr, eps, LARGEST: tl.constexpr,
                            ROTATE: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-                           PDL: tl.constexpr):
+                           SETTLED: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
-    wait_for_last(PDL)
+    if not SETTLED:
+        wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = tl.arange(0, HALF)
@@ -66,6 +67,8 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
         cos = tl.load(table + columns, columns < half, other=0.0)
         sin = tl.load(table + half + columns, columns < half, other=0.0)
     slot = tl.load(page_ptr + token) * stride_page + tl.load(offset_ptr + token) * stride_slot
+    if SETTLED:
+        wait_for_last(PDL)
     kv_blocks = tl.cdiv(num_kv_heads, BLOCK_HEADS)
     if block < kv_blocks:
         _turn(k_ptr + token * k_stride_t, k_stride_h, k_pages_ptr + slot, stride_head, block * BLOCK_HEADS,
@@ -83,14 +86,16 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
 def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
                    page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
                    cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
-                   k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None) -> None:
+                   k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None,
+                   settled: bool = False) -> None:
     """Turn ``q`` in place; store turned ``k`` and plain ``v`` at ``(page_of_token, offset_in_page)``.
 
     ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D], views contiguous in D; ``k_pages`` and ``v_pages`` one layer of
     the pool with equal strides [pages, Hkv, page_size, D]; ``page_of_token``, ``offset_in_page`` and ``positions``
     [T] int64; ``cos_sin`` [positions, D] float32, cosines in the first half. Without ``cos_sin`` nothing is turned.
     Pages of float8 hold keys over ``k_scale`` and values over ``v_scale``; else the scales are 1. With ``norms`` heads
-    of ``q`` and ``k`` are normed first.
+    of ``q`` and ``k`` are normed first. ``settled``: places, positions and ``cos_sin`` were written before the last
+    launch without PDL (kernels/_triton.py).
     """
     if not runs_triton(q):
         reference.rope_and_store(q, k, v, k_pages, v_pages, page_of_token, offset_in_page, cos_sin, positions,
@@ -110,5 +115,5 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
         num_q_heads, num_kv_heads, half, 1 / k_scale, 1 / v_scale, norms.q_weight if norms else q,
         norms.k_weight if norms else k, norms.eps if norms else 0.0,
         LARGEST=torch.finfo(k_pages.dtype).max if k_pages.itemsize == 1 else 0, ROTATE=rotates,
-        NORM=norms is not None, HALF=triton.next_power_of_2(half), BLOCK_HEADS=_BLOCK_HEADS, num_warps=2,
-        **pdl(q))
+        NORM=norms is not None, HALF=triton.next_power_of_2(half), BLOCK_HEADS=_BLOCK_HEADS, SETTLED=settled,
+        num_warps=2, **pdl(q))

@@ -42,11 +42,12 @@ class TritonBackend:
             norms: HeadNorms | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
-        k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin, norms)
+        # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
+        settled = batch.is_decode and self._plan is not None
+        k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
         table = (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
         k_scale, v_scale = self._pool.layout.scales_of(layer)
         if batch.is_decode:
-            settled = self._plan is not None
             if self._plan is None:
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
                                          self._pool.layout.num_kv_heads, self._processors, self._longest)

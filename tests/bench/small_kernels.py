@@ -94,7 +94,7 @@ class Batch:
     def _rope(self, layer: int, fused: torch.Tensor) -> torch.Tensor:
         q, k, v = self._heads(fused)
         rope_and_store(q, k, v, self._pool[:, layer, 0], self._pool[:, layer, 1], self._pages, self._offsets,
-                       self._cos_sin, self._positions, norms=self._norms)
+                       self._cos_sin, self._positions, norms=self._norms, settled=self._plan is not None)
         return q
 
     def _attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.d
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
     scales = (0.5, 0.25) if cache else (1.0, 1.0)
     rope_and_store(q, k, v, *pool(kv_heads, dim, cache or dtype), int64(tokens), int64(tokens), fp32(8192, dim),
-                   int64(tokens), *scales, weights)
+                   int64(tokens), *scales, weights, settled=True)
 
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
