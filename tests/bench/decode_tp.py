@@ -57,6 +57,8 @@ def rank_main(rank: int, size: int, batches: list[int], context: int, tiny: bool
             if group.peers is None:
                 continue
         found[way] = steps_of(parallel, batches, context)
+        if rank == 0:
+            print(way, [f"{ms:.2f} ms" for ms in found[way]], flush=True)
     if rank == 0:
         (Path(folder) / "steps.json").write_text(json.dumps(found))
     group.barrier()

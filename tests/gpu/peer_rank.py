@@ -11,7 +11,9 @@ from baton.common.config.server import KernelArgs
 from baton.common.distributed.capture import may_capture
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.peers import LARGEST_BYTES, PeerSums, connect_all
+from baton.common.distributed.pending import PendingSum
 from baton.common.distributed.tp import TPGroup, init_tp
+from baton.kernels.rmsnorm import rmsnorm
 from baton.tests.common.hand_driven import Engine, tokens_of
 
 COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
@@ -26,8 +28,13 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
         seen["sums"] = [worst_error(group, group.peers, dtype) for dtype in (torch.bfloat16, torch.float16)]
         seen["graph"] = worst_in_graph(group, group.peers)
         seen["equal"] = same_bits(group, group.peers)
+        seen["norms"] = [worst_norm(group, *shape) for shape in ((1, 4096), (7, 5120), (60, 4096), (99, 2048))]
+    eager, graphs = KernelArgs(disable_cuda_graph=True), KernelArgs(cuda_graph_bs=(2, 4, 8))
     seen["tokens"] = {name: answers(checkpoint, parallel, kernels) for name, kernels in (
-        ("eager", KernelArgs(disable_cuda_graph=True)), ("graphs", KernelArgs(cuda_graph_bs=(2, 4, 8))))}
+        ("eager", eager), ("graphs", graphs))}
+    seen["bfloat16"] = answers(checkpoint, parallel, graphs, "bfloat16")
+    group.peers = None
+    seen["bfloat16 by NCCL"] = answers(checkpoint, parallel, graphs, "bfloat16")
     torch.save(seen, out)
     group.barrier()
     group.close()
@@ -79,9 +86,26 @@ def same_bits(group: TPGroup, peers: PeerSums) -> bool:
     return bool((group.all_gather_rows(mine[None]) == mine).all())
 
 
-def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs) -> dict[str, list[int]]:
+def worst_norm(group: TPGroup, rows: int, width: int) -> float:
+    """Of what a norm makes of a pending sum in one kernel, beside NCCL's sum and the norm behind it; infinite where
+    ranks differ."""
+    generator = torch.Generator(group.device).manual_seed(7)
+    weight, residual = (torch.rand(*shape, device=group.device, generator=generator).bfloat16()
+                        for shape in ((width,), (rows, width)))
+    part = torch.randn(rows, width, device=group.device).bfloat16()
+    summed = part.clone()
+    dist.all_reduce(summed, group=group.device_group)
+    wanted = rmsnorm(summed, weight, 1e-5, residual)
+    assert group.peers is not None and group.peers.takes_rows(part)
+    found = PendingSum(part, group).normed(residual, weight, 1e-5)
+    if not all(bool((group.all_gather_rows(one[None]) == one).all()) for one in found):
+        return float("inf")
+    return max(float((one.float() - other.float()).abs().max()) for one, other in zip(found, wanted))
+
+
+def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs, dtype: str = "float32") -> dict[str, list[int]]:
     engine = Engine(checkpoint, page_size=16, max_total_tokens=8192, max_running=8, device=parallel.device,
-                    parallel=parallel, kernels=kernels, overlap=True)
+                    parallel=parallel, kernels=kernels, overlap=True, dtype=dtype)
     assert (engine.runner._graphs is None) == kernels.disable_cuda_graph or not may_capture(parallel)
     for i in range(6):
         engine.start(str(i), [(11 * i + j) % 90 + 5 for j in range(5 + 20 * i)], max_new_tokens=24, ignore_eos=True)

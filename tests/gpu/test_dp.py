@@ -1,4 +1,4 @@
-"""Data-parallel attention over two GPUs and NCCL: every group's tokens are a single GPU's."""
+"""Data-parallel attention over two GPUs and NCCL: every group's tokens are a single GPU's, in CUDA graphs too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def test_two_groups_on_two_gpus(tmp_path):
     save_model(dense, "Qwen2", **wide)
     save_moe(moe, "Qwen3Moe", head_dim=64)
     prompts = make_prompts(1)
-    variants = [(dense, {}), (dense, {"dp_head": True, "chunk": 16, "overlap": True}), (moe, {"overlap": True})]
+    variants = [
+        (dense, {}), (dense, {"dp_head": True, "chunk": 16, "overlap": True}), (moe, {"overlap": True}),
+        (dense, {"sizes": [2, 4], "overlap": True}), (dense, {"sizes": [1, 8], "dp_head": True}),
+        (moe, {"sizes": [2], "overlap": True}),  # three and four requests run eagerly
+    ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, "page_size": 16, **options}
              for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]], "page_size": 16})
@@ -28,4 +32,8 @@ def test_two_groups_on_two_gpus(tmp_path):
         assert all(seen["exchanges"])
         for (folder, _), found in zip(variants, seen["cases"]):
             assert found["tokens"] == alone(folder, prompts[group], page_size=16, device="cuda:0"), (group, folder)
+    for case in range(3, 6):
+        replayed = ranks[0]["cases"][case]["replayed"]
+        assert replayed and replayed == ranks[1]["cases"][case]["replayed"]
+        assert set(replayed) <= set(variants[case][1]["sizes"])
     assert ranks[1]["cases"][-1]["tokens"] == alone(dense, prompts[1], page_size=16, device="cuda:0")
