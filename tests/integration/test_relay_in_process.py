@@ -143,7 +143,7 @@ def tokens_of(outputs):
     return found
 
 
-@pytest.fixture(scope="module", params=["fake", "nixl", "nixl, overlap"])
+@pytest.fixture(scope="module", params=["fake", "nixl", "nixl, overlap", "ipc, overlap"])
 def pair(request, checkpoint, bootstrap_port):
     backend, _, overlap = request.param.partition(", ")
     common = {"port": bootstrap_port, "backend": backend, "overlap": bool(overlap)}
