@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.rmsnorm import rmsnorm
 from .tp import TPGroup
 
 
@@ -26,12 +25,15 @@ class PendingSum:
         """Of these rows alone."""
         return PendingSum(self.part[index], self.group)
 
+    @property
+    def norms(self) -> bool:
+        """Whether one kernel makes the sum and its norm."""
+        return self.group.peers is not None and self.group.peers.takes_rows(self.part)
+
     def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(total + residual) * weight, total + residual)``, by one kernel where the group's peers take it."""
-        peers = self.group.peers
-        if peers is not None and peers.takes_rows(self.part):
-            return peers.sum_normed(self.part, residual, weight, eps)
-        return rmsnorm(self.total(), weight, eps, residual)
+        """``(norm(total + residual) * weight, total + residual)``, of a sum that ``norms``."""
+        assert self.group.peers is not None
+        return self.group.peers.sum_normed(self.part, residual, weight, eps)
 
 
 Summed = torch.Tensor | PendingSum

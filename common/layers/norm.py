@@ -40,7 +40,7 @@ class RMSNorm:
     def add_for(self, wanted: FormOf, x: Summed, residual: torch.Tensor | None) -> tuple[Rows, torch.Tensor]:
         """The same, its first result as it is ``wanted`` where the norm's kernel can make it so."""
         if isinstance(x, PendingSum):
-            if residual is not None:
+            if residual is not None and x.norms:
                 return x.normed(residual, self.weight, self.eps)
             x = x.total()
         form = wanted(len(x))
