@@ -32,6 +32,8 @@ from .forward_batch import AfterGroup, DecodeTable, ForwardBatch, Row, build_for
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
 
+_MANY_ROWS = 64
+"""Of a prompt whose products and norms are other kernels than those of a few rows."""
 _CPU_POOL_TOKENS = 65_536
 _CPU_POOL_BYTES = 2 << 30
 
@@ -114,17 +116,19 @@ class ModelRunner:
 
     def _warm_up(self, progress: Progress) -> None:
         """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
-        page = np.zeros(1, np.int32)
-        self._begin(Turn.of_rows_each(self._parallel.dp_size, 1))
         for layer in list(expert_layers(self._model).values())[:1]:  # the others are alike
             layer.experts.warm_up(self._config.schedule.largest_prefill(self.spec.context_length))
-        if self._config.model.is_embedding:
-            self.hidden(build_forward_batch([Row([0], 0, page)], self.layout.page_size, self.device, False))
-            return
-        for done, is_decode in enumerate((False, True), 1):
-            self.forward(build_forward_batch([Row([0], 0, page)], self.layout.page_size, self.device, is_decode))
+        embeds, groups = self._config.model.is_embedding, self._parallel.dp_size
+        compute = self.hidden if embeds else self.forward
+        many = min(_MANY_ROWS, self.spec.context_length)
+        steps = [(1, False), (many, False)] + ([] if embeds else [(1, True)])
+        for done, (rows, is_decode) in enumerate(steps, 1):
+            self._begin(Turn([rows] * groups, [1] * groups))
+            row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
+            batch = build_forward_batch([row], self.layout.page_size, self.device, is_decode)
+            compute(batch)
             torch.cuda.synchronize(self.device)
-            progress("kernels", done / 2)
+            progress("kernels", done / len(steps))
 
     @torch.inference_mode()
     def _capture(self, progress: Progress) -> None:
