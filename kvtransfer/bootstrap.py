@@ -52,7 +52,7 @@ class BootstrapServer:
     def __init__(self, host: str, port: int, secret: str | None = None):
         self.host = host
         self.port = port
-        self.ranks: dict[tuple[int, int], RankInfo] = {}  # by data-parallel rank and place in its group
+        self.ranks: dict[tuple[int, int, int], RankInfo] = {}  # by data-parallel rank, stage and place in its group
         self._secret = secret_of(secret)
         self._session = secrets.token_hex(16)
         self._nonces: set[str] = set()
@@ -100,13 +100,13 @@ class BootstrapServer:
             info = msgspec.json.decode(await request.read(), type=RankInfo)
         except msgspec.MsgspecError as error:
             return _failure(InvalidRequest(f"The body is no rank description: {error}."))
-        self.ranks[info.dp_rank, info.rank] = info
+        self.ranks[info.dp_rank, info.pp_rank, info.rank] = info
         return web.json_response({})
 
     async def _tell_ranks(self, request: web.Request) -> web.Response:
-        first = self.ranks.get((0, 0))
-        dp_size, tp_size = (first.dp_size, first.tp_size) if first is not None else (1, 1)
-        ranks = [self.ranks.get(place) for place in itertools.product(range(dp_size), range(tp_size))]
+        first = self.ranks.get((0, 0, 0))
+        sizes = (first.dp_size, first.pp_size, first.tp_size) if first is not None else (1, 1, 1)
+        ranks = [self.ranks.get(place) for place in itertools.product(*map(range, sizes))]
         if None in ranks:
             return _failure(NotFound(f"{len(self.ranks)} of the {len(ranks)} ranks of this prefill server have "
                                      "registered."))
@@ -141,8 +141,8 @@ def register_rank(url: str, info: RankInfo, deadline: float = 30.0, secret: str 
 
 
 def fetch_ranks(address: tuple[str, int], timeout: float, secret: Secret | None = None) -> list[RankInfo]:
-    """All ranks, by data-parallel rank and place in its group; blocking. Raises NotRegistered, OtherSecret, or OSError
-    when none answers intelligibly."""
+    """All ranks, by data-parallel rank, stage and place in its group; blocking. Raises NotRegistered, OtherSecret, or
+    OSError when none answers intelligibly."""
     status, body = _request(address, "GET", "/ranks", None, timeout, secret)
     if status == 404:
         raise NotRegistered("not all of its ranks have registered there")

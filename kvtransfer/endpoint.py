@@ -15,10 +15,10 @@ from .messages import MAX_MESSAGE_BYTES, RankInfo
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
-              dp_size: int) -> RankInfo:
+              dp_size: int, pp_rank: int = 0, pp_size: int = 1) -> RankInfo:
     """Our identity, with a fresh instance id (the epoch of this process)."""
     return RankInfo(secrets.token_hex(8), endpoint, rank, tp_size, layout, backend.name, dp_rank=dp_rank,
-                    dp_size=dp_size)
+                    dp_size=dp_size, pp_rank=pp_rank, pp_size=pp_size)
 
 
 def register_pool(backend: Backend, layout: KVLayout, num_pages: int,

@@ -1,10 +1,10 @@
 """Who writes what to whom when prefill and decode are cut differently: tensor-parallel sizes and layer groups.
 
 A *lane* leads from one prefill rank to one decode rank. It carries those heads that the one is to get from the other,
-of every layer. KV heads are shared evenly; with more ranks than heads, neighbouring ranks hold the same head, and
-the decode ranks that need it take turns with those that hold it. (Latents are one head, which every rank holds.) A
-prefill rank that nobody needs has a lane without heads, so that every rank of a room meets somebody and its end is the
-same everywhere.
+of every layer that the prefill rank has: all, or those of its stage. KV heads are shared evenly; with more ranks than
+heads, neighbouring ranks hold the same head, and the decode ranks that need it take turns with those that hold it.
+(Latents are one head, which every rank holds.) A prefill rank that nobody needs has a lane without heads, so that every
+rank of a room meets somebody and its end is the same everywhere.
 
 Where the layouts are equal a lane moves whole pages. Otherwise pages are cut into *blocks* of equal size that are
 contiguous on both sides: all heads of a layer, or as many heads of a layer's keys or values as the greatest common
@@ -74,16 +74,21 @@ def parts_of(page_ids: np.ndarray, parts: int) -> np.ndarray:
 
 def why_not(prefill: Side, decode: Side) -> str | None:
     """Why no lanes lead from one to the other: the name and both values (decode's first) of what differs."""
-    for name in ("form", "head_dim", "dtype", "num_layers"):
+    for name in ("form", "head_dim", "dtype"):
         theirs, ours = getattr(prefill.layout, name), getattr(decode.layout, name)
         if ours != theirs:
             return f"{name} of the KV layout is {ours!r} here and {theirs!r} there"
+    first, last = prefill.layout.first_layer, prefill.layout.first_layer + prefill.layout.num_layers - 1
+    if decode.layout.num_layers != prefill.layout.model_layers or last >= decode.layout.num_layers:
+        of_stage = f" ({first} to {last} in this stage)" if prefill.layout.of_layers else ""
+        return (f"num_layers of the KV layout is {decode.layout.num_layers} here and {prefill.layout.model_layers} "
+                f"there{of_stage}")
     small, large = sorted((prefill.layout.page_size, decode.layout.page_size))
     if large % small:
         return (f"page_size of the KV layout is {decode.layout.page_size} here and {prefill.layout.page_size} there, "
                 f"and neither is a multiple of the other")
-    for layer in range(decode.layout.num_layers):
-        theirs, ours = prefill.layout.scales_of(layer), decode.layout.scales_of(layer)
+    for layer in range(first, last + 1):
+        theirs, ours = prefill.layout.scales_of(layer - first), decode.layout.scales_of(layer)
         if ours != theirs:
             return (f"the scales of keys and values in layer {layer} are {ours} here and {theirs} there: give both "
                     f"servers the same checkpoint and --quantization-param-path")
@@ -129,7 +134,7 @@ def lane(src_rank: int, prefill: Side, dst_rank: int, decode: Side) -> Lane | No
         src_blocks, dst_blocks = (tuple(layers * 2 * side.layout.num_kv_heads // unit for layers in side.layout.groups)
                                   for side in (prefill, decode))
     blocks = [src_blocks, dst_blocks]
-    pieces = _pieces(prefill.layout.groups, decode.layout.groups, blocks, src_local, dst_local)
+    pieces = _pieces(prefill.layout, decode.layout.groups, blocks, src_local, dst_local)
     return Lane(tuple(n * src_parts for n in src_blocks), tuple(n * dst_parts for n in dst_blocks), tuple(pieces),
                 src_parts, dst_parts)
 
@@ -139,10 +144,10 @@ def _in_layer(heads: np.ndarray, num_heads: int, unit: int) -> np.ndarray:
     return np.concatenate([heads // unit, (heads + num_heads) // unit])
 
 
-def _pieces(src_groups: tuple[int, ...], dst_groups: tuple[int, ...], blocks: list[tuple[int, ...]],
-            src_local: np.ndarray, dst_local: np.ndarray) -> list[Piece]:
+def _pieces(src: KVLayout, dst_groups: tuple[int, ...], blocks: list[tuple[int, ...]], src_local: np.ndarray,
+            dst_local: np.ndarray) -> list[Piece]:
     """For each pair of groups with layers in common, these layers' blocks."""
-    pieces, src_start = [], 0
+    src_groups, pieces, src_start = src.groups, [], src.first_layer
     for g, src_size in enumerate(src_groups):
         dst_start = 0
         for h, dst_size in enumerate(dst_groups):
@@ -150,9 +155,9 @@ def _pieces(src_groups: tuple[int, ...], dst_groups: tuple[int, ...], blocks: li
             if blocks[0][g] == 1 and src_groups == dst_groups:  # one block holds all layers of the group
                 layers = layers[:1]
             if len(layers) and len(src_local):
-                src = expand(layers - src_start, max(1, blocks[0][g] // src_size), src_local)
-                dst = expand(layers - dst_start, max(1, blocks[1][h] // dst_size), dst_local)
-                pieces.append(Piece(g, h, src, dst))
+                theirs = expand(layers - dst_start, max(1, blocks[1][h] // dst_size), dst_local)
+                pieces.append(Piece(g, h, expand(layers - src_start, max(1, blocks[0][g] // src_size), src_local),
+                                    theirs))
             dst_start += dst_size
         src_start += src_size
     return pieces

@@ -20,7 +20,8 @@ this use of a room from every earlier one; ``instance`` is a process's random id
 History: version 1 is the first. Version 2 has seals (seal.py), checksums (checksum.py) and lanes
 (lanes.py): a decode rank has sessions with all prefill ranks that it has lanes from, reserves with each, and waits for
 the result of each. Version 3 has Taken, until which prefill keeps what another attempt at the request would need, and
-Decline.
+Decline. A prefill server may
+have stages: its ranks then have some of the layers each, which an older peer refuses by their number.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class PrefillResult(msgspec.Struct, frozen=True):
 class RankInfo(msgspec.Struct, frozen=True):
     """One rank of one server instance, as its peers need to know it. Receivers have no ``endpoint``.
 
-    ``rank`` of ``tp_size`` is its place in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``.
+    ``rank`` of ``tp_size`` is its place in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
+    or stage ``pp_rank`` of ``pp_size``, whose layers the layout tells.
     """
 
     instance: str
@@ -71,6 +73,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL
     dp_rank: int = 0
     dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
 
     def mismatch(self, peer: RankInfo) -> str | None:
         """Why pages cannot travel from ``peer`` to us, as the name and both values of what differs; None: they can."""

@@ -6,6 +6,7 @@ scheduler acts on is what the whole group agrees on: the least advanced phase, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -13,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..common.api.errors import ServingError, TransferFailed
-from ..common.distributed.tp import TPGroup
+from ..common.api.errors import Aborted, ServingError, TransferFailed
+from ..common.distributed.agreement import Agreeing
 from ..common.engine.req import Req
 from .states import Phase
 
@@ -48,15 +49,20 @@ class Half:
     req: Req
     room: int
     stage: Stage
+    number: int = 0  # of this half among all that this rank has opened
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the group agrees on: ``phase`` is the least advanced rank's, ``settled`` that all ranks have ended."""
+    """What the group agrees on: ``phase`` is the least advanced rank's, ``settled`` that all ranks have ended.
+
+    ``aborted``: a rank knows that the client has left, so that no other attempt will come.
+    """
 
     half: Half
     phase: Phase
     settled: bool
+    aborted: bool = False
 
     @property
     def failing(self) -> bool:
@@ -66,10 +72,11 @@ class Progress:
 class Rooms:
     """The halves that are open on this rank. Every rank of the group holds equal ones, in equal order."""
 
-    def __init__(self, transport: Transport, tp: TPGroup):
+    def __init__(self, transport: Transport, group: Agreeing):
         self._transport = transport
-        self._tp = tp
+        self._group = group
         self._halves: dict[str, Half] = {}
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._halves)
@@ -82,7 +89,7 @@ class Rooms:
 
     def open(self, req: Req, stage: Stage) -> Half:
         assert req.bootstrap is not None and req.rid not in self._halves
-        half = self._halves[req.rid] = Half(req, req.bootstrap.room, stage)
+        half = self._halves[req.rid] = Half(req, req.bootstrap.room, stage, next(self._numbers))
         return half
 
     def of(self, req: Req) -> Half | None:
@@ -93,9 +100,17 @@ class Rooms:
         if not self._halves:
             return []
         halves = list(self)
-        phases = [self._transport.phase(half.room) for half in halves]
-        agreed = self._tp.min_reduce(np.array([(phase, phase.terminal) for phase in phases], np.int64))
-        return [Progress(half, Phase(phase), bool(settled)) for half, (phase, settled) in zip(halves, agreed)]
+        agreed = self._group.least("rooms", [half.number for half in halves],
+                                   np.array([self._standing(half) for half in halves], np.int64),
+                                   (Phase.RESERVING, False, True))
+        return [Progress(half, Phase(phase), bool(settled), not wanted)
+                for half, (phase, settled, wanted) in zip(halves, agreed)]
+
+    def _standing(self, half: Half) -> tuple[Phase, bool, bool]:
+        """This rank's phase, whether it is the last, and whether the client is still there as far as it knows."""
+        phase = self._transport.phase(half.room)
+        left = phase <= Phase.ABORTING and isinstance(self._transport.error(half.room), Aborted)
+        return phase, phase.terminal, not left
 
     def abort(self, half: Half, error: ServingError) -> None:
         """Stop this half on every rank; its pages stay held until the transfer has settled."""

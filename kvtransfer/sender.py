@@ -42,13 +42,14 @@ class KVSender:
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
-                 dp_size: int = 1):
+                 dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1):
         self._checksum = make_checksum(register_pool(backend, layout, num_pages, regions), num_pages)
         self._backend = backend
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = control_socket(self._context, zmq.ROUTER)
         self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
-                                        layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size)
+                                        layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
+                                        pp_rank=pp_rank, pp_size=pp_size)
         self._channels = Channels(secret_of(args.cluster_secret))
         self._timing = Timing.of(args)
         self._core = SenderCore(self.info, self._timing, _bytes_of(layout))

@@ -11,12 +11,13 @@ A kept token goes to nobody but the request that it was drawn for: a request of 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from ..common.distributed.tp import TPGroup
+from ..common.distributed.agreement import Agreeing
 from ..common.engine.req import Req
 from ..common.kvcache.manager import KVCacheManager
 from ..common.kvcache.tails import Tail
@@ -33,6 +34,7 @@ class Kept:
     asked: tuple[object, ...]
     tail: Tail | None
     result: PrefillResult
+    number: int
     until: float | None = None
     watched: bool = False
 
@@ -40,10 +42,11 @@ class Kept:
 class KeptPrompts:
     """By room. All ranks of a group, fed the same calls, hold equal ones."""
 
-    def __init__(self, cache: KVCacheManager, sender: KVSender, tp: TPGroup, seconds: float):
+    def __init__(self, cache: KVCacheManager, sender: KVSender, group: Agreeing, seconds: float):
         self._cache = cache
         self._sender = sender
-        self._tp = tp
+        self._group = group
+        self._numbers = itertools.count()
         self._seconds = seconds
         self._kept: dict[int, Kept] = {}
         self.num_reused = 0
@@ -58,7 +61,7 @@ class KeptPrompts:
         if self._seconds == 0 or req.hold.node is None or req.hidden is not None:
             return
         tail = req.hold.tail or self._cache.keep_tail(req.hold, req.prompt)
-        self._kept[room] = Kept(req.prompt, _asked(req), tail, result)
+        self._kept[room] = Kept(req.prompt, _asked(req), tail, result, next(self._numbers))
 
     def failed(self, room: int, now: float, *, wanted: bool) -> None:
         """The transfer failed; ``wanted``: another attempt may come."""
@@ -103,8 +106,9 @@ class KeptPrompts:
         """Let go of what decode has taken over on all ranks, and of what is overdue."""
         watched = [room for room, kept in self._kept.items() if kept.watched]
         if watched:
-            taken = self._tp.min_reduce(np.array([self._sender.taken(room) for room in watched], np.int64))
-            for room, gone in zip(watched, taken):
+            taken = self._group.least("kept", [self._kept[room].number for room in watched],
+                                      np.array([[self._sender.taken(room)] for room in watched], np.int64), (False,))
+            for room, (gone,) in zip(watched, taken):
                 if gone:
                     self.drop(room)
         for room in [room for room, kept in self._kept.items() if kept.until is not None and kept.until <= now]:

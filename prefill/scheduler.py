@@ -8,15 +8,16 @@ before it goes on with a request, another attempt finds what was computed (kept.
 
 from __future__ import annotations
 
-from ..common.api.errors import Aborted, InvalidRequest, ServingError
+from ..common.api.errors import InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
-from ..common.distributed.tp import TPGroup
+from ..common.distributed.agreement import Agreeing
 from ..common.engine.batcher import Batcher
 from ..common.engine.executor import Executor, Step
 from ..common.engine.ledger import Ledger
-from ..common.engine.pipeline import Pipeline
 from ..common.engine.req import Req
+from ..common.engine.stage_executor import StageExecutor, StageStep
+from ..common.engine.stage_pipeline import pipeline_of
 from ..kvtransfer.messages import PrefillResult
 from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
 from ..kvtransfer.sender import KVSender
@@ -28,18 +29,18 @@ from .kept import KeptPrompts
 class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that each request's room leads to."""
 
-    def __init__(self, batcher: Batcher, executor: Executor, ledger: Ledger, sender: KVSender, tp: TPGroup,
-                 num_groups: int, *, overlap: bool, kv_retain_seconds: float,
+    def __init__(self, batcher: Batcher, executor: Executor | StageExecutor, ledger: Ledger, sender: KVSender,
+                 group: Agreeing, num_groups: int, *, overlap: bool, kv_retain_seconds: float,
                  transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
         self.ledger = ledger
         self.sender = sender
-        self.rooms = Rooms(sender, tp)
+        self.rooms = Rooms(sender, group)
         self._departures = Departures(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
-        self._pipeline = Pipeline(batcher, executor, self._take_in, overlap=overlap)
+        self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[str, tuple[list[int], Logprobs | None]] = {}
-        self._kept = KeptPrompts(batcher.cache, sender, tp, kv_retain_seconds)
+        self._kept = KeptPrompts(batcher.cache, sender, group, kv_retain_seconds)
         self._now = 0.0
 
     @property
@@ -114,7 +115,7 @@ class PrefillScheduler:
         elif progress.failing:
             error = self.rooms.error_of(half)
             self.abort(half.req, error)
-            self._kept.failed(half.room, self._now, wanted=not isinstance(error, Aborted))
+            self._kept.failed(half.room, self._now, wanted=not progress.aborted)
             self.ledger.fail(half.req, error)
         elif half.stage is Stage.MEETING and progress.phase >= Phase.RESERVED:
             half.req.mark("meeting")
@@ -137,7 +138,7 @@ class PrefillScheduler:
         self._departures.computed_before(half.room, req.hold.ids.copy())
         self._hand_over(half, req.take(result.token_id), result)
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step: Step | StageStep) -> None:
         for gain in step.gains():
             half = self.rooms.of(gain.req)
             if half is not None and half.stage is Stage.COMPUTING and gain.error is not None:

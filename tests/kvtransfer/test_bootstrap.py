@@ -86,7 +86,7 @@ async def test_registering_waits_for_the_server_but_not_for_ever():
     await asyncio.sleep(0.2)
     async with BootstrapServer("127.0.0.1", port) as server:
         await asyncio.to_thread(thread.join)
-        assert server.ranks == {(0, 0): info()}
+        assert server.ranks == {(0, 0, 0): info()}
 
 
 async def test_something_else_at_the_address_is_an_error_not_a_hang():

@@ -69,7 +69,7 @@ def test_nothing_is_posted_without_a_lease(pair):
 def test_a_cut_connection_ends_both_halves_and_the_next_session_works(make_pair):
     pair = make_pair("fake", peer_timeout=0.6)
     with contextlib.closing(Proxy(pair.sender.info.endpoint)) as proxy:
-        pair.bootstrap.server.ranks[0, 0] = msgspec.structs.replace(pair.sender.info, endpoint=proxy.endpoint)
+        pair.bootstrap.server.ranks[0, 0, 0] = msgspec.structs.replace(pair.sender.info, endpoint=proxy.endpoint)
         pair.reserve(1)
         pair.expect(1)
         pair.until(1, Phase.RESERVED)
