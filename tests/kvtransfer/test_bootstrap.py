@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import aiohttp
+import msgspec
 import pytest
 
 from baton.common.api.errors import ConfigError
@@ -40,6 +41,18 @@ async def test_a_server_is_found_once_all_of_its_ranks_are_there():
         assert await asyncio.to_thread(fetch_ranks, address, 1.0) == expected
         await asyncio.to_thread(register_rank, url, info("alone"))  # restarted with fewer
         assert await asyncio.to_thread(fetch_ranks, address, 1.0) == [info("alone")]
+
+
+async def test_stages_are_ranks_of_their_own():
+    async with BootstrapServer("127.0.0.1", 0) as server:
+        address, url = ("127.0.0.1", server.port), f"http://127.0.0.1:{server.port}"
+        ranks = [msgspec.structs.replace(info(f"{stage}{rank}", rank, 2), pp_rank=stage, pp_size=2)
+                 for stage in range(2) for rank in range(2)]
+        for rank in reversed(ranks):
+            with pytest.raises(NotRegistered):
+                await asyncio.to_thread(fetch_ranks, address, 1.0)
+            await asyncio.to_thread(register_rank, url, rank)
+        assert await asyncio.to_thread(fetch_ranks, address, 1.0) == ranks
 
 
 async def test_answers_to_bad_requests_are_sentences():

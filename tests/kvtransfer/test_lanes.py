@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -93,3 +94,47 @@ def test_what_does_not_fit_is_named(change, words):
     prefill = side(2, 8, (5,))
     layout = {name: getattr(prefill.layout, name) for name in KVLayout.__struct_fields__} | change
     assert words in why_not(prefill, Side(1, KVLayout(**layout)))
+
+
+def stages_of(whole: Side, counts: tuple[int, ...]) -> list[Side]:
+    """A server's stages, each of so many layers."""
+    firsts = np.cumsum([0, *counts])
+    groups = [(count - count // 2, count // 2) if count > 1 else (count,) for count in counts]
+    return [Side(whole.tp_size, msgspec.structs.replace(whole.layout, groups=cut, first_layer=int(first),
+                                                        of_layers=whole.layout.num_layers))
+            for first, cut in zip(firsts, groups)]
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (1, 3, 1)])
+@pytest.mark.parametrize("p, d", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("groups", [(5,), (2, 3)])
+def test_stages_write_their_layers_of_every_decode_rank(p, d, counts, groups):
+    heads, whole, decode = 4, side(p, 4, (5,)), side(d, 4, groups)
+    sources, targets, expected = pools(whole, heads, True), pools(decode, heads, False), pools(decode, heads, True)
+    cuts, first = set(), 0
+    for stage, count in zip(stages_of(whole, counts), counts):
+        assert why_not(stage, decode) is None
+        for j in range(d):
+            for i in writers_of(j, stage, decode):
+                way = lane(i, stage, j, decode)
+                cuts.add(way.dst_blocks)
+                mine = np.split(sources[i][0][:, first:first + count], np.cumsum(stage.layout.groups)[:-1], axis=1)
+                for piece in way.pieces:
+                    n, m = way.src_blocks[piece.src_group], way.dst_blocks[piece.dst_group]
+                    dst = targets[j][piece.dst_group].reshape(PAGES * m, -1)
+                    blocks = expand(np.arange(PAGES), m, piece.dst)
+                    assert not dst[blocks].any(), "written twice"
+                    dst[blocks] = np.ascontiguousarray(mine[piece.src_group]).reshape(PAGES * n, -1)[
+                        expand(np.arange(PAGES), n, piece.src)]
+        first += count
+    assert len(cuts) == 1, "all stages cut decode's pages alike"
+    for got, want in zip(itertools.chain(*targets), itertools.chain(*expected)):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_stages_of_another_model_do_not_fit():
+    (_, last), decode = stages_of(side(1, 4, (5,)), (3, 2)), side(1, 4, (4,))
+    assert why_not(last, decode) == "num_layers of the KV layout is 4 here and 5 there (3 to 4 in this stage)"
+    scaled = msgspec.structs.replace(last.layout, scales=((1.0, 1.0), (1.0, 2.0)))
+    own = msgspec.structs.replace(side(1, 4, (5,)).layout, scales=((1.0, 1.0),) * 5)
+    assert "in layer 4 are (1.0, 1.0) here and (1.0, 2.0) there" in why_not(Side(1, scaled), Side(1, own))
