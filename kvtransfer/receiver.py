@@ -29,8 +29,6 @@ from .timing import Timing
 
 Socket = zmq.Socket[bytes]
 
-PROGRESS_INTERVAL = 1e-3  # how often a transport without a thread is looked after while pages may arrive
-
 
 class KVReceiver:
     """Reserves pages for prompts with the prefill ranks that compute them, and waits for their content.
@@ -154,7 +152,8 @@ class KVReceiver:
         with self._lock:
             if self._core.idle:
                 return None
-            return PROGRESS_INTERVAL if self._core.expecting else self._timing.tick
+            interval = self._backend.progress_interval if self._core.expecting else None
+            return self._timing.tick if interval is None else interval
 
     def _carry_out(self) -> None:
         while (effect := self._next_effect()) is not None:

@@ -35,6 +35,8 @@ class Backend(Protocol):
     name: str
     lingering: float
     """Seconds for which a write may still land that has FAILED or whose peer was removed; 0 where it cannot."""
+    progress_interval: float | None
+    """Seconds between calls of ``progress`` while pages may arrive; None: it need not be called."""
 
     def register(self, regions: Sequence[Region], num_pages: int) -> None:
         """Make the pool's memory reachable, once. Raises ConfigError where the backend cannot."""
@@ -64,7 +66,7 @@ class Backend(Protocol):
 
     def progress(self) -> None:
         """Give the transport a moment at the target, where it has no thread of its own: connections are set up in it,
-        and over TCP also the bytes move. Called every millisecond or so while pages may arrive."""
+        and over TCP also the bytes move."""
 
     def close(self) -> None:
         """Drop all peers and the registration."""

@@ -89,6 +89,7 @@ class IpcBackend:
 
     name = "ipc"
     lingering = 0.0
+    progress_interval = None
 
     def __init__(self) -> None:
         self._memory: Memory | None = None

@@ -61,6 +61,7 @@ class NixlBackend:
 
     name = "nixl"
     lingering = 0.0
+    progress_interval = 1e-3
 
     def __init__(self) -> None:
         try:
