@@ -56,13 +56,13 @@ class RunChunks(Sequence[Chunk]):
 class Batch:
     """The chunks of one step. ``is_decode``: each is one token long and samples. Else the last ``num_riding`` of them
     are, and belong to running requests that ride along with prompts. ``run``: a decode batch's, whose chunks they are;
-    ``ends``: for some requests of the run it is the last step."""
+    ``ending``: places of those for whom it is the last step."""
 
     chunks: Sequence[Chunk]
     is_decode: bool
     num_riding: int = 0
     run: DecodeRun | None = None
-    ends: bool = False
+    ending: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:

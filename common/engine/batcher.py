@@ -53,7 +53,7 @@ class Batcher:
         self.running: list[Req] = []
         self.arriving: list[Req] = []
         self._left: int | None = None  # output tokens that those with pages have before them, once counted
-        self._run: DecodeRun | None = None  # of the last decode batch, while nothing else was launched and nobody left
+        self._run: DecodeRun | None = None  # of the last decode batch; None where requests decoded otherwise since
         self.num_retracted = 0
         self.num_preempted = 0
 
@@ -190,14 +190,16 @@ class Batcher:
             reqs = [req for req in self.running if not req.complete]
             if not reqs:
                 return None
-            run = self._run = DecodeRun(reqs, self.cache.page_size)
+            run = self._run = DecodeRun(reqs, self.cache.page_size, self._run)
         self.output.decoded()
-        return Batch(RunChunks(run), is_decode=True, run=run, ends=run.steps_left == 1)
+        return Batch(RunChunks(run), is_decode=True, run=run, ending=run.ending())
 
     def _current_run(self) -> DecodeRun | None:
         """That of the last decode batch, where the next one has the same requests."""
         run = self._run
-        return run if run is not None and run.steps_left and run.reqs == self.running else None
+        if run is None or run.gone or run.reqs != self.running or not run.steps_left:
+            return None
+        return run
 
     def _next_share(self) -> Batch | None:
         """One token of an equal share of the running requests, of those that are in no stage."""
@@ -298,7 +300,8 @@ class Batcher:
         if batch.run is not None:
             batch.run.advance()
             return
-        self._run = None
+        if batch.is_decode or batch.num_riding:
+            self._run = None
         for chunk in batch.chunks:
             chunk.req.num_computed_tokens = chunk.stop
             chunk.req.num_pending += chunk.samples
@@ -322,8 +325,8 @@ class Batcher:
     def detach(self, req: Req) -> None:
         """Take a request out of wherever it stands; it keeps its pages."""
         self._left = None
-        if self._run is not None and req in self._run.reqs:
-            self._run.over, self._run = True, None
+        if self._run is not None:
+            self._run.leave(req)
         if req in self.waiting:
             self.waiting.remove(req)
             return

@@ -16,35 +16,70 @@ from .req import Req
 
 
 class DecodeRun:
-    """``reqs`` decode together until one ends or leaves (``over``), or one joins: that is another run.
+    """``reqs`` decode together until one leaves or joins: what follows is another run, which takes over the arrays.
 
-    ``positions`` [B] int64 are those of the tokens that the next step computes; ``steps_left`` steps may be launched
-    until the first request has all the tokens that it asked for. ``plain``: parameters alone say how tokens are chosen,
-    and nothing but the token is told of a step; ``greedy``: all choose the likeliest.
+    ``positions`` [B] int64 are those of the tokens that the next step computes; ``left`` [B] int64: steps that may be
+    launched until the request has all the tokens that it asked for. ``plain``: parameters alone say how tokens are
+    chosen, and beside tokens a step tells nothing; ``greedy``: all choose the likeliest.
     """
 
-    def __init__(self, reqs: list[Req], page_size: int):
-        """None of ``reqs`` is complete, and each has computed all of its tokens but the last."""
+    def __init__(self, reqs: list[Req], page_size: int, before: DecodeRun | None = None):
+        """None of ``reqs`` is complete, and each has computed all of its tokens but the last. ``before`` ran last, and
+        its requests have not been computed otherwise since."""
         self.reqs = reqs
-        self.over = False
-        self.positions = np.array([req.num_computed_tokens for req in reqs], np.int64)
-        self.steps_left = min(req.max_tokens - req.length for req in reqs)
-        self.plain = all(_plain(req) for req in reqs)
-        self.greedy = all(req.sampling.greedy for req in reqs)
-        self.stop_ids = frozenset().union(*{req.stop_ids for req in reqs})
         self._page_size = page_size
-        self._seeded = any(req.sampling.seed is not None for req in reqs)
-        self._held = np.array([0 if req.hold is None else req.hold.count * page_size for req in reqs], np.int64)
+        kept = _kept(reqs, before)
+        new = reqs[len(kept):]
+        self._holds = [req.hold for req in reqs]
+        self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
+        self.left = np.array([req.max_tokens - req.length for req in new], np.int64)
+        self._held = np.array([0 if req.hold is None else req.hold.count * page_size for req in new], np.int64)
+        self._facts = np.array([(_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
+                               bool).reshape(-1, 3)
+        self._unreported = list(range(len(kept), len(reqs)))
         self._kv_indptr = np.zeros(len(reqs) + 1, np.int32)
         self._kv_indices = np.empty(0, np.int32)
+        self.stop_ids = frozenset().union(*{req.stop_ids for req in new})
+        if before is not None and len(kept):
+            self._take_over(before, kept)
+        self.plain, self.greedy, self._seeded = (bool(self._facts[:, 0].all()), bool(self._facts[:, 1].all()),
+                                                 bool(self._facts[:, 2].any()))
+        self.gone: list[int] = []  # places of those that left
         self._rows: list[Choosing] | None = None
-        self._reported = False
+
+    def _take_over(self, before: DecodeRun, kept: np.ndarray) -> None:
+        """What ``before`` has of the requests at its places ``kept``, the first of this run."""
+        self.positions = np.concatenate((before.positions[kept], self.positions))
+        self.left = np.concatenate((before.left[kept], self.left))
+        self._held = np.concatenate((before._held[kept], self._held))
+        facts = before._facts[kept]
+        for place in np.flatnonzero(~facts[:, 0]).tolist():
+            facts[place, 0] = _plain(self.reqs[place])  # now that it has ``min_new_tokens``
+        self._facts = np.concatenate((facts, self._facts))
+        self.stop_ids |= before.stop_ids  # of some that left, too: those tokens are looked at twice
+        waiting = set(before._unreported)
+        self._unreported += [place for place, was in enumerate(kept.tolist()) if was in waiting] if waiting else []
+        indptr, indices = before._kv_indptr, before._kv_indices
+        np.cumsum(np.diff(indptr)[kept], out=self._kv_indptr[1:len(kept) + 1])
+        self._kv_indptr[len(kept) + 1:] = self._kv_indptr[len(kept)]
+        cuts = np.flatnonzero(np.diff(kept) != 1) + 1
+        self._kv_indices = np.concatenate([indices[indptr[some[0]]:indptr[some[-1] + 1]] for some in
+                                           np.split(kept, cuts)])
 
     def __repr__(self) -> str:
-        return f"DecodeRun({len(self.reqs)} requests, {self.steps_left} steps left{', over' * self.over})"
+        return f"DecodeRun({len(self.reqs)} requests, {self.steps_left} steps left)"
 
     def __len__(self) -> int:
         return len(self.reqs)
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that all requests want."""
+        return int(self.left.min())
+
+    def ending(self) -> list[int]:
+        """Places of the requests whose last token the next step chooses."""
+        return np.flatnonzero(self.left == 1).tolist()
 
     def short(self) -> list[int]:
         """Places of the requests that have no page for the next step's token; ``grown`` is to be called for each."""
@@ -56,13 +91,18 @@ class DecodeRun:
         assert hold is not None
         self._held[place] = hold.count * self._page_size
 
+    def leave(self, req: Req) -> None:
+        """``req``, where it is of the run, has ended or gives its pages back."""
+        if req in self.reqs:
+            self.gone.append(self.reqs.index(req))
+
     def advance(self) -> None:
         """A step was launched."""
         for req in self.reqs:
             req.num_computed_tokens += 1
             req.num_pending += 1
         self.positions = self.positions + 1
-        self.steps_left -= 1
+        self.left -= 1
 
     def table(self) -> DecodeTable:
         """Where the next step's keys and values live. All requests have pages for it."""
@@ -98,13 +138,32 @@ class DecodeRun:
             self._rows = [Choosing(req.sampling, start + 1) for req, start in zip(self.reqs, self.positions.tolist())]
         return self._rows
 
-    def goes_on(self, token_ids: list[int], ends: bool) -> bool:
-        """Whether a step of this run, which was plain, has chosen tokens by which no request ends and of which nothing
-        is to be told but the tokens. ``ends``: it was some request's last."""
-        if ends or self.over or not self.stop_ids.isdisjoint(token_ids):
-            return False
-        self._reported = self._reported or all(req.reported and not req.stages for req in self.reqs)
-        return self._reported
+    def watched(self, token_ids: Sequence[int], ending: Sequence[int]) -> list[int]:
+        """Places, ascending, of requests of which more is to be said than that they gain ``token_ids`` [B] and go on: a
+        step's, when its results are taken in. ``ending``: what ``ending`` said of the step."""
+        places = {*self.gone, *ending}
+        if not self.stop_ids.isdisjoint(token_ids):
+            places.update(place for place, token_id in enumerate(token_ids) if token_id in self.stop_ids)
+        if self._unreported:
+            places.update(self._unreported)
+            reqs = self.reqs
+            self._unreported = [place for place in self._unreported if not reqs[place].reported or reqs[place].stages]
+        return sorted(places)
+
+
+def _kept(reqs: list[Req], before: DecodeRun | None) -> np.ndarray:
+    """The places in ``before`` of the first of ``reqs`` as far as they stand in the same order there, with the same
+    pages."""
+    places: list[int] = []
+    if before is None:
+        return np.array(places, np.int64)
+    following = iter(reqs)
+    wanted = next(following, None)
+    for place, (req, hold) in enumerate(zip(before.reqs, before._holds)):
+        if req is wanted and req.hold is hold:
+            places.append(place)
+            wanted = next(following, None)
+    return np.array(places, np.int64)
 
 
 def _plain(req: Req) -> bool:

@@ -50,13 +50,10 @@ class Step:
     hidden_report: HiddenReport | None
 
     def plain_tokens(self) -> list[int] | None:
-        """Wait for the step: the tokens of ``sampling``, where these go on with them and nothing else is to be told.
-        None where ``gains`` must say what has become of each."""
+        """Wait for the step: the tokens of ``sampling``, where these are all that a step of a run tells; else None, and
+        ``gains`` tells more."""
         run = self.batch.run
-        if run is None or not run.plain:
-            return None
-        token_ids = self.sampled.token_ids()
-        return token_ids if run.goes_on(token_ids, self.batch.ends) else None
+        return None if run is None or not run.plain else self.sampled.token_ids()
 
     def gains(self) -> list[Gain]:
         """Wait for the step; a gain for each chunk that reached its request's end, in batch order."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
 from .batcher import Batch, Batcher
-from .executor import Executor, Step
+from .executor import Executor, Gain, Step
 from .ledger import Ledger
 from .req import Req
 from .stage_executor import StageExecutor, StageStep
@@ -123,11 +123,9 @@ class UnifiedScheduler:
 
     def _take_in(self, step: Step | StageStep) -> None:
         if (token_ids := step.plain_tokens()) is not None:
-            if self._rate is not None:
-                self._rate.end()
-            self.ledger.gain_each(step.sampling, token_ids)
-            return
-        gains = step.gains()
+            gains = self._take_in_plain(step, token_ids)
+        else:
+            gains = step.gains()
         if self._rate is not None:
             self._rate.end()
         for gain in gains:
@@ -138,3 +136,16 @@ class UnifiedScheduler:
                 self._fail(req, gain.error)
             else:
                 self.report(req, req.take_pending(gain.token_id), gain.logprobs)
+
+    def _take_in_plain(self, step: Step, token_ids: list[int]) -> list[Gain]:
+        """Take in the tokens of a run's requests that go on with them; the gains of the others."""
+        run, reqs = step.batch.run, step.sampling
+        assert run is not None
+        watched = run.watched(token_ids, step.batch.ending)
+        if not watched:
+            self.ledger.gain_each(reqs, token_ids)
+            return []
+        apart = set(watched)
+        going = [place for place in range(len(reqs)) if place not in apart]
+        self.ledger.gain_each([reqs[place] for place in going], [token_ids[place] for place in going])
+        return [Gain(reqs[place], token_ids[place], None) for place in watched]

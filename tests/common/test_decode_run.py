@@ -1,0 +1,203 @@
+"""A run of decode steps has in its arrays what its requests say, whoever joins and leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from baton.common.api.messages import Generate, Outputs
+from baton.common.api.sampling import SamplingParams
+from baton.common.engine.batch import RunChunks
+from baton.common.engine.decode_inputs import DecodeInputs
+from baton.common.engine.decode_run import DecodeRun
+from baton.common.engine.executor import Step
+from baton.common.engine.forward_batch import Row, build_forward_batch, build_run_batch
+from baton.common.engine.req import Req
+from baton.common.kvcache.manager import KVCacheManager
+from baton.tests.bench import dummy_engine
+
+PAGE = 4
+CPU = torch.device("cpu")
+
+
+class Place:
+    """Requests whose prompts are computed, over a cache of pages."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        self.cache = KVCacheManager(4096, PAGE)
+        self.count = 0
+
+    def begun(self, **sampling):
+        self.count += 1
+        params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": int(self.rng.integers(2, 40))} | sampling)
+        prompt = self.rng.integers(0, 100, int(self.rng.integers(1, 60))).tolist()
+        req = Req.from_message(Generate(str(self.count), prompt, params), eos_ids=frozenset({1}), now=0.0, timeout=1.0)
+        req.hold = self.cache.begin(req.tokens.view(), 0)
+        assert self.cache.grow(req.hold, len(prompt))
+        req.num_computed_tokens, req.num_pending = len(prompt), 1
+        return req
+
+    def grow(self, run):
+        for place in run.short():
+            assert self.cache.grow(run.reqs[place].hold, run.reqs[place].length)
+            run.grown(place)
+
+
+def same(table, wanted):
+    for name, array in table._asdict().items():
+        other = getattr(wanted, name)
+        assert array.dtype == other.dtype and np.array_equal(array, other), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrays_are_those_of_the_requests(seed):
+    place = Place(seed)
+    reqs = [place.begun() for _ in range(6)]
+    run, runs, joined = None, 0, 6
+    for _ in range(150):
+        if run is None or reqs != run.reqs:
+            run, runs = DecodeRun(list(reqs), PAGE, run), runs + 1
+        place.grow(run)
+        anew = DecodeRun(list(reqs), PAGE)
+        same(run.table(), anew.table())
+        assert np.array_equal(run.left, anew.left) and run.ending() == anew.ending() and anew.stop_ids <= run.stop_ids
+        assert [(chunk.req, chunk.start, chunk.stop) for chunk in RunChunks(run)] == [
+            (req, req.num_computed_tokens, req.length) for req in reqs]
+        gone = [reqs[i] for i in run.ending()]
+        run.advance()
+        for req in reqs:  # the step before is taken in
+            req.take_pending(7)
+        assert all(req.complete for req in gone)
+        if place.rng.random() < 0.2 and len(reqs) > 2:  # one is retracted, and may come back with other pages
+            gone.append(reqs[int(place.rng.integers(len(reqs)))])
+        for req in gone:
+            run.leave(req)
+            if req in reqs:
+                reqs.remove(req)
+            place.cache.release(req.hold)
+        if gone and not gone[-1].complete and place.rng.random() < 0.5:
+            req = gone[-1]
+            req.hold = place.cache.begin(req.tokens.view(), 0)
+            assert place.cache.grow(req.hold, req.length)
+            reqs.append(req)
+        while len(reqs) < 3 or place.rng.random() < 0.15:
+            reqs.append(place.begun())
+            joined += 1
+    assert runs > 20 and joined > 12
+
+
+def test_a_request_that_returns_with_other_pages_is_a_new_one():
+    place = Place(0)
+    reqs = [place.begun(max_new_tokens=30) for _ in range(3)]
+    run = DecodeRun(reqs, PAGE)
+    place.grow(run)
+    run.table()
+    run.advance()
+    returning = reqs[-1]
+    place.cache.release(returning.hold)
+    place.begun()  # takes the pages that are free again
+    returning.hold = place.cache.begin(returning.tokens.view(), 0)
+    place.cache.grow(returning.hold, returning.length)
+    again = DecodeRun(list(reqs), PAGE, run)
+    place.grow(again)
+    same(again.table(), DecodeRun(list(reqs), PAGE).table())
+
+
+def test_what_is_watched():
+    place = Place(1)
+    reqs = [place.begun(max_new_tokens=9) for _ in range(4)]
+    run = DecodeRun(reqs, PAGE)
+    assert run.watched([5, 5, 5, 5], []) == [0, 1, 2, 3]  # the front knows none of them yet
+    for req in reqs:
+        req.reported = True
+    assert run.watched([5, 5, 5, 5], []) == [0, 1, 2, 3]
+    assert run.watched([5, 5, 5, 5], []) == []
+    assert run.watched([5, 1, 5, 5], []) == [1]  # an end-of-sequence token
+    assert run.watched([5, 5, 5, 5], [2]) == [2]
+    run.leave(reqs[3])
+    assert run.watched([1, 5, 5, 5], []) == [0, 3]
+
+
+@pytest.mark.parametrize(("sampling", "plain", "greedy"), [
+    ({}, True, True), ({"temperature": 1.0}, True, False), ({"min_new_tokens": 5}, False, True),
+    ({"frequency_penalty": 0.5}, False, True), ({"logit_bias": {3: 1.0}}, False, True)])
+def test_plain_runs(sampling, plain, greedy):
+    place = Place(2)
+    run = DecodeRun([place.begun(), place.begun(**sampling)], PAGE)
+    assert (run.plain, run.greedy) == (plain, greedy)
+    for _ in range(5):
+        for req in run.reqs:
+            req.take_pending(7)
+            req.num_pending += 1
+    following = DecodeRun(list(run.reqs), PAGE, run)
+    assert following.plain == (plain or "min_new_tokens" in sampling)
+
+
+@pytest.mark.parametrize("size", [5, 8])
+def test_graph_inputs(size):
+    """Three fills in turn, with padding: a batch that is built row by row has the same."""
+    place = Place(3)
+    inputs = DecodeInputs(8, 8 * 40, 4000, CPU)
+    for count in (5, 2, 5):
+        reqs = [place.begun() for _ in range(count)]
+        run = DecodeRun(reqs, PAGE)
+        place.grow(run)
+        table = run.table()
+        host = inputs.fill(table, size)
+        rows = [Row([0], req.num_computed_tokens, req.hold.ids) for req in reqs]
+        rows += [Row([0], 0, np.array([4000]))] * (size - count)
+        wanted = build_forward_batch(rows, PAGE, CPU, True)
+        for name in ("positions", "page_of_token", "offset_in_page", "kv_last_page_len", "kv_indptr", "kv_indices"):
+            expected = getattr(wanted, name)
+            assert torch.equal(inputs.tensors[name][:len(expected)], expected), name
+        for name, array in host.items():
+            assert np.array_equal(array, getattr(wanted, f"{name}_cpu")), name
+
+
+def test_a_runs_batch_is_the_one_built_row_by_row():
+    place = Place(4)
+    reqs = [place.begun() for _ in range(3)]
+    run = DecodeRun(reqs, PAGE)
+    place.grow(run)
+    built = build_run_batch(run.table(), torch.tensor([4, 5, 6]), CPU)
+    wanted = build_forward_batch([Row([4 + i], req.num_computed_tokens, req.hold.ids) for i, req in enumerate(reqs)],
+                                 PAGE, CPU, True)
+    for field in dataclasses.fields(wanted):
+        expected, found = getattr(wanted, field.name), getattr(built, field.name)
+        if isinstance(expected, torch.Tensor | np.ndarray):
+            assert np.array_equal(np.asarray(found), np.asarray(expected)), field.name
+
+
+def test_runs_change_no_token(monkeypatch):
+    """Requests join and end at different steps."""
+    def answers(runs):
+        found = {}
+
+        def take(message):
+            for output in message.items if isinstance(message, Outputs) else ():
+                tokens, ended = found.setdefault(output.rid, ([], []))
+                tokens += output.token_ids
+                assert output.num_output_tokens == len(tokens)
+                ended += [output.finish.reason] if output.finish else []
+
+        if not runs:
+            monkeypatch.setattr(Step, "plain_tokens", lambda step: None)
+        engine = dummy_engine.make(4000, 8, shape=dummy_engine.TINY, device="cpu")
+        engine._parts.ledger._send = take
+        if not runs:
+            monkeypatch.setattr(type(engine._parts.runner), "takes_runs", False)
+        for batch, given, made in ((3, 20, 30), (2, 7, 9), (1, 16, 40), (3, 50, 5)):
+            engine.start(batch, given, made)
+            for _ in range(5):
+                engine.step()
+        engine.finish()
+        return found
+
+    found = answers(True)
+    assert [len(tokens) for tokens, _ in found.values()] == [30] * 3 + [9] * 2 + [40] + [5] * 3
+    assert all(ended == ["length"] for _, ended in found.values())
+    assert found == answers(False)
