@@ -14,11 +14,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.model import load_model_spec
+from baton.common.distributed.pending import PendingSum
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
+from baton.common.layers.norm import RMSNorm
 from baton.common.quantization.float8 import dequantize_blocks, quantize_blocks
 from baton.common.quantization.scheme import AS_LOADED, Scheme
 from baton.common.weights.slots import allocator
+from baton.kernels.forms import Float8Rows
 from baton.tests.common.fp8_checkpoints import FINEGRAINED, FORMS, PACKED, SIZES, PlainLinear, save_float8, state
 from baton.tests.common.small_models import (
     expected_logits,
@@ -125,6 +128,23 @@ def test_ranks_hold_parts_of_what_one_rank_holds(name):
         torch.testing.assert_close(one, two, atol=atol, rtol=rtol)
     if scheme.stored:
         torch.testing.assert_close(whole[0][2], plain.weight)
+
+
+@pytest.mark.parametrize("scheme", [*AS_LOADED.values(), Scheme("tensor", "static", stored=True), None], ids=str)
+def test_norms_hand_over_rows_in_the_form_that_a_layer_takes(scheme):
+    """Float8 where the layer's weights are, and nothing that it computes changes."""
+    allocate = allocator(torch.float32, CPU, scheme)
+    layer = ColumnLinear(200, [Columns("a", 128, 0, 128)], False, allocate)
+    norm = RMSNorm("n", 200, 1e-5, allocate)
+    for slot in (*layer.slots(), *norm.slots()):
+        slot.fill(torch.full(slot.shape, 0.02) if "scale" in slot.holds else torch.randn(slot.shape))
+    x, residual = torch.randn(5, 200), torch.randn(5, 200)
+    plain, total = norm.add(x, residual)
+    given, same = norm.add_for(layer.form, x, residual)
+    assert isinstance(given, Float8Rows) == (scheme is not None)
+    assert torch.equal(layer(given), layer(plain)) and torch.equal(same, total)
+    pending, _ = norm.add_for(layer.form, PendingSum(x, TPGroup()), residual)
+    assert torch.equal(layer(pending), layer(plain))
 
 
 def test_static_scales_of_fused_projections():

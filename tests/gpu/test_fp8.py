@@ -16,6 +16,7 @@ from baton.common.engine.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
+from baton.common.layers.norm import RMSNorm
 from baton.common.quantization.scheme import AS_LOADED, Scheme
 from baton.common.tinychat import CHECKPOINT
 from baton.common.weights.loader import load_dummy
@@ -61,6 +62,23 @@ def test_linear_layers_equal_the_emulation(name, rows):
         results.append([layer(x.to(device)).float().cpu() for layer in (column, row)])
     for want, got in zip(*results):
         assert got.shape == want.shape and rms(got - want) < 0.02 * rms(want)  # float8 products add up with 14 bits
+
+
+@pytest.mark.parametrize("rows", [1, 64, 2000])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_norms_hand_over_float8(name, rows):
+    """What a layer makes of rows that its norm quantized is what it makes of them quantized by itself."""
+    allocate = allocator(torch.bfloat16, CUDA, SCHEMES[name])
+    layer = ColumnLinear(2048, [Columns(part, 1024, 0, 1024) for part in "ab"], True, allocate)
+    norm = RMSNorm("n", 2048, 1e-5, allocate)
+    for slot in (*layer.slots(), *norm.slots()):
+        slot.fill(values_of(slot))
+    x, residual = (torch.randn(rows, 2048, device=CUDA).bfloat16() for _ in range(2))
+    plain, total = norm.add(x, residual)
+    given, same = norm.add_for(layer.form, x, residual)
+    assert torch.equal(total, same)
+    want, got = layer(plain).float(), layer(given).float()
+    assert rms(got - want) < 0.005 * rms(want)  # a sum in another order may round a value otherwise
 
 
 def values_of(slot) -> torch.Tensor:
