@@ -1,4 +1,5 @@
-"""Sums over a few GPUs of one host, written straight into each other's memory over NVLink; and norms of such sums.
+"""Sums over a few GPUs of one host, written straight into each other's memory over NVLink; norms of such sums; and the
+two halves of a sum in two shots for themselves, a reduce-scatter and an all-gather.
 
 A decode step's messages are so small that NCCL's protocol is most of their time. In one shot every rank writes its part
 to all others. In two shots it gets from them its share alone, and writes the sum of that to them: fewer bytes, one way
@@ -17,6 +18,7 @@ stands in device memory: CUDA graphs replay in any order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -151,6 +153,52 @@ def _peer_sum_norm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, buffe
     tl.store(turns_ptr + slot, turn + 1)
 
 
+@triton.jit(do_not_specialize=["patience"])
+def _peer_scatter_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+                         SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+    slot = tl.program_id(0)
+    turn = tl.load(turns_ptr + slot)
+    place = (slot * 2 + turn % 2) * WORLD * SLOT_SIZE
+    column = tl.arange(0, BLOCK)
+    index = slot * BLOCK + column
+    inside = index < count
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            x = tl.load(x_ptr + rank * count + index, inside, other=0.0)
+            tl.store(buffers[rank] + place + RANK * SLOT_SIZE + column, _sendable(x, NOTHING), inside)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(WORLD):
+        if rank == RANK:
+            total += tl.load(x_ptr + rank * count + index, inside, other=0.0).to(tl.float32)
+        else:
+            taken = _take(buffers[RANK] + place + rank * SLOT_SIZE + column, inside, patience, NOTHING)
+            total += taken.to(y_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    tl.debug_barrier()  # all have read the turn
+    tl.store(y_ptr + index, total.to(y_ptr.dtype.element_ty), inside)
+    tl.store(turns_ptr + slot, turn + 1)
+
+
+@triton.jit(do_not_specialize=["patience"])
+def _peer_gather_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+                        SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+    slot = tl.program_id(0)
+    turn = tl.load(turns_ptr + slot)
+    place = (slot * 2 + turn % 2) * WORLD * SLOT_SIZE
+    column = tl.arange(0, BLOCK)
+    index = slot * BLOCK + column
+    inside = index < count
+    own = _sendable(tl.load(x_ptr + index, inside, other=0.0), NOTHING)
+    for step in tl.static_range(1, WORLD):
+        tl.store(buffers[(RANK + step) % WORLD] + place + RANK * SLOT_SIZE + column, own, inside)
+    for rank in tl.static_range(WORLD):
+        bits = own
+        if rank != RANK:
+            bits = _take(buffers[RANK] + place + rank * SLOT_SIZE + column, inside, patience, NOTHING)
+        tl.store(y_ptr + rank * count + index, bits.to(y_ptr.dtype.element_ty, bitcast=True), inside)
+    tl.debug_barrier()  # all have read the turn
+    tl.store(turns_ptr + slot, turn + 1)
+
+
 @dataclass(frozen=True)
 class Peers:
     """What the ranks share: of each, in rank order, a buffer ``[SLOTS * 2 * ranks * SLOT]`` int16 in memory that all
@@ -208,3 +256,27 @@ def peer_sum_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
         WORLD=peers.size, TWO_SHOTS=two_shots, SLOT_SIZE=SLOT, ROWS=each, BLOCK=block, NOTHING=EMPTY,
         num_warps=max(1, min(16, each * block // 256)))
     return y, total
+
+
+def peer_scatter(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> torch.Tensor:
+    """``[ranks * n, a]`` of each rank, summed over the ranks; this rank's ``[n, a]`` of that. See ``peer_sum``."""
+    y = x.new_empty(x.shape[0] // peers.size, *x.shape[1:])
+    assert x.is_contiguous() and y.numel() * peers.size == x.numel()
+    _over_blocks(_peer_scatter_kernel, x, y, y.numel(), peers, patience)
+    return y
+
+
+def peer_gather(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> torch.Tensor:
+    """``[n, a]`` of each rank to ``[ranks * n, a]``, in their order; zeros lose their sign. See ``peer_sum``."""
+    y = x.new_empty(x.shape[0] * peers.size, *x.shape[1:])
+    assert x.is_contiguous()
+    _over_blocks(_peer_gather_kernel, x, y, x.numel(), peers, patience)
+    return y
+
+
+def _over_blocks(kernel: Any, x: torch.Tensor, y: torch.Tensor, count: int, peers: Peers, patience: int) -> None:
+    """``count`` values of each rank."""
+    programs = -(-count // _BLOCK)
+    assert 0 < programs <= SLOTS and x.dtype.itemsize == 2
+    kernel[(programs,)](x, y, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size,
+                        SLOT_SIZE=SLOT, BLOCK=_BLOCK, NOTHING=EMPTY, num_warps=16)

@@ -47,8 +47,9 @@ def _trouble(group: TPGroup) -> str | None:
     results: list[torch.Tensor] = []
 
     def collect() -> list[torch.Tensor]:
-        scattered = group.reduce_scatter_rows(torch.ones(group.size, 8, device=group.device) * (group.rank + 1))
-        return [scattered, *(group.all_reduce(value.clone()) for value in values),
+        parts = [value.expand(group.size, -1).contiguous() for value in values]
+        return [*(group.reduce_scatter_rows(part) for part in parts),
+                *(group.all_reduce(value.clone()) for value in values),
                 group.all_gather_last_dim(values[0]), group.all_gather_rows(values[0])]
 
     collect()  # NCCL connects its ranks at the first call, which cannot be captured

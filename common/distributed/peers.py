@@ -64,6 +64,14 @@ class PeerSums:
         return kernel.peer_sum_norm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
                                     patience=patience)
 
+    def scatter_sum(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
+        """This rank's part of the sum of ``rows`` [ranks * n, ...], which ``takes`` took."""
+        return kernel.peer_scatter(rows, self.shared, patience=patience)
+
+    def gather(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
+        """The ranks' ``rows`` [n, ...], which ``takes`` took, to ``[ranks * n, ...]``."""
+        return kernel.peer_gather(rows, self.shared, patience=patience)
+
     def _in_two(self, tensor: torch.Tensor) -> bool:
         """Two ranks send as much in one shot; shares of other sizes than a power of two are not to be had."""
         return self._size in (4, 8) and tensor.nbytes * (self._size - 1) > _TWO_SHOT_TRAFFIC
@@ -87,6 +95,9 @@ class PeerSums:
                     y, total = self.sum_normed(mine, torch.ones_like(mine), weight, 1e-5, patience)
                     normed = torch.nn.functional.rms_norm(wanted + 1, (width,), eps=1e-5)
                     right = _close(total, wanted + 1) and _close(y, normed)
+                gathered = self.gather(mine, patience)
+                summed = self.scatter_sum(gathered, patience).float() / self._size  # of equal rows on every rank
+                right = right and _close(summed, mine.float())
                 self.sum(mine, patience)
                 if not (right and _close(mine, wanted)):
                     patience, found = 1, found or f"a sum of {rows} x {width} values of {dtype} was wrong"
@@ -98,12 +109,17 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def connect_all(parallel: Parallel) -> None:
-    """Give the groups of a host's GPUs that sum in every layer their shared memory. A collective of all ranks."""
+    """Give the groups of a host's GPUs that meet in every layer their shared memory. A collective of all ranks."""
     if parallel.device.type != "cuda":
         return
-    for group in {id(group): group for group in (parallel.world, parallel.attention)}.values():
+    groups = [parallel.world, parallel.attention]
+    if parallel.attention.size > 1:
+        groups.append(parallel.across)
+    for group in {id(group): group for group in groups}.values():
         if group.size > 1:
             group.peers = connect(group)
+    if parallel.across.size == parallel.world.size:  # the same ranks
+        parallel.across.peers = parallel.world.peers
 
 
 def connect(group: TPGroup) -> PeerSums | None:

@@ -29,7 +29,7 @@ from baton.kernels.moe_experts import moe_experts
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
-from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_sum, peer_sum_norm
+from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, peer_scatter, peer_sum, peer_sum_norm
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
@@ -173,6 +173,10 @@ def summed_and_normed(tokens: int, width: int, world: int, two_shots: bool) -> N
     peer_sum_norm(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world), two_shots=two_shots)
 
 
+def met(tokens: int, world: int) -> None:
+    peer_scatter(peer_gather(of(tokens, 4096), peers(world)), peers(world))
+
+
 def peers(world: int) -> Peers:
     return Peers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(SLOTS))
 
@@ -277,6 +281,8 @@ CASES: dict[str, Callable[[], object]] = {
     "peer_sum of 4, two shots": lambda: summed(7, 4, BF16, True),
     "peer_sum of 8, two shots": lambda: summed(7, 8, BF16, True),
     "peer_sum of 4, float16": lambda: summed(7, 4, FP16, True),
+    "peer_gather and peer_scatter of 2": lambda: met(7, 2),
+    "peer_gather and peer_scatter of 8": lambda: met(7, 8),
     "peer_sum_norm 4096 of 2": lambda: summed_and_normed(7, 4096, 2, False),
     "peer_sum_norm 5120 of 2": lambda: summed_and_normed(7, 5120, 2, False),
     "peer_sum_norm 2048 of 2, 200 rows": lambda: summed_and_normed(200, 2048, 2, False),
@@ -296,7 +302,8 @@ FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
        "skinny_matmul 7 rows", "greatest",
        "draw, truncated",
-       "peer_sum of 2, one shot", "peer_sum of 2, two shots", "copy_blocks 4 KiB"]
+       "peer_sum of 2, one shot", "peer_sum of 2, two shots", "peer_sum_norm 4096 of 2",
+       "peer_gather and peer_scatter of 2", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
@@ -319,6 +326,8 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "draw, truncated": lambda n: drawn(n, 128256, True),
     "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
     "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),
+    "peer_sum_norm 4096 of 2": lambda n: summed_and_normed(n, 4096, 2, False),
+    "peer_gather and peer_scatter of 2": lambda n: met(n, 2),
     "copy_blocks 4 KiB": lambda n: copied(n, 4096),
 }
 """Cases by the size of their batch: what was compiled for the case serves ``SIZES`` too, while requests wait."""

@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.peer_sum import EMPTY, SLOT, SLOTS, Peers, buffer_values, peer_sum, peer_sum_norm, rows_a_program
+from baton.kernels.peer_sum import (
+    EMPTY,
+    SLOT,
+    SLOTS,
+    Peers,
+    buffer_values,
+    peer_gather,
+    peer_scatter,
+    peer_sum,
+    peer_sum_norm,
+    rows_a_program,
+)
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
@@ -109,6 +120,36 @@ def test_norm_of_a_sum_in_two_shots():
     wanted, wanted_total = reference.peer_sum_norm(parts, residual, weight, 1e-5)
     assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
     assert fakes.is_empty
+
+
+def arrived_blocks(fakes: Fakes, parts: list[torch.Tensor]) -> None:
+    """Every other rank has sent these values, 4096 a program."""
+    for source, part in enumerate(parts):
+        for slot, block in enumerate(part.flatten().split(4096) if source != fakes.peers.rank else ()):
+            fakes.area(fakes.peers.rank, slot, source)[:len(block)] = block.view(torch.int16)
+
+
+@pytest.mark.parametrize("rank,size,turns", [(1, 2, 0), (2, 4, 3)])
+def test_a_rank_gathers_all_rows(rank, size, turns):
+    parts = parts_of(size, 50, 100)
+    fakes = Fakes(rank, size, turns)
+    arrived_blocks(fakes, parts)
+    assert torch.equal(peer_gather(parts[rank], fakes.peers, patience=1), torch.cat(parts))
+    sent = torch.cat([fakes.area(rank - 1, slot, rank)[:4096] for slot in range(2)])[:5000]
+    assert torch.equal(sent.view(torch.float16).view(50, 100), parts[rank])
+    assert fakes.is_empty and fakes.peers.turns[:3].tolist() == [turns + 1, turns + 1, turns]
+
+
+@pytest.mark.parametrize("rank,size,turns", [(1, 2, 0), (2, 4, 3)])
+def test_a_rank_sums_its_rows(rank, size, turns):
+    parts = parts_of(size, 50 * size, 100)
+    fakes = Fakes(rank, size, turns)
+    arrived_blocks(fakes, [part[50 * rank:50 * rank + 50] for part in parts])
+    assert torch.equal(peer_scatter(parts[rank], fakes.peers, patience=1),
+                       reference.peer_sum(parts)[50 * rank:50 * rank + 50])
+    sent = torch.cat([fakes.area(0, slot, rank)[:4096] for slot in range(2)])[:5000]
+    assert torch.equal(sent.view(torch.float16).view(50, 100), parts[rank][:50])
+    assert fakes.is_empty and fakes.peers.turns[:3].tolist() == [turns + 1, turns + 1, turns]
 
 
 def test_rows_that_do_not_fit():
