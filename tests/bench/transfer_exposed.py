@@ -5,8 +5,9 @@
 
 Router, prefill server (GPU 0) and decode server (the last GPU) of a Llama-3-8B-shaped dummy for each setting
 ``BACKEND:OVERLAP``, values of ``--disaggregation-transfer-backend`` and ``--kv-transfer-overlap``. All servers start at
-once; a workload ``TOKENS:CONCURRENCY:REQUESTS`` runs on one setting after the other, alone. The exposed time is the
-prefill server's metric: seconds between a prompt's last layer and its last page's arrival, a request's mean.
+once; a workload ``TOKENS:CONCURRENCY:REQUESTS`` runs on one setting after the other, alone; a fourth number is the
+``--chunked-prefill-size`` to run it with. The exposed time is the prefill server's metric: seconds between a prompt's
+last layer and its last page's arrival, a request's mean.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from pathlib import Path
 
 import torch
 
-from ..integration.harness import Cluster
+from ..integration.harness import Cluster, post_json
 from . import load
 from .relay import LLAMA_8B
 
 SETTINGS = "ipc:layers,nixl:layers,ipc:chunk,ipc:prompt"
 WORKLOADS = "1024:1:8,4096:1:6,16384:1:3,32768:1:2,1024:32:64,4096:32:64"
+CHUNK = 8192
 COUNTERS = {"done": "kv_transfers_done", "exposed": "kv_transfer_exposed_seconds", "bytes": "kv_bytes_sent"}
 
 
@@ -53,21 +55,26 @@ def started(clusters: list[Cluster]) -> Iterator[None]:
             list(pool.map(Cluster._kill, clusters))
 
 
-def measure(name: str, at: Cluster, work: load.Workload) -> dict[str, float | str]:
+def measure(name: str, at: Cluster, work: load.Workload, chunk: int) -> dict[str, float | str]:
     """One row; milliseconds."""
+    limits = {"server_args": {"chunked_prefill_size": chunk}}
+    status, answer = post_json(at.prefill[0].url + "/set_internal_state", limits)
+    assert status == 200, answer
     before = at.prefill[0].state()["counters"]
     row = asyncio.run(load.run(at.url, work))
     after = at.prefill[0].state()["counters"]
     grown = {short: after[key] - before[key] for short, key in COUNTERS.items()}
     exposed = grown["exposed"] / max(1, grown["done"]) * 1e3
-    return {"setting": name, "tokens": work.input_tokens, "concurrency": work.concurrency, "failed": row["failed"],
+    return {"setting": name, "tokens": work.input_tokens, "concurrency": work.concurrency, "chunk": chunk,
+            "req_s": row["req_s"], "failed": row["failed"],
             "mib": grown["bytes"] / max(1, grown["done"]) / 2**20, "ttft_p50": row["ttft_p50"],
             "ttft_p99": row["ttft_p99"], "exposed": exposed, "share": exposed / float(row["ttft_p50"])}
 
 
 def told(row: dict[str, float | str]) -> str:
-    return (f"{row['setting']:14}{row['tokens']:>7}{row['concurrency']:>5}{row['failed']:>8}{row['mib']:>9.1f}"
-            f"{row['ttft_p50']:>11.1f}{row['ttft_p99']:>11.1f}{row['exposed']:>11.2f}{row['share']:>9.1%}")
+    return (f"{row['setting']:14}{row['tokens']:>7}{row['concurrency']:>5}{row['chunk']:>7}{row['req_s']:>8.2f}"
+            f"{row['failed']:>8}{row['mib']:>9.1f}{row['ttft_p50']:>11.1f}{row['ttft_p99']:>11.1f}"
+            f"{row['exposed']:>11.2f}{row['share']:>9.1%}")
 
 
 def main() -> None:
@@ -80,8 +87,8 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     names, rows = args.settings.split(","), []
     workloads = [tuple(map(int, work.split(":"))) for work in args.workloads.split(",")]
-    print(f"{'setting':14}{'tokens':>7}{'c':>5}{'failed':>8}{'MiB':>9}{'TTFT p50':>11}{'p99':>11}{'exposed':>11}"
-          f"{'share':>9}", flush=True)
+    print(f"{'setting':14}{'tokens':>7}{'c':>5}{'chunk':>7}{'req/s':>8}{'failed':>8}{'MiB':>9}{'TTFT p50':>11}"
+          f"{'p99':>11}{'exposed':>11}{'share':>9}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 40960}))
@@ -90,9 +97,10 @@ def main() -> None:
         with started(list(clusters.values())):
             for at in clusters.values():
                 asyncio.run(load.run(at.url, load.Workload(workloads[0][0], 1, 2, 1)))  # warm-up
-            for tokens, concurrency, requests in workloads:
+            for tokens, concurrency, requests, *chunk in workloads:
                 for name, at in clusters.items():
-                    rows.append(measure(name, at, load.Workload(tokens, 1, requests, concurrency)))
+                    work = load.Workload(tokens, 1, requests, concurrency)
+                    rows.append(measure(name, at, work, *chunk or [CHUNK]))
                     print(told(rows[-1]), flush=True)
                     if args.out:
                         args.out.write_text(json.dumps({"command": " ".join(sys.argv), "gpus": gpus, "rows": rows}))
