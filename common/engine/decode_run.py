@@ -120,7 +120,8 @@ class DecodeRun:
     def _add_pages(self, pages: np.ndarray, missing: np.ndarray) -> None:
         """Put the pages up to ``pages`` of the requests at ``missing`` behind those that the table has of them."""
         before, indptr = self._kv_indices, self._kv_indptr
-        parts, at = [], 0
+        parts: list[np.ndarray] = []
+        at = 0
         for place, last in zip(missing.tolist(), pages[missing].tolist()):
             begin, end = int(indptr[place]), int(indptr[place + 1])
             hold = self.reqs[place].hold

@@ -137,7 +137,7 @@ class UnifiedScheduler:
             else:
                 self.report(req, req.take_pending(gain.token_id), gain.logprobs)
 
-    def _take_in_plain(self, step: Step, token_ids: list[int]) -> list[Gain]:
+    def _take_in_plain(self, step: Step | StageStep, token_ids: list[int]) -> list[Gain]:
         """Take in the tokens of a run's requests that go on with them; the gains of the others."""
         run, reqs = step.batch.run, step.sampling
         assert run is not None
