@@ -2,7 +2,8 @@
 
 A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine, ``sizes`` among them: of the
 decode steps that are padded, on a GPU those of CUDA graphs, of which there are none without it. OUT gets the tokens of
-every prompt of this rank, and what was seen on the way.
+every prompt of this rank, and what was seen on the way. With ``peers`` the GPUs exchange rows through each other's
+memory, from that case on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from baton.common.api.messages import Outputs
 from baton.common.config.server import KernelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel, init_parallel
+from baton.common.distributed.peers import connect_all
 from baton.common.distributed.pending import PendingSum
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.padded_steps import PaddedSteps
@@ -59,6 +61,9 @@ def run(case: dict, joined: Parallel) -> dict:
     experts = ExpertShare(joined.world, *case.pop("experts", ()))
     parallel = Parallel(joined.world, joined.attention, joined.across, experts,
                         dp_head=case.pop("dp_head", False))
+    if case.pop("peers", False):
+        connect_all(joined)
+        assert joined.across.peers is not None
     prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
     kernels = KernelArgs(disable_cuda_graph=not sizes, cuda_graph_bs=sizes)
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, **case)

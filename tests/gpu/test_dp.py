@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.common.config.server import KernelArgs
 from baton.tests.common.small_models import save_model
 from baton.tests.common.small_moe import save_moe
 from baton.tests.common.test_dp import alone, make_prompts, run_groups
@@ -27,13 +28,20 @@ def test_two_groups_on_two_gpus(tmp_path):
     cases = [{"checkpoint": str(folder), "prompts": prompts, "page_size": 16, **options}
              for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]], "page_size": 16})
+    short = {"checkpoint": str(dense), "prompts": prompts, "page_size": 16, "dtype": "bfloat16", "sizes": [4]}
+    cases += [short, short | {"peers": True}]
     ranks = run_groups(2, tmp_path, cases, "cuda")
+    wanted = {(folder, group): alone(folder, prompts[group], page_size=16, device="cuda:0",
+                                     kernels=KernelArgs(disable_cuda_graph=True))
+              for folder in (dense, moe) for group in range(2)}
     for group, seen in enumerate(ranks):
         assert all(seen["exchanges"])
         for (folder, _), found in zip(variants, seen["cases"]):
-            assert found["tokens"] == alone(folder, prompts[group], page_size=16, device="cuda:0"), (group, folder)
+            assert found["tokens"] == wanted[folder, group], (group, folder)
+        by_nccl, by_peers = seen["cases"][-2:]
+        assert by_nccl["tokens"] == by_peers["tokens"], "sums of two have no order"
     for case in range(3, 6):
         replayed = ranks[0]["cases"][case]["replayed"]
         assert replayed and replayed == ranks[1]["cases"][case]["replayed"]
         assert set(replayed) <= set(variants[case][1]["sizes"])
-    assert ranks[1]["cases"][-1]["tokens"] == alone(dense, prompts[1], page_size=16, device="cuda:0")
+    assert ranks[1]["cases"][len(variants)]["tokens"] == wanted[dense, 1]

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.peer_sum import EMPTY, SLOTS, Peers, buffer_values, peer_sum, peer_sum_norm
+from baton.kernels.peer_sum import (
+    EMPTY,
+    SLOTS,
+    Peers,
+    buffer_values,
+    peer_gather,
+    peer_scatter,
+    peer_sum,
+    peer_sum_norm,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -88,6 +97,23 @@ def test_norms_of_sums(size, two_shots, rows, width):
             assert torch.equal(own[i][1], total)
             assert torch.allclose(own[i][0].float(), wanted.float(), atol=2e-2, rtol=2e-2)
             assert torch.equal(own[i][0], found[0][i][0]), "ranks differ"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_come_together_and_part(size):
+    parts = [torch.randn(60, 4096, device="cuda").bfloat16() for _ in range(size)]
+
+    def meet(ranks: Ranks, rank: int, patience: int) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered = peer_gather(parts[rank], ranks.peers[rank], patience=patience)
+        return gathered, peer_scatter(gathered, ranks.peers[rank], patience=patience)
+
+    warm_up(size, meet)
+    ranks = Ranks(size)
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(size)]
+    ranks.run(lambda rank: found[rank].extend(meet(ranks, rank, PATIENCE) for _ in range(9)))
+    for rank, own in enumerate(found):
+        wanted = reference.peer_sum([parts[rank]] * size)
+        assert all(torch.equal(gathered, torch.cat(parts)) and torch.equal(summed, wanted) for gathered, summed in own)
 
 
 def test_graphs_take_turns_with_other_sums():
