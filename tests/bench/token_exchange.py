@@ -7,6 +7,9 @@ One process a rank, over NCCL where there are as many GPUs, else over gloo. Each
 the MLP: gather and part by a sum of all rows on all ranks (``around``), gather and sum the own rows alone (``summed``),
 and beside them the bare collectives on equal parts: all-gather and reduce-scatter. ``uneven`` gives group 0 the tokens
 and the others one each, as while one prefills. Microseconds, the slowest rank's median.
+
+On GPUs also what an exchange (``summed``) costs in a CUDA graph of 32, as decode steps have it: by NCCL, and where the
+parts are small through the peers' memory.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ import numpy as np
 import torch
 
 from ...common.distributed.parallel import Parallel, init_parallel
+from ...common.distributed.peers import connect_all
 from ...common.engine.meeting import Meeting
 
-_WARM, _REPEATS = 5, 30
+_WARM, _REPEATS, _IN_GRAPH = 5, 30, 32
 
 
 def main() -> None:
@@ -68,6 +72,8 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
         for kind in ("even", "uneven"):
             counts = [tokens if kind == "even" or group == 0 else 1 for group in range(args.dp_size)]
             rows.append({"tokens": float(tokens), "kind": kind, **measured(parallel, counts, args.hidden, dtype)})
+    if device.type == "cuda":
+        rows += graph_rows(parallel, [int(tokens) for tokens in args.tokens.split(",")], args.hidden, dtype)
     host = Meeting(parallel)
     rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(
         parallel, lambda: host.agree(1, 1, decodes=True))})
@@ -85,6 +91,33 @@ def measured(parallel: Parallel, counts: list[int], hidden: int, dtype: torch.dt
         "summed": timed(parallel, lambda: exchange.summed(lambda y: y, x)),
         "collectives": timed(parallel, lambda: across.reduce_scatter_rows(across.all_gather_rows(equal))),
     }
+
+
+def graph_rows(parallel: Parallel, tokens: list[int], hidden: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"tokens": float(count), "kind": "graph"} for count in tokens]
+    for way in ("nccl", "peers"):
+        if way == "peers":
+            connect_all(parallel)
+        for row, count in zip(rows, tokens):
+            row[way] = in_graph(parallel, count, hidden, dtype)
+    return rows
+
+
+def in_graph(parallel: Parallel, tokens: int, hidden: int, dtype: torch.dtype) -> float:
+    """Microseconds of one exchange of so many rows of each group."""
+    x = torch.randn(tokens, hidden, device=parallel.device).to(dtype)
+    parallel.tokens.begin([tokens] * parallel.dp_size)
+
+    def exchange() -> None:
+        parallel.tokens.summed(lambda y: y, x)
+
+    exchange()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_IN_GRAPH):
+            exchange()
+    return timed(parallel, graph.replay) / _IN_GRAPH
 
 
 def timed(parallel: Parallel, work: Callable[[], object]) -> float:
@@ -105,7 +138,9 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     print(f"{args.ranks} ranks, {args.dp_size} groups, {where}, rows of {args.hidden} {args.dtype}; microseconds")
     print(f"{'tokens':>8} {'parts':>7} {'around':>10} {'summed':>10} {'collectives':>12}")
     for row in rows:
-        if "microseconds" in row:
+        if "nccl" in row:
+            print(f"{row['tokens']:8.0f} in a graph: {row['nccl']:.1f} by NCCL, {row['peers']:.1f} with peers' memory")
+        elif "microseconds" in row:
             print(f"host meeting, once a turn: {row['microseconds']:.0f}")
         else:
             print(f"{row['tokens']:8.0f} {row['kind']:>7} {row['around']:10.0f} {row['summed']:10.0f} "
