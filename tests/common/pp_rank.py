@@ -7,6 +7,7 @@ abort where the case names one. OUT gets what rank 0 answered, and when each ste
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -48,11 +49,16 @@ def logits_of(checkpoint: str, parallel: Parallel) -> torch.Tensor:
 class Front:
     """In place of a channel: what arrives in each turn, and the end when all is answered."""
 
-    inbox = None
-
     def __init__(self, turns: list[list], engine: Engine):
         self.turns = turns
         self.engine = engine
+        self._ready, filled = os.pipe()
+        os.write(filled, b"!")
+
+    @property
+    def inbox(self) -> int | None:
+        """What a turn waits for beside results."""
+        return self._ready if self.turns or not self.engine.ledger.live else None
 
     def receive(self, wait_ms: int) -> list:
         if self.turns:
