@@ -113,7 +113,11 @@ def _nowhere(message: FromEngine) -> None:
 
 def measure(parallel: Parallel, args: argparse.Namespace, chunks: list[int]) -> list[float]:
     parts = build(parallel, args, max(chunks))
-    found = [seconds_of(parts, args, chunk) for chunk in chunks]
+    found = []
+    for chunk in chunks:
+        found.append(seconds_of(parts, args, chunk))
+        if parallel.everyone.rank == 0:
+            print(f"{parallel.stages.size} stages, chunks of {chunk}: {found[-1]:.3f} s", flush=True)
     if parts.line is not None:
         parts.line.close()
     del parts
