@@ -8,15 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton.common.api.messages import Generate, State
 from baton.common.api.sampling import SamplingParams
-from baton.common.distributed.parallel import Parallel
-from baton.common.distributed.tp import TPGroup
 from baton.common.engine.balancer import Balancer
-from baton.common.engine.meeting import Meeting
 from baton.common.engine.states import merged
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import save_model
@@ -89,32 +84,6 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
     assert 0 < len(small["replayed"]) < len(whole["replayed"]) < whole["turns"]
     expected = [greedy(model, prompt, 8 + 5 * i) for i, prompt in enumerate(prompts[0])]
     assert ranks[0]["cases"][0]["tokens"] == expected
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
-       st.sets(st.integers(1, 32), min_size=1).map(sorted))
-def test_either_all_groups_replay_one_size_or_none_does(groups, sizes):
-    def size_for(rows):
-        return next((size for size in sizes if size >= rows), None)
-
-    told = np.array([[rows, rows, 0, decodes or not rows] for rows, decodes in groups])
-    turns = []
-    for rank in range(len(groups)):
-        across = TPGroup(rank, len(groups))
-        across.gather_ints = lambda values: told
-        meeting = Meeting(Parallel(TPGroup(rank, len(groups)), TPGroup(), across))
-        rows, decodes = groups[rank]
-        turn = meeting.agree(rows, rows, decodes=decodes)
-        turns.append(turn and turn.replayed(size_for))
-    assert all(turn == turns[0] for turn in turns)
-    most = max(rows for rows, _ in groups)
-    if not most:
-        assert turns[0] is None
-    elif any(rows and not decodes for rows, decodes in groups) or most > sizes[-1]:
-        assert turns[0].size is None and turns[0].tokens == [max(rows, 1) for rows, _ in groups]
-    else:
-        assert turns[0].size == size_for(most)
-        assert turns[0].tokens == turns[0].scored == [turns[0].size] * len(groups)
 
 
 def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:
