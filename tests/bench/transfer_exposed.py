@@ -5,9 +5,9 @@
 
 Router, prefill server (GPU 0) and decode server (the last GPU) of a Llama-3-8B-shaped dummy for each setting
 ``BACKEND:OVERLAP``, values of ``--disaggregation-transfer-backend`` and ``--kv-transfer-overlap``. All servers start at
-once; a workload ``TOKENS:CONCURRENCY:REQUESTS`` runs on one setting after the other, alone; a fourth number is the
-``--chunked-prefill-size`` to run it with. The exposed time is the prefill server's metric: seconds between a prompt's
-last layer and its last page's arrival, a request's mean.
+once; a workload ``TOKENS:CONCURRENCY:REQUESTS`` runs on one setting after the other, alone; with a fourth number,
+the ``--chunked-prefill-size``, on the first setting only. The exposed time is the prefill server's metric: seconds
+between a prompt's last layer and its last page's arrival, a request's mean.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from . import load
 from .relay import LLAMA_8B
 
 SETTINGS = "ipc:layers,nixl:layers,ipc:chunk,ipc:prompt"
-WORKLOADS = "1024:1:8,4096:1:6,16384:1:3,32768:1:2,1024:32:64,4096:32:64"
+WORKLOADS = ("1024:1:8,4096:1:5,16384:1:3,32768:1:2,1024:32:64,4096:32:32,"
+             "4096:32:32:4096,1024:32:64:4096,1024:32:64:2048")
 CHUNK = 8192
 COUNTERS = {"done": "kv_transfers_done", "exposed": "kv_transfer_exposed_seconds", "bytes": "kv_bytes_sent"}
 
@@ -98,7 +99,7 @@ def main() -> None:
             for at in clusters.values():
                 asyncio.run(load.run(at.url, load.Workload(workloads[0][0], 1, 2, 1)))  # warm-up
             for tokens, concurrency, requests, *chunk in workloads:
-                for name, at in clusters.items():
+                for name, at in list(clusters.items())[:1 if chunk else None]:
                     work = load.Workload(tokens, 1, requests, concurrency)
                     rows.append(measure(name, at, work, *chunk or [CHUNK]))
                     print(told(rows[-1]), flush=True)
