@@ -44,6 +44,7 @@ class DecodeRun:
             self._take_over(before, kept)
         self.plain, self.greedy, self._seeded = (bool(self._facts[:, 0].all()), bool(self._facts[:, 1].all()),
                                                  bool(self._facts[:, 2].any()))
+        self.steps_left = int(self.left.min())  # that all requests want
         self.gone: list[int] = []  # places of those that left
         self._rows: list[Choosing] | None = None
 
@@ -72,14 +73,9 @@ class DecodeRun:
     def __len__(self) -> int:
         return len(self.reqs)
 
-    @property
-    def steps_left(self) -> int:
-        """Steps that all requests want."""
-        return int(self.left.min())
-
     def ending(self) -> list[int]:
         """Places of the requests whose last token the next step chooses."""
-        return np.flatnonzero(self.left == 1).tolist()
+        return np.flatnonzero(self.left == 1).tolist() if self.steps_left == 1 else []
 
     def short(self) -> list[int]:
         """Places of the requests that have no page for the next step's token; ``grown`` is to be called for each."""
@@ -103,6 +99,7 @@ class DecodeRun:
             req.num_pending += 1
         self.positions = self.positions + 1
         self.left -= 1
+        self.steps_left -= 1
 
     def table(self) -> DecodeTable:
         """Where the next step's keys and values live. All requests have pages for it."""

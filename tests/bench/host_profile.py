@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import dataclasses
 import json
 import pstats
 import statistics
@@ -312,6 +313,54 @@ def closed_loop(engine: HandEngine, length: int, users: int, steps: int, clocks:
     return {"ms": 1e3 * took / steps, "tok_s": rate}
 
 
+def by_size(engine: HandEngine, length: int) -> dict[str, Any]:
+    """Milliseconds of prefill steps of 1, 2, 4 and 8 prompts."""
+    found = {}
+    for count in (1, 2, 4, 8):
+        times = []
+        for _ in range(4):
+            engine.start(count, length, 1)
+            engine.synchronize()
+            begin = time.perf_counter()
+            engine.step()
+            engine.synchronize()
+            times.append(1e3 * (time.perf_counter() - begin))
+            engine.finish()
+        found[str(count)] = statistics.median(times[1:])
+    print(f"\n## prefill of 1, 2, 4, 8 x {length}, ms a step: {found}", flush=True)
+    return found
+
+
+def mixed(engine: HandEngine, riding: int, length: int, context: int) -> dict[str, Any]:
+    """Prompts in steps of their own between decode steps, and with the decode rows riding along."""
+    batcher = engine._scheduler.batcher
+    engine.start(riding, context, 300)
+    while engine.prefilling:
+        engine.step()
+    plain, found = batcher.args, {}
+    for name, args in (("apart", plain), ("riding", dataclasses.replace(plain, enable_mixed_chunk=True))):
+        batcher.set_args(args)
+        for _ in range(12):
+            engine.step()
+        engine.synchronize()
+        begin = time.perf_counter()
+        for _ in range(10):
+            engine.step()
+        engine.synchronize()
+        alone = 1e2 * (time.perf_counter() - begin)
+        engine.start(16, length, 1)
+        begin, steps = time.perf_counter(), 0
+        while engine.prefilling:
+            engine.step()
+            steps += 1
+        engine.synchronize()
+        found[name] = {"decode_ms": alone, "prompts_ms": 1e3 * (time.perf_counter() - begin), "steps": steps}
+    batcher.set_args(plain)
+    print(f"\n## 16 prompts of {length} beside {riding} that decode: {found}", flush=True)
+    engine.finish()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
@@ -334,7 +383,7 @@ def main() -> None:
     clocks = Clocks()
     watch_classes()
     make: dict[str, Any] = {"device": "cpu", "shape": dummy_engine.TINY} if tiny else {}
-    length, wide, steps = (64, 4, 8) if tiny else (4096, 256, 40)
+    length, wide, steps = (64, 20, 8) if tiny else (4096, 256, 40)
     engine = dummy_engine.make(20_000 if tiny else 330_000, wide, sizes=(1, 64, wide), **make)
     watch(engine)
     settle_collector()
@@ -350,6 +399,8 @@ def main() -> None:
         watch(small)
         settle_collector()
         attempt("decode of the small one", lambda: decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B"))
+    attempt("by size", lambda: by_size(engine, length // 4))
+    attempt("mixed", lambda: mixed(engine, wide - 16 if not tiny else 2, length // 4, length // 8))
     attempt("closed loop", lambda: closed_loop(engine, length, 8, 8, clocks))
     clocks.close()
 
