@@ -160,7 +160,7 @@ class Worker:
         return rates
 
     def _zeros(self, shape: tuple[int, int]) -> torch.Tensor:
-        if self._args.backend == "ipc" and self._device.type == "cpu":
+        if self._args.backend in ("auto", "ipc") and self._device.type == "cpu":
             return torch.from_numpy(shared_bytes(shape[0] * shape[1])).view(shape)
         return torch.zeros(shape, dtype=torch.uint8, device=self._device)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from ...common.api.errors import ConfigError
 from .base import Backend
+
+logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = None) -> Backend:
@@ -13,6 +17,8 @@ def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = Non
 
     Raises ConfigError for an unknown name or a missing library.
     """
+    if name == "auto":
+        return _nearest(host)
     if name == "fake":
         from .fake import FakeBackend
         return FakeBackend()
@@ -25,4 +31,15 @@ def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = Non
     if name == "mooncake":
         from .mooncake import MooncakeBackend
         return MooncakeBackend(host, ib_device)
-    raise ConfigError(f"--disaggregation-transfer-backend must be nixl, ipc, mooncake or fake, not {name!r}.")
+    raise ConfigError(f"--disaggregation-transfer-backend must be auto, nixl, ipc, mooncake or fake, not {name!r}.")
+
+
+def _nearest(host: str) -> Backend:
+    """Of a host's memory, and of a network where its library is installed."""
+    from .nearest import NearestBackend
+    backends = [make_backend("ipc")]
+    try:
+        backends.append(make_backend("nixl", host))
+    except ConfigError as error:
+        logger.warning("Pages travel within this host only: %s", error)
+    return NearestBackend(backends)

@@ -47,7 +47,7 @@ class FakeBackend:
 
     name = "fake"
     lingering = 0.0
-    progress_interval = None
+    progress_interval: float | None = None
 
     def __init__(self) -> None:
         self.gate = threading.Event()

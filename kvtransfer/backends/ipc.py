@@ -89,7 +89,7 @@ class IpcBackend:
 
     name = "ipc"
     lingering = 0.0
-    progress_interval = None
+    progress_interval: float | None = None
 
     def __init__(self) -> None:
         self._memory: Memory | None = None

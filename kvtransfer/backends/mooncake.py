@@ -65,7 +65,7 @@ class MooncakeBackend:
     """``host`` is the address that peers reach this process at. Raises ConfigError when the engine does not start."""
 
     name = "mooncake"
-    progress_interval = None
+    progress_interval: float | None = None
 
     def __init__(self, host: str, ib_device: str | None) -> None:
         os.environ.setdefault("GLOG_minloglevel", "2")  # its INFO lines go to stderr for every connection

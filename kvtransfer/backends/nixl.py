@@ -61,7 +61,7 @@ class NixlBackend:
 
     name = "nixl"
     lingering = 0.0
-    progress_interval = 1e-3
+    progress_interval: float | None = 1e-3
 
     def __init__(self) -> None:
         try:

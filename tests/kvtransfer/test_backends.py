@@ -24,7 +24,7 @@ def test_runs_are_neighbours_on_both_sides(src, dst, expected):
 
 
 def test_an_unknown_backend_is_a_sentence():
-    with pytest.raises(ConfigError, match="must be nixl, ipc, mooncake or fake, not 'pigeon'"):
+    with pytest.raises(ConfigError, match="must be auto, nixl, ipc, mooncake or fake, not 'pigeon'"):
         make_backend("pigeon")
 
 

@@ -15,9 +15,9 @@ TransferOverlap = Literal["layers", "chunk", "prompt"]
 @dataclass(frozen=True)
 class DisaggregationArgs:
     disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
-    disaggregation_transfer_backend: Literal["nixl", "ipc", "mooncake", "fake"] = flag("nixl", help=(
+    disaggregation_transfer_backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag("nixl", help=(
         "how KV pages travel; 'ipc' copies them between GPUs (or processes) of one host at the speed of their link, "
-        "'fake' moves them over the control channel, for tests"))
+        "'auto' does that where it reaches and else takes nixl; 'fake' moves them over the control channel, for tests"))
     disaggregation_ib_device: str | None = flag(None, help=(
         "RDMA devices of the mooncake backend, with commas between them; without it mooncake uses TCP"))
     disaggregation_bootstrap_port: int = flag(8998, help="port of a prefill server's bootstrap server")
@@ -42,7 +42,7 @@ class DisaggregationArgs:
     @property
     def shares_memory(self) -> bool:
         """Whether peers on this host map the KV pool."""
-        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend == "ipc"
+        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend in ("auto", "ipc")
 
     def __post_init__(self) -> None:
         if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":
