@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 _BLOCK = 1024
 _MOST_PARTS = 16
@@ -34,7 +34,10 @@ class Alignment:
 
 # Counts change with every step: specialized on 1 and on multiples of 16 the kernels would compile while requests wait.
 @triton.jit(do_not_specialize=["total", "per_part"])
-def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+                      PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     place = tl.program_id(0)
     part = tl.program_id(1)
     begin = part * per_part
@@ -49,7 +52,9 @@ def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, PARTS: tl.constex
 @triton.jit(do_not_specialize=["total", "per_part", "num_blocks"])
 def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr, total, per_part, num_blocks,
                      num_places, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_PLACES: tl.constexpr,
-                     BLOCK: tl.constexpr):
+                     BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     place = tl.program_id(0)  # num_places: what is behind the last
     part = tl.program_id(1)
     each = tl.arange(0, BLOCK_PLACES)
@@ -105,8 +110,9 @@ def moe_align(places: torch.Tensor, num_places: int, block: int) -> Alignment:
         per_part = triton.cdiv(triton.cdiv(total, parts), _BLOCK) * _BLOCK
         counts = torch.empty((num_places, parts), dtype=torch.int32, device=places.device)
         places = places.contiguous()
-        _moe_count_kernel[(num_places, parts)](places, counts, total, per_part, PARTS=parts, BLOCK=_BLOCK)
+        _moe_count_kernel[(num_places, parts)](places, counts, total, per_part, PARTS=parts, BLOCK=_BLOCK,
+                                               **pdl(places))
         _moe_sort_kernel[(num_places + 1, parts)](
             places, counts, rows, place, positions, total, per_part, num_blocks, num_places, ROWS=block, PARTS=parts,
-            BLOCK_PLACES=triton.next_power_of_2(num_places), BLOCK=_BLOCK)
+            BLOCK_PLACES=triton.next_power_of_2(num_places), BLOCK=_BLOCK, **pdl(places))
     return Alignment(rows, place, positions, block)

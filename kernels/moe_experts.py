@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .forms import Scales
 from .fp8_quantize import quantize_groups
 from .moe_align import moe_align
@@ -15,7 +15,10 @@ from .moe_tiles import Tiles, device_name, tiles_for
 
 
 @triton.jit
-def _moe_sum_kernel(made_ptr, places_ptr, out_ptr, num_places, columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def _moe_sum_kernel(made_ptr, places_ptr, out_ptr, num_places, columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+                    PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -63,7 +66,7 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
                     a_scale=given_scale, b_scale=down_scale)
     block = min(1024, triton.next_power_of_2(hidden))
     _moe_sum_kernel[(tokens, triton.cdiv(hidden, block))](made, places.contiguous(), out, num_places, hidden,
-                                                          CHOICES=choices, BLOCK=block)
+                                                          CHOICES=choices, BLOCK=block, **pdl(x))
     return out
 
 

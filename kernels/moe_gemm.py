@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ._triton import tl, triton
+from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .moe_align import Alignment
 from .moe_tiles import Tile
 
@@ -20,7 +20,10 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, rows_ptr, 
                      num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth, choices,
                      GATED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
                      ROW_SCALED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                     BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr):
+                     BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr,
+                     PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     # Programs go through a band of row blocks before the next columns, so that an expert's matrix stays in the cache.
     program = tl.program_id(0)
     column_blocks = tl.cdiv(columns, BLOCK_COLUMNS)
@@ -112,5 +115,5 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
             a.stride(0), b.stride(0), sizes[0], sizes[-1], choices,
             GATED=gated, WEIGHTED=weights is not None, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
             WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
-            BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages)
+            BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages, **pdl(a))
     return out

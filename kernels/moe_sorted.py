@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ._triton import tl, triton
+from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .moe_align import Alignment
 from .moe_gemm import SCALE_GROUP
 from .moe_tiles import Tile
@@ -70,16 +70,18 @@ def _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_
 def _moe_up_kernel(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, rows_ptr, place_ptr, total, num_blocks,
                    columns, depth, a_stride, scale_columns, scale_depth, choices, band, SCALES: tl.constexpr,
                    GROUP: tl.constexpr, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-                   BLOCK_DEPTH: tl.constexpr):
+                   BLOCK_DEPTH: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     block, column_block = _block_of_program(num_blocks, tl.cdiv(columns, BLOCK_COLUMNS), band)
-    place = tl.load(place_ptr + block)
-    if place < 0:
-        return
     start_row = block * BLOCK_ROWS
     column = column_block * BLOCK_COLUMNS
+    place = tl.load(place_ptr + block)
     full = True
-    if HALVES:
+    if HALVES:  # asked for before the place is waited for
         full = tl.load(rows_ptr + start_row + BLOCK_ROWS // 2) < total
+    if place < 0:
+        return
     if full:
         _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_row, place, column, total, columns,
                  depth, a_stride, scale_columns, scale_depth, choices, SCALES, GROUP, BLOCK_ROWS, BLOCK_COLUMNS,
@@ -118,16 +120,18 @@ def _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, out_desc, start_row, pl
 def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, rows_ptr, place_ptr, total,
                      num_blocks, columns, depth, scale_columns, scale_depth, band, SCALES: tl.constexpr,
                      GROUP: tl.constexpr, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-                     BLOCK_DEPTH: tl.constexpr):
+                     BLOCK_DEPTH: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     block, column_block = _block_of_program(num_blocks, tl.cdiv(columns, BLOCK_COLUMNS), band)
-    place = tl.load(place_ptr + block)
-    if place < 0:
-        return
     start_row = block * BLOCK_ROWS
     column = column_block * BLOCK_COLUMNS
+    place = tl.load(place_ptr + block)
     full = True
-    if HALVES:
+    if HALVES:  # asked for before the place is waited for
         full = tl.load(rows_ptr + start_row + BLOCK_ROWS // 2) < total
+    if place < 0:
+        return
     if full:
         _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, out_desc, start_row, place, column, columns, depth,
                    scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH)
@@ -138,7 +142,9 @@ def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, out_desc,
 
 @triton.jit
 def _moe_sum_sorted_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr, out_ptr, num_places, columns,
-                           CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+                           CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -191,7 +197,7 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
         _tiles_of(out, tile.rows // 2, tile.columns), aligned.rows, aligned.place, total, num_blocks, columns, depth,
         a.stride(0), scale_columns, scale_depth, choices, tile.band, SCALES=how, GROUP=SCALE_GROUP,
         HALVES=tile.rows >= HALVED, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages)
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(a))
     return out
 
 
@@ -213,7 +219,7 @@ def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, t
         _tiles_of(out, tile.rows // 2, tile.columns), aligned.rows, aligned.place, total, num_blocks, columns, depth,
         scale_columns, scale_depth, tile.band, SCALES=how, GROUP=SCALE_GROUP, HALVES=tile.rows >= HALVED,
         BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth, num_warps=tile.warps,
-        num_stages=tile.stages)
+        num_stages=tile.stages, **pdl(a))
     return out
 
 
@@ -223,4 +229,5 @@ def sum_sorted(made: torch.Tensor, places: torch.Tensor, num_places: int, weight
     tokens, columns = out.shape
     block = min(1024, triton.next_power_of_2(columns))
     _moe_sum_sorted_kernel[(tokens, triton.cdiv(columns, block))](
-        made, places, weights, aligned.positions, out, num_places, columns, CHOICES=places.shape[1], BLOCK=block)
+        made, places, weights, aligned.positions, out, num_places, columns, CHOICES=places.shape[1], BLOCK=block,
+        **pdl(made))

@@ -57,16 +57,14 @@ def tiles_for(tokens: int, num_places: int, hidden: int, size: int, choices: int
 
 def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:
     """By the rows that an expert gets. Few: the weights are read once whatever the tile, by many programs. Many: as
-    much reuse as registers allow; the gated product holds two tiles."""
+    much reuse as registers allow; the gated product holds two tiles. Both fit an A100's shared memory."""
+    if rows_each <= 32 or dtype == torch.float32:
+        rows = next(rows for rows in (16, 32, 64) if rows_each <= rows or rows == 64)
+        depth = 128 if dtype.itemsize <= 2 else 32
+        return Tiles(Tile(rows, 64, depth, 1, 4, 3), Tile(rows, 128, depth, 1, 4, 3))
     depth = 128 // dtype.itemsize
-    if rows_each <= 16:
-        return Tiles(Tile(16, 64, depth, 1, 4, 4), Tile(16, 128, depth, 1, 4, 4))
-    if rows_each <= 32:
-        return Tiles(Tile(32, 64, depth, 8, 4, 4), Tile(32, 128, depth, 8, 4, 4))
-    if rows_each <= 96 or dtype == torch.float32:
-        return Tiles(Tile(64, 64, depth, 16, 4, 3), Tile(64, 128, depth, 16, 4, 3))
     # Float8 by blocks holds a product beside each sum that it is scaled into.
-    return Tiles(Tile(128, 128 if dtype.itemsize > 1 else 64, depth, 16, 8, 3), Tile(128, 128, depth, 16, 8, 3), True)
+    return Tiles(Tile(128, 128 if dtype.itemsize > 1 else 64, depth, 4, 8, 3), Tile(128, 128, depth, 4, 8, 3), True)
 
 
 @lru_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .forms import Choice
 
 
@@ -13,7 +13,9 @@ from .forms import Choice
 def _moe_topk_kernel(logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, groups, each, scaling, TOP_K: tl.constexpr,
                      TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, PAIRS: tl.constexpr,
                      LIMITED: tl.constexpr, BIASED: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-                     BLOCK_EACH: tl.constexpr, BLOCK_K: tl.constexpr):
+                     BLOCK_EACH: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
     member = tl.arange(0, BLOCK_EACH)
@@ -79,5 +81,5 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice) -> tu
             TOP_K=how.top_k, TOP_GROUPS=how.top_groups, SIGMOID=how.scoring == "sigmoid",
             RENORMALIZE=how.renormalize, PAIRS=how.group_score == "top2", LIMITED=limited, BIASED=bias is not None,
             BLOCK_GROUPS=block_groups, BLOCK_EACH=block_each, BLOCK_K=triton.next_power_of_2(how.top_k),
-            num_warps=max(1, min(8, block_groups * block_each // 128)))
+            num_warps=max(1, min(8, block_groups * block_each // 128)), **pdl(logits))
     return ids, weights
