@@ -71,9 +71,7 @@ class TPGroup:
         """``[..., n]`` on each rank to ``[..., size * n]``, in rank order."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group_of(tensor))
-        return torch.cat(parts, dim=-1)
+        return torch.cat(tuple(self.all_gather_rows(tensor.contiguous()[None])), dim=-1)
 
     def all_gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[n, a]`` on each rank, n equal on all, to ``[size * n, a]``, in rank order."""

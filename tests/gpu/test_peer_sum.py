@@ -1,5 +1,5 @@
 """Sums through peers' memory with all ranks on one GPU, each on a stream of its own: the kernels' protocol, without the
-link. Waits are bounded, so that an error ends."""
+link. Waits are bounded, so that an error ends. All ranks' programs have to find room on the GPU at once."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sums(size, two_shots):
 
 
 @pytest.mark.parametrize("size,two_shots", TWO_SHOTS)
-@pytest.mark.parametrize("rows,width", [(1, 4096), (64, 4096), (3, 5120), (200, 2048), (7, 8192)])
+@pytest.mark.parametrize("rows,width", [(1, 4096), (64, 4096), (3, 5120), (130, 2048), (7, 8192)])
 def test_norms_of_sums(size, two_shots, rows, width):
     weight = torch.rand(width, device="cuda").bfloat16()
     residual = torch.randn(rows, width, device="cuda").bfloat16()
