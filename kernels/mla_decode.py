@@ -10,15 +10,17 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import runs_triton, tl, triton
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
 from .join_pieces import join_pieces
+from .mla_decode_narrow import _mla_decode_narrow_kernel
 from .paged_decode import Tile
 
 _MOST_HEADS = 64
+# Two programs of 16 heads fit a multiprocessor of an H100 or H200; of their 3 tiles one is computed.
+_NARROW = Tile(tokens=32, warps=4, stages=3)
 # Each latent is found by an index that is loaded before it: only from 5 stages on the compiler (Triton 3.6) has a
-# second tile on its way while one is computed. Two programs of 16 heads then fit a multiprocessor of an H100 or H200.
-_NARROW = Tile(tokens=32, warps=4, stages=5)
+# second tile on its way while one is computed.
 _WIDE = Tile(tokens=32, warps=8, stages=5)
 _FLOAT32 = Tile(tokens=16, warps=4, stages=2)
 
@@ -28,7 +30,9 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
                        last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, page_scale, q_stride_t,
                        q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads, PAGE: tl.constexpr,
                        RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-                       BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+                       BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
     piece = tl.program_id(0)
     if piece >= tl.load(firsts_ptr + requests):
         return
@@ -86,6 +90,17 @@ def tile_of(block_heads: int, itemsize: int) -> Tile:
     return _NARROW if block_heads <= 16 else _WIDE
 
 
+def is_narrow(num_heads: int, itemsize: int) -> bool:
+    """Whether mla_decode_narrow.py's kernel runs: what it does for few heads needs 16-bit tensor cores."""
+    return num_heads <= 16 and itemsize <= 2
+
+
+def pieces_of(num_heads: int, itemsize: int) -> dict[str, int]:
+    """What ``plan_decode`` is to be told for this kernel: as many pieces as programs that run at once, and short ones
+    where requests are few."""
+    return {"programs": 2, "shortest": 64} if is_narrow(num_heads, itemsize) else {}
+
+
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
                kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
                plan: DecodePlan, tile: Tile | None = None, page_scale: float = 1.0) -> torch.Tensor:
@@ -112,12 +127,14 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
         lses = torch.empty((most, num_heads), dtype=torch.float32, device=q.device)
     block_heads = head_block(num_heads, q.element_size())
     tile = tile or tile_of(block_heads, q.element_size())
-    _mla_decode_kernel[(most, triton.cdiv(num_heads, block_heads))](
+    kernel = _mla_decode_narrow_kernel if is_narrow(num_heads, q.element_size()) else _mla_decode_kernel
+    kernel[(most, triton.cdiv(num_heads, block_heads))](
         q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts, requests,
         scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1), q_rope.stride(0),
         q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank, ROPE=width,
         BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
-        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages)
+        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
+        **pdl(q))
     if plan.joins:
         join_pieces(parts, lses, out, plan)
     return out

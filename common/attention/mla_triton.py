@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import Segment
-from ...kernels.mla_decode import head_block, mla_decode
+from ...kernels.mla_decode import head_block, mla_decode, pieces_of
 from ...kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
@@ -26,6 +26,7 @@ class MLATritonBackend:
         self._mla = mla
         device = pool.groups[0].device
         self._head_blocks = -(-num_heads // head_block(num_heads, dtype.itemsize))
+        self._pieces = pieces_of(num_heads, dtype.itemsize)
         self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
         self._processors = processors_of(device)
         self._batch: ForwardBatch | None = None
@@ -72,7 +73,7 @@ class MLATritonBackend:
             return self._extend(batch, q, pages, page_scale, up)
         if self._plan is None:
             self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
-                                     self._head_blocks, self._processors, self._longest)
+                                     self._head_blocks, self._processors, self._longest, **self._pieces)
         latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
                              batch.kv_last_page_len, self._mla.scale, self._plan, page_scale=page_scale)
         return values_of(latents, up, nope)

@@ -30,7 +30,7 @@ from ...common.engine.forward_batch import Row, build_forward_batch
 from ...common.kvcache.layout import KVLayout
 from ...common.kvcache.pool import KVPool
 from ...kernels.decode_plan import plan_decode
-from ...kernels.mla_decode import head_block, mla_decode, tile_of
+from ...kernels.mla_decode import head_block, mla_decode, pieces_of, tile_of
 from ...kernels.paged_decode import Tile
 from . import ceilings
 
@@ -94,7 +94,7 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: Tile) -
     table = (made.kv_indptr, made.kv_indices, made.kv_last_page_len)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan = plan_decode(made.kv_indptr, made.kv_last_page_len, PAGE_SIZE, -(-heads // head_block(heads, 2)), processors,
-                       context)
+                       context, **pieces_of(heads, 2))
     q, up, pages = random(batch, heads, MLA.qk_dim), random(heads, 256, 512) * 512**-0.5, pool.latents(0)
     absorbed, q_rope = absorb(q, up, MLA.nope_dim), q[..., MLA.nope_dim:]
 

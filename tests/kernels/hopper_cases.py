@@ -19,6 +19,7 @@ from baton.kernels.decode_plan import DecodePlan, plan_decode
 from baton.kernels.draw import draw
 from baton.kernels.forms import Float8Form, HeadNorms, Scales
 from baton.kernels.fp8_block_matmul import block_matmul
+from baton.kernels.fp8_matmul import fp8_matmul
 from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.greatest import greatest
@@ -150,9 +151,13 @@ def float8_norm(rows: int, width: int, form: Float8Form) -> None:
     fp8_rmsnorm(of(rows, width), of(width), 1e-5, form, of(rows, width))
 
 
-def blocks(rows: int, out: int, width: int) -> None:
+def blocks(rows: int, out: int, width: int, tall: int = 128) -> None:
     block_matmul(fp8(rows, width), fp32(rows, -(-width // 128)), fp8(out, width),
-                 fp32(-(-out // 128), -(-width // 128)), (128, 128), BF16)
+                 fp32(-(-out // tall), -(-width // 128)), (tall, 128), BF16)
+
+
+def by_rows(rows: int, out: int, width: int) -> None:
+    fp8_matmul(fp8(rows, width), fp32(rows, 1), fp8(out, width), fp32(out), "row", BF16)
 
 
 def few_rows(rows: int, out: int, width: int, by: str = "") -> None:
@@ -263,7 +268,16 @@ CASES: dict[str, Callable[[], object]] = {
     "block_matmul 60 rows, wide": lambda: blocks(60, 28672, 4096),
     "block_matmul 500 rows": lambda: blocks(500, 4096, 4096),
     "block_matmul 1000 rows": lambda: blocks(1000, 4096, 4096),
+    "block_matmul 100 rows": lambda: blocks(100, 4096, 4096),
+    "block_matmul 100 rows, wide": lambda: blocks(100, 28672, 4096),
+    "block_matmul 60 rows, deep": lambda: blocks(60, 4096, 14336),
     "block_matmul, last group smaller": lambda: blocks(7, 2048, 10944),
+    "block_matmul, blocks of 48 x 128": lambda: blocks(7, 4096, 4096, 48),
+    "fp8_matmul 60 rows": lambda: by_rows(60, 4096, 4096),
+    "fp8_matmul 60 rows, wide": lambda: by_rows(60, 28672, 4096),
+    "fp8_matmul 60 rows, deep": lambda: by_rows(60, 4096, 14336),
+    "fp8_matmul 100 rows": lambda: by_rows(100, 4096, 4096),
+    "fp8_matmul 100 rows, wide": lambda: by_rows(100, 28672, 4096),
     "skinny_matmul 7 rows": lambda: few_rows(7, 4096, 4096),
     "skinny_matmul 7 rows, wide": lambda: few_rows(7, 28672, 4096),
     "skinny_matmul 60 rows": lambda: few_rows(60, 4096, 14336),
@@ -298,7 +312,7 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
-       "mla_decode V2-Lite", "mla_prefill V2-Lite, merges", "moe_topk Qwen3",
+       "mla_decode V2-Lite", "mla_decode V3", "mla_prefill V2-Lite, merges", "moe_topk Qwen3",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
        "skinny_matmul 7 rows", "greatest",
        "draw, truncated",
