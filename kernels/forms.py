@@ -28,7 +28,7 @@ class Float8Form(NamedTuple):
 
 class Float8Rows(NamedTuple):
     """``values`` [T, width] float8 (e4m3), contiguous, of rows of ``dtype``; a value times its ``scale``, float32
-    [T, ceil(width / group)] with a column's scales beside each other, or [1], is what it was."""
+    [T, ceil(width / group)] with a group's scales beside each other, or [1], is what it was."""
 
     values: torch.Tensor
     scale: torch.Tensor

@@ -60,9 +60,18 @@ def quantize(x: torch.Tensor, form: Float8Form, *, gated: bool = False) -> Float
     """``x`` [T, width], contiguous in its last dimension. What is beyond the reach of a known scale is cut off."""
     if form.known is not None:
         return Float8Rows(quantize_by(x, form.known, gated=gated), form.known, x.dtype)
-    groups = -(-_width(x, gated) // form.group)
-    scale = torch.empty((groups, x.shape[0]), dtype=torch.float32, device=x.device).t()
-    return Float8Rows(_quantize_into(x, scale, form.group, gated=gated), scale, x.dtype)
+    made = room_for(x, _width(x, gated), form.group)
+    _quantize_into(made.values, made.scale, x, form.group, gated=gated)
+    return made
+
+
+def room_for(x: torch.Tensor, width: int, group: int) -> Float8Rows:
+    """Uninitialised, for as many rows as ``x`` has. Behind the last one there is room for up to three more: libraries
+    take rows by fours."""
+    rows, whole, groups = len(x), -(-len(x) // 4) * 4, -(-width // group)
+    values = torch.empty((whole, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((groups, whole), dtype=torch.float32, device=x.device)
+    return Float8Rows(values[:rows], scale[:, :rows].t(), x.dtype)
 
 
 def quantize_tokens(x: torch.Tensor, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,9 +81,11 @@ def quantize_tokens(x: torch.Tensor, *, gated: bool = False) -> tuple[torch.Tens
 
 def quantize_groups(x: torch.Tensor, group: int, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` [T, width] to float8 and contiguous scales [T, ceil(width / group)]; a last group may be smaller."""
-    groups = -(-_width(x, gated) // group)
-    scale = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
-    return _quantize_into(x, scale, group, gated=gated), scale
+    width = _width(x, gated)
+    q = torch.empty((len(x), width), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((len(x), -(-width // group)), dtype=torch.float32, device=x.device)
+    _quantize_into(q, scale, x, group, gated=gated)
+    return q, scale
 
 
 def quantize_by(x: torch.Tensor, scale: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
@@ -87,15 +98,14 @@ def quantize_by(x: torch.Tensor, scale: torch.Tensor, *, gated: bool = False) ->
     return q
 
 
-def _quantize_into(x: torch.Tensor, scale: torch.Tensor, group: int, *, gated: bool) -> torch.Tensor:
-    """The float8 values; ``scale`` [T, groups], of any strides, is filled."""
-    if not runs_triton(x):
-        q, found = reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
-        scale.copy_(found)
-        return q
-    q = torch.empty((x.shape[0], _width(x, gated)), dtype=torch.float8_e4m3fn, device=x.device)
-    _launch(x, q, scale, scale.stride(), group, scale.shape[1], gated=gated, static=False)
-    return q
+def _quantize_into(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, group: int, *, gated: bool) -> None:
+    """Fills ``q`` [T, width] and ``scale`` [T, groups], which may have any strides."""
+    if runs_triton(x):
+        _launch(x, q, scale, scale.stride(), group, scale.shape[1], gated=gated, static=False)
+        return
+    values, found = reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
+    q.copy_(values)
+    scale.copy_(found)
 
 
 def _width(x: torch.Tensor, gated: bool) -> int:

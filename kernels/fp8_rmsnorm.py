@@ -10,7 +10,7 @@ import torch
 from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .forms import Float8Form, Float8Rows
-from .fp8_quantize import quantize, scales_of, to_float8
+from .fp8_quantize import quantize, room_for, scales_of, to_float8
 
 
 # A scale's stride may be the number of rows, which changes with every step.
@@ -51,17 +51,16 @@ def fp8_rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Float8F
     rows, width = x.shape
     group = min(form.group, width) if form.known is None else width
     groups = triton.cdiv(width, group)
-    q = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = form.known
-    if scale is None:
-        scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device).t()
+    q, scale, _ = made = room_for(x, width, group)
+    if form.known is not None:
+        made = made._replace(scale=form.known)
     total = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is not None else x
     if rows:
         block = triton.next_power_of_2(group)
         block_groups = triton.next_power_of_2(groups)
         _fp8_rmsnorm_kernel[(rows,)](
-            x, residual, total, q, scale, weight, eps, x.stride(0), *(scale.stride() if form.known is None else (0, 0)),
-            width, group, groups, reference.FP8_LARGEST, reference.FP8_LEAST, HAS_RESIDUAL=residual is not None,
+            x, residual, total, q, made.scale, weight, eps, x.stride(0), *scale.stride(), width, group, groups,
+            reference.FP8_LARGEST, reference.FP8_LEAST, HAS_RESIDUAL=residual is not None,
             STATIC=form.known is not None, BLOCK_GROUPS=block_groups, BLOCK=block,
             num_warps=max(1, min(16, block * block_groups // 512)), **pdl(x))
-    return Float8Rows(q, scale, x.dtype), total
+    return made, total
