@@ -14,9 +14,9 @@ from ..api.messages import Logprobs
 from ..grammar.store import GrammarStore
 from .batch import Batch, Chunk
 from .choosing import FAILED, FillAllowed
+from .chosen import Chosen
 from .decode_run import DecodeRun
 from .forward_batch import AfterGroup, DecodeRows, ForwardBatch, Row, build_decode_batch, build_forward_batch
-from .greedy import Greedy
 from .hidden_rows import HiddenReport, HiddenRows, hidden_rows
 from .host_copies import upload
 from .prompt_logprobs import PromptReport, prompt_rows
@@ -44,7 +44,7 @@ class Step:
     """A batch that was launched. Its results stay on the device until ``gains`` asks for them."""
 
     batch: Batch
-    sampled: Launched | Greedy
+    sampled: Launched | Chosen
     sampling: list[Req]
     prompt_report: PromptReport | None
     hidden_report: HiddenReport | None
@@ -122,12 +122,8 @@ class Executor:
         token_ids = last.sampled.tokens if last is not None and goes_on else self._newest_tokens(run)
         self._runner.meet(len(run), len(run), decodes=True)
         logits, likeliest = self._runner.decode(run.table(), token_ids)
-        sampled: Launched | Greedy
-        if run.greedy and likeliest is not None:
-            sampled = Greedy(self._sampler.shared(likeliest))
-        else:
-            sampled = self._sampler.launch(logits, run.choosing(), self._previous)
-        return Step(batch, sampled, run.reqs, None, None)
+        tokens = self._sampler.draw(logits, run.choosing(), likeliest if run.greedy else None)
+        return Step(batch, Chosen(tokens), run.reqs, None, None)
 
     def _newest_tokens(self, run: DecodeRun) -> torch.Tensor:
         """The last token [B] int64 of each request, on the device."""

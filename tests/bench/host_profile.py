@@ -29,11 +29,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...common.bench.hand_engine import HandEngine
+from ...common.engine.chosen import Chosen
 from ...common.engine.collector import settle_collector
 from ...common.engine.decode_inputs import DecodeInputs
 from ...common.engine.decode_run import DecodeRun
 from ...common.engine.graphs import DecodeGraphs
-from ...common.engine.greedy import Greedy
 from ...common.engine.sampler import Launched
 from . import dummy_engine
 
@@ -112,16 +112,17 @@ def watch(engine: HandEngine) -> None:
     PARTS.wrap(runner._attention, "refresh", "plan")
     PARTS.wrap(runner._model, "forward", "model")
     PARTS.wrap(executor._sampler, "launch", "sample")
+    PARTS.wrap(executor._sampler, "draw", "sample")
     PARTS.wrap(scheduler.batcher, "launched", "launched")
     PARTS.wrap(scheduler._pipeline, "_take_in", "take in")
     PARTS.wrap(parts.ledger, "flush", "emit")
 
 
 def watch_classes() -> None:
-    for kind in (Launched, Greedy):
+    for kind in (Launched, Chosen):
         PARTS.wrap(kind, "wait", "wait")
         PARTS.wrap(kind, "token_ids", "wait")
-    PARTS.wrap(Greedy, "__init__", "results to host")
+    PARTS.wrap(Chosen, "__init__", "results to host")
     PARTS.wrap(DecodeRun, "table", "page table")
     PARTS.wrap(DecodeInputs, "fill", "graph inputs")
     PARTS.wrap(DecodeGraphs, "run", "graph, rest")

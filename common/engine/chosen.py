@@ -1,4 +1,4 @@
-"""The likeliest tokens of a step, which a CUDA graph has found beside its logits."""
+"""The tokens of a step that tells nothing beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .host_copies import Download
 from .sampler import Sampled
 
 
-class Greedy:
+class Chosen:
     """As ``Launched``: ``tokens`` [R] int64 live on the device, and ``wait`` brings them to the host."""
 
     def __init__(self, tokens: torch.Tensor):
