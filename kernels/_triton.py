@@ -14,8 +14,8 @@ ended, so that its start-up, and what it may read early, cost nothing. A kernel 
     _op_kernel[grid](..., **pdl(x))
 
 - ``wait_for_last`` ends when the kernel directly ahead has ended. That all kernels before have ended too follows only
-  because each of them waits as well: *every program of a kernel that is launched with ``pdl`` waits before it returns*,
-  even if it has nothing to do, and even if it reads nothing that is written.
+  because each of them waits as well: *in a kernel that is launched with ``pdl`` every program waits before it returns*,
+  even if it reads nothing that is written. (One that has nothing to do need not, if another is always there that does.)
 - Before the wait nothing is written, and nothing is read that a kernel may still be writing: any of the step's, for a
   chain of kernels that all start the next one at once runs ahead by many. That leaves weights, and what had been
   written before the last launch without ``pdl`` in this stream: such a kernel starts when all before it have ended.

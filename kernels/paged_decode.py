@@ -51,12 +51,12 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
     start_next(PDL)
     if not EARLY:
         wait_for_last(PDL)
+    # Nor do these wait if EARLY: piece 0, which is always there, does.
     if piece >= tl.load(firsts_ptr + requests):
-        if EARLY:
-            wait_for_last(PDL)
         return
     request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
                                                       PAGE, BLOCK_TOKENS)
+    first_piece = tl.load(firsts_ptr + request)
     dim = tl.arange(0, BLOCK_DIM)
     offset = tl.arange(0, BLOCK_TOKENS)
     page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < end, other=0)
@@ -106,7 +106,7 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
         tl.debug_barrier()  # all threads' stores come before the one that counts them
         arrivals = arrivals_ptr + request * tl.num_programs(0) + kv_head
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == pieces - 1:
-            _join(part_ptr, lse_ptr, out, tl.load(firsts_ptr + request), pieces, kv_head, num_q_heads, GROUP,
+            _join(part_ptr, lse_ptr, out, first_piece, pieces, kv_head, num_q_heads, GROUP,
                   BLOCK_JOIN, DIM, BLOCK_DIM)
             tl.store(arrivals, 0)  # for the next kernel
 
