@@ -45,8 +45,12 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
             for stages in (2, 3, 4) if warps == 4 else (3, 4):
                 yield Tile(rows, columns, depth, 16, warps, stages)
     if rows == 64 and dtype.itemsize == 2:
-        for stages in (3, 4):
-            yield Tile(rows, 128 if gated else 256, depth, 16, 4, stages)
+        # Less depth or fewer stages let two programs share a multiprocessor: one's loop hides the other's end.
+        for deep, stages in ((64, 2), (64, 3), (64, 4), (32, 4), (32, 5)):
+            yield Tile(rows, 128 if gated else 256, deep, 16, 4, stages)
+    if rows == 128 and dtype.itemsize == 2:
+        for stages in (4, 6):
+            yield Tile(rows, 64 if gated else 128, 32, 16, 4, stages)
     if rows == 128 and dtype.itemsize == 1 and gated:
         yield Tile(rows, 128, depth, 16, 8, 3)
 
