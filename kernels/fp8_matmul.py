@@ -92,7 +92,7 @@ def fp8_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, wei
                dtype: torch.dtype, *, tall: int = GROUP, tile: Fp8Tile | None = None) -> torch.Tensor:
     """``[T, out]`` in ``dtype`` of ``x`` [T, in] and ``weight`` [out, in], float8 and contiguous, where ``in`` is a
     multiple of 16. Scales are float32: by row ``x_scale`` [T, 1] or [1] and ``weight_scale`` [out] or [1]; by block
-    ``x_scale`` [T, ceil(in / 128)], of any strides, and ``weight_scale`` [ceil(out / tall), ceil(in / 128)], contiguous.
+    ``x_scale`` [T, ceil(in / 128)], of any strides, and contiguous ``weight_scale`` [ceil(out / tall), ceil(in / 128)].
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
