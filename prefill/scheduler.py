@@ -24,6 +24,7 @@ from ..kvtransfer.sender import KVSender
 from ..kvtransfer.states import Phase
 from .departures import Departures
 from .kept import KeptPrompts
+from .pace import most_together
 
 
 class PrefillScheduler:
@@ -93,7 +94,7 @@ class PrefillScheduler:
         self._kept.sweep(now)
         for progress in self.rooms.poll():
             self._advance(progress)
-        batch = self.batcher.next_prefill()
+        batch = self.batcher.next_prefill(most_together(self.batcher))
         if batch is None:
             return self._pipeline.advance(None)
         self._departures.cached(batch)

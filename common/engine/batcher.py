@@ -91,9 +91,9 @@ class Batcher:
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def next_prefill(self) -> Batch | None:
+    def next_prefill(self, together: int | None = None) -> Batch | None:
         """The next chunks of prompts, as PrefillBudget deals them out; admits waiting requests."""
-        chunks = self._prefill_chunks(PrefillBudget(self.args))
+        chunks = self._prefill_chunks(PrefillBudget(self.args, together=together))
         return Batch(chunks, is_decode=False) if chunks else None
 
     def next_mixed(self) -> Batch | None:

@@ -200,6 +200,8 @@ def test_a_step_of_prompts_stays_within_its_budgets():
     assert dealt(ScheduleArgs(chunked_prefill_size=100, max_prefill_tokens=60), [30, 50, 40]) == [30, 30, 0]
     # the first prompt is bound by the chunk alone
     assert dealt(ScheduleArgs(chunked_prefill_size=100, max_prefill_tokens=60), [90, 5]) == [90, 0]
+    assert dealt(ScheduleArgs(chunked_prefill_size=100), [30, 50, 40], together=40) == [30, 10, 0]
+    assert dealt(ScheduleArgs(chunked_prefill_size=100), [90, 5], together=40) == [90, 0]
     whole = ScheduleArgs(chunked_prefill_size=-1, max_prefill_tokens=60)
     assert dealt(whole, [500, 5]) == [500, 0]
     assert dealt(whole, [30, 31, 5]) == [30, 0, 0]

@@ -16,10 +16,11 @@ class PrefillBudget:
     the step stays within that and ``max_prefill_tokens``.
     """
 
-    def __init__(self, args: ScheduleArgs, num_riding: int = 0):
-        """``num_riding`` decode rows are computed in the same step: they count."""
+    def __init__(self, args: ScheduleArgs, num_riding: int = 0, together: int | None = None):
+        """``num_riding`` decode rows are computed in the same step: they count. ``together`` bounds a step of several
+        prompts beside ``max_prefill_tokens``."""
         self._whole = args.chunked_prefill_size < 0
-        self._most = args.max_prefill_tokens
+        self._most = args.max_prefill_tokens if together is None else min(args.max_prefill_tokens, together)
         self._left = max(1, (args.max_prefill_tokens if self._whole else args.chunked_prefill_size) - num_riding)
         self._used = 0
 
