@@ -17,7 +17,7 @@ from .tp import TPGroup
 log = logging.getLogger("baton.engine")
 
 LARGEST_BYTES = 512 << 10
-"""Of one message; a longer one is NCCL's."""
+"""Of one message, or of what a rank sends to gather or scatter; a longer one is NCCL's."""
 _TWO_SHOT_TRAFFIC = 768 << 10
 """Bytes that a rank sends in one shot before two take less: message size times the peers."""
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -47,9 +47,11 @@ class PeerSums:
                                    torch.zeros(kernel.SLOTS, dtype=torch.int32, device=device))
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """By what is equal on all ranks."""
-        return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < tensor.nbytes <= LARGEST_BYTES
-                and tensor.is_contiguous())
+        """By what is equal on all ranks, as the others do."""
+        return self._takes(tensor, tensor.nbytes)
+
+    def _takes(self, tensor: torch.Tensor, sent: int) -> bool:
+        return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < sent <= LARGEST_BYTES and tensor.is_contiguous())
 
     def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
         """Sum ``tensor``, which ``takes`` took, in place."""
@@ -64,12 +66,18 @@ class PeerSums:
         return kernel.peer_sum_norm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
                                     patience=patience)
 
+    def scatters(self, rows: torch.Tensor) -> bool:
+        return self._takes(rows, rows.nbytes // self._size * (self._size - 1))
+
     def scatter_sum(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
-        """This rank's part of the sum of ``rows`` [ranks * n, ...], which ``takes`` took."""
+        """This rank's part of the sum of ``rows`` [ranks * n, ...], which ``scatters`` took."""
         return kernel.peer_scatter(rows, self.shared, patience=patience)
 
+    def gathers(self, rows: torch.Tensor) -> bool:
+        return self._takes(rows, rows.nbytes * (self._size - 1))
+
     def gather(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
-        """The ranks' ``rows`` [n, ...], which ``takes`` took, to ``[ranks * n, ...]``."""
+        """The ranks' ``rows`` [n, ...], which ``gathers`` took, to ``[ranks * n, ...]``."""
         return kernel.peer_gather(rows, self.shared, patience=patience)
 
     def _in_two(self, tensor: torch.Tensor) -> bool:

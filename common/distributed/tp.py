@@ -31,11 +31,15 @@ class SmallSums(Protocol):
                    eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden], which ``takes_rows`` took."""
 
+    def scatters(self, rows: torch.Tensor) -> bool: ...
+
     def scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
-        """``TPGroup.reduce_scatter_rows`` of what ``takes`` took."""
+        """``TPGroup.reduce_scatter_rows`` of what ``scatters`` took."""
+
+    def gathers(self, rows: torch.Tensor) -> bool: ...
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """``TPGroup.all_gather_rows`` of what ``takes`` took."""
+        """``TPGroup.all_gather_rows`` of what ``gathers`` took."""
 
 
 class TPGroup:
@@ -77,7 +81,7 @@ class TPGroup:
         """``[n, a]`` on each rank, n equal on all, to ``[size * n, a]``, in rank order."""
         if self.size == 1:
             return tensor
-        if self.peers is not None and self.peers.takes(tensor):
+        if self.peers is not None and self.peers.gathers(tensor):
             return self.peers.gather(tensor)
         rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor))
@@ -87,7 +91,7 @@ class TPGroup:
         """``[size * n, a]`` on each rank, summed over the ranks; of the sum each gets its ``[n, a]``."""
         if self.size == 1:
             return tensor
-        if self.peers is not None and self.peers.takes(tensor):
+        if self.peers is not None and self.peers.scatters(tensor):
             return self.peers.scatter_sum(tensor)
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor))
