@@ -8,7 +8,7 @@ import torch
 
 from ...kernels.forms import Float8Form, Float8Rows
 from ...kernels.fp8_quantize import quantize
-from ...kernels.fp8_scaled_matmul import scaled_matmul
+from ...kernels.fp8_scaled_matmul import compile_tiles, scaled_matmul
 from ..api.errors import ConfigError
 from ..weights.slots import Allocate, Slot
 from .float8 import FLOAT8, quantize_channels, quantize_tensor
@@ -38,6 +38,8 @@ class RowFloat8:
         self.input_scale = allocate(1, dtype=torch.float32) if static else None
         self._form = Float8Form(width, self.input_scale)
         self._input_scales = allocate(len(shards), dtype=torch.float32) if static else None
+        if allocate.device.type == "cuda":
+            compile_tiles(out, width, allocate.own, allocate.device)
 
     def form(self, rows: int) -> Float8Form | None:
         return self._form
