@@ -30,28 +30,39 @@ def test_a_rank_that_never_chooses_tries_no_kernels():
     Sampler(40, "cpu", 0, TPGroup(1, 2), backend="triton")
 
 
-def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
-    """Without a trial: that would need the ranks."""
-    two = TPGroup(0, 2)
-    assert may_capture(Parallel())
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: None)
-    assert may_capture(Parallel(two))
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: pytest.fail("tried"))
-    assert not may_capture(Parallel(two, TPGroup(), TPGroup(0, 2)))
-    assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
-
-
-def test_a_trial_that_fails_is_told(monkeypatch, caplog):
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: "they were not captured")
-    assert not may_capture(Parallel(TPGroup(0, 2)))
-    assert "Decode steps run without CUDA graphs: they were not captured." in caplog.text
-
-
 class Group(TPGroup):
     """Of a rank that has no peers in this process; every rank finds what this one finds."""
 
     def min_reduce(self, values):
         return values
+
+
+def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
+    """Without a trial: that would need the ranks."""
+    two = Group(0, 2)
+    assert may_capture(Parallel())
+    tried = []
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", tried.append)
+    assert may_capture(Parallel(two)) and tried == [two]
+    across = Group(0, 2)
+    assert may_capture(Parallel(two, TPGroup(), across)) and tried == [two, two, across]
+    assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
+    assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counted=True)))
+    assert len(tried) == 3
+
+
+def test_a_trial_that_fails_is_told(monkeypatch, caplog):
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: "they were not captured")
+    assert not may_capture(Parallel(Group(0, 2)))
+    assert "Decode steps run without CUDA graphs: they were not captured." in caplog.text
+
+
+def test_groups_capture_where_all_ranks_can(monkeypatch, caplog):
+    world = Group(0, 2)
+    world.min_reduce = lambda values: values * 0  # another rank's attention group could not
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: None)
+    assert not may_capture(Parallel(world, TPGroup(), Group(0, 2)))
+    assert "Decode steps run without CUDA graphs: other ranks cannot capture theirs." in caplog.text
 
 
 def test_sums_that_are_wrong_or_cannot_be_go_over_nccl(monkeypatch, caplog):
