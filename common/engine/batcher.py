@@ -100,7 +100,7 @@ class Batcher:
         """The next chunks of prompts together with ``next_decode``, which is all where there are none."""
         num_riding = sum(not req.complete for req in self.running)
         chunks = self._prefill_chunks(PrefillBudget(self.args, num_riding))
-        decode = self.next_decode()
+        decode = self.next_decode() if not chunks else self._next_share()
         if not chunks or decode is None:
             return Batch(chunks, is_decode=False) if chunks else decode
         return Batch([*chunks, *decode.chunks], is_decode=False, num_riding=len(decode.chunks))
@@ -202,10 +202,13 @@ class Batcher:
         return run
 
     def _next_share(self) -> Batch | None:
-        """One token of an equal share of the running requests, of those that are in no stage."""
-        going = [req for req in self.running if not req.complete]
-        share = -(-len(going) // self._stages)
-        free = [req for req in going if not req.num_pending][:share if self._most is None else min(share, self._most)]
+        """One token of every running request that wants more; of several stages, an equal share of those that are in
+        none."""
+        free = [req for req in self.running if not req.complete]
+        if self._stages > 1:
+            share = -(-len(free) // self._stages)
+            most = share if self._most is None else min(share, self._most)
+            free = [req for req in free if not req.num_pending][:most]
         if not free:
             return None
         self.output.decoded()
