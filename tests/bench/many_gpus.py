@@ -54,8 +54,9 @@ def setting_flags(name: str, gpus: int) -> list[str]:
 def workloads(quick: bool) -> dict[str, load.Workload]:
     if quick:
         return {"prefill": load.Workload(64, 1, 4, 4), "decode at 2": load.Workload(16, 8, 4, 2)}
-    return {"prefill": load.Workload(4096, 1, 48, 24), "decode at 1": load.Workload(256, 64, 1, 1),
-            "decode at 32": load.Workload(1024, 96, 32, 32), "decode at 256": load.Workload(1024, 192, 256, 256)}
+    # The last one's answers are long enough for all prompts to be computed before the first ends.
+    return {"prefill": load.Workload(4096, 1, 32, 16), "decode at 1": load.Workload(256, 48, 1, 1),
+            "decode at 256": load.Workload(2048, 256, 256, 256), "decode at 32": load.Workload(1024, 64, 32, 32)}
 
 
 def measure(model: str, setting: str, flags: list[str], logs: Path, quick: bool) -> list[dict[str, Any]]:
