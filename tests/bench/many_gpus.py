@@ -14,6 +14,8 @@ import argparse
 import asyncio
 import itertools
 import json
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -91,6 +93,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server is stopped on the way out
     logs = args.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     print("| model | setting | load | prompt tok/s | output tok/s | TTFT p50 ms | ITL p50 ms | ITL p99 ms | failed |\n"
