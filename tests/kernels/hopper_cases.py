@@ -161,9 +161,13 @@ def by_rows(rows: int, out: int, width: int) -> None:
 
 
 def few_rows(rows: int, out: int, width: int, by: str = "") -> None:
-    scale = {"": None, "row": fp32(out), "block": fp32(-(-out // 128), -(-width // 128))}[by]
-    skinny_matmul(of(rows, width), fp8(out, width) if by else of(out, width), scale=scale,
-                  block=(128, 128) if by == "block" else None)
+    if not by:
+        skinny_matmul(of(rows, width), of(out, width))
+    elif by == "row":
+        skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(1, rows).t(), scale=fp32(out), rounded=BF16)
+    else:
+        skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(-(-width // 128), rows).t(),
+                      scale=fp32(-(-out // 128), -(-width // 128)), block=(128, 128), rounded=BF16)
 
 
 def drawn(count: int, vocab: int, truncates: bool) -> None:
