@@ -96,12 +96,12 @@ FORMS = {
 }
 """Of up to 16 rows: form, columns, depth, warps, stages."""
 FORMS_OF_MORE = {
-    "bf16": [(W, 64, 128, 4, 4), (W, 64, 128, 4, 5), (W, 128, 64, 8, 5)],
+    "bf16": [(W, 64, 128, 4, 4), (W, 64, 128, 4, 5), (W, 128, 64, 8, 5), (W, 128, 128, 8, 3)],
     "row": [(W, 64, 128, 4, 5), (W, 64, 256, 4, 3), (R, 32, 256, 4, 4)],
     "block": [(W, 64, 128, 4, 5), (R, 32, 128, 4, 6)],
 }
 SUMS = [(S, 8, 1024, 4, 3), (S, 4, 2048, 4, 3)]
-ROWS = {"bf16": [1, 16, 32], "row": [1, 16, 64], "block": [1, 16, 64]}
+ROWS = {"bf16": [1, 16, 32, 64], "row": [1, 16, 64], "block": [1, 16, 64]}
 AHEAD = (0, 16 << 10, 64 << 10)
 """Bytes that a program fetches before its rows are there."""
 _FEWEST = 100 if DEVICE == "cuda" else 10  # programs
