@@ -35,7 +35,7 @@ from ...kernels.skinny_tiles import SkinnyTile
 from . import ceilings
 from .moe_shapes import micros
 
-SHAPES = {"8b qkv": (4096, 6144), "8b o": (4096, 4096), "8b gate_up": (4096, 28672), "8b down": (14336, 4096),
+SHAPES = {"8b o": (4096, 4096), "8b down": (14336, 4096), "8b qkv": (4096, 6144), "8b gate_up": (4096, 28672),
           "0.6b qkv": (1024, 4096), "0.6b o": (2048, 1024), "0.6b gate_up": (1024, 6144), "0.6b down": (3072, 1024),
           "8b head": (4096, 128256), "0.6b head": (1024, 151936), "tiny": (256, 1600)}
 ALONE = ("8b o", "tiny")
@@ -101,7 +101,7 @@ FORMS_OF_MORE = {
     "block": [(W, 64, 128, 4, 5), (R, 32, 128, 4, 6)],
 }
 SUMS = [(S, 8, 1024, 4, 3), (S, 4, 2048, 4, 3)]
-ROWS = {"bf16": [1, 16, 32, 64], "row": [1, 16, 64], "block": [1, 16, 64]}
+ROWS = {"bf16": [1, 16, 32, 64], "row": [1, 16], "block": [1, 16]}
 AHEAD = (0, 16 << 10, 64 << 10)
 """Bytes that a program fetches before its rows are there."""
 _FEWEST = 100 if DEVICE == "cuda" else 10  # programs
