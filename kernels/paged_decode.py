@@ -33,8 +33,9 @@ TILE = Tile()
 # Of these the registers, or the shared memory of more than one program, hold no larger one.
 _WIDE = Tile(tokens=32)
 _FLOAT32 = Tile(tokens=32, stages=2)
-# Parts that are joined at a time: more of them take registers that the loop over the keys then lacks.
+# Parts that are joined at a time, and turns of them: more take registers that the loop over the keys then lacks.
 _JOIN_ELEMENTS = tl.constexpr(4096)
+_JOIN_STAGES = tl.constexpr(3)
 
 
 # Without ``do_not_specialize`` a batch of the first size that is a multiple of 16 would compile anew: a second's pause
@@ -118,7 +119,7 @@ def _join(part_ptr, lse_ptr, out_ptr, first, pieces, kv_head, num_q_heads, GROUP
     heads = kv_head * GROUP + group
     dim = tl.arange(0, BLOCK_DIM)
     whole = joined(part_ptr, lse_ptr, first, pieces, heads, num_q_heads, group < GROUP, DIM, BLOCK_DIM,
-                   max(1, _JOIN_ELEMENTS // (BLOCK_GROUP * BLOCK_DIM)))
+                   max(1, _JOIN_ELEMENTS // (BLOCK_GROUP * BLOCK_DIM)), _JOIN_STAGES)
     tl.store(out_ptr + heads[:, None] * DIM + dim[None, :], whole.to(out_ptr.dtype.element_ty),
              (group < GROUP)[:, None] & (dim < DIM)[None, :])
 
