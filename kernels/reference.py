@@ -191,6 +191,13 @@ def quantize_by(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
+def widen_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype,
+                k_scale: float = 1.0, v_scale: float = 1.0) -> torch.Tensor:
+    """See ``kernels.widen_pages.widen_pages``."""
+    taken = [pages[ids.long()].float() * scale for pages, scale in ((k_pages, k_scale), (v_pages, v_scale))]
+    return torch.stack(taken, 1).to(dtype)
+
+
 def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
                   dtype: torch.dtype) -> torch.Tensor:
     """See ``kernels.fp8_scaled_matmul.scaled_matmul``."""

@@ -13,12 +13,14 @@ from flashinfer import (
 )
 
 from ...kernels.forms import HeadNorms
+from ...kernels.widen_pages import widen_pages
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
 
 _WORKSPACE_BYTES = 256 << 20
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for what a plan holds
+_WIDE_BYTES = 256 << 20  # of a layer's keys and values in the model's type
 # The plain decode kernel is made for small groups; from 3 query heads a KV head the tensor cores win.
 _LARGEST_PLAIN_GROUP = 2
 
@@ -40,10 +42,18 @@ class FlashInferBackend:
         self._types = {"q_data_type": dtype, "kv_data_type": stored}
         workspace = self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         tensor_cores = self._tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
-        # FA3's kernels take queries and keys of one type.
-        fa3 = torch.cuda.get_device_capability(device) == (9, 0) and stored == dtype
+        fa3 = torch.cuda.get_device_capability(device) == (9, 0)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if fa3 else "fa2")
+        # FA3's kernels take queries and keys of one type: float8 pages of a prompt are brought to it, which takes far
+        # less time than FA2 loses. What would take too much room is left to FA2.
+        fast = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3") if fa3 else None
+        self._prefill = fast if fast and stored == dtype else BatchPrefillWithPagedKVCacheWrapper(
+            workspace, "HND", backend="fa2")
+        self._wide_prefill = fast if stored != dtype else None
+        self._most_wide_pages = _WIDE_BYTES // (
+            2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
+        self._first = True
+        self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
         self._captured: dict[int, Any] = {}  # by batch size
         self._captured_plans: torch.Tensor | None = None
         self._wrapper: Any = None
@@ -58,7 +68,15 @@ class FlashInferBackend:
         elif batch.is_decode:
             self._plan(self._decode, batch)
         else:
+            self._plan_prompts(batch)
+
+    def _plan_prompts(self, batch: ForwardBatch) -> None:
+        fits = self._wide_prefill is not None and batch.kv_indptr_cpu[-1] <= self._most_wide_pages
+        if not fits or self._first:  # the first is a server's warm-up, where both are compiled
             self._plan(self._prefill, batch)
+        if fits:
+            self._plan(self._wide_prefill, batch)
+        self._first = False
 
     def refresh(self, batch: ForwardBatch) -> None:
         self._plan(self._captured[batch.num_reqs], batch)
@@ -70,13 +88,18 @@ class FlashInferBackend:
         layout = self._pool.layout
         self._wrapper = wrapper
         qo_indptr, kv_indptr, last_page_len, lengths = self._host_copies(batch)
-        table = (kv_indptr, batch.kv_indices[:int(batch.kv_indptr_cpu[-1])], last_page_len)
-        if wrapper is self._prefill:
+        pages = self._pages = batch.kv_indices[:int(batch.kv_indptr_cpu[-1])]
+        types = self._types
+        if wrapper is self._wide_prefill:
+            pages = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+            types = types | {"kv_data_type": types["q_data_type"]}
+        table = (kv_indptr, pages, last_page_len)
+        if wrapper in (self._prefill, self._wide_prefill):
             wrapper.plan(qo_indptr, *table, head_dim_qk=layout.head_dim, page_size=layout.page_size, causal=True,
                          max_token_per_sequence=int(np.diff(batch.qo_indptr_cpu).max()), seq_lens=lengths,
-                         **self._heads, **self._types)
+                         **self._heads, **types)
         else:
-            wrapper.plan(*table, head_dim=layout.head_dim, page_size=layout.page_size, **self._heads, **self._types)
+            wrapper.plan(*table, head_dim=layout.head_dim, page_size=layout.page_size, **self._heads, **types)
         self._planned.record()
 
     def _host_copies(self, batch: ForwardBatch) -> list[torch.Tensor]:
@@ -106,5 +129,9 @@ class FlashInferBackend:
         if self._types["kv_data_type"] == q.dtype:
             return self._wrapper.run(q, pages, out=out)
         k_scale, v_scale = self._pool.layout.scales_of(layer)
+        prefill = self._wide_prefill
+        if prefill is not None and self._wrapper is prefill:
+            wide = widen_pages(*pages, self._pages, q.dtype, k_scale, v_scale)
+            return prefill.run(q, (wide[:, 0], wide[:, 1]), out=out)
         # A scale of values is a kernel of its own behind the attention.
         return self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, out=out)

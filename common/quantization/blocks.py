@@ -29,8 +29,8 @@ class BlockFloat8:
             check_cut(shard, width, scheme.block, last=shard is shards[-1])
         if allocate.device.type == "cuda":
             if width % 16:
-                raise ConfigError(f"{shards[0].name} has {width} inputs on each rank, and products of float8 blocks take "
-                                  "multiples of 16: choose another --tp-size.")
+                raise ConfigError(f"{shards[0].name} has {width} inputs on each rank, and products of float8 blocks "
+                                  "take multiples of 16: choose another --tp-size.")
             compile_tiles(out, width, scheme.block[0], allocate.own, allocate.device)
         self.weight = allocate(out, width, dtype=FLOAT8)
         self.scale = allocate(_blocks(out, scheme.block[0]), _blocks(width, scheme.block[1]), dtype=torch.float32)

@@ -17,6 +17,7 @@ from baton.kernels.fp8_scaled_matmul import scaled_matmul
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rope_and_store import rope_and_store
+from baton.kernels.widen_pages import widen_pages
 from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, page_table, pytestmark, random
 
 __all__ = ["pytestmark"]
@@ -137,6 +138,17 @@ def test_rope_and_store(rotate, stored, dtype, atol, rtol):
 def float8_pool(pages: int, heads: int, page_size: int, dim: int, stored: torch.dtype) -> list[torch.Tensor]:
     pool = (random(pages, 3, 2, heads, page_size, dim, dtype=torch.float32, seed=3) * 4).to(stored)
     return [pool[:, 1, 0], pool[:, 1, 1]]
+
+
+@each_dtype
+@each_float8
+def test_widen_pages(stored, dtype, atol, rtol):
+    pool = float8_pool(9, 3, 4, 20, stored)
+    ids = torch.tensor([7, 0, 7, 3], dtype=torch.int32, device=DEVICE)
+    got = widen_pages(*pool, ids, dtype, 0.5, 0.3)
+    torch.testing.assert_close(got, reference.widen_pages(*pool, ids, dtype, 0.5, 0.3), atol=atol, rtol=rtol)
+    assert torch.equal(got[:, 0].float(), pool[0][ids.long()].float() * 0.5)
+    assert widen_pages(*pool, ids[:0], dtype).shape == (0, 2, 3, 4, 20)
 
 
 @each_dtype

@@ -35,6 +35,7 @@ from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
+from baton.kernels.widen_pages import widen_pages
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 META = torch.device("meta")
@@ -256,6 +257,8 @@ CASES: dict[str, Callable[[], object]] = {
                                                                      by_row(64, 2048, 1408)),
     "moe_experts float32, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6, FP32),
     "moe_experts float32, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6, FP32),
+    "widen_pages": lambda: widen_pages(*pool(8, 128, FP8), int32(7), BF16, 0.5, 0.25),
+    "widen_pages, scales of one": lambda: widen_pages(*pool(8, 128, FP8), int32(7), BF16),
     "fp8_rmsnorm 4096, a scale a token": lambda: float8_norm(7, 4096, Float8Form(4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda: float8_norm(7, 4096, Float8Form(128)),
     "fp8_rmsnorm 4096, a known scale": lambda: float8_norm(7, 4096, Float8Form(4096, fp32(1))),
@@ -317,7 +320,7 @@ CASES: dict[str, Callable[[], object]] = {
 FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "mla_decode V2-Lite", "mla_decode V3", "mla_prefill V2-Lite, merges", "moe_topk Qwen3",
-       "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows",
+       "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
        "skinny_matmul 7 rows", "greatest",
        "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots", "peer_sum_norm 4096 of 2",
@@ -327,6 +330,7 @@ FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Form(128)),
+    "widen_pages": lambda n: widen_pages(*pool(8, 128, FP8), int32(n), BF16, 0.5, 0.25),
     "silu_and_mul 14336": lambda n: silu_and_mul(of(n, 28672)),
     "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
     "paged_decode Qwen3": lambda n: decode_heads(n, 32, 4, 128, BF16),
