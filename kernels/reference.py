@@ -240,6 +240,11 @@ def _spread(scale: torch.Tensor, size: int, total: int, dim: int) -> torch.Tenso
     return scale.repeat_interleave(size, dim).narrow(dim, 0, total)
 
 
+def per_head_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """See ``kernels.per_head_matmul.per_head_matmul``; a view, its heads before its rows."""
+    return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+
+
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
                 weights: torch.Tensor, scales: Scales | None = None) -> torch.Tensor:
     """Expert by expert of those that have a token; see ``kernels.moe_experts.moe_experts``."""

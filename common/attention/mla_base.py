@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ...kernels.mla_rope_and_store import mla_rope_and_store
+from ...kernels.per_head_matmul import per_head_matmul
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -46,9 +47,9 @@ def gather(rows: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype, scale:
 
 def absorb(q: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """``[T, H, N] -> [T, H, L]``: queries that compare with latents as ``q`` does with the keys made of them."""
-    return torch.bmm(q[..., :nope_dim].transpose(0, 1), up[:, :nope_dim]).transpose(0, 1)
+    return per_head_matmul(q[..., :nope_dim], up[:, :nope_dim])
 
 
 def values_of(latents: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
     """``[T, H, L] -> [T, H, V]``: each head's values of (mean) latents."""
-    return torch.bmm(latents.transpose(0, 1), up[:, nope_dim:].transpose(1, 2)).transpose(0, 1)
+    return per_head_matmul(latents, up[:, nope_dim:].transpose(1, 2))

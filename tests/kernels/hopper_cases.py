@@ -31,6 +31,7 @@ from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, peer_scatter, peer_sum, peer_sum_norm
+from baton.kernels.per_head_matmul import per_head_matmul
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
@@ -231,6 +232,9 @@ CASES: dict[str, Callable[[], object]] = {
     "mla_decode V3": lambda: decode_latents(7, 128, BF16),
     "mla_decode V3, float8": lambda: decode_latents(7, 128, BF16, FP8),
     "mla_decode float32": lambda: decode_latents(7, 16, FP32),
+    "per_head_matmul V2-Lite, absorbed": lambda: per_head_matmul(of(7, 16, 192)[..., :128], of(16, 128, 512)),
+    "per_head_matmul V2-Lite, values": lambda: per_head_matmul(of(7, 16, 512), of(16, 128, 512).transpose(1, 2)),
+    "per_head_matmul V2-Lite, 100 rows": lambda: per_head_matmul(of(100, 16, 512), of(16, 128, 512).transpose(1, 2)),
     "mla_prefill V2-Lite": lambda: prefill_latents(7, 16, BF16, False),
     "mla_prefill V2-Lite, merges": lambda: prefill_latents(7, 16, BF16, True),
     "mla_prefill float32": lambda: prefill_latents(7, 16, FP32, False),
@@ -319,12 +323,11 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
-       "mla_decode V2-Lite", "mla_decode V3", "mla_prefill V2-Lite, merges", "moe_topk Qwen3",
+       "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
+       "moe_topk Qwen3",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
-       "skinny_matmul 7 rows", "greatest",
-       "draw, truncated",
-       "peer_sum of 2, one shot", "peer_sum of 2, two shots", "peer_sum_norm 4096 of 2",
-       "peer_gather and peer_scatter of 2", "copy_blocks 4 KiB"]
+       "skinny_matmul 7 rows", "greatest", "draw, truncated", "peer_sum of 2, one shot", "peer_sum of 2, two shots",
+       "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
@@ -337,6 +340,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "paged_prefill Llama": lambda n: prefill_heads(n * 32, 32, 8, 128, BF16),
     "mla_rope_and_store V2-Lite": lambda n: store_latents(n, 16, BF16),
     "mla_decode V2-Lite": lambda n: decode_latents(n, 16, BF16),
+    "per_head_matmul V2-Lite, absorbed": lambda n: per_head_matmul(of(n, 16, 192)[..., :128], of(16, 128, 512)),
     "mla_prefill V2-Lite, merges": lambda n: prefill_latents(n * 128, 16, BF16, True),
     "moe_topk Qwen3": lambda n: route(n, 128, BF16),
     "moe_experts Qwen3, 7 tokens": lambda n: experts(n, 128, 2048, 768, 8),

@@ -12,6 +12,7 @@ from baton.kernels.decode_plan import plan_decode
 from baton.kernels.mla_decode import head_block, mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
+from baton.kernels.per_head_matmul import per_head_matmul
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, random
 from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
 
@@ -66,6 +67,17 @@ def test_interleaved_pairs_turn_like_halves_of_reordered_elements():
                            positions, torch.zeros_like(positions), table, positions, interleaved)
         turned.append(queries)
     torch.testing.assert_close(turned[0][..., order], turned[1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype, *_ in DTYPES if dtype is not torch.float32])
+@pytest.mark.parametrize("rows,heads,depth,columns", [(1, 3, 24, 40), (20, 2, 128, 48), (70, 1, 16, 512)])
+def test_per_head_matmul(rows, heads, depth, columns, dtype):
+    """Views of wider tensors, as attention passes them, and matrices either way round."""
+    x = random(rows, heads, depth + 8, dtype=dtype)[..., :depth]
+    w = random(heads, depth, columns, dtype=dtype, seed=1) * depth**-0.5
+    for given in (w, w.transpose(1, 2).contiguous().transpose(1, 2)):
+        want = reference.per_head_matmul(x.float(), given.float()).to(dtype)
+        torch.testing.assert_close(per_head_matmul(x, given), want, atol=2e-2, rtol=2e-2)
 
 
 @cases("heads,rank,rope", SHAPES, 128)
