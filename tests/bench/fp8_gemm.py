@@ -2,8 +2,9 @@
 
     python -m baton.tests.bench.fp8_gemm [--rows 1,64,4096] [--output figures.json]
 
-``bf16``: torch's product. ``row``: ``torch._scaled_mm`` with a scale a row, and with that the quantizing of its input.
-``tensor``: one scale for each matrix. ``block``: our kernel by blocks of 128 x 128, and with the quantizing by groups.
+``bf16``: torch's product. ``row``: ours with a scale a row, and with the quantizing of its input. ``tensor``:
+``torch._scaled_mm`` with one scale for each matrix. ``block``: ours by blocks of 128 x 128, and with the quantizing by
+groups; both are the library's where it is faster. ``kernel``: by blocks, our kernel in any case.
 ``floor``: a float8 weight, input and output at the rate of a copy, or the operations at twice the rate of one large
 bfloat16 product, whichever takes longer; both rates are measured in the same run. Products run as CUDA graphs, back to
 back over weights that together exceed the caches.
@@ -19,14 +20,16 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
+from ...kernels.forms import Float8Form, Float8Rows
 from ...kernels.fp8_block_matmul import block_matmul
-from ...kernels.fp8_quantize import quantize_groups, quantize_tokens
+from ...kernels.fp8_matmul import GROUP, fp8_matmul
+from ...kernels.fp8_quantize import quantize
 from ...kernels.fp8_scaled_matmul import scaled_matmul
 from . import ceilings
 from .moe_shapes import micros
 
 SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
-BLOCK = (128, 128)
+BLOCK = (GROUP, GROUP)
 _CACHE_BYTES = 256 << 20  # several times an H200's 50 MiB
 
 
@@ -44,18 +47,24 @@ class Case:
         self.block_scale = torch.rand(-(-out // 128), -(-width // 128), device="cuda") + 0.5
 
     def measure(self) -> dict[str, float]:
-        by_token, by_group = quantize_tokens(self.x), quantize_groups(self.x, 128)
+        token, group = Float8Form(self.x.shape[1]), Float8Form(GROUP)
+        by_token, by_group = quantize(self.x, token), quantize(self.x, group)
         one, bfloat16 = torch.ones(1, device="cuda"), torch.bfloat16
 
-        def by_block(x: tuple[torch.Tensor, torch.Tensor], w: torch.Tensor) -> torch.Tensor:
-            return block_matmul(*x, w, self.block_scale, BLOCK, bfloat16)
+        def by_row(x: Float8Rows, w: torch.Tensor) -> torch.Tensor:
+            return scaled_matmul(x.values, x.scale, w, self.row_scale, bfloat16)
+
+        def by_block(x: Float8Rows, w: torch.Tensor) -> torch.Tensor:
+            return block_matmul(x.values, x.scale, w, self.block_scale, BLOCK, bfloat16)
 
         works: dict[str, Callable[[torch.Tensor], object]] = {
-            "row": lambda w: scaled_matmul(*by_token, w, self.row_scale, bfloat16),
-            "row+quantize": lambda w: scaled_matmul(*quantize_tokens(self.x), w, self.row_scale, bfloat16),
-            "tensor": lambda w: scaled_matmul(by_token[0], one, w, one, bfloat16),
+            "row": lambda w: by_row(by_token, w),
+            "row+quantize": lambda w: by_row(quantize(self.x, token), w),
+            "tensor": lambda w: torch._scaled_mm(by_token.values, w.t(), scale_a=one, scale_b=one, out_dtype=bfloat16,
+                                                 use_fast_accum=True),
             "block": lambda w: by_block(by_group, w),
-            "block+quantize": lambda w: by_block(quantize_groups(self.x, 128), w),
+            "block+quantize": lambda w: by_block(quantize(self.x, group), w),
+            "kernel": lambda w: fp8_matmul(by_group.values, by_group.scale, w, self.block_scale, "block", bfloat16),
         }
         found = {"bf16": micros(lambda: [linear(self.x, w) for w in self.wide]) / len(self.wide)}
         for name, work in works.items():
