@@ -72,7 +72,9 @@ async def test_greedy_tokens_equal_transformers(unified, relay, prompts, expecte
         server.assert_clean()
 
 
-@pytest.mark.parametrize("shape", [{"prefill": 2, "decode": 2}, {"flags": ["--tp-size", "2"]}], ids=["2P2D", "TP2"])
+@pytest.mark.parametrize("shape", [
+    {"prefill": 2, "decode": 2, "flags": ["--disaggregation-transfer-backend", "auto"]}, {"flags": ["--tp-size", "2"]}],
+    ids=["2P2D, auto", "TP2"])
 async def test_other_shapes_give_equal_tokens(tmp_path, prompts, expected, shape):
     with Cluster(tmp_path, **shape) as cluster:
         assert await generate(cluster.url, prompts[:60]) == expected[:60]
