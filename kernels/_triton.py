@@ -6,12 +6,12 @@ a CPU only under Triton's interpreter (``TRITON_INTERPRET=1`` before the import)
 Programmatic dependent launch (PDL, GPUs from sm_90 on) lets a kernel start before the one ahead of it in its stream has
 ended, so that its start-up, and what it may read early, cost nothing. A kernel takes part so::
 
-    def _op_kernel(..., PDL: tl.constexpr):
+    def _kernel(..., PDL: tl.constexpr):
         start_next(PDL)        # the kernel behind may start once every program of this one is here, or has ended
         ...                    # what may be read early: see below
         wait_for_last(PDL)     # the kernel ahead has ended, and what it wrote is seen
 
-    _op_kernel[grid](..., **pdl(x))
+    _kernel[grid](..., **pdl(x))
 
 - ``wait_for_last`` ends when the kernel directly ahead has ended. That all kernels before have ended too follows only
   because each of them waits as well: *in a kernel that is launched with ``pdl`` every program waits before it returns*,
