@@ -106,7 +106,8 @@ class BootstrapServer:
     async def _tell_ranks(self, request: web.Request) -> web.Response:
         first = self.ranks.get((0, 0, 0))
         sizes = (first.dp_size, first.pp_size, first.tp_size) if first is not None else (1, 1, 1)
-        ranks = [self.ranks.get(place) for place in itertools.product(*map(range, sizes))]
+        groups, stages, places = map(range, sizes)
+        ranks = [self.ranks.get(place) for place in itertools.product(groups, stages, places)]
         if None in ranks:
             return _failure(NotFound(f"{len(self.ranks)} of the {len(ranks)} ranks of this prefill server have "
                                      "registered."))

@@ -34,7 +34,7 @@ class HandEngine:
                                                    lambda stage, share: None)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"The GPU has too little free memory: {error}") from None
-        self._watched = _WatchedExecutor(self._parts.executor)
+        self._watched = _WatchedExecutor(cast(Executor, self._parts.executor))
         parts = dataclasses.replace(self._parts, executor=cast(Executor, self._watched))
         self._scheduler = cast(UnifiedScheduler, unified_scheduler(parts))
         self._count = 0

@@ -152,9 +152,10 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     grammars = None
     if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
-    executor: Executor | StageExecutor = Executor(runner, sampler, grammars)
+    here = Executor(runner, sampler, grammars)
+    executor: Executor | StageExecutor = here
     if line is not None:
-        executor = StageExecutor(executor, line, parallel, alone=config.schedule.disable_overlap_schedule)
+        executor = StageExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attention)
     return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars, line)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..api.errors import InvalidRequest, ServingError, from_code
+from ..api.errors import InvalidRequest, from_code
 from ..api.messages import Logprobs
 from ..distributed.parallel import Parallel
 from .batcher import Batch
@@ -121,11 +121,12 @@ def _told(number: int, step: Step) -> Computed:
     sampled = step.sampled.wait()
     gains = []
     for i, (token_id, found) in enumerate(zip(sampled.token_ids, sampled.logprobs)):
-        error: ServingError | None = None
+        logprobs = found and Logprobs([token_id], [found.value], [found.top], [found.of_ids])
+        gain = ToldGain(token_id, logprobs)
         if token_id == FAILED:
             error = InvalidRequest(sampled.failures.get(i, "custom_logit_processor failed."))
-        logprobs = found and Logprobs([token_id], [found.value], [found.top], [found.of_ids])
-        gains.append(ToldGain(token_id, logprobs, error and error.wire_code, error.message if error else ""))
+            gain.code, gain.message = error.wire_code, error.message
+        gains.append(gain)
     return Computed(number, gains, _prompts(step))
 
 
