@@ -92,13 +92,18 @@ def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
         runner._graphs = PaddedSteps(runner, sizes)
         return runner._graphs.replayed
     replayed: list[int] = []
-    run = runner._graphs.run
+    graphs = runner._graphs
+    run, decode = graphs.run, getattr(graphs, "decode", None)
 
-    def watched(batch):
+    def watched_run(batch):
         replayed.append(batch.num_reqs)
         return run(batch)
 
-    runner._graphs.run = watched
+    def watched_decode(table, token_ids, size):
+        replayed.append(size)
+        return decode(table, token_ids, size)
+
+    graphs.run, graphs.decode = watched_run, watched_decode
     return replayed
 
 

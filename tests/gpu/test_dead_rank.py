@@ -18,10 +18,10 @@ from baton.tests.ports import free_port
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 FLAGS = ["server", "--model-path", "tinychat", "--dtype", "bfloat16", "--attention-backend", "triton", "--tp-size", "2",
-         "--mem-fraction-static", "0.25", "--log-level", "warning", "--cuda-graph-bs", "2", "8"]
+         "--mem-fraction-static", "0.12", "--log-level", "warning", "--cuda-graph-bs", "2", "8"]
 SHAPES = {"peers": [], "nccl": ["--disable-custom-all-reduce"], "dp": ["--dp-size", "2", "--enable-dp-attention"]}
 LONG = {"text": "x", "sampling_params": {"ignore_eos": True, "max_new_tokens": 3000, "temperature": 0}}
-POOL_BYTES = 16 << 30
+POOL_BYTES = 8 << 30
 """Less than what a rank's pool takes."""
 
 
