@@ -152,7 +152,7 @@ def test_a_room_that_decode_declines_fails_prefill_s_half_at_once(pair, met, pre
     """Its request was given up before it had pages, or before there was a way to prefill."""
     if met:
         pair.transfer(1)
-    info = pair.bootstrap.server.ranks.pop((0, 0))
+    info = pair.bootstrap.server.ranks.pop((0, 0, 0))
     if prefill_first:
         pair.expect(2)
     if met:
@@ -163,7 +163,7 @@ def test_a_room_that_decode_declines_fails_prefill_s_half_at_once(pair, met, pre
         pair.receiver.abort(2, Aborted("the client left"))
         pair.until(2, Phase.FAILED, half=pair.receiver)
         pair.receiver.forget(2)
-    pair.bootstrap.server.ranks[0, 0] = info
+    pair.bootstrap.server.ranks[0, 0, 0] = info
     if not prefill_first:
         time.sleep(0.1)  # either comes first
         pair.expect(2)
@@ -236,7 +236,7 @@ def test_a_stale_route_is_looked_up_again(pair):
     stale = pair.sender.info
     pair.sender.close()
     pair.reserve(1)
-    assert pair.bootstrap.server.ranks[0, 0] == stale
+    assert pair.bootstrap.server.ranks[0, 0, 0] == stale
     time.sleep(0.3)
     assert pair.receiver.phase(1) is Phase.RESERVING
     pair.sender = pair.make_sender(pair.source)
@@ -296,13 +296,13 @@ def test_a_stalled_transfer_fails_by_its_deadline(make_pair):
 
 def test_an_unregistered_prefill_is_awaited_until_the_deadline(make_pair):
     pair = make_pair(disaggregation_bootstrap_timeout=0.6)
-    info = pair.bootstrap.server.ranks.pop((0, 0))
+    info = pair.bootstrap.server.ranks.pop((0, 0, 0))
     pair.reserve(1)
     time.sleep(0.3)
     assert pair.receiver.phase(1) is Phase.RESERVING
-    pair.bootstrap.server.ranks[0, 0] = info
+    pair.bootstrap.server.ranks[0, 0, 0] = info
     pair.until(1, Phase.RESERVED, half=pair.receiver)
-    pair.bootstrap.server.ranks.pop((0, 0))
+    pair.bootstrap.server.ranks.pop((0, 0, 0))
     pair.sender.close()
     pair.until(1, Phase.FAILED, half=pair.receiver)
     pair.reserve(2)
