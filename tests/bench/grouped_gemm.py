@@ -22,7 +22,8 @@ from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_tiles import device_name, tiles_for
 from ...kernels.moe_topk import moe_topk
 from . import ceilings
-from .moe_shapes import SHAPES, Layer, micros
+from .moe_shapes import SHAPES, Layer, Shape, micros
+from .tune_moe import compile_all
 
 DRAWS = 4  # different choices in turn, so that few tokens do not find their experts in the cache
 
@@ -62,6 +63,14 @@ def _loop_us(layer: Layer, draws: list) -> float:
     return 1e6 * ceilings._seconds(loop, 5)
 
 
+def _compile(shape: Shape, tokens: list[int], name: str) -> None:
+    """What the launches will take, side by side: one after the other takes most of a minute."""
+    taken = [tiles_for(count, shape.experts, shape.hidden, shape.size, shape.top_k, torch.bfloat16, name)
+             for count in tokens]
+    compile_all(list({("bfloat16", tile, tile is tiles.gate_up) for tiles in taken
+                      for tile in (tiles.gate_up, tiles.down)}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
@@ -72,6 +81,8 @@ def main() -> None:
     layer = Layer(SHAPES[args.shape], torch.bfloat16 if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
     copy, tflops = (ceilings.copy_tb_s(), ceilings.matmul_tflops()) if on_gpu else (None, None)
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    if on_gpu:
+        _compile(SHAPES[args.shape], list(map(int, args.tokens.split(","))), name)
     print(f"{args.shape} on {name}; copy {copy} TB/s, matrix product {tflops} TFLOP/s")
     found = []
     for tokens in map(int, args.tokens.split(",")):

@@ -112,11 +112,15 @@ def compile_one(job: tuple[str, Tile, bool]) -> str:
     return ""
 
 
-def compile_all(dtypes: list[str], most_rows: int) -> None:
-    began = time.perf_counter()
-    jobs = [(name, tile, gated) for name in dtypes for gated in (True, False) for rows in FEW_ROWS + MANY_ROWS
+def all_candidates(dtypes: list[str], most_rows: int) -> list[tuple[str, Tile, bool]]:
+    return [(name, tile, gated) for name in dtypes for gated in (True, False) for rows in FEW_ROWS + MANY_ROWS
             for tile in candidates(rows, getattr(torch, name), gated) if rows <= most_rows]
-    jobs.sort(key=lambda job: -job[1].rows)  # the longest first
+
+
+def compile_all(jobs: list[tuple[str, Tile, bool]]) -> None:
+    """Of each job's type the product with this tile, gated or not, in as many processes as there are cores."""
+    began = time.perf_counter()
+    jobs = sorted(jobs, key=lambda job: -job[1].rows)  # the longest first
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
         troubles = [said for said in pool.imap_unordered(compile_one, jobs) if said]
     print(f"{len(jobs)} kernels compiled in {time.perf_counter() - began:.1f} s", *troubles, sep="\n", flush=True)
@@ -190,7 +194,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, dtypes = device_name(device), args.dtypes.split(",")
     if device.type == "cuda":
-        compile_all(dtypes, args.most_rows)
+        compile_all(all_candidates(dtypes, args.most_rows))
     measured = dict(moe_tiles.table(name))
     args.folder.mkdir(exist_ok=True, parents=True)
     file = args.folder / f"{name.replace(' ', '_')}.json"
