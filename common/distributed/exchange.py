@@ -82,7 +82,8 @@ class TokenExchange:
         own = self._counts[self._across.rank]
         assert x.shape[0] == own, f"{x.shape[0]} rows where {own} were told"
         if self._padded:
-            rows = self._across.all_gather_rows(pad(x, (0, 0, 0, max(self._counts) - own)))
+            lacking = max(self._counts) - own
+            rows = self._across.all_gather_rows(pad(x, (0, 0, 0, lacking)) if lacking else x)  # pad copies in any case
             return rows if self._kept is None else rows[self._kept]
         first = sum(self._counts[:self._across.rank])
         rows = x.new_zeros(sum(self._counts), x.shape[1])
