@@ -98,7 +98,7 @@ def wired(tmp_path_factory):
         with staged.cluster:
             (rank,) = fetch_ranks(address, timeout=5.0)
             wire = Proxy(rank.endpoint)
-            bootstrap.server.ranks[0, 0] = msgspec.structs.replace(rank, endpoint=wire.endpoint)
+            bootstrap.server.ranks[0, 0, 0] = msgspec.structs.replace(rank, endpoint=wire.endpoint)
             yield staged, wire
             wire.close()
     finally:

@@ -144,7 +144,7 @@ def test_the_bootstrap_server_refuses_other_secrets_and_repetitions(monkeypatch)
 def test_an_answer_without_the_secret_is_not_believed():
     async def scenario():
         async with BootstrapServer("127.0.0.1", 0) as server:
-            server.ranks[0, 0] = info("impostor")
+            server.ranks[0, 0, 0] = info("impostor")
             with pytest.raises(OtherSecret):
                 await asyncio.to_thread(fetch_ranks, ("127.0.0.1", server.port), 1.0, Secret("words"))
     asyncio.run(scenario())
