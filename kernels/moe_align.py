@@ -51,15 +51,21 @@ def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, PARTS: tl.constex
 
 @triton.jit(do_not_specialize=["total", "per_part", "num_blocks"])
 def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr, total, per_part, num_blocks,
-                     num_places, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_PLACES: tl.constexpr,
-                     BLOCK: tl.constexpr, PDL: tl.constexpr):
+                     num_places, ROWS: tl.constexpr, PARTS: tl.constexpr, COUNTED: tl.constexpr,
+                     BLOCK_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     place = tl.program_id(0)  # num_places: what is behind the last
     part = tl.program_id(1)
     each = tl.arange(0, BLOCK_PLACES)
     parts = tl.arange(0, PARTS)
-    counts = tl.load(counts_ptr + each[:, None] * PARTS + parts[None, :], (each < num_places)[:, None], other=0)
+    if COUNTED:
+        counts = tl.load(counts_ptr + each[:, None] * PARTS + parts[None, :], (each < num_places)[:, None], other=0)
+    else:  # so few choices that every program counts all
+        index = tl.arange(0, BLOCK)
+        chosen = tl.load(places_ptr + index, index < total, other=-1)
+        held = (chosen >= 0) & (chosen < num_places)
+        counts = tl.histogram(tl.where(held, chosen, 0).to(tl.int32), BLOCK_PLACES, held)[:, None]
     blocks = (tl.sum(counts, 1) + ROWS - 1) // ROWS
     first = tl.sum(tl.where(each < place, blocks, 0), 0)
     last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
@@ -110,9 +116,11 @@ def moe_align(places: torch.Tensor, num_places: int, block: int) -> Alignment:
         per_part = triton.cdiv(triton.cdiv(total, parts), _BLOCK) * _BLOCK
         counts = torch.empty((num_places, parts), dtype=torch.int32, device=places.device)
         places = places.contiguous()
-        _moe_count_kernel[(num_places, parts)](places, counts, total, per_part, PARTS=parts, BLOCK=_BLOCK,
-                                               **pdl(places))
+        if total > _BLOCK:
+            _moe_count_kernel[(num_places, parts)](places, counts, total, per_part, PARTS=parts, BLOCK=_BLOCK,
+                                                   **pdl(places))
         _moe_sort_kernel[(num_places + 1, parts)](
             places, counts, rows, place, positions, total, per_part, num_blocks, num_places, ROWS=block, PARTS=parts,
-            BLOCK_PLACES=triton.next_power_of_2(num_places), BLOCK=_BLOCK, **pdl(places))
+            COUNTED=total > _BLOCK, BLOCK_PLACES=max(32, triton.next_power_of_2(num_places)), BLOCK=_BLOCK,
+            **pdl(places))
     return Alignment(rows, place, positions, block)
