@@ -65,7 +65,8 @@ def run(case: dict, joined: Parallel) -> dict:
         connect_all(joined)
         assert joined.across.peers is not None
     prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
-    kernels = KernelArgs(disable_cuda_graph=not sizes, cuda_graph_bs=sizes)
+    backend = "triton" if parallel.device.type == "cuda" else "auto"
+    kernels = KernelArgs(backend, disable_cuda_graph=not sizes, cuda_graph_bs=sizes)
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, **case)
     replayed = watch_replays(engine, sizes)
     for i, prompt in enumerate(prompts):

@@ -29,7 +29,8 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
         seen["graph"] = worst_in_graph(group, group.peers)
         seen["equal"] = same_bits(group, group.peers)
         seen["norms"] = [worst_norm(group, *shape) for shape in ((1, 4096), (7, 5120), (60, 4096), (99, 2048))]
-    eager, graphs = KernelArgs(disable_cuda_graph=True), KernelArgs(cuda_graph_bs=(2, 4, 8))
+    eager = KernelArgs("triton", disable_cuda_graph=True)
+    graphs = KernelArgs("triton", cuda_graph_bs=(2, 4, 8))
     seen["tokens"] = {name: answers(checkpoint, parallel, kernels) for name, kernels in (
         ("eager", eager), ("graphs", graphs))}
     seen["bfloat16"] = answers(checkpoint, parallel, graphs, "bfloat16")

@@ -18,6 +18,6 @@ class KernelArgs:
         "what draws tokens: auto is our kernels, which sort nothing, on a GPU where a trial draws as torch does"))
     disable_cuda_graph: bool = flag(False, help="launch a decode step's kernels one by one")
     disable_custom_all_reduce: bool = flag(False, help=(
-        "leave small sums of a host's GPUs to NCCL, too, in place of reading them from each other's memory"))
+        "leave small sums of a host's GPUs to NCCL, too, in place of writing them into each other's memory"))
     cuda_graph_max_bs: int = flag(256, help="largest decode batch that runs as a CUDA graph")
     cuda_graph_bs: tuple[int, ...] = flag((), help="decode batch sizes to capture, instead of a list up to the largest")
