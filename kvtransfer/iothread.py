@@ -17,9 +17,11 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at writes in flight: shorter than a 1 MiB write on the fastest link times the 16 or so of a chunk,
-# long enough to leave the interpreter to the scheduler (one look costs about 5 us).
+# Between two looks at writes that wait, and at most at writes in flight: shorter than those of a chunk on the fastest
+# link, long enough to leave the interpreter to the scheduler (one look costs about 5 us).
 BUSY_INTERVAL = 100e-6
+# The kernel makes a sleep some 50 us longer than was asked for: below this, the thread only lets others run.
+_SHORTEST_SLEEP = 50e-6
 
 
 class IOThread:
@@ -89,7 +91,7 @@ class IOThread:
         # poll(2) counts in milliseconds; shorter waits sleep, so that writes in flight do not cost a whole core.
         ready = self._poller.poll(None if wait is None else int(wait * 1000))
         if not ready and wait is not None and wait < 1e-3:
-            time.sleep(wait)
+            time.sleep(wait if wait >= _SHORTEST_SLEEP else 0)
         for sock, _ in ready:
             if sock in self._callbacks:
                 self._callbacks[sock]()

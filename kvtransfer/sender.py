@@ -30,6 +30,8 @@ from .timing import Timing
 if TYPE_CHECKING:
     import torch
 
+LATENESS = 1 / 16  # of the time that a write takes: so much later its end is noticed
+
 
 class KVSender:
     """Pushes the KV pages of prompts to the decode ranks that reserved room for them.
@@ -180,7 +182,9 @@ class KVSender:
         self._post_writes()
         self._poll_writes()
         self._carry_out()
-        if self._in_flight or self._core.queue:
+        if self._in_flight:
+            return min(BUSY_INTERVAL, (time.monotonic() - self._in_flight[0].posted) * LATENESS)
+        if self._core.queue:
             return BUSY_INTERVAL
         return None if self._core.idle else self._timing.tick
 
@@ -223,7 +227,7 @@ class KVSender:
         with self._lock:
             writes = self._core.take_writes(time.monotonic(), lambda event: event.query())
         for write in writes:
-            posting = _Posting(write)
+            posting = _Posting(write, time.monotonic())
             for piece in write.session.lane.pieces_of(write.group):
                 self._post(posting, piece)
             self._in_flight.append(posting)
@@ -262,6 +266,7 @@ class _Posting:
     """A write as the backend has it: one transfer for each of the lane's pieces, all of which must end."""
 
     write: Write
+    posted: float
     handles: list[Any] = field(default_factory=list)
     checksum: int = 0
     failed: bool = False
