@@ -184,11 +184,11 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
     """``[rows of aligned, N]`` in ``dtype``: row i is ``silu(gate) * up`` of token ``aligned.rows[i] // choices`` by
     its place's matrices; arbitrary where ``aligned`` has no choice.
 
-    ``a`` [T, depth] contiguous; ``b`` [S, 2 * N, depth], each gate before its up. Scales as in ``moe_gemm``.
+    ``a`` [T, depth], contiguous in depth; ``b`` [S, 2 * N, depth], each gate before its up. Scales as in ``moe_gemm``.
     """
     columns, depth = b.shape[1] // 2, b.shape[2]
     how, scale_columns, scale_depth = _how_scaled(b_scale)
-    assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.rows
+    assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
     assert fits(tile, depth, columns, how == "block")
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
