@@ -43,9 +43,9 @@ def _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, depth, DEPTH):
-        a = tl.load(a_at)
-        b = b_desc.load([gate_row, start])
+        b = b_desc.load([gate_row, start])  # before the tokens: nothing of it waits for the rows' numbers
         c = b_desc.load([gate_row + columns, start])
+        a = tl.load(a_at)
         if SCALES == "block":
             step = start // GROUP
             a_scale = tl.load(a_scale_at + step)[:, None]
