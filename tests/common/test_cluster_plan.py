@@ -40,6 +40,13 @@ def test_what_is_for_servers_that_decode_goes_to_them_alone(tmp_path):
         parse(ServerConfig, [*part.argv[at:], *mode], prog="x", description="")
 
 
+def test_stages_are_the_prefill_servers(tmp_path):
+    servers, _ = plan(tmp_path, "--pp-size", "2", "--pp-layer-partition", "3", "4", num_gpus=4)
+    assert [["--pp-size" in part.argv, "--pp-layer-partition" in part.argv] for part in servers] \
+        == [[True, True], [False, False]]
+    assert [dict(zip(part.argv, part.argv[1:])).get("--base-gpu-id", "0") for part in servers] == ["0", "2"]
+
+
 @pytest.mark.parametrize(("num_gpus", "ids"), [(0, ["0", "0"]), (2, ["0", "1"])])
 def test_whole_servers(tmp_path, num_gpus, ids):
     servers, router = plan(tmp_path, "--dp-size", "2", "--policy", "round_robin", num_gpus=num_gpus)

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.server import ParallelArgs
+from baton.common.config.cli import parse
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import CacheArgs, ParallelArgs, ServerConfig
 from baton.common.distributed.stages import Stages
+from baton.common.engine.model_runner import kv_layout
+from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.small_models import expected_logits, save_model
+from baton.tests.common.small_models import expected_logits, save_model, server_config
 from baton.tests.common.small_moe import save_moe
 from baton.tests.rank_processes import run_ranks
 
@@ -57,9 +61,10 @@ def check_together(first: list[tuple[float, float]], second: list[tuple[float, f
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stages_answer_as_transformers_do(tmp_path, size):
-    dense, tied, moe = (tmp_path / name for name in ("dense", "tied", "moe"))
+    dense, tied, moe, latent = (tmp_path / name for name in ("dense", "tied", "moe", "latent"))
     model, tied_model = save_model(dense, "Qwen2"), save_model(tied, "Qwen3", tie_word_embeddings=True)
     save_moe(moe, "Qwen3Moe")
+    save_deepseek(latent, 3)  # a dense layer, then mixtures
     prompts = make_prompts([3, 50, 17, 9])
     of_prompts = {"return_logprob": True, "logprob_start_len": 0}
     cases = [
@@ -71,6 +76,7 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
          "parallel": {"pp_max_micro_batch_size": 1}},
         {"checkpoint": str(moe), "prompts": prompts, "chunk": 16},
         {"checkpoint": str(dense), "prompts": [list(range(20, 84))], "chunk": 8, "delay": 0.05},
+        {"checkpoint": str(latent), "prompts": prompts, "chunk": 16},
     ]
     ranks = run_stages(size, tmp_path, cases)
     first, last = ranks[0], ranks[-1]
@@ -83,6 +89,7 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
         assert first["cases"][case]["tokens"] == expected, case
     assert first["cases"][1]["tokens"] == greedy(tied_model, prompts)
     assert first["cases"][5]["tokens"] == alone(moe, prompts)
+    assert first["cases"][7]["tokens"] == alone(latent, prompts)
     assert first["cases"][0]["cached"] > 0 and first["cases"][2]["retracted"] > 0
     assert [rank["cases"][0]["layers"] for rank in (first, last)] == [2, 1]
     aborted = first["cases"][3]
@@ -99,6 +106,16 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
     check_together(first["cases"][6]["steps"], last["cases"][6]["steps"])
     for rank in ranks:
         assert [len(case["steps"]) for case in rank["cases"]] == [len(case["steps"]) for case in first["cases"]]
+
+
+def test_a_stage_s_pool_has_its_layers_and_their_scales(tmp_path):
+    save_model(tmp_path, "Llama")
+    spec = load_model_spec(server_config(tmp_path).model)
+    scales = ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0))
+    layout = kv_layout(CacheArgs(kv_cache_dtype="fp8_e4m3"), spec, 1, "float32", scales, range(1, 3))
+    assert (layout.num_layers, layout.first_layer, layout.model_layers) == (2, 1, 3)
+    assert layout.scales == scales[1:]
+    assert kv_layout(CacheArgs(), spec, 1, "float32", (), range(3)) == kv_layout(CacheArgs(), spec, 1, "float32")
 
 
 def test_layers_are_shared_evenly_or_as_told():
@@ -124,3 +141,18 @@ def test_layers_are_shared_evenly_or_as_told():
 def test_what_does_not_fit_is_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
         ParallelArgs(**fields)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--disaggregation-mode", "decode"], "--pp-size is for prefill and unified servers"),
+    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--enable-dp-attention does not work across"),
+    (["--is-embedding"], "--is-embedding does not work across"),
+    (["--enable-mixed-chunk"], "--enable-mixed-chunk does not work across"),
+    (["--retract-host-memory-gb", "1"], "--retract-host-memory-gb does not work across"),
+    (["--enable-return-hidden-states"], "--enable-return-hidden-states does not work across"),
+    (["--nnodes", "4", "--dist-init-addr", "127.0.0.1:5000"], "must divide --tp-size 1 times --pp-size 2"),
+])
+def test_servers_that_cannot_have_stages_say_so(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, ["--model-path", "m", "--pp-size", "2", *flags], prog="x", description="")
+    assert words in capsys.readouterr().err

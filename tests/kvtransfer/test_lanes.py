@@ -108,8 +108,9 @@ def stages_of(whole: Side, counts: tuple[int, ...]) -> list[Side]:
 @pytest.mark.parametrize("counts", [(3, 2), (1, 3, 1)])
 @pytest.mark.parametrize("p, d", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("groups", [(5,), (2, 3)])
-def test_stages_write_their_layers_of_every_decode_rank(p, d, counts, groups):
-    heads, whole, decode = 4, side(p, 4, (5,)), side(d, 4, groups)
+@pytest.mark.parametrize("form, heads", [("heads", 4), ("latent", 1)])
+def test_stages_write_their_layers_of_every_decode_rank(p, d, counts, groups, form, heads):
+    whole, decode = side(p, heads, (5,), form), side(d, heads, groups, form)
     sources, targets, expected = pools(whole, heads, True), pools(decode, heads, False), pools(decode, heads, True)
     cuts, first = set(), 0
     for stage, count in zip(stages_of(whole, counts), counts):
