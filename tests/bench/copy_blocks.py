@@ -1,6 +1,6 @@
 """The copy of scattered blocks by itself: GB/s for sizes of blocks and numbers of programs, beside a plain copy.
 
-    python -m baton.tests.bench.copy_blocks [--out FILE]
+    python -m baton.tests.bench.copy_blocks [--programs 16,32,64] [--out FILE]
 
 512 MiB within GPU 0 and, where there are two, to GPU 1. The host's part of one write, as the ipc backend makes it, is
 timed beside: microseconds until the call has returned.
@@ -23,7 +23,6 @@ from ...kvtransfer.backends.ipc_cuda import CudaMemory
 
 TOTAL = 512 << 20
 BLOCKS = (4 << 10, 16 << 10, 64 << 10, 1 << 20)
-PROGRAMS = (8, 16, 32, 64, 128, 264)
 
 
 def gb_s(work: Callable[[], object]) -> float:
@@ -38,7 +37,7 @@ def gb_s(work: Callable[[], object]) -> float:
     return TOTAL / statistics.median(times[2:]) / 1e9
 
 
-def rows_to(target: int) -> list[dict[str, float | str]]:
+def rows_to(target: int, tried: list[int]) -> list[dict[str, float | str]]:
     torch.cuda.set_device(0)
     source = torch.randint(0, 256, (2 * TOTAL,), dtype=torch.uint8, device="cuda:0")
     there = torch.zeros(2 * TOTAL, dtype=torch.uint8, device=f"cuda:{target}")
@@ -47,7 +46,7 @@ def rows_to(target: int) -> list[dict[str, float | str]]:
     for block in BLOCKS:
         count = 2 * TOTAL // block
         ids = torch.stack([torch.randperm(count)[:TOTAL // block] for _ in range(2)]).cuda(0)
-        for programs in PROGRAMS:
+        for programs in tried:
             rate = gb_s(lambda: copy_blocks(
                 source.data_ptr(), there.data_ptr(), ids, block, programs=programs))  # noqa: B023
             rows.append({"to": f"GPU {target}", "what": f"{block >> 10} KiB, {programs} programs", "gb_s": rate})
@@ -72,9 +71,12 @@ def host_us(block: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", default="8,16,32,64,128,264")
+    parser.add_argument("--to", type=int, default=0, help="the first GPU to copy to")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = [row for target in range(min(2, torch.cuda.device_count())) for row in rows_to(target)]
+    programs = [int(n) for n in args.programs.split(",")]
+    rows = [row for target in range(args.to, min(2, torch.cuda.device_count())) for row in rows_to(target, programs)]
     print("\n".join(f"{row['to']:6} {row['what']:24} {row['gb_s']:8.1f} GB/s" for row in rows))
     calls = {f"{block >> 10} KiB": host_us(block) for block in (16 << 10, 1 << 20)}
     print("the host's part of a write of 512 MiB:", ", ".join(f"{name} {us:.0f} us" for name, us in calls.items()))

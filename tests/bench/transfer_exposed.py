@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,19 +30,18 @@ from . import load
 from .relay import LLAMA_8B
 
 SETTINGS = "ipc:layers,nixl:layers,ipc:chunk,ipc:prompt"
-WORKLOADS = ("1024:1:8,4096:1:5,16384:1:3,32768:1:2,1024:32:64,4096:32:32,"
-             "4096:32:32:4096,1024:32:64:4096,1024:32:64:2048")
+WORKLOADS = "1024:1:6,4096:1:4,16384:1:2,32768:1:2,1024:32:48,4096:32:32"
 CHUNK = 8192
 COUNTERS = {"done": "kv_transfers_done", "exposed": "kv_transfer_exposed_seconds", "bytes": "kv_bytes_sent"}
 
 
-def cluster(folder: Path, model: list[str], setting: str, gpus: int) -> Cluster:
+def cluster(folder: Path, flags: list[str], setting: str, gpus: int) -> Cluster:
     """A router and a pair of servers, not started."""
     backend, overlap = setting.split(":")
     logs = folder / setting.replace(":", "-")
     logs.mkdir()
     devices = ["--device", "cuda", "--max-total-tokens", "100000"] if gpus else []
-    flags = [*model, *devices, "--disable-radix-cache", "--disaggregation-transfer-backend", backend]
+    flags = [*flags, *devices, "--disable-radix-cache", "--disaggregation-transfer-backend", backend]
     on = [["--base-gpu-id", str(gpu)] if gpus else [] for gpu in (0, gpus - 1)]
     return Cluster(logs, flags=flags, prefill_flags=[*on[0], "--kv-transfer-overlap", overlap], decode_flags=on[1])
 
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--settings", default=SETTINGS)
     parser.add_argument("--workloads", default=WORKLOADS)
     parser.add_argument("--model", choices=("llama-8b", "tinychat"), default="llama-8b")
+    parser.add_argument("--server-flags", default="", help="more flags of the servers, as in one shell word")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -94,7 +95,8 @@ def main() -> None:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 40960}))
         model = ["--model-path", str(folder), "--tokenizer-path", "tinychat", "--load-format", "dummy"]
-        clusters = {name: cluster(folder, model if args.model == "llama-8b" else [], name, gpus) for name in names}
+        flags = [*(model if args.model == "llama-8b" else []), *shlex.split(args.server_flags)]
+        clusters = {name: cluster(folder, flags, name, gpus) for name in names}
         with started(list(clusters.values())):
             for at in clusters.values():
                 asyncio.run(load.run(at.url, load.Workload(workloads[0][0], 1, 2, 1)))  # warm-up
