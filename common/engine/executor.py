@@ -94,7 +94,7 @@ class Executor:
         ``event`` (None on a CPU) tells when they are there. Where a request has a grammar, its mask is made while the
         device runs the forward pass; that needs its pending token, so that the host then waits for the step before.
         """
-        if batch.run is not None and batch.run.plain and self._runner.takes_runs:
+        if batch.run is not None and batch.run.plain:
             self._last = self._launch_run(batch, batch.run)
             return self._last
         wanted = [] if batch.is_decode else prompt_rows(batch)

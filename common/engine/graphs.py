@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...kernels.greatest import greatest
 from ..attention.base import Planned
 from ..models.decoder import DenseDecoder
-from .forward_batch import ForwardBatch, Row, build_forward_batch
+from .decode_inputs import DecodeInputs
+from .forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
 
 _BY_TYPE = (("input_ids", "positions", "page_of_token", "offset_in_page"),
             ("kv_indptr", "kv_indices", "kv_last_page_len"))
@@ -42,9 +44,12 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         self._attention = attention
         self.padding_row = Row([0], 0, np.array([scratch_page]))
-        self._static = self._static_batch(page_size, max_pages, device)
+        inputs = self._table = DecodeInputs(self._sizes[-1], self._sizes[-1] * max_pages, scratch_page, device)
+        self._static = self._static_batch(page_size, inputs.tensors, device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, torch.Tensor] = {}
+        self._likeliest: dict[int, torch.Tensor] = {}
+        self._views = {size: self._inputs(size) for size in self._sizes}
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
@@ -68,10 +73,24 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self._logits[size]
 
-    def _static_batch(self, page_size: int, max_pages: int, device: torch.device) -> ForwardBatch:
+    def decode(self, table: DecodeTable, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 logits ``[B, vocab]`` of ``table``'s rows, whose tokens [B] int64 are on the device, and the
+        likeliest token [B] int64 of each. The next run of this size overwrites both."""
+        count = len(table.positions)
+        host = self._table.fill(table, size)
+        views = self._views[size]
+        views["input_ids"][:count].copy_(token_ids)
+        self._attention.refresh(ForwardBatch(
+            is_decode=True, logits_rows=None, qo_indptr=self._static.qo_indptr[:size + 1], **views,
+            qo_indptr_cpu=self._static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=host["kv_indptr"],
+            kv_indices_cpu=host["kv_indices"], kv_last_page_len_cpu=host["kv_last_page_len"]))
+        self._graphs[size].replay()
+        return self._logits[size][:count], self._likeliest[size][:count]
+
+    def _static_batch(self, page_size: int, tensors: dict[str, torch.Tensor], device: torch.device) -> ForwardBatch:
         batch = build_forward_batch([self.padding_row] * self._sizes[-1], page_size, device, True)
-        batch.kv_indices = torch.full((self._sizes[-1] * max_pages,), int(self.padding_row.page_ids[0]),
-                                      dtype=torch.int32, device=device)
+        for name, tensor in tensors.items():
+            setattr(batch, name, tensor)
         return batch
 
     def _inputs(self, size: int) -> dict[str, torch.Tensor]:
@@ -86,12 +105,13 @@ class DecodeGraphs:
     def _capture(self, size: int, model: DenseDecoder, max_length: int, memory: Any) -> None:
         static, attention = self._static, self._attention
         batch = ForwardBatch(
-            is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._inputs(size),
+            is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._views[size],
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
 
-        def forward() -> torch.Tensor:
-            return model.forward(batch, attention, lambda layer: None)
+        def forward() -> tuple[torch.Tensor, torch.Tensor]:
+            logits = model.forward(batch, attention, lambda layer: None)
+            return logits, greatest(logits)[1]
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -103,5 +123,5 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            self._logits[size] = forward()
+            self._logits[size], self._likeliest[size] = forward()
         self._graphs[size] = graph

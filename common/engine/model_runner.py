@@ -235,11 +235,6 @@ class ModelRunner:
         self._attention.plan(batch)
         return self._model.forward(batch, self._attention, self._telling(after_group))
 
-    @property
-    def takes_runs(self) -> bool:
-        """Whether ``decode`` computes steps of runs; a graph is given what ``forward`` is."""
-        return self._graphs is None
-
     @torch.inference_mode()
     def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A decode step: float32 logits ``[B, vocab]`` of ``table``'s rows, whose tokens ``token_ids`` [B] int64 are on

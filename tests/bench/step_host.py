@@ -57,8 +57,6 @@ class FreeModel:
     def padding(self, num_reqs: int) -> list[Row]:
         return []
 
-    takes_runs = True
-
     def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count = len(table.positions)
         self._inputs.fill(table, count)

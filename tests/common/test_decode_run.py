@@ -10,10 +10,10 @@ import torch
 
 from baton.common.api.messages import Generate, Outputs
 from baton.common.api.sampling import SamplingParams
+from baton.common.engine import decode_run
 from baton.common.engine.batch import RunChunks
 from baton.common.engine.decode_inputs import DecodeInputs
 from baton.common.engine.decode_run import DecodeRun
-from baton.common.engine.executor import Step
 from baton.common.engine.forward_batch import Row, build_forward_batch, build_run_batch
 from baton.common.engine.req import Req
 from baton.common.kvcache.manager import KVCacheManager
@@ -185,11 +185,9 @@ def test_runs_change_no_token(monkeypatch):
                 ended += [output.finish.reason] if output.finish else []
 
         if not runs:
-            monkeypatch.setattr(Step, "plain_tokens", lambda step: None)
+            monkeypatch.setattr(decode_run, "_plain", lambda req: False)
         engine = dummy_engine.make(4000, 8, shape=dummy_engine.TINY, device="cpu")
         engine._parts.ledger._send = take
-        if not runs:
-            monkeypatch.setattr(type(engine._parts.runner), "takes_runs", False)
         for batch, given, made in ((3, 20, 30), (2, 7, 9), (1, 16, 40), (3, 50, 5)):
             engine.start(batch, given, made)
             for _ in range(5):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from unittest.mock import MagicMock, patch
 
+import numpy as np
 import torch
 
+from baton.common.engine.forward_batch import DecodeTable
 from baton.common.engine.graphs import DecodeGraphs
 
 
@@ -22,6 +24,9 @@ class Played:
         assert max_length == 32
         self.made_in_capture = None
 
+    def refresh(self, batch):
+        self.refreshed = batch
+
     def forward(self, batch, attention, after_layer):
         if self.made_in_capture is None:  # as backends do, whose plans are computed on the device
             self.made_in_capture = self.capturing
@@ -36,13 +41,35 @@ class Played:
         self.capturing = False
 
 
-def test_a_graph_holds_the_making_of_its_plan():
-    """Else replays would read the plan of the padding, from memory that has been given back."""
-    played, seen, begun = Played(), [], []
+def captured(played, begin=lambda size: None, progress=lambda share: None):
+    """Graphs of 1, 2 and 4 rows over two pages of 16 tokens each; page 9 is the padding's."""
     cuda = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: contextlib.nullcontext(),
             "CUDAGraph": MagicMock(), "graph": played.graph, "graph_pool_handle": MagicMock()}
     with patch.multiple(torch.cuda, **cuda):
-        graphs = DecodeGraphs(played, played, [1, 2, 4], 16, 2, 9, torch.device("cpu"), begun.append, seen.append)
+        return DecodeGraphs(played, played, [1, 2, 4], 16, 2, 9, torch.device("cpu"), begin, progress)
+
+
+def test_a_graph_holds_the_making_of_its_plan():
+    """Else replays would read the plan of the padding, from memory that has been given back."""
+    played, seen, begun = Played(), [], []
+    graphs = captured(played, begun.append, seen.append)
     assert played.captured == [(4, True), (2, True), (1, True)]
     assert begun == [4, 2, 1]
     assert graphs.size_for(3) == 4 and graphs.size_for(5) is None and seen == [1 / 3, 2 / 3, 1]
+
+
+def test_a_run_is_put_where_the_graph_reads_it():
+    played = Played()
+    graphs = captured(played)
+    table = DecodeTable(np.array([3, 17, 4]), np.array([5, 7, 6]), np.array([3, 1, 4]),
+                        np.array([0, 1, 3, 4], np.int32), np.array([5, 8, 7, 6], np.int32),
+                        np.array([4, 2, 5], np.int32))
+    logits, likeliest = graphs.decode(table, torch.tensor([11, 12, 13]), 4)
+    assert logits.shape == (3, 3) and likeliest.tolist() == [0, 0, 0]
+    batch = played.refreshed
+    assert batch.num_reqs == 4 and batch.input_ids[:3].tolist() == [11, 12, 13]
+    assert batch.positions.tolist() == [3, 17, 4, 0] and batch.page_of_token.tolist() == [5, 7, 6, 9]
+    assert batch.kv_indptr.tolist() == batch.kv_indptr_cpu.tolist() == [0, 1, 3, 4, 5]
+    assert batch.kv_indices[:5].tolist() == batch.kv_indices_cpu.tolist() == [5, 8, 7, 6, 9]
+    assert batch.kv_last_page_len.tolist() == batch.kv_last_page_len_cpu.tolist() == [4, 2, 5, 1]
+    assert graphs._views[4]["positions"].data_ptr() == batch.positions.data_ptr()
