@@ -67,8 +67,9 @@ PLANS: dict[str, list[Step]] = {
     ],
     "two": [
         tests("tensor-parallel", 150, alone=True), tests("dp", 150, alone=True), tests("dead-rank", 150, alone=True),
+        tests("pipeline", 150, alone=True),
         bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
-        bench("decode_tp", 120, json="--out"),
+        bench("decode_tp", 120, json="--out"), bench("pipeline", 120, json="--out"),
         bench("relay", 300, "--only", "1P1D", "--open-loop", json="--out", tail=16),
     ],
 }
