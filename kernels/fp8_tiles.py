@@ -1,4 +1,4 @@
-"""Tiles of our float8 products."""
+"""Tiles of our float8 products, as measured on an H200 with Llama-3-8B's layers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class Fp8Tile(NamedTuple):
 
 MOST_ROWS = 128
 """With more, the library's products are faster."""
+_MOST_PROGRAMS = 264
+"""Two for each multiprocessor."""
+_LEAST_STEPS = 16
+"""Of a piece: fewer cost more to add up than they spread."""
 
 
 def tile_for(by: By, rows: int, out: int, width: int) -> Fp8Tile:
@@ -28,9 +32,17 @@ def tile_for(by: By, rows: int, out: int, width: int) -> Fp8Tile:
     multiprocessor, of which one scales its sums while the others multiply."""
     if rows > MOST_ROWS:
         return Fp8Tile(64, 128, 128, 1, 4, 3)
-    tall = 64 if rows <= 64 else 128
+    if rows > 64:
+        return _in_pieces(Fp8Tile(128, 64, 128, 1, 4, 4), out, width)
     if out > 16384:
-        return Fp8Tile(tall, 128, 128, 1, 4, 4) if tall == 64 else Fp8Tile(tall, 64, 128, 1, 4, 4)
+        return Fp8Tile(64, 128, 128, 1, 4, 4)
     if by == "row":
-        return Fp8Tile(tall, 32, 256, 2 if width > 8192 else 1, 4, 4 if tall == 64 else 3)
-    return Fp8Tile(tall, 64, 128, 4 if width > 8192 else 2, 4, 4)
+        return _in_pieces(Fp8Tile(64, 32, 256, 1, 4, 4), out, width)
+    return _in_pieces(Fp8Tile(64, 64, 128, 1, 4, 6), out, width)
+
+
+def _in_pieces(tile: Fp8Tile, out: int, width: int) -> Fp8Tile:
+    tiles, steps, pieces = -(-out // tile.columns), -(-width // tile.depth), 1
+    while 2 * pieces * tiles <= _MOST_PROGRAMS and steps >= 2 * pieces * _LEAST_STEPS:
+        pieces *= 2
+    return tile._replace(pieces=pieces)

@@ -17,6 +17,7 @@ from ...kernels.widen_pages import widen_pages
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
+from .triton_backend import TritonBackend
 
 _WORKSPACE_BYTES = 256 << 20
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for what a plan holds
@@ -44,16 +45,15 @@ class FlashInferBackend:
         tensor_cores = self._tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
         fa3 = torch.cuda.get_device_capability(device) == (9, 0)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
-        # FA3's kernels take queries and keys of one type: float8 pages of a prompt are brought to it, which takes far
-        # less time than FA2 loses. What would take too much room is left to FA2.
-        fast = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3") if fa3 else None
-        self._prefill = fast if fast and stored == dtype else BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "HND", backend="fa2")
-        self._wide_prefill = fast if stored != dtype else None
-        self._most_wide_pages = _WIDE_BYTES // (
-            2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
-        self._first = True
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if fa3 else "fa2")
+        # FA3's kernels take queries and keys of one type: float8 pages of a prompt are brought to it, which costs far
+        # less than FA2 loses. Prompts for which that takes too much room are our kernel's.
+        self._widens = fa3 and stored != dtype
         self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
+        self._most_pages = _WIDE_BYTES // (
+            2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
+        self._long_prompts = TritonBackend(pool, num_heads) if self._widens else None
+        self._warmed = False
         self._captured: dict[int, Any] = {}  # by batch size
         self._captured_plans: torch.Tensor | None = None
         self._wrapper: Any = None
@@ -71,12 +71,14 @@ class FlashInferBackend:
             self._plan_prompts(batch)
 
     def _plan_prompts(self, batch: ForwardBatch) -> None:
-        fits = self._wide_prefill is not None and batch.kv_indptr_cpu[-1] <= self._most_wide_pages
-        if not fits or self._first:  # the first is a server's warm-up, where both are compiled
+        # The first batch is a server's warm-up, and the second: both ways are compiled.
+        ours = not self._warmed or batch.kv_indptr_cpu[-1] > self._most_pages
+        self._warmed = True
+        if self._long_prompts is not None and ours:
+            self._wrapper = None
+            self._long_prompts.plan(batch)
+        else:
             self._plan(self._prefill, batch)
-        if fits:
-            self._plan(self._wide_prefill, batch)
-        self._first = False
 
     def refresh(self, batch: ForwardBatch) -> None:
         self._plan(self._captured[batch.num_reqs], batch)
@@ -90,11 +92,11 @@ class FlashInferBackend:
         qo_indptr, kv_indptr, last_page_len, lengths = self._host_copies(batch)
         pages = self._pages = batch.kv_indices[:int(batch.kv_indptr_cpu[-1])]
         types = self._types
-        if wrapper is self._wide_prefill:
+        if wrapper is self._prefill and self._widens:
             pages = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
             types = types | {"kv_data_type": types["q_data_type"]}
         table = (kv_indptr, pages, last_page_len)
-        if wrapper in (self._prefill, self._wide_prefill):
+        if wrapper is self._prefill:
             wrapper.plan(qo_indptr, *table, head_dim_qk=layout.head_dim, page_size=layout.page_size, causal=True,
                          max_token_per_sequence=int(np.diff(batch.qo_indptr_cpu).max()), seq_lens=lengths,
                          **self._heads, **types)
@@ -124,14 +126,15 @@ class FlashInferBackend:
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None) -> torch.Tensor:
         assert self._batch is not None
+        if self._wrapper is None and self._long_prompts is not None:
+            return self._long_prompts.run(layer, q, k, v, cos_sin, norms)
         pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._types["kv_data_type"] == q.dtype:
             return self._wrapper.run(q, pages, out=out)
         k_scale, v_scale = self._pool.layout.scales_of(layer)
-        prefill = self._wide_prefill
-        if prefill is not None and self._wrapper is prefill:
+        if self._widens and self._wrapper is self._prefill:
             wide = widen_pages(*pages, self._pages, q.dtype, k_scale, v_scale)
-            return prefill.run(q, (wide[:, 0], wide[:, 1]), out=out)
+            return self._wrapper.run(q, (wide[:, 0], wide[:, 1]), out=out)
         # A scale of values is a kernel of its own behind the attention.
         return self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, out=out)
