@@ -89,7 +89,9 @@ class CudaMemory:
     def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> _CudaCopy:
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                ids = torch.from_numpy(np.stack((src_ids, dst_ids))).pin_memory().to(self._device, non_blocking=True)
+                staged = torch.empty((2, len(src_ids)), dtype=torch.int64, pin_memory=True)
+                np.stack((src_ids, dst_ids), out=staged.numpy())
+                ids = staged.to(self._device, non_blocking=True)
                 copy_blocks(src, dst, ids, block_bytes)
                 done = torch.cuda.Event()
                 done.record()
