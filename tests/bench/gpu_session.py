@@ -54,7 +54,7 @@ PLANS: dict[str, list[Step]] = {
     "one": [
         tests("engine", 240), tests("attention", 240), tests("mla", 240), tests("fp8", 240), tests("moe", 240),
         tests("grammar", 240), tests("kernels", 240), tests("peer-sum", 240), tests("scheduling", 240),
-        tests("models-sampler", 240), tests("models", 240), tests("one-batch", 90, alone=True),
+        tests("kv-ipc", 120), tests("models-sampler", 240), tests("models", 240), tests("one-batch", 90, alone=True),
         tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
@@ -67,7 +67,8 @@ PLANS: dict[str, list[Step]] = {
     ],
     "two": [
         tests("tensor-parallel", 150, alone=True), tests("dp", 150, alone=True), tests("dead-rank", 150, alone=True),
-        tests("pipeline", 150, alone=True),
+        tests("pipeline", 150, alone=True), tests("kv-ipc", 120, alone=True),
+        bench("copy_blocks", 60, json="--out", tail=34), bench("transfer_exposed", 150, json="--out", tail=26),
         bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
         bench("decode_tp", 120, json="--out"), bench("pipeline", 120, json="--out"),
         bench("relay", 300, "--only", "1P1D", "--open-loop", json="--out", tail=16),
