@@ -26,8 +26,9 @@ async def ask(url, example):
 
 
 @pytest.mark.timeout(300)
-async def test_another_decode_server_answers_and_prefill_computes_nothing_again(tmp_path):
-    cluster = Cluster(tmp_path, decode=2, flags=["--kv-retain-seconds", "60"],
+@pytest.mark.parametrize("shape", [(), pytest.param(("--pp-size", "2"), marks=pytest.mark.slow)], ids=["one", "stages"])
+async def test_another_decode_server_answers_and_prefill_computes_nothing_again(tmp_path, shape):
+    cluster = Cluster(tmp_path, decode=2, flags=["--kv-retain-seconds", "60"], prefill_flags=shape,
                       router_flags=["--policy", "round_robin"])
     stages, (victim, survivor), prefill = Stages(tmp_path), cluster.decode, cluster.prefill[0]
     victim.argv[2:3] = ["baton.tests.integration.staged", "decode"]
