@@ -26,29 +26,35 @@ _INTERPRETER_PROCESSORS = 8
 @dataclass(frozen=True)
 class DecodePlan:
     """``owners`` [most pieces] int32: the request of each piece, arbitrary beyond the last; request b's pieces are
-    ``firsts[b]:firsts[b + 1]``, ``firsts`` [B + 1] int32. ``arrivals`` [B * num_kv_heads] int32 is 0 between kernels,
-    which count a request's finished pieces in it. ``joins``: some request may have more than one."""
+    ``firsts[b]:firsts[b + 1]``, ``firsts`` [B + 1] int32. ``joins``: some request may have more than one."""
 
     owners: torch.Tensor
     firsts: torch.Tensor
-    arrivals: torch.Tensor
     joins: bool
 
 
+@triton.jit
+def _counts(length, piece, real):
+    return tl.where(real, tl.maximum((length + piece // 2) // piece, 1), 0)
+
+
 @triton.jit(do_not_specialize=["requests", "wanted"])
-def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr, arrivals_ptr, requests, wanted,
-                        KV_HEADS: tl.constexpr, PAGE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr):
+def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr, requests, wanted,
+                        TURNS: tl.constexpr, PAGE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr):
     request = tl.arange(0, BLOCK)
     real = request < requests
     pages = (tl.load(kv_indptr_ptr + request + 1, real, other=0) - tl.load(kv_indptr_ptr + request, real, other=0))
     length = tl.where(real, (pages - 1) * PAGE + tl.load(last_page_len_ptr + request, real, other=0), 0)
-    piece = tl.maximum(tl.cdiv(tl.sum(length, 0), wanted), SHORTEST)
-    count = tl.where(real, tl.maximum((length + piece // 2) // piece, 1), 0)
+    share = tl.cdiv(tl.sum(length, 0), wanted)
+    count = _counts(length, tl.maximum(share, SHORTEST), real)
+    longest = tl.max(tl.cdiv(length, tl.maximum(count, 1)), 0)
+    # What all programs take in whole turns, against an eighth more than their shares.
+    uneven = tl.cdiv(tl.sum(count, 0), wanted) * longest > share + share // 8
+    piece = tl.where(uneven, tl.cdiv(share, TURNS), share)
+    count = _counts(length, tl.maximum(piece, SHORTEST), real)
     end = tl.cumsum(count, 0)
     tl.store(firsts_ptr + request, end - count, real)
     tl.store(firsts_ptr + requests, tl.sum(count, 0))
-    for head in range(KV_HEADS):
-        tl.store(arrivals_ptr + request * KV_HEADS + head, 0, real)
     for i in range(tl.max(count, 0)):
         tl.store(owners_ptr + end - count + i, request, real & (i < count))
 
@@ -78,23 +84,22 @@ def processors_of(device: torch.device) -> int:
 
 def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int, num_kv_heads: int,
                 processors: int, longest: int, *, programs: int = PROGRAMS_PER_PROCESSOR,
-                shortest: int = SHORTEST_PIECE) -> DecodePlan:
+                shortest: int = SHORTEST_PIECE, turns: int = 1) -> DecodePlan:
     """The plan of a decode batch: ``kv_indptr`` [B + 1] and ``kv_last_page_len`` [B] int32, in FlashInfer's form.
 
     About ``programs * processors`` programs over ``num_kv_heads``; pieces of ``shortest`` tokens (64 or more) at
-    least. No request is longer than ``longest``, in this batch and in the replays of a graph that captures this.
+    least. Where pieces of that length fill them badly, for lengths are mixed, there are up to ``turns`` times as many.
+    No request is longer than ``longest``, in this batch and in the replays of a graph that captures this.
     """
     requests = len(kv_last_page_len)
     wanted = max(1, programs * processors // num_kv_heads)
     # A request of n and a half pieces has n + 1 at most: one for each request, and the whole over a piece's length.
-    owners = torch.empty(requests + wanted, dtype=torch.int32, device=kv_indptr.device)
+    owners = torch.empty(requests + turns * wanted, dtype=torch.int32, device=kv_indptr.device)
     firsts = torch.empty(requests + 1, dtype=torch.int32, device=kv_indptr.device)
-    arrivals = torch.empty(requests * num_kv_heads, dtype=torch.int32, device=kv_indptr.device)
     if runs_triton(kv_indptr):
-        _plan_decode_kernel[(1,)](kv_indptr, kv_last_page_len, owners, firsts, arrivals, requests, wanted,
-                                  KV_HEADS=num_kv_heads, PAGE=page_size, SHORTEST=shortest,
+        _plan_decode_kernel[(1,)](kv_indptr, kv_last_page_len, owners, firsts, requests, wanted, TURNS=turns,
+                                  PAGE=page_size, SHORTEST=shortest,
                                   BLOCK=max(16, triton.next_power_of_2(requests)))
     else:
-        arrivals.zero_()
-        reference.plan_decode(kv_indptr, kv_last_page_len, owners, firsts, page_size, wanted, shortest)
-    return DecodePlan(owners, firsts, arrivals, joins=2 * longest >= 3 * shortest)
+        reference.plan_decode(kv_indptr, kv_last_page_len, owners, firsts, page_size, wanted, shortest, turns)
+    return DecodePlan(owners, firsts, joins=2 * longest >= 3 * shortest)

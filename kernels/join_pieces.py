@@ -7,59 +7,54 @@ import torch
 from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan
 
-
-@triton.jit
-def joined(part_ptr, lse_ptr, first, pieces, heads, num_q_heads, in_group, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-           BLOCK_PIECES: tl.constexpr, STAGES: tl.constexpr):
-    """Pieces ``[first, first + pieces)`` of ``heads`` [n], where ``in_group``: values [n, BLOCK_DIM].
-
-    In the order of the pieces, whoever calls it. Reads past the first-level caches: the parts may be this launch's.
-    """
-    dim = tl.arange(0, BLOCK_DIM)
-    top = tl.full((heads.shape[0], 1), float("-inf"), tl.float32)
-    total = tl.zeros((heads.shape[0], 1), tl.float32)
-    acc = tl.zeros((heads.shape[0], BLOCK_DIM), tl.float32)
-    # Some turns' parts are under way at a time: each takes as long as all of a turn's arithmetic.
-    for start in tl.range(0, pieces, BLOCK_PIECES, num_stages=STAGES):
-        piece = start + tl.arange(0, BLOCK_PIECES)
-        row = ((first + piece).to(tl.int64)[:, None] * num_q_heads + heads[None, :])[:, :, None]
-        there = ((piece < pieces)[:, None] & in_group[None, :])[:, :, None]
-        parts = tl.load(part_ptr + row * DIM + dim[None, None, :], there & (dim < DIM)[None, None, :], other=0.0,
-                        cache_modifier=".cg")
-        lse = tl.load(lse_ptr + row, there, other=float("-inf"), cache_modifier=".cg")
-        lse = tl.where(in_group[None, :, None], lse, 0.0)  # a head that is not there has no level, and no NaN
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top[None, :, :])
-        shrink = tl.exp2(top - new_top)
-        acc = acc * shrink + tl.sum(parts * weights, 0)
-        total = total * shrink + tl.sum(weights, 0)
-        top = new_top
-    return acc / total
+# Pieces that are joined in one turn, for each of a warp's 128 values: all of them are under way at once.
+_PIECES = 16
 
 
 @triton.jit
 def _join_pieces_kernel(part_ptr, lse_ptr, out_ptr, firsts_ptr, num_q_heads, DIM: tl.constexpr,
-                        BLOCK_DIM: tl.constexpr, BLOCK_PIECES: tl.constexpr, PDL: tl.constexpr):
-    start_next(PDL)
-    wait_for_last(PDL)
+                        BLOCK_DIM: tl.constexpr, BLOCK_PIECES: tl.constexpr, SETTLED: tl.constexpr,
+                        PDL: tl.constexpr):
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    start_next(PDL)
+    if not SETTLED:
+        wait_for_last(PDL)
     first = tl.load(firsts_ptr + request)
     pieces = tl.load(firsts_ptr + request + 1) - first
+    if SETTLED:
+        wait_for_last(PDL)
     if pieces == 1:
         return
-    heads = head + tl.arange(0, 1)
     dim = tl.arange(0, BLOCK_DIM)
-    out = joined(part_ptr, lse_ptr, first, pieces, heads, num_q_heads, heads < num_q_heads, DIM, BLOCK_DIM,
-                 BLOCK_PIECES, 2)
-    row = request * num_q_heads + heads
-    tl.store(out_ptr + row[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), (dim < DIM)[None, :])
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    for start in range(0, pieces, BLOCK_PIECES):
+        piece = start + tl.arange(0, BLOCK_PIECES)
+        there = piece < pieces
+        row = (first + piece).to(tl.int64) * num_q_heads + head
+        lse = tl.load(lse_ptr + row, there, other=float("-inf"))
+        parts = tl.load(part_ptr + row[:, None] * DIM + dim[None, :], there[:, None] & (dim < DIM)[None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_top)
+        shrink = tl.exp2(top - new_top)
+        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = new_top
+    out = (acc / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (request * num_q_heads + head) * DIM + dim, out, dim < DIM)
 
 
-def join_pieces(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, plan: DecodePlan) -> None:
+def join_pieces(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, plan: DecodePlan,
+                settled: bool = False) -> None:
     """``parts`` [most pieces, H, D] float32, normalised, and ``lses`` [most pieces, H] (base 2), of the requests that
-    have more than one, into ``out`` [B, H, D]; all contiguous, on a GPU."""
+    have more than one, into ``out`` [B, H, D]; all contiguous, on a GPU. ``settled``: the plan was written before the
+    last launch without PDL (kernels/_triton.py)."""
     requests, heads, dim = out.shape
-    _join_pieces_kernel[(requests, heads)](
-        parts, lses, out, plan.firsts, heads, DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)), BLOCK_PIECES=8,
-        **pdl(parts))
+    block_dim = max(16, triton.next_power_of_2(dim))
+    # One warp a program, where that holds a head: there are many more heads than multiprocessors, and most have one
+    # piece when requests are many.
+    _join_pieces_kernel[(requests, heads)](parts, lses, out, plan.firsts, heads, DIM=dim, BLOCK_DIM=block_dim,
+                                           BLOCK_PIECES=_PIECES, SETTLED=settled,
+                                           num_warps=max(1, min(8, block_dim // 128)), **pdl(parts))

@@ -108,11 +108,15 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
 
 
 def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, owners: torch.Tensor, firsts: torch.Tensor,
-                page_size: int, wanted: int, shortest: int) -> None:
+                page_size: int, wanted: int, shortest: int, turns: int = 1) -> None:
     """See ``kernels.decode_plan.plan_decode``."""
     lengths = (kv_indptr.diff() - 1) * page_size + kv_last_page_len
-    piece = max(shortest, -(-int(lengths.sum()) // wanted))
+    share = -(-int(lengths.sum()) // wanted)
+    piece = max(shortest, share)
     counts = ((lengths + piece // 2) // piece).clamp(min=1)
+    if -(-int(counts.sum()) // wanted) * int((-(-lengths // counts)).max()) > share + share // 8:
+        piece = max(shortest, -(-share // turns))
+        counts = ((lengths + piece // 2) // piece).clamp(min=1)
     firsts[0] = 0
     firsts[1:] = counts.cumsum(0)
     owners[:int(counts.sum())] = torch.arange(len(counts), dtype=owners.dtype,

@@ -7,7 +7,7 @@ import torch
 
 from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import HeadNorms
-from ...kernels.paged_decode import paged_decode
+from ...kernels.paged_decode import paged_decode, pieces_of
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -50,7 +50,8 @@ class TritonBackend:
         if batch.is_decode:
             if self._plan is None:
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
-                                         self._pool.layout.num_kv_heads, self._processors, self._longest)
+                                         self._pool.layout.num_kv_heads, self._processors, self._longest,
+                                         **pieces_of(q.shape[-1], q.element_size()))
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
                                 settled=settled)
         assert self._blocks is not None

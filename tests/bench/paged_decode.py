@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import PROGRAMS_PER_PROCESSOR, SHORTEST_PIECE, plan_decode
-from ...kernels.paged_decode import TILE, Tile, paged_decode
+from ...kernels.decode_plan import plan_decode
+from ...kernels.paged_decode import TILE, Tile, paged_decode, pieces_of
 from . import ceilings
 
 PAGE, DIM = 16, 128
@@ -28,8 +28,8 @@ BEYOND_L2 = 512 << 20
 POOL_BYTES = 24 << 30
 GRID = [(1, 2048), (8, 2048), (16, 2048), (64, 2048), (256, 2048), (1, 8192), (8, 8192), (16, 8192), (64, 8192),
         (1, 32768), (8, 32768), (16, 32768)]
-TILES = [TILE, TILE._replace(ahead=0), Tile(64, 4, 2), Tile(64, 4, 4), Tile(32, 4, 4), Tile(32, 2, 4), Tile(128, 8, 2),
-         Tile(128, 4, 2)]
+TILES = [TILE, TILE._replace(ahead=0), Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 4, 4), Tile(64, 4, 5), Tile(64, 2, 3)]
+PIECES = pieces_of(DIM, 2)
 
 
 class Case:
@@ -53,13 +53,12 @@ class Case:
     def layer_bytes(self) -> int:
         return sum(self.lengths) * self.kv_heads * DIM * 2 * 2
 
-    def seconds(self, programs: int, tile: Tile, shortest: int = SHORTEST_PIECE) -> float:
+    def seconds(self, pieces: dict[str, int], tile: Tile) -> float:
         """Of one layer: a graph of the plan and all layers, its replays timed."""
         processors = torch.cuda.get_device_properties(0).multi_processor_count
 
         def step() -> None:
-            plan = plan_decode(self.indptr, self.last, PAGE, self.kv_heads, processors, 1 << 17, programs=programs,
-                               shortest=shortest)
+            plan = plan_decode(self.indptr, self.last, PAGE, self.kv_heads, processors, 1 << 17, **pieces)
             for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], self.indptr, self.indices,
                              self.last, DIM**-0.5, plan, tile, settled=layer > 0)
@@ -97,30 +96,32 @@ def main() -> None:
     args = parser.parse_args()
     copy = ceilings.copy_tb_s() * 1e3
     torch.cuda.empty_cache()
-    pieces = [(PROGRAMS_PER_PROCESSOR, SHORTEST_PIECE)]
+    ways = [PIECES]
     if args.sweep:
-        pieces += [(programs, shortest) for programs in (2, 3, 4, 6, 8, 16) for shortest in (64, 128, 256)]
+        ways += [{"programs": programs, "shortest": shortest, "turns": turns} for programs in (2, 3, 4, 8)
+                 for shortest in (64, 128, 256) for turns in (1, 2)]
     tiles = TILES if args.sweep else [TILE]
     grid = [(batch, context, "") for batch, context in args.grid or GRID]
     if not args.grid:
         grid += [(64, 16384, "mixed"), (256, 8192, "mixed")]
     rows = []
     print(f"copy ceiling {copy:.0f} GB/s; {args.heads} query heads, {args.kv_heads} KV heads")
-    print("| batch | context | programs | shortest | tile | us a layer | GB/s | of copy |\n" + "|---" * 8 + "|")
+    print("| batch | context | programs | shortest | turns | tile | us a layer | GB/s | of copy |\n" + "|---" * 9 + "|")
     for batch, context, kind in grid:
         if batch * context * args.kv_heads * DIM * 4 * LAYERS > POOL_BYTES and not kind:
             print(f"| {batch} | {context} | left out: it does not fit the pool |")
             continue
         case = Case(args.heads, args.kv_heads, mixed(batch, context) if kind else [context] * batch)
-        for (count, shortest), tile in [(some, tile) for tile in tiles for some in dict.fromkeys(pieces)]:
-            if tile.tokens > shortest:
+        for pieces, tile in [(pieces, tile) for tile in tiles for pieces in ways]:
+            if tile.tokens > pieces["shortest"]:
                 continue
-            seconds = case.seconds(count, tile, shortest)
-            row = {"batch": batch, "context": context, "kind": kind, "programs": count, "shortest": shortest,
-                   "tile": tuple(tile), "us": seconds * 1e6, "gb_s": case.layer_bytes / seconds / 1e9}
+            seconds = case.seconds(pieces, tile)
+            row = {"batch": batch, "context": context, "kind": kind, **pieces, "tile": tuple(tile),
+                   "us": seconds * 1e6, "gb_s": case.layer_bytes / seconds / 1e9}
             rows.append(row)
-            print(f"| {batch} {kind} | {context} | {count} | {shortest} | {tuple(tile)} | {row['us']:.1f} | "
-                  f"{row['gb_s']:.0f} | {row['gb_s'] / copy:.2f} |", flush=True)
+            cut = " | ".join(map(str, pieces.values()))
+            print(f"| {batch} {kind} | {context} | {cut} | {tuple(tile)} | {row['us']:.1f} | {row['gb_s']:.0f} | "
+                  f"{row['gb_s'] / copy:.2f} |", flush=True)
         del case
         torch.cuda.empty_cache()
     if args.out:

@@ -22,7 +22,7 @@ from ...kernels import _triton
 from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import HeadNorms
 from ...kernels.greatest import greatest
-from ...kernels.paged_decode import paged_decode
+from ...kernels.paged_decode import paged_decode, pieces_of
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.rope_and_store import rope_and_store
 from ...kernels.silu_and_mul import silu_and_mul
@@ -101,7 +101,7 @@ class Batch:
         settled = self._plan is not None
         if self._plan is None:
             self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, processors_of(self._device),
-                                     self._context)
+                                     self._context, **pieces_of(self.shape.dim, 2))
         return paged_decode(q, self._pool[:, layer, 0], self._pool[:, layer, 1], self._indptr, self._indices,
                             self._last, self.shape.dim**-0.5, self._plan, settled=settled)
 

@@ -28,7 +28,7 @@ from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
 from baton.kernels.moe_experts import moe_experts
 from baton.kernels.moe_topk import moe_topk
-from baton.kernels.paged_decode import paged_decode
+from baton.kernels.paged_decode import paged_decode, pieces_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, peer_scatter, peer_sum, peer_sum_norm
 from baton.kernels.per_head_matmul import per_head_matmul
@@ -64,8 +64,8 @@ def int64(*shape: int) -> torch.Tensor:
     return of(*shape, dtype=torch.int64)
 
 
-def plan(requests: int, kv_heads: int) -> DecodePlan:
-    return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, PROCESSORS, 8192)
+def plan(requests: int, kv_heads: int, **pieces: int) -> DecodePlan:
+    return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, PROCESSORS, 8192, **pieces)
 
 
 def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +93,8 @@ def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
                  cache: torch.dtype | None = None, settled: bool = True) -> None:
     q = of(requests, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
-                 dim**-0.5, plan(requests, kv_heads), v_scale=0.5 if cache else 1.0, settled=settled)
+                 dim**-0.5, plan(requests, kv_heads, **pieces_of(dim, dtype.itemsize)), v_scale=0.5 if cache else 1.0,
+                 settled=settled)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,

@@ -134,17 +134,6 @@ def test_paged_decode(heads, kv_heads, dim, page_size, processors, dtype, atol, 
     assert max(counts) > 16 if processors > 1 else max(counts) <= 2
     found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU)
     torch.testing.assert_close(found, want, atol=atol, rtol=rtol)
-    assert not plan.arrivals.any()
-
-
-def test_layers_share_a_plan():
-    """Each counts anew which pieces have ended."""
-    table, pool = page_table([300, 5], 16, 30), paged_pool(30, 2, 16, 16, torch.float16)
-    plan = plan_decode(table[0], table[2], 16, 2, 100, 300, shortest=64)
-    assert plan.firsts.tolist() == [0, 5, 6]
-    q = random(2, 4, 16, dtype=torch.float16)
-    first, second = (paged_decode(q, *pool, *table, 0.25, plan) for _ in range(2))
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("lengths,kv_heads,processors", [
@@ -165,6 +154,19 @@ def test_plan_of_a_decode_batch(lengths, kv_heads, processors):
         assert count == 1 or length / count >= piece * 2 / 3 - 1
         assert length / count <= 1.5 * piece + 1, "a request keeps its programs longer than the others"
     assert made.joins == (2 * max(lengths) >= 768)
+
+
+@pytest.mark.parametrize("lengths,pieces", [
+    ([2048] * 64, 64), ([2048] * 8, 64), ([2048] * 256, 256), ([1], 1), ([2048], 16), ([4000] * 8 + [100] * 56, 168)])
+def test_a_plan_cuts_mixed_lengths_finer(lengths, pieces):
+    """66 programs run at once: where one turn of them would wait for the longest, pieces are about half as long."""
+    indptr, _, last = page_table(lengths, 16, sum(lengths))
+    how = {"programs": 4, "shortest": 128, "turns": 2}
+    made = plan_decode(indptr, last, 16, 8, 132, max(lengths), **how)
+    owners, firsts = torch.full_like(made.owners, -1), torch.empty_like(made.firsts)
+    reference.plan_decode(indptr, last, owners, firsts, 16, 66, 128, 2)
+    assert made.firsts.tolist() == firsts.tolist() and int(firsts[-1]) == pieces <= len(owners)
+    assert made.owners[:pieces].tolist() == owners[:pieces].tolist()
 
 
 @each_dtype
