@@ -9,11 +9,15 @@ from .skinny_matmul import skinny_matmul
 from .skinny_tiles import most_rows
 
 
-def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
-                 dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``x`` [T, in] ``@ weight`` [out, in] ``.T + bias``: ``[T, out]``, rounded to the type of ``x`` and then held in
-    ``dtype``, which is that type without it."""
+def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x`` [T, in] ``@ weight`` [out, in] ``.T + bias``: ``[T, out]``, in their type."""
     if len(x) <= most_rows(weight) and x.stride(-1) == 1:
-        return skinny_matmul(x, weight, bias, dtype=dtype)
-    y = linear(x, weight, bias)
-    return y if dtype is None else y.to(dtype)
+        return skinny_matmul(x, weight, bias)
+    return linear(x, weight, bias)
+
+
+def compile_tiles(weight: torch.Tensor) -> None:
+    """Compile what products of few rows with it take, so that no request waits for it; its values do not matter."""
+    for rows in (1, 2, 17):
+        if rows <= most_rows(weight):
+            skinny_matmul(weight.new_zeros((rows, weight.shape[1])), weight)

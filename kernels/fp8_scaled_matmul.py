@@ -11,6 +11,8 @@ from . import reference
 from ._triton import runs_triton
 from .fp8_matmul import fp8_matmul
 from .fp8_tiles import MOST_ROWS
+from .skinny_matmul import skinny_matmul
+from .skinny_tiles import most_rows
 
 
 def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
@@ -25,6 +27,8 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
     rows, out = x.shape[0], weight.shape[0]
     if not rows:
         return torch.empty((0, out), dtype=dtype, device=x.device)
+    if rows <= most_rows(weight):
+        return skinny_matmul(x, weight, x_scale=x_scale, scale=weight_scale, dtype=dtype)
     if rows <= MOST_ROWS and runs_triton(x):
         return fp8_matmul(x, x_scale, weight, weight_scale, "row", dtype)
     if x_scale.numel() != 1 or weight_scale.numel() != 1:
@@ -38,6 +42,6 @@ def compile_tiles(out: int, width: int, dtype: torch.dtype, device: torch.device
     """Compile what products of few rows with such a matrix take, so that no request waits for it."""
     weight = torch.zeros((out, width), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.zeros(out, dtype=torch.float32, device=device)
-    for rows in (1, 65):
+    for rows in (1, 17, 65):
         x = torch.zeros((rows, width), dtype=weight.dtype, device=device)
         scaled_matmul(x, torch.zeros((rows, 1), device=device), weight, scale, dtype)

@@ -218,19 +218,12 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
 
 def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
                   x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
-                  block: tuple[int, int] | None = None, rounded: torch.dtype | None = None,
                   dtype: torch.dtype | None = None) -> torch.Tensor:
     """See ``kernels.skinny_matmul.skinny_matmul``."""
-    rounded = rounded or x.dtype
-    if block is not None:
-        assert x_scale is not None and scale is not None
-        y = block_matmul(x, x_scale, weight, scale, block, torch.float32)
-    elif scale is not None:
-        assert x_scale is not None
-        y = scaled_matmul(x, x_scale, weight, scale, torch.float32)
-    else:
-        y = x.float() @ weight.float().T
-    return (y if bias is None else y + bias.float()).to(rounded).to(dtype or rounded)
+    y = x.float() @ weight.float().T
+    if x_scale is not None and scale is not None:
+        y = y * x_scale * scale
+    return (y if bias is None else y + bias.float()).to(dtype or x.dtype)
 
 
 def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

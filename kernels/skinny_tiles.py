@@ -1,39 +1,64 @@
-"""Which products have few rows, and the tiles that serve them."""
+"""Which products have few rows, and the tiles that serve them.
+
+Chosen by ``python -m baton.tests.bench.skinny_matmul --sweep`` on an H200, over the layers of Llama-3-8B and
+Qwen3-0.6B.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ._triton import runs_triton
 
-_MOST_ROWS = 64
+_RESIDENT = 264
+"""Programs that an H200 computes at once, two on each multiprocessor: more pieces would wait for their turn."""
+_AHEAD = 16 << 10
+_LARGEST = 256 << 20
+"""Bytes of a weight beyond which the library reads as fast: a vocabulary's."""
 
 
 @dataclass(frozen=True)
 class SkinnyTile:
     """One program's part of a product: ``columns`` outputs by steps of ``depth`` over one of ``pieces`` of the inner
-    dimension; ``ahead`` values of each output's weights are fetched before the rows are there."""
+    dimension, with ``stages`` steps on their way from memory; ``ahead`` bytes of its weights are fetched before the
+    rows are there."""
 
     columns: int
     depth: int
     pieces: int
     warps: int
     stages: int
-    ahead: int
-    form: str = "weights first"
+    ahead: int = 0
 
 
 def most_rows(weight: torch.Tensor) -> int:
-    """How many rows make a product with ``weight`` [out, in] one of few rows: as long as reading the weight takes
-    longest. 0 where the kernel does not run, or would read no whole vectors, or finds no tensor cores."""
-    vectors = weight.shape[1] * weight.itemsize % 16 == 0
-    return _MOST_ROWS if runs_triton(weight) and weight.itemsize <= 2 and vectors else 0
+    """How many rows make a product with ``weight`` [out, in] one of few rows: with more, the library's is faster. 0
+    where the kernel does not run, would read no whole vectors, or would find no tensor cores."""
+    whole = weight.shape[1] * weight.itemsize % 16 == 0
+    if not runs_triton(weight) or not whole or weight.itemsize > 2 or weight.nbytes > _LARGEST:
+        return 0
+    return 16 if weight.itemsize == 1 else 32
 
 
-def tile_for(out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
-    """One form for all numbers of rows, so that a row's result does not depend on how many are beside it."""
+def tile_for(rows: int, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
+    """The same for all numbers of rows but one: a row's result does not depend on how many are beside it. One row by
+    itself has no use for tensor cores, and many narrow columns need no pieces."""
+    if rows == 1 and dtype.itemsize > 1:
+        return _fetching(SkinnyTile(8, 1024, 1, 4, 3), out, width, dtype)
     if dtype == torch.float32:
-        return SkinnyTile(16, 64, 1, 4, 3, 0)
-    return SkinnyTile(64, 128, 1 if out > 8192 else 4 if out <= 4096 else 2, 4, 5, 128)
+        return SkinnyTile(16, 64, 1, 4, 3)
+    columns, warps = (64, 4) if out > 2048 else (32, 2)
+    depth = 256 if dtype.itemsize == 1 else 128
+    tiles, steps = -(-out // columns), -(-width // depth)
+    pieces = max(count for count in (1, 2, 4, 8)
+                 if count == 1 or (tiles * count <= _RESIDENT and steps >= 2 * count))
+    return _fetching(SkinnyTile(columns, depth, pieces, warps, 4), out, width, dtype)
+
+
+def _fetching(tile: SkinnyTile, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
+    """Where all programs begin at once: to one that begins behind others the fetch is but a second reading."""
+    programs = -(-out // tile.columns) * tile.pieces
+    aligned = width * dtype.itemsize % 16 == 0
+    return replace(tile, ahead=_AHEAD) if programs <= _RESIDENT and aligned else tile

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch.nn.functional import linear
 
+from ...kernels.dense_matmul import compile_tiles, dense_matmul
 from ...kernels.forms import Float8Form, Float8Rows
 from ...kernels.fp8_block_matmul import GROUP
 from ...kernels.silu_and_mul import silu_and_mul
@@ -40,6 +40,8 @@ class Plain:
     def __init__(self, shards: Sequence[Shard], width: int, allocate: Allocate):
         self.shards = shards
         self.weight = allocate(sum(shard.size for shard in shards), width)
+        if allocate.device.type == "cuda":
+            compile_tiles(self.weight)
 
     def form(self, rows: int) -> Float8Form | None:
         return None
@@ -47,7 +49,7 @@ class Plain:
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
                  gated: bool = False) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return linear(silu_and_mul(x) if gated else x, self.weight, bias)
+        return dense_matmul(silu_and_mul(x) if gated else x, self.weight, bias)
 
     def dense(self) -> torch.Tensor:
         return self.weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.common.quantization.float8 import quantize_blocks, quantize_channels
+from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
 from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_quantize import quantize
@@ -14,7 +14,7 @@ from baton.kernels.skinny_matmul import skinny_matmul
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda", 0)
-KINDS = ["plain", "row", "tensor", "block"]
+KINDS = ["plain", "row", "tensor"]
 
 
 def random(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -30,40 +30,37 @@ class Weight:
 
     def __init__(self, kind: str, out: int, width: int, seed: int = 1):
         wide = random(out, width, seed=seed) * width**-0.5
-        self.form: Float8Form | None = Float8Form(128 if kind == "block" else width)
+        self.form: Float8Form | None = None
         self.scale: torch.Tensor | None = None
-        self.block = (128, 128) if kind == "block" else None
-        if kind == "plain":
-            self.weight, self.form = wide.bfloat16(), None
-        elif kind == "block":
-            self.weight, self.scale = quantize_blocks(wide, (128, 128))
-        else:
+        self.weight = wide.bfloat16()
+        if kind != "plain":
             self.weight, self.scale = quantize_channels(wide)
-            if kind == "tensor":
-                self.scale = self.scale[:1].clone()
-                self.form = Float8Form(width, torch.full((1,), 0.01, device=CUDA))
+            self.form = Float8Form(width)
+        if kind == "tensor":
+            self.scale = self.scale[:1].clone()
+            self.form = Float8Form(width, torch.full((1,), 0.01, device=CUDA))
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None = None, op=skinny_matmul) -> torch.Tensor:
         values, scale = (x, None) if self.form is None else quantize(x, self.form)[:2]
-        return op(values, self.weight, bias, x_scale=scale, scale=self.scale, block=self.block, rounded=x.dtype)
+        return op(values, self.weight, bias, x_scale=scale, scale=self.scale, dtype=x.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (1024, 1024), (1008, 144)])
+@pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (2048, 1024), (1008, 144)])
 def test_products_equal_torch_and_rows_do_not_depend_on_their_number(kind, width, out):
     weight = Weight(kind, out, width)
-    x, bias = random(64, width).bfloat16(), random(out, seed=2).bfloat16()
-    one = weight.times(x[:1], bias)
-    for rows in (1, 2, 15, 16, 17, 33, 64):
+    x, bias = random(32, width).bfloat16(), random(out, seed=2).bfloat16()
+    two = weight.times(x[:2], bias)
+    for rows in (1, 2, 7, 16, 17, 32):
         got = weight.times(x[:rows], bias)
         want = weight.times(x[:rows], bias, reference.skinny_matmul)
         assert rms(got - want) < 0.01 * rms(want)
-        if rows <= 16:
-            assert torch.equal(got[:1], one)
+        if 2 <= rows <= 16:
+            assert torch.equal(got[:2], two)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 16, 32])
 def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
     """Each product takes the last one's result, and starts before that is there."""
     chain = [Weight(kind, 4096, 4096, seed) for seed in range(4)] * 6

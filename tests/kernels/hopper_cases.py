@@ -163,14 +163,11 @@ def by_rows(rows: int, out: int, width: int) -> None:
     fp8_matmul(fp8(rows, width), fp32(rows, 1), fp8(out, width), fp32(out), "row", BF16)
 
 
-def few_rows(rows: int, out: int, width: int, by: str = "") -> None:
-    if not by:
-        skinny_matmul(of(rows, width), of(out, width))
-    elif by == "row":
-        skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(1, rows).t(), scale=fp32(out), rounded=BF16)
+def few_rows(rows: int, out: int, width: int, float8: bool = False) -> None:
+    if float8:
+        skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(rows, 1), scale=fp32(out), dtype=BF16)
     else:
-        skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(-(-width // 128), rows).t(),
-                      scale=fp32(-(-out // 128), -(-width // 128)), block=(128, 128), rounded=BF16)
+        skinny_matmul(of(rows, width), of(out, width))
 
 
 def drawn(count: int, vocab: int, truncates: bool) -> None:
@@ -290,14 +287,16 @@ CASES: dict[str, Callable[[], object]] = {
     "fp8_matmul 60 rows, deep": lambda: by_rows(60, 4096, 14336),
     "fp8_matmul 100 rows": lambda: by_rows(100, 4096, 4096),
     "fp8_matmul 100 rows, wide": lambda: by_rows(100, 28672, 4096),
+    "skinny_matmul one row": lambda: few_rows(1, 4096, 4096),
+    "skinny_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
     "skinny_matmul 7 rows": lambda: few_rows(7, 4096, 4096),
     "skinny_matmul 7 rows, wide": lambda: few_rows(7, 28672, 4096),
-    "skinny_matmul 60 rows": lambda: few_rows(60, 4096, 14336),
-    "skinny_matmul, odd width": lambda: few_rows(7, 4096, 4100),
-    "skinny_matmul float8 by rows": lambda: few_rows(7, 4096, 4096, "row"),
-    "skinny_matmul float8 by rows, 60 rows": lambda: few_rows(60, 4096, 4096, "row"),
-    "skinny_matmul float8 by blocks": lambda: few_rows(7, 4096, 4096, "block"),
-    "skinny_matmul float8 by blocks, 60 rows": lambda: few_rows(60, 4096, 4096, "block"),
+    "skinny_matmul 7 rows, narrow": lambda: few_rows(7, 1024, 2048),
+    "skinny_matmul 7 rows, odd width": lambda: few_rows(7, 4096, 4100),
+    "skinny_matmul 30 rows": lambda: few_rows(30, 4096, 14336),
+    "skinny_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
+    "skinny_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
+    "skinny_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
     "greatest": lambda: greatest(fp32(7, 128256)),
     "draw": lambda: drawn(7, 128256, False),
     "draw, truncated": lambda: drawn(7, 128256, True),
@@ -327,7 +326,8 @@ FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
-       "skinny_matmul 7 rows", "greatest", "draw, truncated", "peer_sum of 2, one shot", "peer_sum of 2, two shots",
+       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "greatest", "draw, truncated",
+       "peer_sum of 2, one shot", "peer_sum of 2, two shots",
        "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
@@ -348,7 +348,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
-    "skinny_matmul 7 rows": lambda n: few_rows(n, 4096, 4096),
+    "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
     "draw, truncated": lambda n: drawn(n, 128256, True),
     "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
