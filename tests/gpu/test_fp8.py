@@ -22,8 +22,10 @@ from baton.common.tinychat import CHECKPOINT
 from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
 from baton.kernels import reference
+from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_block_matmul import block_matmul
-from baton.kernels.fp8_quantize import quantize_groups
+from baton.kernels.fp8_quantize import quantize
+from baton.kernels.fp8_scaled_matmul import scaled_matmul
 from baton.tests.common.fp8_checkpoints import FORMS, SIZES, save_float8
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import forward, load_runner, save_model, scattered_pages, server_config
@@ -89,16 +91,29 @@ def values_of(slot) -> torch.Tensor:
     return (values * 80).clamp(-448, 448).to(torch.float8_e4m3fn) if slot.holds == "float8" else values * 0.02
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 512, 513, 4096])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128, 129, 513, 4096])
 @pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (4096, 28672), (576, 1536), (7168, 576)])
 def test_block_matmul_at_real_sizes(rows, width, out):
-    """Every tile; 576 is a width that ends within a block, as DeepSeek's latents are."""
+    """Every tile, and the library's; 576 is a width that ends within a block, as DeepSeek's latents are."""
     generator = torch.Generator(CUDA).manual_seed(0)
-    x, x_scale = quantize_groups(torch.randn(rows, width, device=CUDA, generator=generator).bfloat16(), 128)
+    x, x_scale, _ = quantize(torch.randn(rows, width, device=CUDA, generator=generator).bfloat16(), Float8Form(128))
     weight = torch.randn(out, width, device=CUDA, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-out // 128), -(-width // 128), device=CUDA, generator=generator) + 0.5
     got = block_matmul(x, x_scale, weight, scale, (128, 128), torch.bfloat16)
     want = reference.block_matmul(x, x_scale, weight, scale, (128, 128), torch.float32)
+    assert got.isfinite().all() and rms(got - want) < 0.01 * rms(want)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 128, 129])
+@pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (4096, 28672), (576, 1536)])
+def test_scaled_matmul_at_real_sizes(rows, width, out):
+    """Every tile of scales by row, and the library's."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    x, x_scale, _ = quantize(torch.randn(rows, width, device=CUDA, generator=generator).bfloat16(), Float8Form(width))
+    weight = torch.randn(out, width, device=CUDA, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(out, device=CUDA, generator=generator) + 0.5
+    got = scaled_matmul(x, x_scale, weight, scale, torch.bfloat16)
+    want = reference.scaled_matmul(x, x_scale, weight, scale, torch.float32)
     assert got.isfinite().all() and rms(got - want) < 0.01 * rms(want)
 
 
