@@ -19,6 +19,7 @@ ended, so that its start-up, and what it may read early, cost nothing. A kernel 
 - Before the wait nothing is written, and nothing is read that a kernel may still be writing: any of the step's, for a
   chain of kernels that all start the next one at once runs ahead by many. That leaves weights, and what had been
   written before the last launch without ``pdl`` in this stream: such a kernel starts when all before it have ended.
+  What changes from step to step is then read with ``cache_modifier=".cg"``: a first-level cache may hold the old.
 - Behind the wait all is as without PDL. A buffer that the allocator (or a CUDA graph's pool) gives out again after a
   kernel has read it is overwritten by a later kernel behind its wait, when the reader has ended.
 - A kernel ahead that starts no next one (cuBLAS's, torch's) is waited for as ever, and so is one launched with ``pdl``

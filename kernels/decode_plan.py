@@ -63,11 +63,13 @@ def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr
 def span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr, PAGE: tl.constexpr,
             BLOCK_TOKENS: tl.constexpr):
     """``(request, its number of pieces, place of its first page, first token, token behind the last)`` of a piece."""
-    request = tl.load(owners_ptr + piece).to(tl.int64)
-    first_piece = tl.load(firsts_ptr + request)
-    pieces = tl.load(firsts_ptr + request + 1) - first_piece
-    first_page = tl.load(kv_indptr_ptr + request)
-    length = (tl.load(kv_indptr_ptr + request + 1) - first_page - 1) * PAGE + tl.load(last_page_len_ptr + request)
+    # Past the first-level cache, which may hold the step before's where this is read before the kernel ahead has ended.
+    request = tl.load(owners_ptr + piece, cache_modifier=".cg").to(tl.int64)
+    first_piece = tl.load(firsts_ptr + request, cache_modifier=".cg")
+    pieces = tl.load(firsts_ptr + request + 1, cache_modifier=".cg") - first_piece
+    first_page = tl.load(kv_indptr_ptr + request, cache_modifier=".cg")
+    pages = tl.load(kv_indptr_ptr + request + 1, cache_modifier=".cg") - first_page
+    length = (pages - 1) * PAGE + tl.load(last_page_len_ptr + request, cache_modifier=".cg")
     blocks = tl.cdiv(length, BLOCK_TOKENS)
     place = piece - first_piece
     begin = blocks * place // pieces * BLOCK_TOKENS

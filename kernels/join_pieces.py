@@ -20,8 +20,8 @@ def _join_pieces_kernel(part_ptr, lse_ptr, out_ptr, firsts_ptr, num_q_heads, DIM
     start_next(PDL)
     if not SETTLED:
         wait_for_last(PDL)
-    first = tl.load(firsts_ptr + request)
-    pieces = tl.load(firsts_ptr + request + 1) - first
+    first = tl.load(firsts_ptr + request, cache_modifier=".cg")
+    pieces = tl.load(firsts_ptr + request + 1, cache_modifier=".cg") - first
     if SETTLED:
         wait_for_last(PDL)
     if pieces == 1:

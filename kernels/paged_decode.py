@@ -54,13 +54,14 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
     if not EARLY:
         wait_for_last(PDL)
     # If EARLY these do not wait: piece 0, which is always there, does.
-    if piece >= tl.load(firsts_ptr + requests):
+    if piece >= tl.load(firsts_ptr + requests, cache_modifier=".cg"):
         return
     request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
                                                       PAGE, BLOCK_TOKENS)
     dim = tl.arange(0, BLOCK_DIM)
     offset = tl.arange(0, BLOCK_TOKENS)
-    page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < end, other=0)
+    page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < end, other=0,
+                   cache_modifier=".cg")
     if EARLY:
         _fetch(k_pages_ptr, v_pages_ptr, kv_indices_ptr + first_page, begin, end, kv_head * stride_head, stride_page,
                stride_slot, PAGE, DIM, BLOCK_TOKENS, AHEAD)
@@ -116,7 +117,7 @@ def _fetch(k_pages_ptr, v_pages_ptr, indices_ptr, begin, end, head, stride_page,
     for start in range(begin, tl.minimum(begin + AHEAD * BLOCK_TOKENS, end), BLOCK_TOKENS):
         # Threads without a token of their own ask for one that another asks for too.
         token = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), end - 1)
-        page = tl.load(indices_ptr + token // PAGE).to(tl.int64)
+        page = tl.load(indices_ptr + token // PAGE, cache_modifier=".cg").to(tl.int64)
         row = page * stride_page + head + (token % PAGE) * stride_slot
         address = row[:, None] + tl.minimum(line * LINE, DIM - 1)[None, :]
         _fetch_lines(k_pages_ptr + address)

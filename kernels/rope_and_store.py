@@ -63,10 +63,11 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
     cos = tl.full((HALF,), 1.0, tl.float32)
     sin = tl.full((HALF,), 0.0, tl.float32)
     if ROTATE:
-        table = cos_sin_ptr + tl.load(position_ptr + token) * 2 * half
+        table = cos_sin_ptr + tl.load(position_ptr + token, cache_modifier=".cg") * 2 * half
         cos = tl.load(table + columns, columns < half, other=0.0)
         sin = tl.load(table + half + columns, columns < half, other=0.0)
-    slot = tl.load(page_ptr + token) * stride_page + tl.load(offset_ptr + token) * stride_slot
+    slot = tl.load(page_ptr + token, cache_modifier=".cg") * stride_page
+    slot += tl.load(offset_ptr + token, cache_modifier=".cg") * stride_slot
     if SETTLED:
         wait_for_last(PDL)
     kv_blocks = tl.cdiv(num_kv_heads, BLOCK_HEADS)
