@@ -4,7 +4,8 @@
 
 ``bf16``: torch's product. ``row``: ours with a scale a row, and with the quantizing of its input. ``tensor``:
 ``torch._scaled_mm`` with one scale for each matrix. ``block``: ours by blocks of 128 x 128, and with the quantizing by
-groups; both are the library's where it is faster. ``kernel``: by blocks, our kernel in any case.
+groups; each is made by what is chosen for so many rows. ``row kernel``, ``block kernel``: by ``fp8_matmul`` in any
+case.
 ``floor``: a float8 weight, input and output at the rate of a copy, or the operations at twice the rate of one large
 bfloat16 product, whichever takes longer; both rates are measured in the same run. Products run as CUDA graphs, back to
 back over weights that together exceed the caches.
@@ -64,7 +65,8 @@ class Case:
                                                  use_fast_accum=True),
             "block": lambda w: by_block(by_group, w),
             "block+quantize": lambda w: by_block(quantize(self.x, group), w),
-            "kernel": lambda w: fp8_matmul(by_group.values, by_group.scale, w, self.block_scale, "block", bfloat16),
+            "row kernel": lambda w: fp8_matmul(*by_token[:2], w, self.row_scale, "row", bfloat16),
+            "block kernel": lambda w: fp8_matmul(*by_group[:2], w, self.block_scale, "block", bfloat16),
         }
         found = {"bf16": micros(lambda: [linear(self.x, w) for w in self.wide]) / len(self.wide)}
         for name, work in works.items():
