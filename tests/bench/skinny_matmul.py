@@ -1,11 +1,13 @@
 """Time of products of few rows: our kernel by its tiles, beside cuBLAS and what the machine can do at most.
 
-    python -m baton.tests.bench.skinny_matmul [--sweep] [--rows 1,4,...] [--kinds bf16,row,block] [--seconds 600]
-        [--output figures.json]
+    python -m baton.tests.bench.skinny_matmul [--sweep] [--rows 1,4,8] [--kinds bf16,row] [--shapes "8b o,8b down"]
+        [--seconds 600] [--output figures.json]
 
-``floor``: weights, input and output at the rate of a copy, measured in the same run. Products run as CUDA graphs, back
-to back over copies of the weight that together exceed the caches. ``--sweep`` tries many tiles, which processes beside
-each other compile before, and names the fastest; without it, the tiles are those that the kernel chooses.
+``floor``: weights, input and output at the rate of a copy, measured in the same run. Products run as CUDA graphs, each
+behind a norm as in a model, over copies of the weight that together exceed the caches; the norm's microsecond is in all
+figures but the floor. ``row``: float8 with a scale a row. ``others``: cuBLAS's product, or for float8 that of more
+rows. ``--sweep`` tries many tiles beside the chosen one, which processes beside each other compile before, and names
+the fastest.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton, reference
 from ...kernels.forms import Float8Form
+from ...kernels.fp8_matmul import fp8_matmul
 from ...kernels.fp8_quantize import quantize
 from ...kernels.moe_tiles import device_name
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.skinny_matmul import skinny_matmul
-from ...kernels.skinny_tiles import SkinnyTile
+from ...kernels.skinny_tiles import SkinnyTile, tile_for
 from . import ceilings
 from .moe_shapes import micros
 
@@ -42,8 +45,11 @@ ALONE = ("8b o", "tiny")
 """Shapes of which one launch is also timed that waits for the end of the one before."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # under Triton's interpreter, for a look at this script
 WIDE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-KINDS = ("bf16", "row", "block")
 _CACHE_BYTES = 144 << 20 if DEVICE == "cuda" else 1 << 20  # several times an H200's 50 MiB
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    return WIDE if kind == "bf16" else torch.float8_e4m3fn
 
 
 class Inputs(NamedTuple):
@@ -56,30 +62,34 @@ class Case:
 
     def __init__(self, kind: str, width: int, out: int, copies: int | None = None):
         self.kind, self.width, self.out = kind, width, out
-        dtype = WIDE if kind == "bf16" else torch.float8_e4m3fn
+        dtype = dtype_of(kind)
         self.bytes = width * out * dtype.itemsize
         copies = copies or max(2 if self.bytes < _CACHE_BYTES else 1, -(-_CACHE_BYTES // self.bytes))
         self.weights = [torch.randn(out, width, device=DEVICE, dtype=WIDE).to(dtype) for _ in range(copies)]
-        self.block = (128, 128) if kind == "block" else None
-        sizes = {"bf16": None, "row": (out,), "block": (-(-out // 128), -(-width // 128))}[kind]
-        self.scale = None if sizes is None else torch.rand(sizes, device=DEVICE) + 0.5
+        self.scale = None if kind == "bf16" else torch.rand(out, device=DEVICE) + 0.5
 
     def inputs(self, rows: int) -> Inputs:
         x = torch.randn(rows, self.width, device=DEVICE, dtype=WIDE)
         if self.kind == "bf16":
             return Inputs(x, None)
-        given = quantize(x, Float8Form(128 if self.kind == "block" else self.width))
+        given = quantize(x, Float8Form(self.width))
         return Inputs(given.values, given.scale)
 
     def wanted(self, x: Inputs) -> torch.Tensor:
-        return reference.skinny_matmul(x.values, self.weights[0], x_scale=x.scale, scale=self.scale, block=self.block,
-                                       rounded=WIDE).float()
+        return reference.skinny_matmul(x.values, self.weights[0], x_scale=x.scale, scale=self.scale, dtype=WIDE).float()
 
     def floor(self, rows: int, copy: float) -> float:
         return (self.bytes + 2 * rows * (self.width + self.out)) / copy / 1e6
 
     def run(self, x: Inputs, w: torch.Tensor, tile: SkinnyTile) -> torch.Tensor:
-        return skinny_matmul(x.values, w, x_scale=x.scale, scale=self.scale, block=self.block, rounded=WIDE, tile=tile)
+        return skinny_matmul(x.values, w, x_scale=x.scale, scale=self.scale, dtype=WIDE, tile=tile)
+
+    def others(self, x: Inputs, w: torch.Tensor) -> torch.Tensor:
+        if x.scale is None or self.scale is None:
+            return linear(x.values, w)
+        if DEVICE == "cpu":
+            return reference.scaled_matmul(x.values, x.scale, w, self.scale, WIDE)
+        return fp8_matmul(x.values, x.scale, w, self.scale, "row", WIDE)
 
     def micros(self, rows: int, work: Callable[[torch.Tensor], object]) -> float:
         """Of the product and of a norm before it."""
@@ -87,35 +97,49 @@ class Case:
         return micros(lambda: [(rmsnorm(x, weight[0], 1e-5), work(w)) for w in self.weights], 3) / len(self.weights)
 
 
-W, R, S = "weights first", "rows first", "sums"
 FORMS = {
-    "bf16": [(W, 64, 128, 4, 4), (W, 64, 128, 4, 5), (W, 64, 64, 4, 6), (W, 32, 128, 2, 4), (W, 32, 128, 2, 6),
-             (W, 16, 256, 2, 4), (W, 32, 256, 4, 4)],
-    "row": [(W, 64, 256, 4, 4), (W, 64, 128, 4, 6), (W, 32, 256, 2, 4), (W, 16, 512, 2, 4)],
-    "block": [(W, 64, 128, 4, 4), (W, 64, 128, 4, 6), (W, 32, 128, 2, 5), (W, 32, 128, 1, 4)],
+    "bf16": [(64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 6), (32, 128, 2, 4), (32, 128, 2, 6), (16, 256, 2, 4)],
+    "row": [(64, 256, 4, 4), (64, 128, 4, 6), (32, 256, 2, 4), (16, 512, 2, 4)],
 }
-"""Of up to 16 rows: form, columns, depth, warps, stages."""
-FORMS_OF_MORE = {
-    "bf16": [(W, 64, 128, 4, 4), (W, 64, 128, 4, 5), (W, 128, 64, 8, 5), (W, 128, 128, 8, 3)],
-    "row": [(W, 64, 128, 4, 5), (W, 64, 256, 4, 3), (R, 32, 256, 4, 4)],
-    "block": [(W, 64, 128, 4, 5), (R, 32, 128, 4, 6)],
-}
-SUMS = [(S, 8, 1024, 4, 3), (S, 4, 2048, 4, 3)]
-ROWS = {"bf16": [1, 16, 32, 64], "row": [1, 16], "block": [1, 16]}
-AHEAD = (0, 16 << 10, 64 << 10)
-"""Bytes that a program fetches before its rows are there."""
+"""Columns, depth, warps, stages."""
+FORMS_OF_ONE = [(8, 1024, 4, 3), (4, 2048, 4, 3), (16, 512, 4, 4), (8, 1024, 4, 4)]
+"""Where tensor cores have nothing to do."""
+ROWS = {"bf16": [1, 4, 16, 32], "row": [1, 4, 16]}
+AHEAD = (0, 16 << 10)
 _FEWEST = 100 if DEVICE == "cuda" else 10  # programs
 
 
 def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SkinnyTile]:
-    forms = FORMS[kind] if rows <= 16 else FORMS_OF_MORE[kind]
-    size = 2 if kind == "bf16" else 1
-    for form, columns, depth, warps, stages in forms + (SUMS if rows == 1 and kind == "bf16" else []):
-        for pieces, fetched in itertools.product((1, 2, 4), AHEAD if kind != "block" and rows <= 16 else AHEAD[:2]):
-            programs, ahead = -(-out // columns) * pieces, fetched // columns // size
-            if (pieces == 1 or (form != S and programs <= 600)) and (
-                    programs >= _FEWEST and width // depth >= 2 * pieces and ahead <= width // pieces):
-                yield SkinnyTile(columns, depth, pieces, warps, stages, ahead, form)
+    """Beside the chosen one."""
+    alone = rows == 1 and kind == "bf16"
+    chosen = tile_for(rows, out, width, dtype_of(kind))
+    for columns, depth, warps, stages in FORMS_OF_ONE if alone else FORMS[kind]:
+        for pieces, ahead in itertools.product((1,) if alone else (1, 2, 4, 8), AHEAD):
+            tile = SkinnyTile(columns, depth, pieces, warps, stages, ahead)
+            programs = -(-out // columns) * pieces
+            if tile != chosen and programs >= _FEWEST and (pieces == 1 or (
+                    programs <= 600 and width // depth >= 2 * pieces)):
+                yield tile
+
+
+@dataclass(frozen=True)
+class Job:
+    """A product to be timed, and by which tiles; the chosen one is the first."""
+
+    kind: str
+    layer: str
+    rows: int
+    tiles: list[SkinnyTile]
+
+
+def jobs(kinds: list[str], layers: list[str], rows: list[int] | None, sweep: bool) -> list[Job]:
+    found = []
+    for layer, kind in itertools.product(layers, kinds):
+        width, out = SHAPES[layer]
+        for count in rows or ROWS[kind]:
+            others = candidates(kind, count, width, out) if sweep else ()
+            found.append(Job(kind, layer, count, [tile_for(count, out, width, dtype_of(kind)), *others]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -127,14 +151,11 @@ class Variant:
     tile: SkinnyTile
 
 
-def variants(rows: dict[str, list[int]], shapes: list[tuple[int, int]]) -> list[Variant]:
-    found = {}
-    for kind, counts in rows.items():
-        for count, (width, out) in itertools.product(counts, shapes):
-            for tile in candidates(kind, count, width, out):
-                tall = 1 if tile.form == S else 16 if count <= 16 else count
-                found[Variant(kind, tall, replace(tile, pieces=min(tile.pieces, 2)))] = None
-    return list(found)
+def variants(todo: list[Job]) -> list[Variant]:
+    """Kernels know whether there are pieces, not how many; and rows rounded up, but one."""
+    tall = {job.rows: 1 if job.rows == 1 else 32 if job.rows > 16 else 16 for job in todo}
+    return list(dict.fromkeys(Variant(job.kind, tall[job.rows], replace(tile, pieces=min(tile.pieces, 2)))
+                              for job in todo for tile in job.tiles))
 
 
 def build(todo: list[Variant]) -> list[str]:
@@ -156,73 +177,64 @@ def compile_beside(todo: list[Variant]) -> list[str]:
                 for error in errors]
 
 
-def sweep(case: Case, rows: int, want: torch.Tensor, x: Inputs, told: bool) -> dict[str, object]:
-    found = []
-    for tile in candidates(case.kind, rows, case.width, case.out):
+def measure(case: Case, job: Job, copy: float) -> dict[str, Any]:
+    x = case.inputs(job.rows)
+    want, tiles = case.wanted(x), []
+    for tile in job.tiles:
         try:
             got = case.run(x, case.weights[0], tile).float()
             error = float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
-            took = case.micros(rows, lambda w, tile=tile: case.run(x, w, tile))
-            found.append({**asdict(tile), "micros": round(took, 2), "error": round(error, 5)})
+            took = case.micros(job.rows, lambda w, tile=tile: case.run(x, w, tile))
+            tiles.append({**asdict(tile), "micros": round(took, 2), "error": round(error, 5)})
         except Exception as error:  # one that does not fit is no reason to lose the others
-            found.append({**asdict(tile), "micros": 1e9, "failure": f"{type(error).__name__} {str(error)[:120]}"})
-    found.sort(key=lambda row: row["micros"])
-    best = SkinnyTile(**{name: found[0][name] for name in SkinnyTile.__dataclass_fields__})
-    return {"tiles": found, "best": found[0]["micros"], "alone": alone(case, rows, x, best) if told else None}
+            print(f"{job.kind} {job.layer} {tile}: {type(error).__name__} {str(error)[:120]}", flush=True)
+    told = job.rows == 1 and job.layer in ALONE
+    return {"kind": job.kind, "layer": job.layer, "rows": job.rows, "floor": round(case.floor(job.rows, copy), 2),
+            "others": round(case.micros(job.rows, partial(case.others, x)), 2), "chosen": tiles[0],
+            "alone": alone(case, job, x) if told else None, "fastest": sorted(tiles, key=lambda tile: tile["micros"])}
 
 
-def alone(case: Case, rows: int, x: Inputs, tile: SkinnyTile) -> float:
-    """Microseconds where each launch waits for the end of the one before."""
+def alone(case: Case, job: Job, x: Inputs) -> float:
+    """Microseconds of the chosen tile where each launch waits for the end of the one before."""
     _triton.PDL_ALLOWED = False
     try:
-        return round(case.micros(rows, lambda w: case.run(x, w, tile)), 2)
+        return round(case.micros(job.rows, lambda w: case.run(x, w, job.tiles[0])), 2)
     finally:
         _triton.PDL_ALLOWED = True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="as 1,16; without it, those where a choice has to be made")
+    parser.add_argument("--rows", help="as 1,16; without it, what the kernel is used for")
     parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "tiny"))
-    parser.add_argument("--kinds", default="bf16,row,block")
+    parser.add_argument("--kinds", default="bf16,row")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no further product after so many")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     begin = time.monotonic()
-    kinds = args.kinds.split(",")
-    rows = {kind: [int(count) for count in args.rows.split(",")] if args.rows else ROWS[kind] for kind in kinds}
-    shapes = {name: SHAPES[name] for name in args.shapes.split(",")}
-    todo = variants(rows, list(shapes.values()))
-    for error in compile_beside(todo):
+    rows = [int(count) for count in args.rows.split(",")] if args.rows else None
+    todo = jobs(args.kinds.split(","), args.shapes.split(","), rows, args.sweep)
+    kernels = variants(todo)
+    for error in compile_beside(kernels):
         print("not compiled:", error, flush=True)
-    print(f"{len(todo)} kernels compiled in {time.monotonic() - begin:.1f} s", flush=True)
+    print(f"{len(kernels)} kernels compiled in {time.monotonic() - begin:.1f} s", flush=True)
     copy = ceilings.copy_tb_s() if DEVICE == "cuda" else 1.0
     torch.cuda.empty_cache()
-    measured: list[dict[str, object]] = []
-    for (name, (width, out)), kind in itertools.product(shapes.items(), kinds):
-        if kind != "bf16" and name.startswith("0.6b"):
-            continue
-        case = Case(kind, width, out)
-        for count in rows[kind]:
-            if time.monotonic() - begin > args.seconds:
-                break
-            x = case.inputs(count)
-            cublas = case.micros(count, partial(linear, x.values)) if kind == "bf16" else 0.0
-            row = {"kind": kind, "layer": name, "rows": count, "floor": round(case.floor(count, copy), 2),
-                   "cublas": round(cublas, 2),
-                   **sweep(case, count, case.wanted(x), x, count == 1 and name in ALONE)}
-            measured.append(row)
-            if args.output:
-                args.output.write_text(json.dumps({"device": device_name(torch.device(DEVICE)), "copy_tb_s": copy,
-                                                   "measured": measured}) + "\n")
-        torch.cuda.empty_cache()
-    print(f"{device_name(torch.device(DEVICE))}: copy {copy:.2f} TB/s; microseconds; {time.monotonic() - begin:.0f} s")
+    device, measured = device_name(torch.device(DEVICE)), []
+    for (kind, layer), same in itertools.groupby(todo, key=lambda job: (job.kind, job.layer)):
+        if time.monotonic() - begin > args.seconds:
+            break
+        case = Case(kind, *SHAPES[layer])
+        measured += [measure(case, job, copy) for job in same]
+        if args.output:
+            args.output.write_text(json.dumps({"device": device, "copy_tb_s": copy, "measured": measured}) + "\n")
+    print(f"{device}: copy {copy:.2f} TB/s; microseconds; {time.monotonic() - begin:.0f} s")
     for row in measured:
-        best = row["tiles"][0]
-        told = " ".join(str(best[key]) for key in ("columns", "depth", "pieces", "warps", "stages", "ahead", "form"))
-        print(f"{row['kind']:5} {row['layer']:12} M {row['rows']:2}: floor {row['floor']:6} cublas {row['cublas']} "
-              f"best {row['best']} alone {row['alone']} error {best.get('error')} [{told}]")
+        best = row["fastest"][0]
+        told = " ".join(str(best[key]) for key in ("columns", "depth", "pieces", "warps", "stages", "ahead"))
+        print(f"{row['kind']:4} {row['layer']:12} M {row['rows']:2}: floor {row['floor']:6} others {row['others']:6} "
+              f"chosen {row['chosen']['micros']:6} (alone {row['alone']}) fastest {best['micros']:6} [{told}]")
 
 
 if __name__ == "__main__":
