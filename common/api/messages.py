@@ -160,10 +160,30 @@ class Output(msgspec.Struct):
     stages: list[Stage] = []  # those that ended since the last output, of requests that are traced
 
 
-class Outputs(msgspec.Struct, tag=True):
-    """All that one engine step produced."""
+class Gained(msgspec.Struct, array_like=True):
+    """A token each that requests gained, and nothing else to tell of them: Output's fields, each of all requests."""
 
-    items: list[Output]
+    rids: list[str]
+    token_ids: list[int]
+    num_prompt_tokens: list[int]
+    num_cached_tokens: list[int]
+    num_output_tokens: list[int]
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """All that one engine step produced: first what requests ``gained`` that go on, then what is ``told`` of others."""
+
+    told: list[Output]
+    gained: Gained | None = None
+
+    @property
+    def items(self) -> list[Output]:
+        """Both, as outputs."""
+        one = self.gained
+        if one is None:
+            return self.told
+        return [Output(rid, [token_id], prompt, cached, output) for rid, token_id, prompt, cached, output in zip(
+            one.rids, one.token_ids, one.num_prompt_tokens, one.num_cached_tokens, one.num_output_tokens)] + self.told
 
 
 class Failed(msgspec.Struct, tag=True):

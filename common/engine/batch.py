@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, overload
 
+import numpy as np
+
 from .req import Req
 
 if TYPE_CHECKING:
@@ -56,13 +58,15 @@ class RunChunks(Sequence[Chunk]):
 class Batch:
     """The chunks of one step. ``is_decode``: each is one token long and samples. Else the last ``num_riding`` of them
     are, and belong to running requests that ride along with prompts. ``run``: a decode batch's, whose chunks they are;
-    ``ending``: places of those for whom it is the last step."""
+    ``ending``: places of those for whom it is the last step; ``positions`` [B] int64: those of the tokens that the step
+    computes."""
 
     chunks: Sequence[Chunk]
     is_decode: bool
     num_riding: int = 0
     run: DecodeRun | None = None
     ending: Sequence[int] = ()
+    positions: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

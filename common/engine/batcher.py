@@ -192,7 +192,7 @@ class Batcher:
                 return None
             run = self._run = DecodeRun(reqs, self.cache.page_size, self._run)
         self.output.decoded()
-        return Batch(RunChunks(run), is_decode=True, run=run, ending=run.ending())
+        return Batch(RunChunks(run), is_decode=True, run=run, ending=run.ending(), positions=run.positions)
 
     def _current_run(self) -> DecodeRun | None:
         """That of the last decode batch, where the next one has the same requests."""

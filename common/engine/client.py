@@ -337,8 +337,8 @@ class EngineClient:
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:
-            case Outputs(items):
-                for output in items:
+            case Outputs():
+                for output in message.items:
                     self._deliver(output)
             case Failed(rid, code, text):
                 stream = self._forget(rid)

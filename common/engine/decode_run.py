@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..api.messages import Gained
 from .choosing import Choosing
 from .forward_batch import DecodeTable
 from .req import Req
@@ -39,6 +40,8 @@ class DecodeRun:
         self._unreported = list(range(len(kept), len(reqs)))
         self._kv_indptr = np.zeros(len(reqs) + 1, np.int32)
         self._kv_indices = np.empty(0, np.int32)
+        self._page_of_token = np.empty(0, np.int64)
+        self._offsets: np.ndarray | None = None  # of the positions in their pages, once a table was asked for
         self.stop_ids = frozenset().union(*{req.stop_ids for req in new})
         if before is not None and len(kept):
             self._take_over(before, kept)
@@ -47,6 +50,7 @@ class DecodeRun:
         self.steps_left = int(self.left.min())  # that all requests want
         self.gone: list[int] = []  # places of those that left
         self._rows: list[Choosing] | None = None
+        self._told: tuple[list[str], list[int], list[int], np.ndarray] | None = None
 
     def _take_over(self, before: DecodeRun, kept: np.ndarray) -> None:
         """What ``before`` has of the requests at its places ``kept``, the first of this run."""
@@ -98,21 +102,27 @@ class DecodeRun:
             req.num_computed_tokens += 1
             req.num_pending += 1
         self.positions = self.positions + 1
+        if self._offsets is not None:
+            self._offsets = self._offsets + 1
         self.left -= 1
         self.steps_left -= 1
 
     def table(self) -> DecodeTable:
         """Where the next step's keys and values live. All requests have pages for it."""
-        page_size = self._page_size
-        pages = self.positions // page_size
-        offsets = self.positions - pages * page_size
+        if self._offsets is None or int(self._offsets.max()) >= self._page_size:
+            self._offsets = self._turn_pages()
+        return DecodeTable(self.positions, self._page_of_token, self._offsets, self._kv_indptr, self._kv_indices,
+                           (self._offsets + 1).astype(np.int32))
+
+    def _turn_pages(self) -> np.ndarray:
+        """Bring the pages up to ``positions``; returns these within their pages."""
+        pages = self.positions // self._page_size
         missing = np.flatnonzero(np.diff(self._kv_indptr) <= pages)
         if len(missing):
             self._add_pages(pages, missing)
-        kv_indptr, kv_indices = self._kv_indptr, self._kv_indices
-        assert len(kv_indices) == kv_indptr[-1], "a request's pages do not cover its tokens"
-        return DecodeTable(self.positions, kv_indices[kv_indptr[1:] - 1].astype(np.int64), offsets, kv_indptr,
-                           kv_indices, (offsets + 1).astype(np.int32))
+        assert len(self._kv_indices) == self._kv_indptr[-1], "a request's pages do not cover its tokens"
+        self._page_of_token = self._kv_indices[self._kv_indptr[1:] - 1].astype(np.int64)
+        return self.positions - pages * self._page_size
 
     def _add_pages(self, pages: np.ndarray, missing: np.ndarray) -> None:
         """Put the pages up to ``pages`` of the requests at ``missing`` behind those that the table has of them."""
@@ -135,6 +145,21 @@ class DecodeRun:
         if self._rows is None or self._seeded:
             self._rows = [Choosing(req.sampling, start + 1) for req, start in zip(self.reqs, self.positions.tolist())]
         return self._rows
+
+    def gained(self, token_ids: list[int], positions: np.ndarray, places: list[int] | None = None) -> Gained:
+        """What the front is told of a step that computed ``positions`` [B] and chose ``token_ids`` [B]; of the requests
+        at ``places`` alone, where given."""
+        if self._told is None:
+            prompts = [req.num_prompt_tokens for req in self.reqs]
+            self._told = ([req.rid for req in self.reqs], prompts, [req.num_cached_tokens for req in self.reqs],
+                          np.array(prompts) - 2)  # a token is chosen behind the one that was computed
+        rids, prompts, cached, before = self._told
+        outputs = (positions - before).tolist()
+        if places is None:
+            return Gained(rids, token_ids, prompts, cached, outputs)
+        return Gained([rids[place] for place in places], [token_ids[place] for place in places],
+                      [prompts[place] for place in places], [cached[place] for place in places],
+                      [outputs[place] for place in places])
 
     def watched(self, token_ids: Sequence[int], ending: Sequence[int]) -> list[int]:
         """Places, ascending, of requests of which more is to be said than that they gain ``token_ids`` [B] and go on: a

@@ -14,7 +14,7 @@ from ..api.messages import Logprobs
 from ..grammar.store import GrammarStore
 from .batch import Batch, Chunk
 from .choosing import FAILED, FillAllowed
-from .chosen import Chosen
+from .chosen import Chosen, ChosenTokens
 from .decode_run import DecodeRun
 from .forward_batch import AfterGroup, DecodeRows, ForwardBatch, Row, build_decode_batch, build_forward_batch
 from .hidden_rows import HiddenReport, HiddenRows, hidden_rows
@@ -80,6 +80,7 @@ class Executor:
         self._runner = runner
         self._sampler = sampler
         self._grammars = grammars
+        self._chosen = ChosenTokens()
         self._last: Step | None = None
 
     @property
@@ -123,7 +124,7 @@ class Executor:
         self._runner.meet(len(run), len(run), decodes=True)
         logits, likeliest = self._runner.decode(run.table(), token_ids)
         tokens = self._sampler.draw(logits, run.choosing(), likeliest if run.greedy else None)
-        return Step(batch, Chosen(tokens), run.reqs, None, None)
+        return Step(batch, self._chosen.of(tokens), run.reqs, None, None)
 
     def _newest_tokens(self, run: DecodeRun) -> torch.Tensor:
         """The last token [B] int64 of each request, on the device."""

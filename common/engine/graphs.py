@@ -50,6 +50,8 @@ class DecodeGraphs:
         self._logits: dict[int, torch.Tensor] = {}
         self._likeliest: dict[int, torch.Tensor] = {}
         self._views = {size: self._inputs(size) for size in self._sizes}
+        self._batches: dict[int, ForwardBatch] = {}
+        self._rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
@@ -76,16 +78,23 @@ class DecodeGraphs:
     def decode(self, table: DecodeTable, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 logits ``[B, vocab]`` of ``table``'s rows, whose tokens [B] int64 are on the device, and the
         likeliest token [B] int64 of each. The next run of this size overwrites both."""
-        count = len(table.positions)
         host = self._table.fill(table, size)
-        views = self._views[size]
-        views["input_ids"][:count].copy_(token_ids)
-        self._attention.refresh(ForwardBatch(
-            is_decode=True, logits_rows=None, qo_indptr=self._static.qo_indptr[:size + 1], **views,
-            qo_indptr_cpu=self._static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=host["kv_indptr"],
-            kv_indices_cpu=host["kv_indices"], kv_last_page_len_cpu=host["kv_last_page_len"]))
+        input_ids, logits, likeliest = self._rows_of(size, len(table.positions))
+        input_ids.copy_(token_ids)
+        batch = self._batches[size]
+        batch.kv_indptr_cpu, batch.kv_indices_cpu = host["kv_indptr"], host["kv_indices"]
+        batch.kv_last_page_len_cpu = host["kv_last_page_len"]
+        self._attention.refresh(batch)
         self._graphs[size].replay()
-        return self._logits[size][:count], self._likeliest[size][:count]
+        return logits, likeliest
+
+    def _rows_of(self, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first ``count`` of the input ids, logits and likeliest tokens of a size. A slice costs microseconds."""
+        found = self._rows.get((size, count))
+        if found is None:
+            found = self._rows[size, count] = (
+                self._views[size]["input_ids"][:count], self._logits[size][:count], self._likeliest[size][:count])
+        return found
 
     def _static_batch(self, page_size: int, tensors: dict[str, torch.Tensor], device: torch.device) -> ForwardBatch:
         batch = build_forward_batch([self.padding_row] * self._sizes[-1], page_size, device, True)
@@ -108,6 +117,7 @@ class DecodeGraphs:
             is_decode=True, logits_rows=None, qo_indptr=static.qo_indptr[:size + 1], **self._views[size],
             qo_indptr_cpu=static.qo_indptr_cpu[:size + 1], kv_indptr_cpu=static.kv_indptr_cpu[:size + 1],
             kv_indices_cpu=static.kv_indices_cpu[:size], kv_last_page_len_cpu=static.kv_last_page_len_cpu[:size])
+        self._batches[size] = batch
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             logits = model.forward(batch, attention, lambda layer: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError
-from ..api.messages import Failed, FromEngine, Generate, Logprobs, Output, Outputs
+from ..api.messages import Failed, FromEngine, Gained, Generate, Logprobs, Output, Outputs
 from .req import Req
 
 
@@ -25,6 +25,7 @@ class Ledger:
         self._timeout = timeout
         self._reserves_output = reserves_output
         self._outputs: list[Output] = []
+        self._gained: Gained | None = None
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "generation_tokens", "finished_requests", "failed_requests"), 0)
@@ -66,14 +67,15 @@ class Ledger:
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
 
-    def gain_each(self, reqs: Sequence[Req], token_ids: Sequence[int]) -> None:
+    def gain_each(self, reqs: Sequence[Req], gained: Gained) -> None:
         """Each of ``reqs`` gains its pending token and goes on; all have told of themselves before."""
-        for req, token_id in zip(reqs, token_ids):
+        for req, token_id in zip(reqs, gained.token_ids):
             req.num_pending -= 1
             req.tokens.append(token_id)
-        self._outputs += [Output(req.rid, [token_id], req.num_prompt_tokens, req.num_cached_tokens,
-                                 req.tokens.count - req.num_prompt_tokens) for req, token_id in zip(reqs, token_ids)]
-        self.counters["generation_tokens"] += len(token_ids)
+        if self._outputs or self._gained is not None:
+            self.flush()  # what a message has gained stands before what it tells
+        self._gained = gained
+        self.counters["generation_tokens"] += len(reqs)
 
     def fail(self, req: Req, error: ServingError) -> None:
         self._close(req)
@@ -89,6 +91,6 @@ class Ledger:
         assert self.live.pop(req.rid, None) is req, f"{req} was ended twice"
 
     def flush(self) -> None:
-        if self._outputs:
-            self._send(Outputs(self._outputs))
-            self._outputs = []
+        if self._outputs or self._gained is not None:
+            self._send(Outputs(self._outputs, self._gained))
+            self._outputs, self._gained = [], None

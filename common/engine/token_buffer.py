@@ -6,28 +6,41 @@ import numpy as np
 
 
 class TokenBuffer:
-    """Prompt and output token ids (int32) in one growing array, the first ``count`` of it."""
+    """Prompt and output token ids (int32), ``count`` of them.
 
-    __slots__ = ("_ids", "count")
+    They stand in one growing array as soon as somebody looks; until then the newest wait in a list. ``append`` is that
+    list's, for it is called for every token of every request.
+    """
+
+    __slots__ = ("_ids", "_new", "_placed", "append")
 
     def __init__(self, ids: list[int]):
-        self.count = len(ids)
-        self._ids = np.empty(self.count + 64, np.int32)
-        self._ids[: self.count] = ids
+        self._placed = len(ids)
+        self._ids = np.empty(self._placed + 64, np.int32)
+        self._ids[: self._placed] = ids
+        self._new: list[int] = []
+        self.append = self._new.append
 
     def __len__(self) -> int:
-        return self.count
+        return self._placed + len(self._new)
 
-    def append(self, token_id: int) -> None:
-        count = self.count
-        if count == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.empty(count, np.int32)))
-        self._ids[count] = token_id
-        self.count = count + 1
+    @property
+    def count(self) -> int:
+        return self._placed + len(self._new)
 
     @property
     def last(self) -> int:
-        return int(self._ids[self.count - 1])
+        return self._new[-1] if self._new else int(self._ids[self._placed - 1])
 
     def view(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        return self._ids[start : self.count if stop is None else min(stop, self.count)]
+        if self._new:
+            self._place()
+        return self._ids[start : self._placed if stop is None else min(stop, self._placed)]
+
+    def _place(self) -> None:
+        end = self._placed + len(self._new)
+        if end > len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty(end, np.int32)))
+        self._ids[self._placed : end] = self._new
+        self._placed = end
+        self._new.clear()

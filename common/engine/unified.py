@@ -139,13 +139,14 @@ class UnifiedScheduler:
 
     def _take_in_plain(self, step: Step | StageStep, token_ids: list[int]) -> list[Gain]:
         """Take in the tokens of a run's requests that go on with them; the gains of the others."""
-        run, reqs = step.batch.run, step.sampling
-        assert run is not None
+        run, reqs, positions = step.batch.run, step.sampling, step.batch.positions
+        assert run is not None and positions is not None
         watched = run.watched(token_ids, step.batch.ending)
         if not watched:
-            self.ledger.gain_each(reqs, token_ids)
+            self.ledger.gain_each(reqs, run.gained(token_ids, positions))
             return []
         apart = set(watched)
         going = [place for place in range(len(reqs)) if place not in apart]
-        self.ledger.gain_each([reqs[place] for place in going], [token_ids[place] for place in going])
+        if going:
+            self.ledger.gain_each([reqs[place] for place in going], run.gained(token_ids, positions, going))
         return [Gain(reqs[place], token_ids[place], None) for place in watched]

@@ -29,7 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...common.bench.hand_engine import HandEngine
-from ...common.engine.chosen import Chosen
+from ...common.engine.chosen import Chosen, ChosenTokens
 from ...common.engine.collector import settle_collector
 from ...common.engine.decode_inputs import DecodeInputs
 from ...common.engine.decode_run import DecodeRun
@@ -122,7 +122,7 @@ def watch_classes() -> None:
     for kind in (Launched, Chosen):
         PARTS.wrap(kind, "wait", "wait")
         PARTS.wrap(kind, "token_ids", "wait")
-    PARTS.wrap(Chosen, "__init__", "results to host")
+    PARTS.wrap(ChosenTokens, "of", "results to host")
     PARTS.wrap(DecodeRun, "table", "page table")
     PARTS.wrap(DecodeInputs, "fill", "graph inputs")
     PARTS.wrap(DecodeGraphs, "run", "graph, rest")
@@ -365,7 +365,8 @@ def mixed(engine: HandEngine, riding: int, length: int, context: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--skip-small", action="store_true", help="leave out the model shaped as Qwen3-0.6B")
+    parser.add_argument("--only", help="names of parts, with commas between: prefill,decode of these,decode 256,"
+                        "decode 1,small,by size,mixed,closed loop")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tiny = args.tiny
@@ -373,6 +374,8 @@ def main() -> None:
     born = time.perf_counter()
 
     def attempt(name: str, work: Callable[[], dict[str, Any]]) -> None:
+        if args.only and name not in args.only.split(","):
+            return
         try:
             found[name] = work()
         except Exception as error:  # the other parts' figures are worth having
@@ -394,12 +397,15 @@ def main() -> None:
     attempt("decode of these", lambda: decode(engine, many, 0, steps, "8B", detail=False))
     for batch in (wide, 1):
         attempt(f"decode {batch}", lambda batch=batch: decode(engine, batch, 32 if tiny else 512, steps, "8B"))
-    if not args.skip_small:
+
+    def of_the_small_one() -> dict[str, Any]:
         shape: dict[str, Any] = {"shape": dummy_engine.TINY if tiny else dummy_engine.QWEN3_06B}
         small = dummy_engine.make(20_000, 8, sizes=(1,), **(make | shape))
         watch(small)
         settle_collector()
-        attempt("decode of the small one", lambda: decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B"))
+        return decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B")
+
+    attempt("small", of_the_small_one)
     attempt("by size", lambda: by_size(engine, length // 4))
     attempt("mixed", lambda: mixed(engine, wide - 16 if not tiny else 2, length // 4, length // 8))
     attempt("closed loop", lambda: closed_loop(engine, length, 8, 8, clocks))

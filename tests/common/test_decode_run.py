@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from baton.common.api.messages import Generate, Outputs
+from baton.common.api.messages import Generate, Outputs, decode_from_engine, encode
 from baton.common.api.sampling import SamplingParams
-from baton.common.engine import decode_run
+from baton.common.engine import chosen, decode_run
 from baton.common.engine.batch import RunChunks
 from baton.common.engine.decode_inputs import DecodeInputs
 from baton.common.engine.decode_run import DecodeRun
 from baton.common.engine.forward_batch import Row, build_forward_batch, build_run_batch
+from baton.common.engine.ledger import Ledger
 from baton.common.engine.req import Req
+from baton.common.engine.token_buffer import TokenBuffer
 from baton.common.kvcache.manager import KVCacheManager
 from baton.tests.bench import dummy_engine
 
@@ -199,3 +202,62 @@ def test_runs_change_no_token(monkeypatch):
     assert [len(tokens) for tokens, _ in found.values()] == [30] * 3 + [9] * 2 + [40] + [5] * 3
     assert all(ended == ["length"] for _, ended in found.values())
     assert found == answers(False)
+
+
+def test_tokens_that_wait_in_a_list_are_seen_by_all():
+    buffer = TokenBuffer([5, 6])
+    assert (buffer.last, buffer.count, len(buffer)) == (6, 2, 2)
+    before = buffer.view()
+    for token_id in range(200):
+        buffer.append(token_id)
+        assert (buffer.last, buffer.count, len(buffer)) == (token_id, token_id + 3, token_id + 3)
+        if token_id % 37 == 0:
+            assert buffer.view(2).tolist() == list(range(token_id + 1))
+    assert before.tolist() == [5, 6] and buffer.view(1, 4).tolist() == [6, 0, 1] and buffer.view(0, 999)[-1] == 199
+
+
+def test_what_is_gained_stands_before_what_is_told():
+    place, sent = Place(5), []
+    ledger = Ledger(sent.append, eos_ids=frozenset(), max_request_tokens=100, max_requests=9, timeout=1.0)
+    reqs = [place.begun(max_new_tokens=30) for _ in range(3)]
+    run = DecodeRun(reqs, PAGE)
+    positions = run.positions
+    run.advance()
+    for token_id in (7, 8):  # two steps' results in one turn
+        ledger.gain_each(reqs[:2], run.gained([token_id] * 3, positions, [0, 1]))
+        reqs[2].take_pending(token_id)
+        ledger.gain(reqs[2], [token_id], None)
+        positions = positions + 1
+        for req in reqs:
+            req.num_pending += 1
+    ledger.flush()
+    assert [(item.rid, item.token_ids, item.num_output_tokens) for message in sent for item in message.items] == [
+        ("1", [7], 2), ("2", [7], 2), ("3", [7], 1), ("1", [8], 3), ("2", [8], 3), ("3", [8], 2)]
+    for message in sent:
+        assert decode_from_engine(encode(message)) == message
+    assert [req.tokens.view(req.num_prompt_tokens).tolist() for req in reqs] == [[7, 8]] * 3
+
+
+def test_tokens_stay_until_somebody_looks():
+    """Four steps later the memory that they arrived in is another step's."""
+    class Tokens:
+        is_cuda = True
+
+        def __init__(self, ids):
+            self.ids = ids
+
+        def __len__(self):
+            return len(self.ids)
+
+    class Slot:
+        def send(self, tokens):
+            self.ids = tokens.ids
+
+        def wait(self, count):
+            return self.ids[:count]
+
+    with patch.object(chosen, "_Slot", Slot):
+        steps = chosen.ChosenTokens()
+        made = [steps.of(Tokens([step, step + 1])) for step in range(11)]
+    assert [one.token_ids() for one in made] == [[step, step + 1] for step in range(11)]
+    assert made[3].wait().logprobs == [None, None]
