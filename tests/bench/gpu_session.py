@@ -53,7 +53,7 @@ def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "
 PLANS: dict[str, list[Step]] = {
     "one": [
         tests("engine", 240), tests("attention", 240), tests("mla", 240), tests("fp8", 240), tests("moe", 240),
-        tests("grammar", 240), tests("kernels", 240), tests("peer-sum", 240), tests("scheduling", 240),
+        tests("grammar", 240), tests("kernels", 240), tests("skinny-matmul", 120), tests("peer-sum", 240), tests("scheduling", 240),
         tests("kv-ipc", 120), tests("models-sampler", 240), tests("models", 240), tests("one-batch", 90, alone=True),
         tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
@@ -61,6 +61,7 @@ PLANS: dict[str, list[Step]] = {
         bench("small_model", 60, json="--out"), bench("prefix_cache", 150, json="--out"), bench("grammar", 120),
         bench("kernel_profile", 90, "--batches", "1,64,256", tail=70),
         bench("paged_decode", 60, json="--out", tail=20), bench("sampling", 60, json="--out"),
+        bench("skinny_matmul", 60, json="--output", tail=50),
         bench("fp8_gemm", 60, json="--output", tail=24), bench("fp8_serving", 90, json="--out", tail=6),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
         bench("tune_moe", 300),
