@@ -53,9 +53,9 @@ def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "
 PLANS: dict[str, list[Step]] = {
     "one": [
         tests("engine", 240), tests("attention", 240), tests("mla", 240), tests("fp8", 240), tests("moe", 240),
-        tests("grammar", 240), tests("kernels", 240), tests("skinny-matmul", 120), tests("peer-sum", 240), tests("scheduling", 240),
-        tests("kv-ipc", 120), tests("models-sampler", 240), tests("models", 240), tests("one-batch", 90, alone=True),
-        tests("memory-occupation", 90, alone=True),
+        tests("grammar", 240), tests("kernels", 240), tests("skinny-matmul", 120), tests("peer-sum", 240),
+        tests("scheduling", 240), tests("kv-ipc", 120), tests("models-sampler", 240), tests("models", 240),
+        tests("one-batch", 90, alone=True), tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
         bench("small_model", 60, json="--out"), bench("prefix_cache", 150, json="--out"), bench("grammar", 120),
