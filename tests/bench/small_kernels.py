@@ -1,6 +1,7 @@
 """The kernels between a decode step's products: microseconds a call, one after the other in a CUDA graph.
 
-    python -m baton.tests.bench.small_kernels [--batches 1,8,64,256] [--context 2048] [--shape llama|qwen] [--only WORDS] [--out FILE]
+    python -m baton.tests.bench.small_kernels [--batches 1,8,64,256] [--context 2048] [--shape llama|qwen]
+                                             [--only WORDS] [--out FILE]
 
 Each kernel by itself, then a layer's of them in order, then whole layers with cuBLAS's products between them; with
 programmatic dependent launch and without. ``floor`` is what the copy ceiling allows for the layer's weights and keys.
