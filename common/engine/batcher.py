@@ -17,7 +17,7 @@ from .batch import Batch, Chunk, RunChunks
 from .decode_run import DecodeRun
 from .req import Req
 from .scheduling.orders import Order
-from .scheduling.output_reserve import OutputReserve, left_of
+from .scheduling.output_reserve import OutputReserve, left_of, one_less
 from .scheduling.policies import order_maker
 from .scheduling.prefill_budget import PrefillBudget
 from .scheduling.priorities import Priorities
@@ -132,6 +132,7 @@ class Batcher:
                 return
             self.waiting.remove(req)
             self._begin(req)
+            self._count_left(left_of(req))
             if req.length - req.num_computed_tokens == 1 and req.num_output_tokens:  # all of it came from the host
                 self.running.append(req)
             else:
@@ -162,8 +163,6 @@ class Batcher:
             self.cache.release(hold)
             return False
         req.hold = hold
-        if self._left is not None:
-            self._left += left_of(req)
         return True
 
     def _pages_lacking(self, req: Req, num_cached_pages: int, num_tokens: int) -> int:
@@ -299,15 +298,17 @@ class Batcher:
 
     def launched(self, batch: Batch) -> None:
         """Record that the step is on its way: requests whose prompt it completes join the running ones."""
-        self._left = None
         if batch.run is not None:
+            self._count_left(-one_less(batch.run.left))
             batch.run.advance()
             return
         if batch.is_decode or batch.num_riding:
             self._run = None
         for chunk in batch.chunks:
+            before = left_of(chunk.req)
             chunk.req.num_computed_tokens = chunk.stop
             chunk.req.num_pending += chunk.samples
+            self._count_left(left_of(chunk.req) - before)
         for chunk in batch.prompts:
             req = chunk.req
             assert req.hold is not None
@@ -319,15 +320,16 @@ class Batcher:
     def expect(self, req: Req) -> None:
         """Another server fills the pages that were reserved for the request; ``adopt`` it then, or ``finish`` it."""
         self.arriving.append(req)
+        self._count_left(left_of(req))
 
     def adopt(self, req: Req) -> None:
         """Take in an expected request: its prompt was computed elsewhere and its first token is known."""
         self.arriving.remove(req)
         self.running.append(req)
+        self._left = None  # it takes its first token without a step
 
     def detach(self, req: Req) -> None:
         """Take a request out of wherever it stands; it keeps its pages."""
-        self._left = None
         if self._run is not None:
             self._run.leave(req)
         if req in self.waiting:
@@ -336,7 +338,12 @@ class Batcher:
         for place in (self.prefilling, self.running, self.arriving):
             if req in place:
                 place.remove(req)
+                self._count_left(-left_of(req))
                 return
+
+    def _count_left(self, tokens: int) -> None:
+        if self._left is not None:
+            self._left += tokens
 
     def finish(self, req: Req, keep: bool = True) -> None:
         """Take a request out and free its pages; ``keep`` leaves the full ones in the prefix cache."""

@@ -4,7 +4,8 @@
 
 Scheduling, building the batch, choosing (greedy, over a vocabulary of 32), taking in the results of the step before
 and telling the front, with steps overlapped as on a GPU; ``encode`` is the message to the front as bytes. Medians of
-this thread's time, as milliseconds and as microseconds a request. ``--sampled`` lets every request draw with top-p.
+this thread's time, as milliseconds and as microseconds a request. ``--sampled`` lets every request draw with top-p,
+``--changing`` ends requests and sends new ones, so that prefill and decode steps take turns.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class FreeModel:
 
 
 class Bench:
-    def __init__(self, batch: int, context: int, steps: int, sampled: bool):
+    def __init__(self, batch: int, context: int, steps: int, sampled: bool, changing: bool = False):
+        """``changing``: about one request ends in every decode step, and a new one comes."""
         pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
         self.sent: FromEngine | None = None
         self.ledger = Ledger(self._take, eos_ids=frozenset({1}), max_request_tokens=1 << 20, max_requests=4096,
@@ -78,15 +80,12 @@ class Bench:
                                               schedule_conservativeness=0.0))
         executor = Executor(FreeModel(), Sampler(VOCAB, "cpu", 0))  # type: ignore[arg-type]
         self.scheduler = UnifiedScheduler(batcher, executor, self.ledger, overlap=True)
-        prompt = np.random.default_rng(0)
+        self._batch, self._context, self._sampled, self._changing = batch, context, sampled, changing
+        self._random, self._count = np.random.default_rng(0), 0
         for i in range(batch):
-            params = SamplingParams(temperature=1.0 if sampled else 0.0, top_p=0.9 if sampled else 1.0,
-                                    max_new_tokens=steps + 40, ignore_eos=True)
-            req = self.ledger.accept(Generate(str(i), prompt.integers(2, VOCAB, context).tolist(), params), 0.0)
-            assert req is not None
-            self.scheduler.add(req)
+            self._add(8 + i if changing else steps + 40)
         while len(batcher.running) < batch:
-            self.step()
+            self.scheduler.step(0.0)
         for _ in range(5):
             self.step()
         settle_collector()
@@ -94,14 +93,28 @@ class Bench:
     def _take(self, message: FromEngine) -> None:
         self.sent = message
 
+    def _add(self, output_len: int) -> None:
+        self._count += 1
+        params = SamplingParams(temperature=1.0 if self._sampled else 0.0, top_p=0.9 if self._sampled else 1.0,
+                                max_new_tokens=output_len, ignore_eos=True)
+        prompt = self._random.integers(2, VOCAB, self._context).tolist()
+        req = self.ledger.accept(Generate(str(self._count - 1), prompt, params), 0.0)
+        assert req is not None
+        self.scheduler.add(req)
+
     def step(self) -> None:
         self.scheduler.step(0.0)
         self.ledger.flush()
 
+    def refill(self) -> None:
+        while self._changing and len(self.ledger.live) < self._batch:
+            self._add(self._batch)
 
-def median_ms(work: Callable[[], object], steps: int) -> float:
+
+def median_ms(work: Callable[[], object], steps: int, before: Callable[[], object] = lambda: None) -> float:
     times = []
     for _ in range(steps):
+        before()
         begin = time.thread_time()
         work()
         times.append(time.thread_time() - begin)
@@ -114,6 +127,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sampled", action="store_true")
+    parser.add_argument("--changing", action="store_true", help="a request ends and another comes in every other step")
     parser.add_argument("--profile", action="store_true", help="show where the time goes, for the largest batch")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -121,8 +135,8 @@ def main() -> None:
     rows = []
     print("| batch | step ms | us a request | encode ms |\n|---|---|---|---|")
     for batch in map(int, args.batches.split(",")):
-        bench = Bench(batch, args.context, 2 * args.steps, args.sampled)
-        step = median_ms(bench.step, args.steps)
+        bench = Bench(batch, args.context, 2 * args.steps, args.sampled, args.changing)
+        step = median_ms(bench.step, args.steps, bench.refill)
         message = bench.sent
         encode = median_ms(lambda message=message: msgspec.msgpack.encode(message), 50)
         rows.append({"batch": batch, "step_ms": step, "encode_ms": encode})
@@ -130,6 +144,7 @@ def main() -> None:
     if args.profile:
         with cProfile.Profile() as profile:
             for _ in range(args.steps):
+                bench.refill()
                 bench.step()
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
     if args.out:

@@ -177,6 +177,8 @@ def test_a_runs_batch_is_the_one_built_row_by_row():
 
 def test_runs_change_no_token(monkeypatch):
     """Requests join and end at different steps."""
+    seen = []
+
     def answers(runs):
         found = {}
 
@@ -191,10 +193,15 @@ def test_runs_change_no_token(monkeypatch):
             monkeypatch.setattr(decode_run, "_plain", lambda req: False)
         engine = dummy_engine.make(4000, 8, shape=dummy_engine.TINY, device="cpu")
         engine._parts.ledger._send = take
+        batcher = engine._parts.batcher
         for batch, given, made in ((3, 20, 30), (2, 7, 9), (1, 16, 40), (3, 50, 5)):
             engine.start(batch, given, made)
             for _ in range(5):
                 engine.step()
+                counted, batcher._left = batcher._left, None
+                batcher._pages_to_leave(next(iter(batcher.running or batcher.prefilling)))
+                assert counted in (None, batcher._left)
+                seen.append(counted)
         engine.finish()
         return found
 
@@ -202,6 +209,7 @@ def test_runs_change_no_token(monkeypatch):
     assert [len(tokens) for tokens, _ in found.values()] == [30] * 3 + [9] * 2 + [40] + [5] * 3
     assert all(ended == ["length"] for _, ended in found.values())
     assert found == answers(False)
+    assert len({*seen} - {None}) > 10  # the output that is left was counted on from step to step
 
 
 def test_tokens_that_wait_in_a_list_are_seen_by_all():

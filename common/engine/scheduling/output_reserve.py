@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from ..req import Req
 
 _FIRST = 0.7
@@ -20,6 +22,12 @@ _GROWTH = 20  # tokens that each request is to gain before the next retraction
 def left_of(req: Req) -> int:
     """Output tokens that are counted for ``req``: those that it may still ask for, up to a bound."""
     return min(max(req.max_tokens - req.length, 0), _LONGEST)
+
+
+def one_less(left: np.ndarray) -> int:
+    """How much the sum of ``left_of`` falls when requests that may ask for ``left`` [n] more, at least one each, gain
+    one."""
+    return int(np.count_nonzero(left <= _LONGEST))
 
 
 class OutputReserve:
