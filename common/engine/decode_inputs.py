@@ -75,6 +75,8 @@ class _Stage:
         self._capacity = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._arrays: dict[str, np.ndarray] = {}
+        self._used = 0
+        self._slices = self._memory, self._memory
 
     def opened(self, entries: int) -> dict[str, np.ndarray]:
         """The arrays to write, ``kv_indices`` with room for ``entries``, once the copy before has run."""
@@ -83,6 +85,7 @@ class _Stage:
         if entries > self._capacity or not self._arrays:
             self._capacity = 2 * entries
             self._memory = torch.empty(self._head + 4 * self._capacity, dtype=torch.uint8, pin_memory=self._pinned)
+            self._used = 0
             whole = self._memory.numpy()
             self._arrays = {name: whole[begin:begin + count * np.dtype(dtype).itemsize].view(dtype)
                             for name, (begin, count, dtype) in self._places.items()}
@@ -90,6 +93,9 @@ class _Stage:
         return self._arrays
 
     def send(self, target: torch.Tensor, used: int) -> None:
-        target[:used].copy_(self._memory[:used], non_blocking=True)
+        if used != self._used:  # a slice costs microseconds
+            self._used, self._slices = used, (target[:used], self._memory[:used])
+        there, here = self._slices
+        there.copy_(here, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
