@@ -53,7 +53,7 @@ def tile_for(rows: int, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
     depth = 256 if dtype.itemsize == 1 else 128
     tiles, steps = -(-out // columns), -(-width // depth)
     pieces = max(count for count in (1, 2, 4, 8)
-                 if count == 1 or (tiles * count <= _RESIDENT and steps >= 2 * count))
+                 if count == 1 or (tiles * count <= _RESIDENT and steps >= 4 * count))
     return _fetching(SkinnyTile(columns, depth, pieces, warps, 4), out, width, dtype)
 
 
