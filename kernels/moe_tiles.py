@@ -62,9 +62,9 @@ def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:
         rows = next(rows for rows in (16, 32, 64) if rows_each <= rows or rows == 64)
         depth = 128 if dtype.itemsize <= 2 else 32
         return Tiles(Tile(rows, 64, depth, 1, 4, 3), Tile(rows, 128, depth, 1, 4, 3))
-    depth = 128 // dtype.itemsize
-    # Float8 by blocks holds a product beside each sum that it is scaled into.
-    return Tiles(Tile(128, 128 if dtype.itemsize > 1 else 64, depth, 4, 8, 3), Tile(128, 128, depth, 4, 8, 3), True)
+    if dtype.itemsize == 1:  # by blocks, a product stands beside each sum that it is scaled into
+        return Tiles(Tile(64, 64, 128, 8, 4, 3), Tile(64, 128, 128, 8, 4, 3), True)
+    return Tiles(Tile(128, 128, 64, 4, 8, 3), Tile(128, 128, 64, 4, 8, 3), True)
 
 
 @lru_cache
