@@ -16,8 +16,9 @@ from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
 
-LARGEST_BYTES = 512 << 10
-"""Of one message, or of what a rank sends to gather or scatter; a longer one is NCCL's."""
+LARGEST_BYTES = 1 << 20
+"""Of one message, or of what a rank sends to gather or scatter; a longer one is NCCL's. Two H200s take 6.7 us
+for it, NCCL 19.5 us; more does not fit into the buffers."""
 _TWO_SHOT_TRAFFIC = 768 << 10
 """Bytes that a rank sends in one shot before two take less: message size times the peers."""
 _DTYPES = (torch.bfloat16, torch.float16)
