@@ -123,7 +123,8 @@ class Executor:
         token_ids = last.sampled.tokens if last is not None and goes_on else self._newest_tokens(run)
         self._runner.meet(len(run), len(run), decodes=True)
         logits, likeliest = self._runner.decode(run.table(), token_ids)
-        tokens = self._sampler.draw(logits, run.choosing(), likeliest if run.greedy else None)
+        # The logits are whole on every rank, each shard of them one rank's bits: all have found the same tokens.
+        tokens = likeliest if run.greedy and likeliest is not None else self._sampler.draw(logits, run.choosing())
         return Step(batch, self._chosen.of(tokens), run.reqs, None, None)
 
     def _newest_tokens(self, run: DecodeRun) -> torch.Tensor:

@@ -70,19 +70,12 @@ class Sampler:
         told = self._told(logits, rows) if any(wanted) else logits
         return Launched(tokens, wanted, told, processed=processed, failures=failures)
 
-    def draw(self, logits: torch.Tensor, rows: Sequence[Choosing], likeliest: torch.Tensor | None) -> torch.Tensor:
-        """Tokens [R] int64 where step 5 of Choosing is all there is, on every rank; ``logits`` stay as they are.
-
-        ``likeliest``: they are these, which were found with the logits and are mutated on ranks beside rank 0.
-        """
-        if likeliest is not None and self._tp.size == 1:
-            return likeliest
-        with torch.inference_mode():
-            if likeliest is not None:
-                return self._tp.broadcast(likeliest)
-            if self._tp.rank > 0:
-                return self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
-            return self._tp.broadcast(self._draw(logits, rows))
+    @torch.inference_mode()
+    def draw(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
+        """Tokens [R] int64 where step 5 of Choosing is all there is, on every rank; ``logits`` stay as they are."""
+        if self._tp.rank > 0:
+            return self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
+        return self._tp.broadcast(self._draw(logits, rows))
 
     def _told(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
         """``logits`` as log-probabilities see them: rows that want any are divided by their temperature, in place."""
