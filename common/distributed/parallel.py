@@ -16,8 +16,8 @@ from .stages import Stages, Way
 from .tp import TPGroup, init_tp
 
 _PAIR_CTAS = 8
-"""Multiprocessors of a send or a receive at most: with 8 of an H200's 132, two stages were 1.88 times as fast as one GPU,
-which is all that filling and draining leave."""
+"""Multiprocessors of a send or a receive at most: with 8 of an H200's 132, two stages were 1.88 times as fast as one
+GPU, which is all that filling and draining leave."""
 
 
 class Parallel:
