@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 PARTS = ("attention", "GEMM", "norm", "sampling", "other", "host")
 
 _KERNELS = (
-    ("attention", r"attn|attention|flash|fmha|paged_(de|pre)|mla_|BatchDecode|BatchPrefill|join_splits|rope_and_store"
+    ("attention", r"attn|attention|flash|fmha|paged_(de|pre)|mla_|BatchDecode|BatchPrefill|join_(splits|pieces)|plan_decode|rope_and_store"
                   r"|MergeState|merge_state"),
     ("norm", r"rms_?norm|layer_?norm"),
     ("GEMM", r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitK|moe_|_quantize_kernel|fp8"),
     ("sampling", r"argmax|ArgMax|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential|distribution|multinomial"
-                 r"|MaxOps|penalt|bitmask"),
+                 r"|MaxOps|penalt|bitmask|greatest|_truncate_kernel|_draw_kernel"),
 )
 """The first that matches; what none does is other: embedding, activation, copies."""
 
