@@ -7,7 +7,7 @@ record of them. On a CPU, where every operation is a call below its part's code,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 PARTS = ("attention", "GEMM", "norm", "sampling", "other", "host")
 
 _KERNELS = (
-    ("attention", r"attn|attention|flash|fmha|paged_(de|pre)|mla_|BatchDecode|BatchPrefill|join_(splits|pieces)|plan_decode|rope_and_store"
-                  r"|MergeState|merge_state"),
+    ("attention", r"attn|attention|flash|fmha|paged_(de|pre)|mla_|BatchDecode|BatchPrefill|join_(splits|pieces)"
+                  r"|plan_decode|rope_and_store|MergeState|merge_state"),
     ("norm", r"rms_?norm|layer_?norm"),
     ("GEMM", r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitK|moe_|_quantize_kernel|fp8"),
-    ("sampling", r"argmax|ArgMax|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential|distribution|multinomial"
+    ("sampling", r"argmax|ArgMax|greatest|draw|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential|distribution|multinomial"
                  r"|MaxOps|penalt|bitmask|greatest|_truncate_kernel|_draw_kernel"),
 )
 """The first that matches; what none does is other: embedding, activation, copies."""
@@ -59,20 +59,33 @@ def recorder(device: torch.device, activities: Iterable[str] | None = None) -> p
 def milliseconds(recorded: profile, device: torch.device, step_ms: float, steps: int) -> dict[str, float]:
     """A step's milliseconds by part; ``step_ms`` is what it takes when nobody watches.
 
-    On a GPU the kernels' own times, without the host's (which runs beside them). On a CPU shares of the recorded time,
+    On a GPU the kernels' times, without the host's (which runs beside them). On a CPU shares of the recorded time,
     for recording slows each call.
     """
     spent = dict.fromkeys(PARTS, 0.0)
     if device.type == "cuda":
-        for event in recorded.key_averages():
-            if event.device_type == DeviceType.CUDA:  # an operation on the host tells its kernels' time once more
-                spent[of_kernel(event.key)] += event.self_device_time_total / steps / 1e3
+        kernels = [(event.time_range.start, event.time_range.end, event.name) for event in recorded.events() or ()
+                   if event.device_type == DeviceType.CUDA]
+        for name, micros in advances(kernels):
+            spent[of_kernel(name)] += micros / steps / 1e3
         del spent["host"]
         return spent
     for found in recorded.events() or ():
         spent[_part_of(found)] += found.self_cpu_time_total
     total = sum(spent.values()) or 1.0
     return {part: step_ms * value / total for part, value in spent.items()}
+
+
+def advances(kernels: Iterable[tuple[float, float, str]]) -> Iterator[tuple[str, float]]:
+    """By how much each of the kernels ``(start, end, name)`` moved the end of what is done.
+
+    A kernel that starts before the one ahead has ended (programmatic dependent launch) waits for it first: that time
+    is not its own.
+    """
+    done = float("-inf")
+    for start, end, name in sorted(kernels, key=lambda kernel: kernel[1]):
+        yield name, end - max(start, done)
+        done = max(done, end)
 
 
 def _part_of(event: Any) -> str:

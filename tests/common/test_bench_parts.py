@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.common.bench.parts import of_frame, of_kernel
+from baton.common.bench.parts import advances, of_frame, of_kernel
 
 
 @pytest.mark.parametrize("name, part", [
     ("_paged_decode_kernel", "attention"), ("_paged_prefill_kernel", "attention"), ("_mla_decode_kernel", "attention"),
-    ("_rope_and_store_kernel", "attention"), ("_join_splits_kernel", "attention"),
+    ("_rope_and_store_kernel", "attention"), ("_join_pieces_kernel", "attention"),
+    ("_plan_decode_kernel", "attention"), ("_greatest_of_chunks_kernel", "sampling"), ("_draw_kernel", "sampling"),
     ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<...>", "attention"),
     ("_rmsnorm_kernel", "norm"), ("_silu_and_mul_kernel", "other"), ("Memcpy HtoD (Pinned -> Device)", "other"),
     ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "GEMM"), ("void cutlass::Kernel2<...>", "GEMM"),
@@ -31,3 +32,8 @@ def test_kernels_belong_to_parts(name, part):
 ])
 def test_calls_belong_to_parts_by_their_file(name, part):
     assert of_frame(name) == part
+
+
+def test_a_kernel_that_waits_for_the_one_ahead_is_charged_from_its_end():
+    kernels = [(12.0, 30.0, "norm"), (0.0, 10.0, "product"), (9.0, 15.0, "rope"), (40.0, 41.0, "later")]
+    assert list(advances(kernels)) == [("product", 10.0), ("rope", 5.0), ("norm", 15.0), ("later", 1.0)]
