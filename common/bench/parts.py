@@ -21,8 +21,8 @@ _KERNELS = (
                   r"|plan_decode|rope_and_store|MergeState|merge_state"),
     ("norm", r"rms_?norm|layer_?norm"),
     ("GEMM", r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitK|moe_|_quantize_kernel|fp8"),
-    ("sampling", r"argmax|ArgMax|greatest|draw|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential|distribution|multinomial"
-                 r"|MaxOps|penalt|bitmask|greatest|_truncate_kernel|_draw_kernel"),
+    ("sampling", r"argmax|ArgMax|greatest|draw|_truncate_|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential"
+                 r"|distribution|multinomial|MaxOps|penalt|bitmask"),
 )
 """The first that matches; what none does is other: embedding, activation, copies."""
 
