@@ -135,6 +135,9 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     columns = triton.cdiv(out, tile.columns)
     split = max(1, 32 * tile.warps // tile.columns)
     bytes_each = tile.ahead // tile.columns // split
+    if weight.itemsize * width % 16 or bytes_each > weight.itemsize * width:
+        bytes_each = 0  # a fetch begins at a multiple of 16 bytes, and keeps within its row
+    assert bytes_each % 16 == 0
     options = {
         "WHOLE": width % tile.depth == 0, "COLUMNS": tile.columns, "DEPTH": tile.depth, "STAGES": tile.stages,
         "FETCH": f"cp.async.bulk.prefetch.L2.global [$1], {bytes_each}; mov.u32 $0, 0;",

@@ -46,7 +46,7 @@ def tile_for(rows: int, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
     """The same for all numbers of rows but one: a row's result does not depend on how many are beside it. One row by
     itself has no use for tensor cores, and many narrow columns need no pieces."""
     if rows == 1 and dtype.itemsize > 1:
-        return _fetching(SkinnyTile(8, 1024, 1, 4, 3), out, width, dtype)
+        return _fetching(SkinnyTile(8, 1024, 1, 4, 3), out)
     if dtype == torch.float32:
         return SkinnyTile(16, 64, 1, 4, 3)
     columns, warps = (64, 4) if out > 2048 else (32, 2)
@@ -54,11 +54,10 @@ def tile_for(rows: int, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
     tiles, steps = -(-out // columns), -(-width // depth)
     pieces = max(count for count in (1, 2, 4, 8)
                  if count == 1 or (tiles * count <= _RESIDENT and steps >= 4 * count))
-    return _fetching(SkinnyTile(columns, depth, pieces, warps, 4), out, width, dtype)
+    return _fetching(SkinnyTile(columns, depth, pieces, warps, 4), out)
 
 
-def _fetching(tile: SkinnyTile, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
+def _fetching(tile: SkinnyTile, out: int) -> SkinnyTile:
     """Where all programs begin at once: to one that begins behind others the fetch is but a second reading."""
     programs = -(-out // tile.columns) * tile.pieces
-    aligned = width * dtype.itemsize % 16 == 0
-    return replace(tile, ahead=_AHEAD) if programs <= _RESIDENT and aligned else tile
+    return replace(tile, ahead=_AHEAD) if programs <= _RESIDENT else tile

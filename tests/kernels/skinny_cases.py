@@ -38,7 +38,7 @@ def test_products_equal_the_twin(rows, out, width, kind, dtype, atol, rtol):
     held, bias = product_of(kind, rows, out, width, dtype), random(out, dtype=dtype, seed=2)
     if GPU and kind != "plain":  # tensor cores add up float8 products with 14 bits
         atol, rtol = 0.05, 1e-2
-    for tile, some in ((None, None), (SkinnyTile(16, 128, 3, 4, 3, 512), bias), (SkinnyTile(32, 64, 1, 4, 3), bias)):
+    for tile, some in ((None, None), (SkinnyTile(16, 128, 3, 4, 3, 4096), bias), (SkinnyTile(32, 64, 1, 4, 3), bias)):
         got, want = skinny_matmul(bias=some, tile=tile, **held), reference.skinny_matmul(bias=some, **held)
         torch.testing.assert_close(got, want, atol=atol * width**0.5, rtol=rtol)
 
