@@ -42,7 +42,7 @@ class DecodeRun:
         self._kv_indices = np.empty(0, np.int32)
         self._page_of_token = np.empty(0, np.int64)
         self._offsets: np.ndarray | None = None  # of the positions in their pages, once a table was asked for
-        self.stop_ids = frozenset().union(*{req.stop_ids for req in new})
+        self.stop_ids = frozenset().union(*{req.stop_ids for req in reqs})
         if before is not None and len(kept):
             self._take_over(before, kept)
         self.plain, self.greedy, self._seeded = (bool(self._facts[:, 0].all()), bool(self._facts[:, 1].all()),
@@ -61,7 +61,6 @@ class DecodeRun:
         for place in np.flatnonzero(~facts[:, 0]).tolist():
             facts[place, 0] = _plain(self.reqs[place])  # now that it has ``min_new_tokens``
         self._facts = np.concatenate((facts, self._facts))
-        self.stop_ids |= before.stop_ids  # of some that left, too: those tokens are looked at twice
         waiting = set(before._unreported)
         self._unreported += [place for place, was in enumerate(kept.tolist()) if was in waiting] if waiting else []
         indptr, indices = before._kv_indptr, before._kv_indices
