@@ -21,7 +21,8 @@ def unused_tcp_port() -> int:
 
 
 PROCESSES = ("/integration/", "/router/test_router_processes.py", "/router/test_dashboard.py", "/router/test_server.py",
-             "/router/test_promises.py", "/kvtransfer/test_processes.py")
+             "/router/test_promises.py", "/kvtransfer/test_processes.py", "/common/test_dp.py", "/common/test_pp.py",
+             "/common/test_tp.py", "/common/test_moe_ranks.py", "/common/test_scheduling_ranks.py")
 """Tests that kill, stop and time real processes. What they wait for is the kernel's to give on a busy machine."""
 
 

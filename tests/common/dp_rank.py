@@ -22,6 +22,7 @@ from baton.common.distributed.peers import connect_all
 from baton.common.distributed.pending import PendingSum
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.padded_steps import PaddedSteps
+from baton.tests.rank_processes import end_rank
 
 
 def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
@@ -111,3 +112,4 @@ def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5]), sys.argv[6],
          [json.loads(case) for case in sys.argv[7:]])
+    end_rank()

@@ -20,6 +20,7 @@ from baton.common.layers.moe import MoE
 from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
+from baton.tests.rank_processes import end_rank
 
 SPREAD = MoESpec(num_experts=8, top_k=3, intermediate_size=12, layers=(0,), scoring="sigmoid", num_groups=4,
                  top_groups=2, group_score="top2", correction_bias=True, scaling_factor=2.5, shared_size=20)
@@ -98,3 +99,4 @@ def spread(world: TPGroup) -> torch.Tensor:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    end_rank()

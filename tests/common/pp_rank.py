@@ -24,6 +24,7 @@ from baton.common.engine.loop import EngineLoop
 from baton.common.engine.stage_line import StageLine
 from baton.tests.common.hand_driven import Engine
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
+from baton.tests.rank_processes import end_rank
 
 
 def main(rank: int, size: int, init_method: str, out: str, pp_size: int, device: str, cases: list[dict]) -> None:
@@ -125,3 +126,4 @@ def run(case: dict, parallel: Parallel) -> dict:
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5]), sys.argv[6],
          [json.loads(case) for case in sys.argv[7:]])
+    end_rank()

@@ -14,6 +14,7 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import init_tp
 from baton.tests.common.hand_driven import Engine
 from baton.tests.common.test_scheduling_engine import VOCABULARY, drive, make_requests, took
+from baton.tests.rank_processes import end_rank
 
 
 def main(rank: int, size: int, init_method: str, out: str, checkpoint: str, cases: list[dict]) -> None:
@@ -37,3 +38,4 @@ def run(rank: int, parallel: Parallel, checkpoint: str, case: dict) -> dict:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], [json.loads(case) for case in sys.argv[6:]])
+    end_rank()

@@ -15,6 +15,7 @@ from baton.common.engine.processors import RequestTokens, RowProcessor
 from baton.common.engine.sampler import Sampler
 from baton.common.engine.token_buffer import TokenBuffer
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
+from baton.tests.rank_processes import end_rank
 
 
 def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> None:
@@ -59,3 +60,4 @@ def failing(rank: int, fails: bool) -> RowProcessor:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    end_rank()

@@ -15,6 +15,7 @@ from baton.common.distributed.pending import PendingSum
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.kernels.rmsnorm import rmsnorm
 from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.rank_processes import end_rank
 
 COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
 
@@ -115,3 +116,4 @@ def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs, dtype: str
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
+    end_rank()
