@@ -3,7 +3,7 @@
 A write wakes its reader. Where both share a host, a reader that sleeps is woken by an interrupt of its core: that costs
 the writer more than the write itself; and it sleeps again before the next write, if the work for another request lies
 between the two. Writes that follow each other directly find it awake: with 64 requests in flight a router spends a
-fifth less of its time. A single request waits for nothing but the end of its own turn.
+tenth less of its time. A single request waits for nothing but the end of its own turn.
 """
 
 from __future__ import annotations
