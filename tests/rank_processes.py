@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from baton.common.distributed.tp import TPGroup
+
 
 def run_ranks(script: Path, size: int, folder: Path, *args: str, seconds: float = 240.0) -> list[Any]:
     """Run ``script RANK SIZE INIT_METHOD OUT ARGS...`` for each rank at once; returns what each saved in OUT.
@@ -41,9 +43,13 @@ def run_ranks(script: Path, size: int, folder: Path, *args: str, seconds: float 
     return [torch.load(out) for out in outs]
 
 
-def end_rank() -> None:
+def end_rank(everyone: TPGroup) -> None:
     """The last call of a rank's script, as servers' ranks end: destructors of libraries do not all work, and a thread
-    of one that outlives its interpreter ends the process with SIGABRT now and then."""
+    of one that outlives its interpreter ends the process with SIGABRT now and then.
+
+    No rank of ``everyone`` ends before all are here: what one has sent may not have been read yet.
+    """
+    everyone.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

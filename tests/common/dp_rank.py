@@ -30,7 +30,7 @@ def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device:
     joined = init_parallel(rank, size, dp_size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120)
     seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
     torch.save(seen, out)
-    joined.close()
+    end_rank(joined.world)
 
 
 def check_exchange(parallel: Parallel) -> list[bool]:
@@ -112,4 +112,3 @@ def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5]), sys.argv[6],
          [json.loads(case) for case in sys.argv[7:]])
-    end_rank()

@@ -40,7 +40,7 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, dev
             logits[folder.name, name] = model_logits(folder, Parallel(world, experts=share))
     balanced = {a2a: while_experts_move(folders[-1], world, a2a) for a2a in ("none", "alltoall")}
     torch.save({"logits": logits, "spread": spread(world), "balanced": balanced}, out)
-    world.close()
+    end_rank(world)
 
 
 def model_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
@@ -99,4 +99,3 @@ def spread(world: TPGroup) -> torch.Tensor:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
-    end_rank()

@@ -35,7 +35,7 @@ def main(rank: int, size: int, init_method: str, out: str, pp_size: int, device:
     if device == "cpu":
         seen["logits"] = logits_of(cases[0]["checkpoint"], parallel)
     torch.save(seen, out)
-    parallel.close()
+    end_rank(parallel.everyone)
 
 
 def logits_of(checkpoint: str, parallel: Parallel) -> torch.Tensor:
@@ -126,4 +126,3 @@ def run(case: dict, parallel: Parallel) -> dict:
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5]), sys.argv[6],
          [json.loads(case) for case in sys.argv[7:]])
-    end_rank()

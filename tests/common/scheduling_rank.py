@@ -21,7 +21,7 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str, case
     torch.set_num_threads(1)
     tp = init_tp(rank, size, init_method, "cpu", timeout=120)
     torch.save([run(rank, Parallel(tp), checkpoint, case) for case in cases], out)
-    tp.close()
+    end_rank(tp)
 
 
 def run(rank: int, parallel: Parallel, checkpoint: str, case: dict) -> dict:
@@ -38,4 +38,3 @@ def run(rank: int, parallel: Parallel, checkpoint: str, case: dict) -> dict:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], [json.loads(case) for case in sys.argv[6:]])
-    end_rank()

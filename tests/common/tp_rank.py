@@ -44,7 +44,7 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
     torch.save({"failed": failed.token_ids, "reasons": dict(failed.failures),
                 "logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
                 "least": least.tolist(), "tokens": sampled.token_ids}, out)
-    tp.close()
+    end_rank(tp)
 
 
 def failing(rank: int, fails: bool) -> RowProcessor:
@@ -60,4 +60,3 @@ def failing(rank: int, fails: bool) -> RowProcessor:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
-    end_rank()

@@ -38,8 +38,7 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
     group.peers = None
     seen["bfloat16 by NCCL"] = answers(checkpoint, parallel, graphs, "bfloat16")
     torch.save(seen, out)
-    group.barrier()
-    group.close()
+    end_rank(group)
 
 
 def worst_error(group: TPGroup, peers: PeerSums, dtype: torch.dtype) -> float:
@@ -116,4 +115,3 @@ def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs, dtype: str
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
-    end_rank()
