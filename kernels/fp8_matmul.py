@@ -7,13 +7,12 @@ mends their short accumulators.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .forms import By
 from .fp8_tiles import Fp8Tile, tile_for
+from .last_piece import counts_of, last_piece
 
 GROUP = 128
 _BAND = 16
@@ -71,16 +70,8 @@ def _fp8_matmul_kernel(x_desc, w_desc, x_scale_ptr, w_scale_ptr, y_ptr, part_ptr
     place = row.to(tl.int64)[:, None] * out + column[None, :]
     summed = True
     if JOINS:
-        # The program that comes last adds up what all have left, in the order of the pieces: no race decides a sum.
-        tl.store(part_ptr + piece.to(tl.int64) * rows * out + place, acc, inside)
-        tl.debug_barrier()
-        summed = tl.atomic_add(count_ptr + program, 1, sem="acq_rel") == pieces - 1
-        if summed:
-            tl.store(count_ptr + program, 0)
-            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for other in range(pieces):
-                acc += tl.load(part_ptr + tl.cast(other, tl.int64) * rows * out + place, inside, other=0.0,
-                               cache_modifier=".cg")
+        summed, acc = last_piece(acc, part_ptr, count_ptr, program, piece, pieces, tl.cast(rows, tl.int64) * out,
+                                 place, inside)
     if summed:
         if not BY_BLOCK:
             acc *= tl.load(x_scale_ptr + safe_row * x_row)[:, None]
@@ -113,13 +104,7 @@ def fp8_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, wei
     _fp8_matmul_kernel[(tiles, tile.pieces)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), x_scale, weight_scale, y, parts,
-        _counts(x.device), rows, out, triton.cdiv(width, tile.depth), tile.pieces, x_row, x_group, w_step,
+        counts_of(x.device), rows, out, triton.cdiv(width, tile.depth), tile.pieces, x_row, x_group, w_step,
         BY_BLOCK=by_block, ONE_SCALE=by_block and tall % tile.columns == 0, ROWS=tile.rows, COLUMNS=tile.columns,
         DEPTH=tile.depth, BAND=_BAND, JOINS=tile.pieces > 1, num_warps=tile.warps, num_stages=tile.stages, **pdl(x))
     return y
-
-
-@lru_cache
-def _counts(device: torch.device) -> torch.Tensor:
-    """How many of a tile's pieces are there: zeros between launches, which the last piece leaves."""
-    return torch.zeros(1 << 14, dtype=torch.int32, device=device)

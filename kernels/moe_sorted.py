@@ -29,6 +29,19 @@ def _block_of_program(num_blocks, column_blocks, band):
 
 
 @triton.jit
+def _tile_of_program(rows_ptr, place_ptr, total, num_blocks, columns, band, HALVES: tl.constexpr,
+                     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """``(first row, first column, the block's place, whether more than half of its rows are used)``."""
+    block, column_block = _block_of_program(num_blocks, tl.cdiv(columns, BLOCK_COLUMNS), band)
+    start_row = block * BLOCK_ROWS
+    place = tl.load(place_ptr + block)
+    full = True
+    if HALVES:  # asked for before the place is waited for
+        full = tl.load(rows_ptr + start_row + BLOCK_ROWS // 2) < total
+    return start_row, column_block * BLOCK_COLUMNS, place, full
+
+
+@triton.jit
 def _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_row, place, column, total, columns,
              depth, a_stride, scale_columns, scale_depth, choices, SCALES: tl.constexpr, GROUP: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -73,13 +86,8 @@ def _moe_up_kernel(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, 
                    BLOCK_DEPTH: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    block, column_block = _block_of_program(num_blocks, tl.cdiv(columns, BLOCK_COLUMNS), band)
-    start_row = block * BLOCK_ROWS
-    column = column_block * BLOCK_COLUMNS
-    place = tl.load(place_ptr + block)
-    full = True
-    if HALVES:  # asked for before the place is waited for
-        full = tl.load(rows_ptr + start_row + BLOCK_ROWS // 2) < total
+    start_row, column, place, full = _tile_of_program(rows_ptr, place_ptr, total, num_blocks, columns, band, HALVES,
+                                                      BLOCK_ROWS, BLOCK_COLUMNS)
     if place < 0:
         return
     if full:
@@ -123,13 +131,8 @@ def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, out_desc,
                      BLOCK_DEPTH: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    block, column_block = _block_of_program(num_blocks, tl.cdiv(columns, BLOCK_COLUMNS), band)
-    start_row = block * BLOCK_ROWS
-    column = column_block * BLOCK_COLUMNS
-    place = tl.load(place_ptr + block)
-    full = True
-    if HALVES:  # asked for before the place is waited for
-        full = tl.load(rows_ptr + start_row + BLOCK_ROWS // 2) < total
+    start_row, column, place, full = _tile_of_program(rows_ptr, place_ptr, total, num_blocks, columns, band, HALVES,
+                                                      BLOCK_ROWS, BLOCK_COLUMNS)
     if place < 0:
         return
     if full:

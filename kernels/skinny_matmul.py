@@ -7,12 +7,11 @@ cache. No kernel ahead writes them, and a fetch reads nothing: what it brings is
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from .last_piece import counts_of, last_piece
 from .skinny_tiles import SkinnyTile, tile_for
 
 
@@ -97,16 +96,8 @@ def _skinny_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
     place = row[:, None].to(tl.int64) * out + column[None, :]
     last = True
     if JOINS:
-        # The program that comes last adds up what all have left, in the order of the pieces: no race decides a sum.
-        tl.store(part_ptr + piece.to(tl.int64) * rows * out + place, acc, stored)
-        tl.debug_barrier()
-        last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == pieces - 1
-        if last:
-            tl.store(count_ptr + tile, 0)
-            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for other in range(pieces):
-                acc += tl.load(part_ptr + tl.cast(other, tl.int64) * rows * out + place, stored, other=0.0,
-                               cache_modifier=".cg")
+        last, acc = last_piece(acc, part_ptr, count_ptr, tile, piece, pieces, tl.cast(rows, tl.int64) * out, place,
+                               stored)
     if last:
         if SCALED:
             acc *= tl.load(x_scale_ptr + tl.where(row_in, row, 0) * x_scale_step)[:, None]
@@ -150,13 +141,7 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     parts = torch.empty((tile.pieces, rows, out), dtype=torch.float32, device=x.device) if tile.pieces > 1 else y
     _skinny_matmul_kernel[(columns, tile.pieces)](
         x, x if x_scale is None else x_scale, weight, weight if scale is None else scale, biases, y, parts,
-        _counts(x.device), rows, out, width, x.stride(0), int(x_scale is not None and x_scale.numel() > 1),
+        counts_of(x.device), rows, out, width, x.stride(0), int(x_scale is not None and x_scale.numel() > 1),
         int(scale is not None and scale.numel() > 1), tile.pieces, int(bias is not None),
         SCALED=scale is not None, ROWS=max(16, triton.next_power_of_2(rows)), JOINS=tile.pieces > 1, **options)
     return y
-
-
-@lru_cache
-def _counts(device: torch.device) -> torch.Tensor:
-    """How many of a tile's pieces are there: zeros between launches, which the last piece leaves."""
-    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
