@@ -26,6 +26,7 @@ from ...common.distributed.peers import connect
 from ...common.distributed.tp import TPGroup, init_tp
 from ...kernels.peer_sum import SLOTS, Peers, peer_sum, peer_sum_norm, rows_a_program
 from ...kernels.rmsnorm import rmsnorm
+from .device_time import run_seconds
 
 SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
 CALLS = 32
@@ -45,15 +46,7 @@ def per_call(work: Work, rows: int, width: int, device: torch.device) -> float:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(CALLS):
             work(tensors[i % len(tensors)])
-    times = []
-    for _ in range(25):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / CALLS)
-    return statistics.median(times[5:])
+    return statistics.median(run_seconds(graph.replay, 25)[5:]) / CALLS
 
 
 def ways(group: TPGroup, peers: Peers | None, rows: int, width: int) -> dict[str, Work]:

@@ -6,19 +6,13 @@ import statistics
 
 import torch
 
+from .device_time import run_seconds
+
 
 def _seconds(work, repeats: int = 10) -> float:
     for _ in range(3):
         work()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return statistics.median(run_seconds(work, repeats))
 
 
 def copy_tb_s(size: int = 4 << 30) -> float:

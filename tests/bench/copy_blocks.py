@@ -20,21 +20,14 @@ import torch
 
 from ...kernels.copy_blocks import copy_blocks
 from ...kvtransfer.backends.ipc_cuda import CudaMemory
+from .device_time import run_seconds
 
 TOTAL = 512 << 20
 BLOCKS = (4 << 10, 16 << 10, 64 << 10, 1 << 20)
 
 
 def gb_s(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return TOTAL / statistics.median(times[2:]) / 1e9
+    return TOTAL / statistics.median(run_seconds(work, 8)[2:]) / 1e9
 
 
 def rows_to(target: int, tried: list[int]) -> list[dict[str, float | str]]:

@@ -33,6 +33,7 @@ from ...kernels.decode_plan import plan_decode
 from ...kernels.mla_decode import head_block, mla_decode, pieces_of, tile_of
 from ...kernels.paged_decode import Tile
 from . import ceilings
+from .device_time import captured, run_seconds
 
 MLA = MLASpec(q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128, scale=192**-0.5)
 PAGE_SIZE = 16
@@ -50,34 +51,12 @@ V2_LITE = {
 }
 
 
-def captured(work: Callable[[], object]) -> Callable[[], object]:
-    """``work`` as a CUDA graph: launches cost what they cost in a decode step."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()  # compiles, outside of the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
-
-
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
     """Median device time; the cache of the device is flushed in between, as a model's other layers would."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for _ in range(3):
         work()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return statistics.median(run_seconds(work, repeats, flush.zero_))
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.forms import Scales
+from .device_time import captured, run_seconds
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,6 @@ def micros(work: Callable[[], object], repeats: int = 5) -> float:
         begin = time.perf_counter()
         work()
         return 1e6 * (time.perf_counter() - begin)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()  # compiles, outside of the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times)
+    replay = captured(work)
+    replay()
+    return 1e6 * statistics.median(run_seconds(replay, repeats))

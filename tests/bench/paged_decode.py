@@ -20,6 +20,7 @@ import torch
 from ...kernels.decode_plan import plan_decode
 from ...kernels.paged_decode import TILE, Tile, paged_decode, pieces_of
 from . import ceilings
+from .device_time import run_seconds
 
 PAGE, DIM = 16, 128
 LAYERS, MOST_LAYERS = 8, 64
@@ -68,15 +69,7 @@ class Case:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        times = []
-        for _ in range(12):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / self.layers)
-        return statistics.median(times[2:])
+        return statistics.median(run_seconds(graph.replay, 12)[2:]) / self.layers
 
 
 def mixed(batch: int, context: int) -> list[int]:

@@ -29,6 +29,7 @@ from ...kernels.rmsnorm import rmsnorm
 from ...kernels.rope_and_store import rope_and_store
 from ...kernels.silu_and_mul import silu_and_mul
 from . import ceilings
+from .device_time import run_seconds
 
 PAGE, LAYERS = 16, 8
 CALLS = 64
@@ -151,15 +152,7 @@ def seconds(batch: Batch, step: Callable[[int], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain()
-    times = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / CALLS)
-    return statistics.median(times[2:])
+    return statistics.median(run_seconds(graph.replay, 9)[2:]) / CALLS
 
 
 def main() -> None:
