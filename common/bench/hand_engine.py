@@ -24,14 +24,14 @@ from ..engine.unified import UnifiedScheduler
 class HandEngine:
     """Steps run as in a server: the same scheduler, overlap, CUDA graphs, sampler and number of threads."""
 
-    def __init__(self, config: ServerConfig, parallel: Parallel | None = None):
+    def __init__(self, config: ServerConfig, parallel: Parallel | None = None,
+                 progress: Callable[[str, float], None] = lambda stage, share: None):
         """Loads the weights and warms up. Raises ConfigError. ``parallel``: this process's place among the ranks of an
         engine, all of which are driven alike."""
         spec = RankSpec(config, 0, 1, "", "", "")
         self._refused: list[Failed] = []
         try:
-            self._parts: EngineParts = build_parts(spec, parallel or join_groups(spec), self._take,
-                                                   lambda stage, share: None)
+            self._parts: EngineParts = build_parts(spec, parallel or join_groups(spec), self._take, progress)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"The GPU has too little free memory: {error}") from None
         self._watched = _WatchedExecutor(cast(Executor, self._parts.executor))
@@ -73,6 +73,11 @@ class HandEngine:
     def prefilling(self) -> bool:
         """Whether some prompt is not computed yet."""
         return self._scheduler.num_waiting > 0 or bool(self._scheduler.batcher.prefilling)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._scheduler.idle
 
     @property
     def num_decoding(self) -> int:

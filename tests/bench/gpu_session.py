@@ -72,6 +72,7 @@ PLANS: dict[str, list[Step]] = {
         bench("copy_blocks", 60, json="--out", tail=34), bench("transfer_exposed", 150, json="--out", tail=26),
         bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
         bench("decode_tp", 120, json="--out"), bench("pipeline", 120, json="--out"),
+        bench("many_gpus", 120, "--layers", "16", "--seconds", "100", json="--out", tail=30),
         bench("relay", 300, "--only", "1P1D", "--open-loop", json="--out", tail=16),
     ],
 }

@@ -1,8 +1,10 @@
-"""One rank of test_tensor_parallel.py: ``peer_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINT``; writes what it saw."""
+"""One rank of test_tensor_parallel.py: ``peer_rank.py RANK SIZE INIT_METHOD OUT PART CHECKPOINT``; OUT gets what it
+saw."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,25 +22,39 @@ from baton.tests.rank_processes import end_rank
 COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
 
 
-def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> None:
+def main(rank: int, size: int, init_method: str, out: str, part: str, checkpoint: str) -> None:
     group = init_tp(rank, size, init_method, f"cuda:{rank}", timeout=240)
     parallel = Parallel(group)
     connect_all(parallel)
-    seen = {"connected": group.peers is not None, "capture": may_capture(parallel)}
-    if group.peers is not None:
-        seen["sums"] = [worst_error(group, group.peers, dtype) for dtype in (torch.bfloat16, torch.float16)]
-        seen["graph"] = worst_in_graph(group, group.peers)
-        seen["equal"] = same_bits(group, group.peers)
-        seen["norms"] = [worst_norm(group, *shape) for shape in ((1, 4096), (7, 5120), (60, 4096), (99, 2048))]
-    eager = KernelArgs("triton", disable_cuda_graph=True)
-    graphs = KernelArgs("triton", cuda_graph_bs=(2, 4, 8))
-    seen["tokens"] = {name: answers(checkpoint, parallel, kernels) for name, kernels in (
-        ("eager", eager), ("graphs", graphs))}
-    seen["bfloat16"] = answers(checkpoint, parallel, graphs, "bfloat16")
-    group.peers = None
-    seen["bfloat16 by NCCL"] = answers(checkpoint, parallel, graphs, "bfloat16")
+    seen = {"connected": group.peers is not None, **PARTS[part](parallel, checkpoint)}
     torch.save(seen, out)
     end_rank(group)
+
+
+def sums(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
+    group, peers = parallel.world, parallel.world.peers
+    seen = {"capture": may_capture(parallel)}
+    if peers is not None:
+        seen["sums"] = [worst_error(group, peers, dtype) for dtype in (torch.bfloat16, torch.float16)]
+        seen["graph"] = worst_in_graph(group, peers)
+        seen["equal"] = same_bits(group, peers)
+        seen["norms"] = [worst_norm(group, *shape) for shape in ((1, 4096), (7, 5120), (60, 4096), (99, 2048))]
+    return seen
+
+
+def tokens(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
+    return {name: answers(checkpoint, parallel, kernels) for name, kernels in (("eager", EAGER), ("graphs", GRAPHS))}
+
+
+def bfloat16(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
+    by_peers = answers(checkpoint, parallel, GRAPHS, "bfloat16")
+    parallel.world.peers = None
+    return {"peers": by_peers, "nccl": answers(checkpoint, parallel, GRAPHS, "bfloat16")}
+
+
+PARTS = {"sums": sums, "tokens": tokens, "bfloat16": bfloat16}
+EAGER = KernelArgs("triton", disable_cuda_graph=True)
+GRAPHS = KernelArgs("triton", cuda_graph_bs=(2, 8))
 
 
 def worst_error(group: TPGroup, peers: PeerSums, dtype: torch.dtype) -> float:
@@ -114,4 +130,4 @@ def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs, dtype: str
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:7])

@@ -1,0 +1,268 @@
+"""One rank of ``many_gpus``: builds an engine for each case, and drives it in step with the other ranks."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+
+from ...common.api.errors import ConfigError
+from ...common.bench.hand_engine import HandEngine
+from ...common.bench.parts import recorder
+from ...common.config.cli import parse
+from ...common.config.server import ServerConfig
+from ...common.distributed.expert_share import ExpertShare
+from ...common.distributed.parallel import Parallel
+from ...common.distributed.peers import connect_all
+from ...common.distributed.tp import TPGroup, init_tp
+from ...common.engine.collector import settle_collector
+from . import ceilings
+from .many_gpus import setting_flags, shape_of
+
+WARM, TIMED = 8, 40
+"""Decode steps."""
+_EXCHANGES = re.compile(r"nccl|peer_", re.IGNORECASE)
+COLUMNS = ("prompt tok/s", "a step ms", "exchanges ms", "share", "waits ms", "idle ms")
+
+
+class Driven:
+    """An engine that is stepped together with those of the other ranks."""
+
+    def __init__(self, engine: HandEngine, world: TPGroup, groups: int, group: int):
+        self.engine = engine
+        self._world = world
+        self._groups = groups
+        self._group = group
+
+    def start(self, requests: int, length: int, answer: int) -> None:
+        """So many over all attention groups."""
+        each, more = divmod(requests, self._groups)
+        self.engine.start(each + (self._group < more), length, answer)
+
+    def until(self, done: Callable[[], bool]) -> int:
+        """Step until all ranks are ``done``; returns in how many steps."""
+        steps = 0
+        while self._world.gather_ints(np.array([not done()])).any():
+            self.engine.step()
+            steps += 1
+        return steps
+
+    def meet(self) -> float:
+        """The time at which all ranks' devices have done what was asked."""
+        self.engine.synchronize()
+        self._world.barrier()
+        return time.perf_counter()
+
+    def prefill(self, prompts: int, length: int) -> tuple[float, int]:
+        """Seconds to the last first token, and steps."""
+        self.start(prompts, length, 1)
+        began = self.meet()
+        steps = self.until(lambda: not self.engine.prefilling)
+        seconds = self.meet() - began
+        self.finish()
+        return seconds, steps
+
+    def decode(self, requests: int, context: int) -> float:
+        """Seconds of a step."""
+        self.start(requests, context, WARM + TIMED + 4)
+        self.until(lambda: not self.engine.prefilling)
+        for _ in range(WARM):
+            self.engine.step()
+        began = self.meet()
+        for _ in range(TIMED):
+            self.engine.step()
+        seconds = self.meet() - began
+        self.finish()
+        return seconds / TIMED
+
+    def finish(self) -> None:
+        self.until(lambda: self.engine.idle)
+        self.engine.finish()
+
+    def recorded(self, prompts: int, length: int) -> list[tuple[float, float, str]]:
+        """Kernels ``(start, end, name)`` of a prefill, in microseconds."""
+        self.start(prompts, length, 1)
+        self.meet()
+        with recorder(self.engine.device) as profile:
+            self.until(lambda: not self.engine.prefilling)
+            self.engine.synchronize()
+        self.finish()
+        return sorted((event.time_range.start, event.time_range.end, event.name) for event in profile.events() or ()
+                      if event.device_type == DeviceType.CUDA)
+
+
+def exchange_times(kernels: list[tuple[float, float, str]], world: TPGroup) -> dict[str, float]:
+    """Shares of the time from the first kernel's begin to the last one's end: of ``exchanges``, each as long as it took
+    on the rank that came to it last; of ``waits`` for that rank; and of nothing at all."""
+    begin, done, busy = kernels[0][0], 0.0, 0.0
+    for start, end, _ in kernels:
+        busy += max(0.0, end - max(start, done))
+        done = max(done, end)
+    span = done - begin
+    mine = np.array([1e3 * (end - start) for start, end, name in kernels if _EXCHANGES.search(name)], np.int64)
+    counts = world.gather_ints(np.array([len(mine)]))
+    least = mine.copy()
+    if len(mine) and (counts == len(mine)).all():
+        least = world.gather_ints(mine).min(0)
+    return {"exchanges": float(least.sum() / 1e3 / span), "waits": float((mine - least).sum() / 1e3 / span),
+            "idle": 1 - busy / span, "count": float(len(mine))}
+
+
+def longest(kernels: list[tuple[float, float, str]], most: int = 16) -> list[tuple[str, int, float]]:
+    """Names of kernels with their calls and milliseconds in all."""
+    found: dict[str, list[float]] = {}
+    for start, end, name in kernels:
+        found.setdefault(name[:90], []).append((end - start) / 1e3)
+    told = [(name, len(times), sum(times)) for name, times in found.items()]
+    return sorted(told, key=lambda row: -row[2])[:most]
+
+
+def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tuple[Driven, dict[str, float]]:
+    """The engine, and what its start took in seconds. Raises ConfigError."""
+    shape = shape_of(case["model"]) | ({"num_hidden_layers": args.layers} if args.layers else {})
+    batches = batches_of(args)
+    groups = args.gpus if "dp" in case["setting"].split("+") else 1
+    most = -(-max(batches, default=1) // groups)
+    tokens = max(most * (args.context + WARM + TIMED + 32), -(-args.prompts // groups) * (args.length + 32))
+    flags = ["--load-format", "dummy", "--max-total-tokens", str(tokens), "--disable-radix-cache",
+             "--max-running-requests", str(max(most, args.prompts)), *setting_flags(case["setting"], args.gpus),
+             *args.server_flags.split()]
+    if batches:
+        sizes = sorted({-(-batch // groups) for batch in batches})
+        flags += ["--cuda-graph-bs", *map(str, sizes)]
+    else:
+        flags += ["--disable-cuda-graph"]
+    if case["quantization"] != "none":
+        flags += ["--quantization", case["quantization"]]
+    stages: dict[str, float] = {}
+    began = time.perf_counter()
+
+    def progress(what: str, share: float) -> None:
+        stages[what] = time.perf_counter() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        config = parse(ServerConfig, ["--model-path", folder, "--device", world.device.type, *flags],
+                       prog="many_gpus", description="")
+        share = ExpertShare.of(config.parallel, world)
+        parallel = Parallel(world, experts=share)
+        if groups > 1:
+            parallel = Parallel(world, TPGroup(device=world.device), world, share)
+        engine = HandEngine(config, parallel, progress)
+    return Driven(engine, world, groups, world.rank if groups > 1 else 0), stages
+
+
+def batches_of(args: argparse.Namespace) -> list[int]:
+    return [int(batch) for batch in args.batches.split(",") if batch]
+
+
+def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> dict[str, Any]:
+    driven, stages = build(case, args, world)
+    settle_collector()
+    began = time.perf_counter()
+    try:
+        driven.prefill(args.gpus, args.length)
+        warm = time.perf_counter() - began
+        seconds, steps = driven.prefill(args.prompts, args.length)
+        row: dict[str, Any] = {**case, "started_s": stages, "warm_s": warm, "prefill_s": seconds,
+                               "prefill_steps": steps, "in_tok_s": args.prompts * args.length / seconds}
+        if world.device.type == "cuda":
+            kernels = driven.recorded(min(args.prompts, 2 * args.gpus), args.length)
+            row |= {"shares": exchange_times(kernels, world), "kernels": longest(kernels)}
+        row["decode_ms"] = {}
+        for batch in batches_of(args):
+            row["decode_ms"][str(batch)] = 1e3 * driven.decode(batch, args.context)
+        row["took_s"] = time.perf_counter() - began
+        if world.device.type == "cuda":
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    finally:
+        gc.unfreeze()
+    return row
+
+
+def exchange_ceiling(world: TPGroup, rows: int = 8192, width: int = 2048) -> dict[str, float]:
+    """Microseconds of NCCL's gather and scattered sum of so many rows of each rank in bfloat16, back to back."""
+    if world.device.type != "cuda":
+        return {}
+    mine = torch.randn(rows, width, device=world.device).bfloat16()
+    every = world.all_gather_rows(mine)
+    found = {}
+    for name, work in (("all_gather_us", lambda: world.all_gather_rows(mine)),
+                       ("reduce_scatter_us", lambda: world.reduce_scatter_rows(every))):
+        for _ in range(3):
+            work()
+        torch.cuda.synchronize()
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(20):
+            work()
+        torch.cuda.synchronize()
+        found[name] = (time.perf_counter() - began) / 20 * 1e6
+    found["gb_s_each_way"] = (world.size - 1) * mine.nbytes / found["all_gather_us"] / 1e3
+    return found
+
+
+def line(row: dict[str, Any], batches: list[int]) -> str:
+    step = 1e3 * row["prefill_s"] / max(row["prefill_steps"], 1)
+    shares = row.get("shares") or {"exchanges": 0.0, "waits": 0.0, "idle": 0.0}
+    figures = [f"{row['in_tok_s']:,.0f}", f"{step:.1f}", f"{step * shares['exchanges']:.2f}",
+               f"{100 * shares['exchanges']:.1f} %", f"{step * shares['waits']:.2f}", f"{step * shares['idle']:.2f}"]
+    figures += [f"{row['decode_ms'][str(batch)]:.2f} ({1e3 * batch / row['decode_ms'][str(batch)]:,.0f})"
+                for batch in batches if str(batch) in row["decode_ms"]]
+    return "| " + " | ".join([row["model"], row["quantization"], row["setting"], *figures]) + " |"
+
+
+def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, folder: str, began: float) -> None:
+    cuda = torch.cuda.device_count() >= args.gpus
+    if not cuda:
+        torch.set_num_threads(1)
+    world = init_tp(rank, args.gpus, f"file://{folder}/meet", f"cuda:{rank}" if cuda else "cpu", timeout=120)
+    connect_all(Parallel(world))
+    limits: dict[str, Any] = {}
+    if cuda:
+        if rank == 0:
+            limits = ceilings.measure()
+        world.barrier()
+        limits |= exchange_ceiling(world)
+    batches = batches_of(args)
+    rows: list[dict[str, Any]] = []
+    if rank == 0:
+        print(f"{args.gpus} ranks on {world.device.type}, {args.layers or 'all'} layers; {limits}; "
+              f"{time.time() - began:.1f} s to here", flush=True)
+        heads = ["model", "weights", "setting", *COLUMNS, *(f"decode {batch}: ms (tok/s)" for batch in batches)]
+        print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
+    for case in cases:
+        late = time.time() - began > args.seconds
+        if world.gather_ints(np.array([late])).any():
+            if rank == 0:
+                print(f"no time left for {case}", flush=True)
+            break
+        try:
+            rows.append(measure(case, args, world))
+        except ConfigError as error:  # on all ranks alike: the flags do not fit the model
+            if rank == 0:
+                print(f"{case}: {error}", flush=True)
+            continue
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+        if rank == 0:
+            print(line(rows[-1], batches), flush=True)
+            told = {name: round(seconds, 1) for name, seconds in rows[-1]["started_s"].items()}
+            print(f"  start {told}, measured in {rows[-1]['took_s']:.1f} s, {time.time() - began:.1f} s in all",
+                  flush=True)
+            figures = {"gpus": args.gpus, "layers": args.layers, "ceilings": limits, "rows": rows}
+            (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    world.barrier()
+    os._exit(0)  # as servers' ranks end: destructors of libraries do not all work
