@@ -9,6 +9,12 @@ from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 
 @triton.jit
+def silu_times(gate, up):
+    """``silu(gate) * up`` of float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _silu_and_mul_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
@@ -17,7 +23,7 @@ def _silu_and_mul_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, PDL: tl.const
     inside = columns < width
     gate = tl.load(x_ptr + row * 2 * width + columns, inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + columns, inside, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = silu_times(gate, up)
     tl.store(y_ptr + row * width + columns, y.to(y_ptr.dtype.element_ty), inside)
 
 

@@ -3,6 +3,8 @@ multiprocessor.
 
 Before it waits for the kernel that makes its rows, a program asks for its first weights to be brought to the level-2
 cache. No kernel ahead writes them, and a fetch reads nothing: what it brings is as new as memory.
+
+A product of gates beside ups may end in the activation: a tile then takes each gate's column with its up's beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .last_piece import counts_of, last_piece
+from .silu_and_mul import silu_times
 from .skinny_tiles import SkinnyTile, tile_for
 
 
@@ -24,14 +27,31 @@ def _fetch(w_ptr, column, width, begin, FETCH: tl.constexpr, SPLIT: tl.constexpr
                               dtype=tl.int32, is_pure=False, pack=1)
 
 
+@triton.jit
+def _columns(tile, out, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """``(a tile's columns, whether each is there, the weight's row of each)``; GATED, every second column is an up's.
+
+    Columns beyond the last read the first one's weights, which are not stored: loads need no mask.
+    """
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < out
+    row = column // 2 + (column % 2) * (out // 2) if GATED else column
+    return column, inside, tl.where(inside, row, 0).to(tl.int64)
+
+
+@triton.jit
+def _gated(values, ROWS: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
+    """``[ROWS, PAIRS]`` of ``[ROWS, 2 * PAIRS]`` values, rounded to DTYPE first: so a kernel behind would find them."""
+    gate, up = tl.split(tl.reshape(values.to(DTYPE), (ROWS, PAIRS, 2)))
+    return silu_times(gate.to(tl.float32), up.to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["biased"])
 def _one_row_matmul_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, out, width, biased, WHOLE: tl.constexpr,
-                           COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
-                           SPLIT: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    column_in = column < out
-    # Columns beyond the last read the first one's weights, which are not stored: loads need no mask.
-    safe = tl.where(column_in, column, 0).to(tl.int64)
+                           COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+                           FETCH: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr):
+    tile = tl.program_id(0)
+    column, column_in, safe = _columns(tile, out, COLUMNS, GATED)
     start_next(PDL)
     if PDL and SPAN > 0:
         _fetch(w_ptr, safe, width, 0, FETCH, SPLIT, SPAN)
@@ -50,7 +70,12 @@ def _one_row_matmul_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, out, width, biased, WH
         sums += w.to(tl.float32) * x.to(tl.float32)[None, :]
         w_at += DEPTH
     y = tl.sum(sums, 1) + tl.load(bias_ptr + safe, column_in & (biased != 0), other=0.0).to(tl.float32)
-    tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), column_in)
+    if GATED:
+        gated = _gated(y[None, :], 1, COLUMNS // 2, y_ptr.dtype.element_ty)
+        pair = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        tl.store(y_ptr + pair[None, :], gated.to(y_ptr.dtype.element_ty), (pair < out // 2)[None, :])
+    else:
+        tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), column_in)
 
 
 # ``rows`` changes with every step: specialized on 1 and on multiples of 16 it would compile while requests wait.
@@ -58,16 +83,13 @@ def _one_row_matmul_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, out, width, biased, WH
 def _skinny_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, part_ptr, count_ptr, rows, out, width,
                           x_stride, x_scale_step, scale_step, pieces, biased, SCALED: tl.constexpr,
                           WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-                          JOINS: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr, SPLIT: tl.constexpr,
-                          SPAN: tl.constexpr, PDL: tl.constexpr):
+                          JOINS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, FETCH: tl.constexpr,
+                          SPLIT: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr):
     tile = tl.program_id(0)
     piece = tl.program_id(1)
     row = tl.arange(0, ROWS)
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
     row_in = row < rows
-    column_in = column < out
-    # Columns beyond the last read the first one's weights, which are not stored: loads need no mask.
-    safe = tl.where(column_in, column, 0).to(tl.int64)
+    column, column_in, safe = _columns(tile, out, COLUMNS, GATED)
     steps = tl.cdiv(width, DEPTH)
     each = tl.cdiv(steps, pieces)
     first = piece * each
@@ -103,21 +125,30 @@ def _skinny_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
             acc *= tl.load(x_scale_ptr + tl.where(row_in, row, 0) * x_scale_step)[:, None]
             acc *= tl.load(scale_ptr + safe * scale_step)[None, :]
         acc += tl.load(bias_ptr + safe, column_in & (biased != 0), other=0.0).to(tl.float32)[None, :]
-        tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), stored)
+        if GATED:
+            gated = _gated(acc, ROWS, COLUMNS // 2, y_ptr.dtype.element_ty)
+            pair = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+            tl.store(y_ptr + row[:, None].to(tl.int64) * (out // 2) + pair[None, :],
+                     gated.to(y_ptr.dtype.element_ty), row_in[:, None] & (pair < out // 2)[None, :])
+        else:
+            tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), stored)
 
 
 def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
                   x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
-                  dtype: torch.dtype | None = None, tile: SkinnyTile | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``: ``[T, out]`` in ``dtype`` (that of ``x`` without it), summed in float32.
+                  dtype: torch.dtype | None = None, tile: SkinnyTile | None = None,
+                  gated: bool = False) -> torch.Tensor:
+    """``x @ weight.T + bias``: ``[T, out]`` in ``dtype`` (that of ``x`` without it), summed in float32; or
+    ``silu_and_mul`` of that, ``[T, out / 2]``, where it is ``gated``.
 
     ``x`` [T, in] is contiguous in its last dimension, ``weight`` [out, in] contiguous and of the same type, ``bias``
     [out]. Where both are float8, ``x_scale`` float32 [T, 1] or [1] and ``scale`` float32 [out] or [1] are their scales.
     """
     if not runs_triton(x):
-        return reference.skinny_matmul(x, weight, bias, x_scale=x_scale, scale=scale, dtype=dtype)
+        y = reference.skinny_matmul(x, weight, bias, x_scale=x_scale, scale=scale, dtype=dtype)
+        return reference.silu_and_mul(y) if gated else y
     (rows, width), out = x.shape, weight.shape[0]
-    y = torch.empty((rows, out), dtype=dtype or x.dtype, device=x.device)
+    y = torch.empty((rows, out // 2 if gated else out), dtype=dtype or x.dtype, device=x.device)
     if not rows:
         return y
     if tile is None:
@@ -131,11 +162,11 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     assert bytes_each % 16 == 0
     options = {
         "WHOLE": width % tile.depth == 0, "COLUMNS": tile.columns, "DEPTH": tile.depth, "STAGES": tile.stages,
-        "FETCH": f"cp.async.bulk.prefetch.L2.global [$1], {bytes_each}; mov.u32 $0, 0;",
+        "GATED": gated, "FETCH": f"cp.async.bulk.prefetch.L2.global [$1], {bytes_each}; mov.u32 $0, 0;",
         "SPLIT": split, "SPAN": bytes_each // weight.itemsize, "num_warps": tile.warps, "num_stages": tile.stages,
         **pdl(x)}
     biases = y if bias is None else bias
-    if rows == 1 and scale is None and tile.pieces == 1:
+    if rows == 1 and scale is None and tile.pieces == 1 and tile.columns <= 16:
         _one_row_matmul_kernel[(columns,)](x, weight, biases, y, out, width, int(bias is not None), **options)
         return y
     parts = torch.empty((tile.pieces, rows, out), dtype=torch.float32, device=x.device) if tile.pieces > 1 else y

@@ -24,7 +24,7 @@ from ...kernels import _triton
 from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import HeadNorms
 from ...kernels.greatest import greatest
-from ...kernels.paged_decode import paged_decode, pieces_of
+from ...kernels.paged_decode import Tile, paged_decode, pieces_of
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.rope_and_store import rope_and_store
 from ...kernels.silu_and_mul import silu_and_mul
@@ -54,13 +54,19 @@ _Steps = dict[str, Callable[[int], object]]
 
 
 class Batch:
-    """Tensors of a decode batch over ``LAYERS`` layers, and the kernels of layer ``i`` over them."""
+    """Tensors of a decode batch over ``LAYERS`` layers, and the kernels of layer ``i`` over them. ``times`` is told a
+    product's name, rows and weight, ``gated`` those of gates beside ups; attention's ``tile`` and ``pieces`` are
+    ``paged_decode``'s and ``plan_decode``'s."""
+
+    times: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda name, x, w: linear(x, w))
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda x, w: silu_and_mul(linear(x, w)))
+    tile: Tile | None = None
 
     def __init__(self, shape: Shape, rows: int, context: int, device: str = "cuda"):
         self.shape, self.rows = shape, rows
         self._device = torch.device(device)
         pages = rows * -(-context // PAGE)
-        self._x, self._residual = self._random(rows, shape.hidden), self._random(rows, shape.hidden)
+        self.x, self.residual = self._random(rows, shape.hidden), self._random(rows, shape.hidden)
         self._fused = self._random(rows, (shape.heads + 2 * shape.kv_heads) * shape.dim)
         self._gate_up = self._random(rows, 2 * shape.intermediate)
         self.logits = self._random(rows, shape.vocab).float()
@@ -76,6 +82,7 @@ class Batch:
         self._positions = torch.full((rows,), context - 1, device=device)
         self._cos_sin = torch.rand(context, shape.dim, device=device)
         self._context = context
+        self.pieces = pieces_of(shape.dim, 2)
         self._plan: DecodePlan | None = None
         self._products = [[self._random(out, wide) * 0.02 for out, wide in (
             (self._fused.shape[1], shape.hidden), (shape.hidden, shape.heads * shape.dim),
@@ -104,15 +111,15 @@ class Batch:
         settled = self._plan is not None
         if self._plan is None:
             self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, processors_of(self._device),
-                                     self._context, **pieces_of(self.shape.dim, 2))
+                                     self._context, **self.pieces)
         return paged_decode(q, self._pool[:, layer, 0], self._pool[:, layer, 1], self._indptr, self._indices,
-                            self._last, self.shape.dim**-0.5, self._plan, settled=settled)
+                            self._last, self.shape.dim**-0.5, self._plan, self.tile, settled=settled)
 
     def steps(self) -> _Steps:
         q = self._heads(self._fused)[0]
         return {
-            "rmsnorm": lambda i: rmsnorm(self._x, self._weight, 1e-5),
-            "rmsnorm, residual": lambda i: rmsnorm(self._x, self._weight, 1e-5, self._residual),
+            "rmsnorm": lambda i: rmsnorm(self.x, self._weight, 1e-5),
+            "rmsnorm, residual": lambda i: rmsnorm(self.x, self._weight, 1e-5, self.residual),
             "rope_and_store": lambda i: self._rope(i, self._fused),
             "paged_decode": lambda i: self._attend(i, q),
             "silu_and_mul": lambda i: silu_and_mul(self._gate_up),
@@ -123,21 +130,21 @@ class Batch:
         }
 
     def small(self, layer: int) -> None:
-        _, total = rmsnorm(self._x, self._weight, 1e-5, self._residual)
+        _, total = rmsnorm(self.x, self._weight, 1e-5, self.residual)
         self._attend(layer, self._rope(layer, self._fused))
-        rmsnorm(self._x, self._weight, 1e-5, total)
+        rmsnorm(self.x, self._weight, 1e-5, total)
         silu_and_mul(self._gate_up)
 
     def layer(self, layer: int) -> None:
-        self.run(layer, self._x, self._residual)
+        self.run(layer, self.x, self.residual)
 
     def run(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer ``layer`` of hidden states [rows, hidden] and their residual: the same of the next."""
         qkv, out, gate_up, down = self._products[layer]
         x, residual = rmsnorm(x, self._weight, 1e-5, residual)
-        attended = self._attend(layer, self._rope(layer, linear(x, qkv)))
-        x, residual = rmsnorm(linear(attended.flatten(1), out), self._weight, 1e-5, residual)
-        return linear(silu_and_mul(linear(x, gate_up)), down), residual
+        attended = self._attend(layer, self._rope(layer, self.times("qkv", x, qkv)))
+        x, residual = rmsnorm(self.times("o", attended.flatten(1), out), self._weight, 1e-5, residual)
+        return self.times("down", self.gated(x, gate_up), down), residual
 
 
 def seconds(batch: Batch, step: Callable[[int], object]) -> float:

@@ -163,11 +163,11 @@ def by_rows(rows: int, out: int, width: int) -> None:
     fp8_matmul(fp8(rows, width), fp32(rows, 1), fp8(out, width), fp32(out), "row", BF16)
 
 
-def few_rows(rows: int, out: int, width: int, float8: bool = False) -> None:
+def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool = False) -> None:
     if float8:
         skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(rows, 1), scale=fp32(out), dtype=BF16)
     else:
-        skinny_matmul(of(rows, width), of(out, width))
+        skinny_matmul(of(rows, width), of(out, width), gated=gated)
 
 
 def drawn(count: int, vocab: int, truncates: bool) -> None:
@@ -191,7 +191,7 @@ def peers(world: int) -> Peers:
 
 
 def copied(count: int, block_bytes: int) -> None:
-    copy_blocks(1 << 20, 1 << 30, int64(2, count), block_bytes)
+    copy_blocks(1 << 40, 1 << 41, int64(2, count), block_bytes)
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -291,6 +291,8 @@ CASES: dict[str, Callable[[], object]] = {
     "skinny_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
     "skinny_matmul 7 rows": lambda: few_rows(7, 4096, 4096),
     "skinny_matmul 7 rows, wide": lambda: few_rows(7, 28672, 4096),
+    "skinny_matmul one row, gated": lambda: few_rows(1, 28672, 4096, gated=True),
+    "skinny_matmul 7 rows, gated": lambda: few_rows(7, 28672, 4096, gated=True),
     "skinny_matmul 7 rows, narrow": lambda: few_rows(7, 1024, 2048),
     "skinny_matmul 7 rows, odd width": lambda: few_rows(7, 4096, 4100),
     "skinny_matmul 30 rows": lambda: few_rows(30, 4096, 14336),

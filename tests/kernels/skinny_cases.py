@@ -50,6 +50,18 @@ def test_a_row_does_not_depend_on_those_beside_it(kind):
     assert torch.equal(skinny_matmul(**held)[3:5], skinny_matmul(**{**held, **fewer}))
 
 
+@each_dtype
+@pytest.mark.parametrize("rows,out,width", [(1, 64, 128), (1, 60, 1100), (3, 60, 304), (17, 64, 128)])
+def test_gates_beside_ups_end_in_the_activation(rows, out, width, dtype, atol, rtol):
+    """As by a kernel behind the product; of whole tiles and of others, in pieces and without."""
+    held, bias = product_of("plain", rows, out, width, dtype), random(out, dtype=dtype, seed=2)
+    for tile in (None, SkinnyTile(16, 128, 3, 4, 3, 4096), SkinnyTile(32, 64, 1, 4, 3)):
+        got = skinny_matmul(bias=bias, tile=tile, gated=True, **held)
+        want = reference.silu_and_mul(skinny_matmul(bias=bias, tile=tile, **held))
+        assert got.shape == (rows, out // 2)
+        torch.testing.assert_close(got, want, atol=atol * width, rtol=rtol)
+
+
 def test_no_rows():
     assert skinny_matmul(**product_of("row", 0, 32, 64, torch.float16)).shape == (0, 32)
 

@@ -1,0 +1,249 @@
+"""A whole layer of a decode step, in a graph of many: which tiles make it fastest, product by product.
+
+    python -m baton.tests.bench.decode_layer [--batches 1,8,64] [--context 2048] [--seconds 40] [--out FILE]
+
+A product by itself says little of its place in a chain: kernels begin while the ones ahead of them end, and what they
+fetch meanwhile is free. So one part of the layer is changed at a time, the fastest is kept, and all are told; the
+``floor`` is the time of the layer's weights and keys at the copy ceiling of the same run. The kernels are compiled
+before, by processes beside each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from ...kernels.decode_plan import plan_decode, processors_of
+from ...kernels.paged_decode import Tile, paged_decode, pieces_of
+from ...kernels.silu_and_mul import silu_and_mul
+from ...kernels.skinny_matmul import skinny_matmul
+from ...kernels.skinny_tiles import SkinnyTile, most_rows, tile_for
+from . import ceilings
+from .device_time import captured, run_seconds
+from .small_kernels import LAYERS, SHAPES, Batch
+
+CALLS = 32
+KIB = 1024
+Ways = dict[str, Any]
+"""Of a part of the layer how it is computed: a product's tile, or None for cuBLAS; ``gated``: whether the activation is
+part of the product; ``attention``: its tile, and what its plan is told."""
+
+
+def tiles(columns: int, depth: int, warps: int, stages: int, pieces: tuple[int, ...],
+          ahead: tuple[int, ...]) -> Iterator[SkinnyTile]:
+    for count in pieces:
+        for kib in ahead:
+            yield SkinnyTile(columns, depth, count, warps, stages, kib * KIB)
+
+
+def few_rows() -> dict[str, list[SkinnyTile]]:
+    return {
+        "qkv": [*tiles(64, 128, 4, 4, (2,), (0, 16, 32, 64)), *tiles(64, 128, 4, 3, (2, 4), (16, 32, 64)),
+                *tiles(32, 128, 2, 4, (1, 2), (32,)), *tiles(128, 64, 8, 4, (4,), (32, 64))],
+        "o": [*tiles(64, 128, 4, 4, (4,), (16, 32, 64, 128)), *tiles(64, 128, 4, 3, (4,), (16, 32, 64, 128)),
+              *tiles(64, 128, 4, 4, (2,), (64, 128)), *tiles(32, 128, 2, 4, (2,), (32, 64)),
+              *tiles(128, 64, 8, 4, (8,), (32, 128))],
+        "gate_up": [*tiles(64, 128, 4, 4, (1,), (0, 16, 32)), *tiles(64, 128, 4, 3, (1,), (0, 16, 32, 64)),
+                    *tiles(64, 64, 4, 5, (1,), (0, 16, 32)), *tiles(128, 64, 8, 4, (1,), (0, 32, 64)),
+                    *tiles(128, 64, 4, 4, (1,), (32,)), *tiles(128, 128, 8, 3, (1,), (32, 64))],
+        "down": [*tiles(64, 128, 4, 4, (4,), (0, 16, 32, 64)), *tiles(64, 128, 4, 3, (4,), (16, 32, 64)),
+                 *tiles(64, 128, 4, 4, (2,), (64,)), *tiles(128, 64, 8, 4, (8,), (32, 64))],
+    }
+
+
+def one_row() -> dict[str, list[SkinnyTile]]:
+    narrow = [*tiles(8, 1024, 4, 3, (1,), (0, 16, 32, 64)), *tiles(4, 2048, 4, 3, (1,), (0, 16, 32))]
+    return {name: narrow + [tile for tile in found if tile.columns == 64 and tile.ahead >= 16 * KIB]
+            for name, found in few_rows().items()}
+
+
+def many_rows() -> dict[str, list[SkinnyTile]]:
+    wide = {"qkv": (2, 4), "o": (4, 8), "gate_up": (1,), "down": (4, 8)}
+    found = {name: [*tiles(128, 64, 8, 4, pieces, (0, 32, 64)), *tiles(128, 64, 4, 4, pieces, (0, 32)),
+                    *tiles(128, 64, 8, 3, pieces, (32,)), *tiles(128, 128, 8, 2, pieces, (32,)),
+                    *tiles(64, 128, 4, 3, pieces[:1], (0, 32))] for name, pieces in wide.items()}
+    for name, count in (("qkv", 5), ("o", 8), ("gate_up", 1), ("down", 8)):
+        found[name] += tiles(256, 64, 8, 4, (count,), (0, 64))
+    return found
+
+
+def candidates(rows: int) -> dict[str, list[Any]]:
+    products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
+    found: dict[str, list[Any]] = {name: [None, *some] for name, some in products.items()}
+    usual = pieces_of(128, 2)
+    found["attention"] = [(None, usual), (Tile(64, 4, 3), usual), (Tile(64, 4, 3), usual | {"programs": 2}),
+                          (Tile(64, 4, 2), usual), (Tile(32, 2, 4, 4), usual), (Tile(32, 2, 4, 0), usual),
+                          (Tile(32, 4, 4), usual), (None, usual | {"shortest": 64})]
+    return found
+
+
+def product(tile: SkinnyTile | None, gated: bool, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if tile is not None:
+        return skinny_matmul(x, weight, tile=tile, gated=gated)
+    return silu_and_mul(linear(x, weight)) if gated else linear(x, weight)
+
+
+def apply(batch: Batch, ways: Ways) -> None:
+    batch.times = lambda name, x, w: product(ways[name], False, x, w)
+    one, tile = ways["gated"], ways["gate_up"]
+    batch.gated = lambda x, w: product(tile, True, x, w) if one else silu_and_mul(product(tile, False, x, w))
+    batch.tile, batch.pieces = ways["attention"]
+
+
+def micros(batch: Batch, ways: Ways) -> float:
+    """Of a layer, its rows and residual those of the one before."""
+    apply(batch, ways)
+
+    def chain() -> None:
+        batch.plan()
+        x, residual = batch.run(0, batch.x, batch.residual)
+        for i in range(1, CALLS):
+            x, residual = batch.run(i % LAYERS, x, residual)
+
+    return statistics.median(run_seconds(captured(chain), 6)[1:]) * 1e6 / CALLS
+
+
+class Search:
+    """Changes one part at a time, and keeps what is faster."""
+
+    def __init__(self, batch: Batch, rows: int, ways: Ways, until: float):
+        self._batch, self._rows, self.ways, self._until = batch, rows, ways, until
+        self.best = micros(batch, ways)
+        self.told: list[dict[str, Any]] = []
+        print(f"{rows} rows: {self.best:.1f} us with {ways}", flush=True)
+
+    def part(self, name: str, options: list[Any]) -> None:
+        trials = []
+        for option in options:
+            if option == self.ways[name] or time.monotonic() > self._until:
+                continue
+            try:
+                trials.append((micros(self._batch, self.ways | {name: option}), option))
+            except Exception as error:  # one that does not fit is no reason to lose the others
+                print(f"{name} {option}: {type(error).__name__} {str(error)[:120]}", flush=True)
+        self.told += [{"rows": self._rows, "part": name, "us": us, "option": str(option)} for us, option in trials]
+        trials = sorted(trials, key=lambda trial: trial[0])
+        print(f"{self._rows} rows, {name}: {self.best:.1f} before; "
+              + "; ".join(f"{us:.1f} {short(option)}" for us, option in trials[:7]), flush=True)
+        if trials and trials[0][0] < self.best:
+            self.best, self.ways = trials[0][0], self.ways | {name: trials[0][1]}
+
+
+def short(option: Any) -> str:
+    return str(option).replace("SkinnyTile", "").replace("columns=", "").replace("depth=", "").replace(
+        "pieces=", "p").replace("warps=", "w").replace("stages=", "s").replace("ahead=", "a")
+
+
+def usual_ways(rows: int) -> Ways:
+    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    few = most_rows(torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16))
+    return {name: tile_for(rows, *shape, torch.bfloat16) if rows <= few else None for name, shape in shapes.items()} | {
+        "gated": False, "attention": (None, pieces_of(128, 2))}
+
+
+Job = tuple[int, SkinnyTile, bool] | Tile
+"""A product's rows, tile, and whether it is gated; or attention's tile."""
+
+
+def compile_product(rows: int, tile: SkinnyTile, gated: bool, device: str = "cuda") -> None:
+    weight = torch.zeros(256, 4096, device=device, dtype=torch.bfloat16)
+    skinny_matmul(weight.new_zeros(rows, 4096), weight, tile=tile, gated=gated)
+
+
+def compile_attention(tile: Tile, device: str = "cuda") -> None:
+    pool = torch.zeros(4, LAYERS, 2, 8, 16, 128, device=device, dtype=torch.bfloat16)
+    indptr = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    q, last = pool.new_zeros(1, 48, 128)[:, :32], torch.full((1,), 16, dtype=torch.int32, device=device)
+    plan = plan_decode(indptr, last, 16, 8, processors_of(pool.device), 2048, **pieces_of(128, 2))
+    for settled in (False, True):
+        paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=settled)
+
+
+def build(todo: list[Job]) -> list[str]:
+    errors = []
+    for job in todo:
+        try:
+            if isinstance(job, Tile):
+                compile_attention(job)
+            else:
+                compile_product(*job)
+        except Exception as error:  # what a compiler or a device refuses is what is asked for
+            errors.append(f"{job}: {type(error).__name__} {str(error)[:160]}")
+    return errors
+
+
+def jobs(batches: list[int]) -> list[Job]:
+    """Each kernel once: it knows whether there are pieces, not how many, and rows rounded up, but one."""
+    found: dict[Job, None] = {}
+    for rows in batches:
+        for name, options in candidates(rows).items():
+            for option in options:
+                if name == "attention" and option[0]:
+                    found[option[0]] = None
+                elif name != "attention" and option:
+                    narrow = rows == 1 and option.pieces == 1 and option.columns <= 16
+                    tall = 1 if narrow else 8 if rows <= 16 else rows
+                    for gated in (False, True)[:1 + (name == "gate_up")]:
+                        found[tall, replace(option, pieces=min(option.pieces, 2)), gated] = None
+    return list(found)
+
+
+def compile_beside(todo: list[Job]) -> list[str]:
+    workers = max(1, min(len(todo), os.cpu_count() or 1))
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        return [error for errors in pool.imap_unordered(build, [todo[i::workers] for i in range(workers)])
+                for error in errors]
+
+
+def search(rows: int, context: int, copy: float, seconds: float) -> dict[str, Any]:
+    shape = SHAPES["llama"]
+    batch = Batch(shape, rows, context)
+    options = candidates(rows)
+    found = Search(batch, rows, usual_ways(rows), time.monotonic() + seconds)
+    before = found.best
+    for name in ("o", "gate_up", "down", "qkv", "gated", "attention", "o", "down"):
+        found.part(name, [False, True] if name == "gated" else options[name])
+    floor = (4 * rows * context * shape.kv_heads * shape.dim + 2 * shape.layer_values) / copy / 1e6
+    print(f"{rows} rows: {before:.1f} us before, {found.best:.1f} now, floor {floor:.1f}, "
+          f"{found.best / floor:.3f} of it (before {before / floor:.3f})\n  "
+          + "\n  ".join(f"{name}: {short(way)}" for name, way in found.ways.items()), flush=True)
+    return {"rows": rows, "before": before, "us": found.best, "floor": floor, "told": found.told,
+            "ways": {name: str(way) for name, way in found.ways.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=40, help="for all batches together, compiling apart")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    batches = [int(rows) for rows in args.batches.split(",")]
+    begin = time.monotonic()
+    todo = jobs(batches)
+    for error in compile_beside(todo):
+        print("not compiled:", error, flush=True)
+    copy = ceilings.copy_tb_s()
+    torch.cuda.empty_cache()
+    print(f"{len(todo)} kernels compiled in {time.monotonic() - begin:.1f} s; copy {copy:.2f} TB/s", flush=True)
+    measured = []
+    for rows in batches:
+        measured.append(search(rows, args.context, copy, args.seconds / len(batches)))
+        torch.cuda.empty_cache()
+        if args.out:
+            args.out.write_text(json.dumps({"copy_tb_s": copy, "measured": measured}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
