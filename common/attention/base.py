@@ -23,6 +23,10 @@ class Planned(Protocol):
         called twice: before the run that warms up, and before the one that is captured.
         """
 
+    @property
+    def attends_ends(self) -> bool:
+        """Whether it has ``run_ends``."""
+
     def refresh(self, batch: ForwardBatch) -> None:
         """What a replay needs of the host: ``batch``, of a captured size, stands in the tensors that were captured."""
 
@@ -38,6 +42,11 @@ class AttentionBackend(Planned, Protocol):
         table by which ``q`` (in place) and ``k`` are turned on the way, ``norms`` what norms their heads before that.
         Mutates the pool and ``q``.
         """
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None) -> torch.Tensor:
+        """``run`` for a model's last layer: keys and values of all rows are stored, but of ``batch``, which is planned
+        and has ``ends``, these rows alone attend: ``[R, Hq, D]``. What comes next has to be planned."""
 
 
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

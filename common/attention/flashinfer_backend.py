@@ -33,6 +33,8 @@ class FlashInferBackend:
     Plans of all sizes take turns in one piece of memory.
     """
 
+    attends_ends = False  # its plan would wait for the step before
+
     def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype):
         """``dtype`` is the model's; the pool's may be float8."""
         layout = pool.layout
@@ -138,3 +140,6 @@ class FlashInferBackend:
             return self._wrapper.run(q, (wide[:, 0], wide[:, 1]), out=out)
         # A scale of values is a kernel of its own behind the attention.
         return self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, out=out)
+
+    def run_ends(self, *args: Any) -> torch.Tensor:
+        raise AssertionError("this backend does not attend to ends alone")

@@ -31,6 +31,8 @@ class _Bucket:
 
 
 class MLATorchBackend:
+    attends_ends = True
+
     def __init__(self, pool: KVPool, mla: MLASpec):
         self._pool = pool
         self._mla = mla
@@ -60,9 +62,20 @@ class MLATorchBackend:
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
+        assert self._batch is not None
+        store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
+        return self._attend(layer, q, up)
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
+                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        assert batch.ends is not None
+        store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
+        self.plan(batch.ends)
+        return self._attend(layer, q[batch.logits_rows], up)
+
+    def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
-        store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         attend = self._decode if batch.is_decode else self._extend
         out = torch.empty((*q.shape[:2], self._mla.v_dim), dtype=q.dtype, device=q.device)
         for bucket in self._buckets:

@@ -15,11 +15,15 @@ from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .mla_base import absorb, gather, store, values_of
 
+_ANY_LENGTH = 1 << 30
+"""Of ends: as in triton_backend.py."""
 _EXPANDED_BYTES = 256 << 20
 """Of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
 
 
 class MLATritonBackend:
+    attends_ends = True
+
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
         self._pool = pool
@@ -65,9 +69,22 @@ class MLATritonBackend:
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
-        batch, nope = self._batch, self._mla.nope_dim
+        assert self._batch is not None
+        store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
+        return self._attend(layer, q, up)
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
+                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        assert batch.ends is not None
+        store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
+        if not batch.ends.num_reqs:
+            return q.new_empty(0, q.shape[1], self._mla.v_dim)
+        self.plan(batch.ends, _ANY_LENGTH)
+        return self._attend(layer, q[batch.logits_rows], up)
+
+    def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        batch, nope, pages = self._batch, self._mla.nope_dim, self._pool.latents(layer)
         assert batch is not None
-        pages = store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         page_scale, _ = self._pool.layout.scales_of(layer)
         if not batch.is_decode:
             return self._extend(batch, q, pages, page_scale, up)

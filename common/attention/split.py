@@ -24,6 +24,14 @@ class SplitBackend:
     def refresh(self, batch: ForwardBatch) -> None:
         self._decode.refresh(batch)
 
+    @property
+    def attends_ends(self) -> bool:
+        return bool(self._decode.attends_ends)
+
+    def run_ends(self, *args: Any) -> torch.Tensor:
+        result: torch.Tensor = self._decode.run_ends(*args)  # it stores as the other would
+        return result
+
     def run(self, *args: Any, **named: Any) -> torch.Tensor:
         result: torch.Tensor = self._chosen.run(*args, **named)
         return result

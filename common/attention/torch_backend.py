@@ -32,6 +32,8 @@ class _Bucket:
 
 
 class TorchBackend:
+    attends_ends = True
+
     def __init__(self, pool: KVPool):
         self._pool = pool
         self._layout = pool.layout
@@ -69,9 +71,20 @@ class TorchBackend:
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None) -> torch.Tensor:
+        assert self._batch is not None
+        store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
+        return self._attend(layer, q)
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None) -> torch.Tensor:
+        assert batch.ends is not None
+        store(self._pool, batch, layer, q, k, v, cos_sin, norms)
+        self.plan(batch.ends)
+        return self._attend(layer, q[batch.logits_rows])
+
+    def _attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
-        store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend = self._decode if batch.is_decode else self._extend
         for bucket in self._buckets:

@@ -13,8 +13,13 @@ from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
 
+_ANY_LENGTH = 1 << 30
+"""Of ends: pieces of requests are joined whatever they need, so that a server's warm-up compiles that."""
+
 
 class TritonBackend:
+    attends_ends = True
+
     def __init__(self, pool: KVPool, num_heads: int):
         self._pool = pool
         self._group = num_heads // pool.layout.num_kv_heads
@@ -44,7 +49,22 @@ class TritonBackend:
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         settled = batch.is_decode and self._plan is not None
-        k_pages, v_pages = store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
+        store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
+        return self._attend(layer, q, settled)
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None) -> torch.Tensor:
+        assert batch.ends is not None
+        store(self._pool, batch, layer, q, k, v, cos_sin, norms)
+        if not batch.ends.num_reqs:
+            return q[:0]
+        self.plan(batch.ends, _ANY_LENGTH)
+        return self._attend(layer, q[batch.logits_rows])
+
+    def _attend(self, layer: int, q: torch.Tensor, settled: bool = False) -> torch.Tensor:
+        batch = self._batch
+        assert batch is not None
+        k_pages, v_pages = self._pool.layer(layer)
         table = (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
         k_scale, v_scale = self._pool.layout.scales_of(layer)
         if batch.is_decode:

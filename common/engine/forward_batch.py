@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,8 @@ class ForwardBatch:
     kv_last_page_len_cpu: np.ndarray
     embeds: torch.Tensor | None = None  # [E, hidden] float32: embeddings of rows that have no token
     embeds_rows: torch.Tensor | None = None  # [E] int64: these rows
+    # ``logits_rows`` as a decode step of their own, where they are ends of requests
+    ends: ForwardBatch | None = field(default=None, init=False)
 
     @property
     def num_reqs(self) -> int:
@@ -103,8 +105,33 @@ def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, i
     host["pending_rows"] = np.asarray(qo_indptr[1:][sourced] - 1, np.int64)
     host["sources"] = np.asarray([rows[i].source for i in sourced], np.int64)
     built = _send(host, device, is_decode=is_decode, previous=previous)
+    if not is_decode:
+        built.ends = _ends(built, host["logits_rows"])
     built.embeds, built.embeds_rows = _embeds(rows, qo_indptr, device)
     return built
+
+
+def _ends(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
+    """``rows``, the batch's ``logits_rows``, as a decode step: each attends to all that its request has by then. None
+    where some are not the last of their requests, or they are so many that nothing is saved."""
+    requests = np.searchsorted(batch.qo_indptr_cpu, rows + 1)
+    if 2 * len(rows) > batch.num_tokens or np.any(batch.qo_indptr_cpu[requests] != rows + 1) or np.any(
+            np.diff(rows) <= 0):
+        return None
+    requests, count = requests - 1, len(rows)
+    pages = np.diff(batch.kv_indptr_cpu)[requests]
+    table = {"qo_indptr": np.arange(count + 1, dtype=np.int32), "kv_indptr": _indptr(pages),
+             "kv_last_page_len": batch.kv_last_page_len_cpu[requests]}
+    within = np.arange(table["kv_indptr"][-1]) - np.repeat(table["kv_indptr"][:-1], pages)
+    table["kv_indices"] = batch.kv_indices_cpu[np.repeat(batch.kv_indptr_cpu[requests], pages) + within]
+    index = batch.logits_rows
+    assert index is not None
+    per_row = {name: getattr(batch, name)[index] for name in ("input_ids", "positions", "page_of_token",
+                                                              "offset_in_page")}
+    return ForwardBatch(
+        is_decode=True, logits_rows=None, **per_row, **_to_device(table, index.device),
+        qo_indptr_cpu=table["qo_indptr"], kv_indptr_cpu=table["kv_indptr"], kv_indices_cpu=table["kv_indices"],
+        kv_last_page_len_cpu=table["kv_last_page_len"])
 
 
 class DecodeRows(NamedTuple):

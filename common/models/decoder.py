@@ -46,13 +46,15 @@ class SelfAttention:
         """See LinearMethod."""
         return self.qkv.form(rows)
 
-    def __call__(self, x: Rows, attention: AttentionBackend, cos_sin: torch.Tensor) -> Summed:
+    def __call__(self, x: Rows, attention: AttentionBackend, cos_sin: torch.Tensor,
+                 last: ForwardBatch | None) -> torch.Tensor:
         parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, head_dim]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return self.output.pending(attention.run(self.layer, q, k, v, cos_sin, norms).flatten(1))
+        parts = (self.layer, q, k, v, cos_sin, norms)
+        return (attention.run(*parts) if last is None else attention.run_ends(last, *parts)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.qkv, self.output, self.q_norm, self.k_norm):
@@ -61,12 +63,17 @@ class SelfAttention:
 
 
 class LayerAttention(Protocol):
-    """What stands before a layer's MLP: ``[T, hidden] -> [T, hidden]``, by the backend that it is made for."""
+    """What stands before a layer's MLP, by the backend that it is made for; ``output`` brings its heads together."""
+
+    @property
+    def output(self) -> RowLinear: ...
 
     def form(self, rows: int) -> Float8Form | None:
         """Of its input, see LinearMethod."""
 
-    def __call__(self, x: Any, attention: Any, cos_sin: torch.Tensor) -> Summed: ...
+    def __call__(self, x: Any, attention: Any, cos_sin: torch.Tensor, last: ForwardBatch | None) -> torch.Tensor:
+        """Heads' results side by side, ``[T, hidden] -> [T, heads * values]``; in the last layer of the batch ``last``
+        those of its ``ends`` alone."""
 
     def slots(self) -> Iterator[Slot]: ...
 
@@ -124,11 +131,17 @@ class DecoderLayer:
         self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
         self.mlp_form = as_they_are if parallel.tokens.spans else self.mlp.form
 
-    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: Planned,
-                 cos_sin: torch.Tensor) -> tuple[Summed, torch.Tensor]:
-        """Every sum over ranks is made by the norm behind it, the last one by the next layer's."""
+    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: Planned, cos_sin: torch.Tensor,
+                 last: ForwardBatch | None = None) -> tuple[Summed, torch.Tensor]:
+        """Every sum over ranks is made by the norm behind it, the last one by the next layer's. As the last layer of
+        the batch ``last`` it goes on with the rows of its ``ends`` once it has the keys and values of all."""
         normed, residual = self.input_norm.add_for(self.attention.form, x, residual)
-        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention(normed, attention, cos_sin), residual)
+        heads = self.attention(normed, attention, cos_sin, last)
+        if last is not None:
+            residual = residual[last.logits_rows]
+            if not len(residual):  # chunks in the middle of their prompts
+                return residual, residual
+        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
         return self.mlp_of_groups(normed), residual
 
     def slots(self) -> Iterator[Slot]:
@@ -164,6 +177,9 @@ class DenseDecoder:
             if spec.head == "words" and not tied:
                 self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.head, allocate)
         self.scored = parallel.scored
+        # Of data-parallel attention's groups, the last MLP is computed together, of as many rows as were agreed on; and
+        # where experts' tokens are counted, all are.
+        self._scores_ends = self.stages.last and not (parallel.tokens.spans or parallel.experts.counted)
         self.cos_sin = rotary_table(spec, device)
 
     def forward(self, batch: ForwardBatch, attention: Planned,
@@ -189,8 +205,10 @@ class DenseDecoder:
         """
         x: Summed
         x, residual = self._begin(batch)
+        ends = self._scores_ends and batch.ends is not None and attention.attends_ends
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, attention, self.cos_sin)
+            last = batch if ends and index == len(self.layers) - 1 else None
+            x, residual = layer(x, residual, attention, self.cos_sin, last)
             after_layer(index)
         assert residual is not None
         if not self.stages.last:
@@ -198,7 +216,7 @@ class DenseDecoder:
             self.stages.send(x, residual)
             return x[:0]
         assert self.norm is not None
-        if batch.logits_rows is not None:
+        if batch.logits_rows is not None and not ends:
             x = x.rows(batch.logits_rows) if isinstance(x, PendingSum) else x[batch.logits_rows]
             residual = residual[batch.logits_rows]
         return self.norm.add(x, residual)[0]

@@ -11,8 +11,8 @@ from ..attention.mla_base import LatentBackend
 from ..config.mla import MLASpec
 from ..config.model import ModelSpec
 from ..distributed.parallel import Parallel
-from ..distributed.pending import Summed
 from ..distributed.tp import TPGroup
+from ..engine.forward_batch import ForwardBatch
 from ..layers.dense_weight import DenseWeight
 from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ..layers.norm import RMSNorm
@@ -86,11 +86,13 @@ class LatentSelfAttention:
         """See LinearMethod."""
         return self.queries.form(rows)
 
-    def __call__(self, x: Rows, attention: LatentBackend, cos_sin: torch.Tensor) -> Summed:
+    def __call__(self, x: Rows, attention: LatentBackend, cos_sin: torch.Tensor,
+                 last: ForwardBatch | None) -> torch.Tensor:
         q, latent = self.queries(x)
         latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
-        return self.output.pending(attention.run(self.layer, q, self.norm(latent), k_rope, up, cos_sin).flatten(1))
+        parts = (self.layer, q, self.norm(latent), k_rope, up, cos_sin)
+        return (attention.run(*parts) if last is None else attention.run_ends(last, *parts)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.queries, self.norm, self.up, self.output):

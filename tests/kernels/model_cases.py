@@ -29,6 +29,8 @@ def check_extends_and_decode(runner, model):
     torch.testing.assert_close(got, torch.cat((want[0][:21], want[1][:2])), atol=1e-4, rtol=0)
     got = forward(runner, [(prompts[0][21:39], 21, pages[0])])
     torch.testing.assert_close(got, want[0][21:39], atol=1e-4, rtol=0)
+    got = forward(runner, [(prompts[0][21:39], 21, pages[0]), (prompts[1][:2], 0, pages[1])], every_row=False)
+    torch.testing.assert_close(got, torch.stack((want[0][38], want[1][1])), atol=1e-4, rtol=0)
     got = forward(runner, [(p[-1:], len(p) - 1, row) for p, row in zip(prompts, pages)], is_decode=True)
     torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=1e-4, rtol=0)
 
