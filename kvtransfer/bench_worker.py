@@ -20,6 +20,7 @@ from ..common.kvcache.layout import KVLayout
 from .backends import make_backend
 from .bench_args import BenchArgs
 from .bootstrap import BootstrapServer, register_rank
+from .iothread import sleep_precisely
 from .messages import PrefillResult
 from .receiver import KVReceiver
 from .sender import KVSender
@@ -41,6 +42,7 @@ class Place(NamedTuple):
 
 def main_of(build: Callable[..., Worker], place: Place, args: BenchArgs, pipe: Connection) -> None:
     """Serve calls from the pipe until its other end is closed."""
+    sleep_precisely()  # until a room has ended: a scheduler's step, which would look, may take less than 50 us
     worker = build(place, args)
     try:
         while True:

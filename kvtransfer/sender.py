@@ -30,7 +30,7 @@ from .timing import Timing
 if TYPE_CHECKING:
     import torch
 
-LATENESS = 1 / 16  # of the time that a write takes: so much later its end is noticed
+LATENESS = 1 / 32  # of the time that a write takes: so much later its end is noticed
 
 
 class KVSender:

@@ -1,32 +1,34 @@
 """GPU memory by CUDA IPC, for the ipc backend.
 
-The driver is called by itself (ctypes): torch has these functions for whole tensors of its own only, and a KV pool is
-one part of an allocation, named by its address. A handle leads to the allocation that an address lies in; the offset
-travels beside it. The same memory opened twice is one mapping, counted by the driver.
+A handle leads to the allocation that an address lies in; the offset travels beside it. The same memory opened twice is
+one mapping, counted by the driver.
+
+Long runs of neighbouring blocks are left to the copy engines, which fill the link and leave the multiprocessors alone,
+but take microseconds for each run; scattered blocks are copied by a kernel. The host's part of a write is short either
+way: what a copy needs (room for its ids on both sides, an event, the parameters of a launch) is kept and used again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from ...common.api.errors import ConfigError, TransferFailed
 from ...kernels import _triton
-from ...kernels.copy_blocks import copy_blocks
+from ...kernels.copy_blocks import BlockShape, compiled
 from .base import Region, WriteState
+from .cuda_driver import Driver, DriverError, Staging
 
 logger = logging.getLogger(__name__)
 
-_ENABLE_PEER_ACCESS = 1
+RUN_BYTES = 4 << 20
+"""Blocks go in runs from this length on, on the average: there a run's start is a tenth of its time."""
+_MOST_RUNS = 64  # the host takes 2 us for each
 
-
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+Run = tuple[int, int]  # the place of its first block, and how many there are
 
 
 class _Exported(msgspec.Struct):
@@ -41,16 +43,17 @@ class CudaMemory:
     def __init__(self, device: int):
         if not _triton.AVAILABLE:
             raise ConfigError("--disaggregation-transfer-backend ipc needs the triton package on GPUs.")
-        self._device = torch.device("cuda", device)
-        self._driver = _Driver(device)
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._device = device
+        self._driver = Driver(device)
         self._mapped: dict[int, int | None] = {}  # a region's address, and where its allocation begins; None: our own
+        self._running: set[_CudaCopy] = set()
+        self._idle: list[_Slot] = []
 
     def export(self, region: Region) -> bytes:
         try:
             begin = self._driver.allocation_of(region.address)
             handle = self._driver.handle_of(begin)
-        except _DriverError as error:
+        except DriverError as error:
             raise ConfigError(f"The KV pool cannot be shared with other processes ({error}); "
                               f"--disaggregation-transfer-backend ipc does not work with expandable_segments in "
                               f"PYTORCH_CUDA_ALLOC_CONF.") from None
@@ -58,14 +61,14 @@ class CudaMemory:
 
     def attach(self, handle: bytes, region: Region, *, ours: bool) -> int:
         if ours:  # which the driver refuses to open
-            if region.device != self._device.index:
+            if region.device != self._device:
                 raise TransferFailed("two GPUs of one process")
             self._mapped[region.address] = None
             return region.address
         try:
             exported = msgspec.msgpack.decode(handle, type=_Exported)
             begin = self._driver.open(exported.handle)
-        except (_DriverError, msgspec.MsgspecError) as error:
+        except (DriverError, msgspec.MsgspecError) as error:
             raise TransferFailed(f"the peer's GPU memory cannot be mapped ({error}): both GPUs must be visible to both "
                                  f"servers and reach each other, or use --disaggregation-transfer-backend nixl.",
                                  cause="mismatch") from None
@@ -78,86 +81,122 @@ class CudaMemory:
         try:
             if begin is not None:
                 self._driver.close(begin)
-        except _DriverError as error:
+        except DriverError as error:
             logger.warning("GPU memory of a peer stays mapped: %s", error)
 
     def prepare(self, block_bytes: int) -> None:
-        """Compile the kernel now, which the first prompt would wait for."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            copy_blocks(0, 0, torch.empty((2, 0), dtype=torch.int64, device=self._device), block_bytes)
+        """Compile the kernel now, which the first prompt would wait for, and make room for a few copies."""
+        compiled(BlockShape.of(block_bytes), self._device)
+        self._driver.enter()
+        while len(self._idle) < _SLOTS:
+            self._idle.append(_Slot(self._driver))
 
     def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> _CudaCopy:
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                staged = torch.empty((2, len(src_ids)), dtype=torch.int64, pin_memory=True)
-                np.stack((src_ids, dst_ids), out=staged.numpy())
-                ids = staged.to(self._device, non_blocking=True)
-                copy_blocks(src, dst, ids, block_bytes)
-                done = torch.cuda.Event()
-                done.record()
-        except RuntimeError as error:  # torch's and Triton's
+            self._driver.enter()
+            slot = self._idle.pop() if self._idle else _Slot(self._driver)
+            copy = _CudaCopy(self, slot)
+            self._running.add(copy)
+            runs = runs_of(src_ids, dst_ids, min(_MOST_RUNS, max(1, len(src_ids) * block_bytes // RUN_BYTES)))
+            if runs is None:
+                self._scatter(slot, src, dst, src_ids, dst_ids, block_bytes)
+            else:
+                self._copy_runs(runs, src, dst, src_ids, dst_ids, block_bytes)
+            self._driver.record(slot.done)
+        except (DriverError, RuntimeError) as error:  # the driver's; torch's and Triton's
+            self.settle()  # a part may have been started
             raise TransferFailed(f"the GPU copies nothing: {error}") from error
-        return _CudaCopy(ids, done)
+        return copy
 
     def settle(self) -> None:
+        state = WriteState.DONE
         try:
-            self._stream.synchronize()
-        except RuntimeError as error:  # torch's of a kernel that failed; what it has not written, it will not write
+            self._driver.synchronize()
+        except DriverError as error:  # of a kernel that failed; what it has not written, it will not write
             logger.warning("A copy to a peer's GPU memory failed: %s", error)
+            state = WriteState.FAILED
+        for copy in list(self._running):
+            self._end(copy, state)
+
+    def state_of(self, copy: _CudaCopy) -> WriteState:
+        try:
+            self._driver.enter()
+            if not self._driver.has_happened(copy.slot.done):
+                return WriteState.PENDING
+            self._end(copy, WriteState.DONE)
+        except DriverError as error:  # as in settle
+            logger.warning("A copy to a peer's GPU memory failed: %s", error)
+            self._end(copy, WriteState.FAILED)
+        return copy.state
+
+    def _copy_runs(self, runs: list[Run], src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray,
+                   block_bytes: int) -> None:
+        for first, count in runs:
+            self._driver.copy(dst + int(dst_ids[first]) * block_bytes, src + int(src_ids[first]) * block_bytes,
+                              count * block_bytes)
+
+    def _scatter(self, slot: _Slot, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray,
+                 block_bytes: int) -> None:
+        shape, count = BlockShape.of(block_bytes), len(src_ids)
+        kernel = compiled(shape, self._device)
+        ids, address = slot.room_for(2 * count)
+        ids[:count], ids[count:] = src_ids, dst_ids
+        self._driver.copy(address, ids.ctypes.data, ids.nbytes)
+        parameters = slot.parameters
+        parameters.src, parameters.dst, parameters.ids = src, dst, address
+        parameters.count, parameters.words = count, shape.words
+        self._driver.launch(kernel, shape.programs_for(count), slot.pointers)
+
+    def _end(self, copy: _CudaCopy, state: WriteState) -> None:
+        copy.state = state
+        self._running.discard(copy)
+        if state is WriteState.DONE:
+            self._idle.append(copy.slot)
+
+
+def runs_of(src_ids: np.ndarray, dst_ids: np.ndarray, most: int) -> list[Run] | None:
+    """Runs of blocks that are neighbours on both sides; None where they are more than ``most``."""
+    breaks = np.flatnonzero((src_ids[1:] - src_ids[:-1] != 1) | (dst_ids[1:] - dst_ids[:-1] != 1)) + 1
+    if len(breaks) >= most:
+        return None
+    edges = [0, *breaks.tolist(), len(src_ids)]
+    return [(first, last - first) for first, last in zip(edges, edges[1:])]
 
 
 class _CudaCopy:
-    def __init__(self, ids: torch.Tensor, done: torch.cuda.Event):
-        self._ids, self._done = ids, done
+    def __init__(self, memory: CudaMemory, slot: _Slot):
+        self._memory, self.slot = memory, slot
+        self.state = WriteState.PENDING
 
     def poll(self) -> WriteState:
-        try:
-            return WriteState.DONE if self._done.query() else WriteState.PENDING
-        except RuntimeError as error:  # as in settle
-            logger.warning("A copy to a peer's GPU memory failed: %s", error)
-            return WriteState.FAILED
+        return self._memory.state_of(self) if self.state is WriteState.PENDING else self.state
 
 
-class _DriverError(Exception):
-    """What the driver says."""
+_SLOTS = 8
+_SLOT_IDS = 1 << 15
 
 
-class _Driver:
-    """The five functions that we need of libcuda, in the context that torch uses on a GPU."""
+class _Parameters(ctypes.Structure):
+    """Of the kernel; the last two are Triton's own."""
 
-    def __init__(self, device: int):
-        self._lib = ctypes.CDLL("libcuda.so.1")
-        ordinal, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._check(self._lib.cuDeviceGet(ctypes.byref(ordinal), device))
-        self._check(self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ordinal))
+    _fields_ = [("src", ctypes.c_uint64), ("dst", ctypes.c_uint64), ("ids", ctypes.c_uint64), ("count", ctypes.c_int32),
+                ("words", ctypes.c_int32), ("scratch", ctypes.c_uint64), ("profile", ctypes.c_uint64)]
 
-    def allocation_of(self, address: int) -> int:
-        begin, size = ctypes.c_uint64(), ctypes.c_size_t()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
-        return begin.value
 
-    def handle_of(self, begin: int) -> bytes:
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(begin))
-        return bytes(handle)
+class _Slot:
+    """What one copy needs while it runs."""
 
-    def open(self, handle: bytes) -> int:
-        if len(handle) != ctypes.sizeof(_Handle):
-            raise _DriverError("the handle is none of CUDA's")
-        begin = ctypes.c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(begin), _Handle.from_buffer_copy(handle),
-                   ctypes.c_uint(_ENABLE_PEER_ACCESS))
-        return begin.value
+    def __init__(self, driver: Driver):
+        self._driver = driver
+        self._staging: Staging = driver.stage(_SLOT_IDS)
+        self.done = driver.new_event()
+        self.parameters = _Parameters()
+        begin = ctypes.addressof(self.parameters)
+        offsets = [getattr(_Parameters, field[0]).offset for field in _Parameters._fields_]
+        self.pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
 
-    def close(self, begin: int) -> None:
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(begin))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        self._check(self._lib.cuCtxSetCurrent(self._context))  # of this thread, which may have none yet
-        self._check(getattr(self._lib, name)(*arguments))
-
-    def _check(self, code: int) -> None:
-        if code != 0:
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorString(code, ctypes.byref(text))
-            raise _DriverError((text.value or b"error %d" % code).decode())
+    def room_for(self, count: int) -> tuple[np.ndarray, int]:
+        """Page-locked memory for so many ids, and the address of as much on the GPU."""
+        if count > len(self._staging.host):
+            self._staging = self._driver.stage(1 << (count - 1).bit_length())
+        return self._staging.host[:count], self._staging.address

@@ -30,6 +30,7 @@ from baton.kernels.moe_experts import moe_experts
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode, pieces_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.peer_rows import peer_norm_gather, peer_scatter_norm
 from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, peer_scatter, peer_sum, peer_sum_norm
 from baton.kernels.per_head_matmul import per_head_matmul
 from baton.kernels.rmsnorm import rmsnorm
@@ -186,6 +187,11 @@ def met(tokens: int, world: int) -> None:
     peer_scatter(peer_gather(of(tokens, 4096), peers(world)), peers(world))
 
 
+def met_and_normed(tokens: int, width: int, world: int) -> None:
+    rows, _ = peer_norm_gather(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world))
+    peer_scatter_norm(rows, of(tokens, width), of(width), 1e-5, peers(world))
+
+
 def peers(world: int) -> Peers:
     return Peers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(SLOTS))
 
@@ -316,6 +322,9 @@ CASES: dict[str, Callable[[], object]] = {
     "peer_sum_norm 8192 of 8": lambda: summed_and_normed(7, 8192, 8, False),
     "peer_sum_norm 4096 of 4, two shots": lambda: summed_and_normed(7, 4096, 4, True),
     "peer_sum_norm 8192 of 8, two shots": lambda: summed_and_normed(7, 8192, 8, True),
+    "peer_norm_gather and peer_scatter_norm 2048 of 2": lambda: met_and_normed(7, 2048, 2),
+    "peer_norm_gather and peer_scatter_norm 7168 of 2": lambda: met_and_normed(7, 7168, 2),
+    "peer_norm_gather and peer_scatter_norm 7168 of 8": lambda: met_and_normed(7, 7168, 8),
     "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
@@ -330,7 +339,8 @@ FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
        "skinny_matmul one row", "skinny_matmul 7 rows of float8", "greatest", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
-       "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2", "copy_blocks 4 KiB"]
+       "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2",
+       "peer_norm_gather and peer_scatter_norm 2048 of 2", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {

@@ -1,0 +1,124 @@
+"""What we need of the CUDA driver, called by itself (ctypes), in the context that torch uses on a GPU.
+
+torch has CUDA IPC for whole tensors of its own only, and its and Triton's launches give up the interpreter on their
+way: in a server whose scheduler computes meanwhile, each of them may come back milliseconds later. Calls that return
+at once keep the interpreter here (``_quick``); those that map and unmap memory do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+_ENABLE_PEER_ACCESS = 1
+_DISABLE_TIMING = 2
+_NOT_READY = 600
+
+
+class DriverError(Exception):
+    """What the driver says."""
+
+
+class Handle(ctypes.Structure):
+    """Of an allocation, for other processes."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
+class Staging(NamedTuple):
+    """``host`` is page-locked; ``ids`` as large on the GPU, at ``address``. Both go when nobody has them any more."""
+
+    host: np.ndarray
+    ids: torch.Tensor | None
+    address: int
+
+
+class Driver:
+    """Its functions, for one GPU and a stream of its own, whose work goes before other work that waits. Those of the
+    stream and its events are called after ``enter``, in the same thread; all but ``synchronize`` return at once."""
+
+    def __init__(self, device: int):
+        self._lib = ctypes.CDLL("libcuda.so.1")
+        self._quick = ctypes.PyDLL("libcuda.so.1")
+        ordinal, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(self._lib.cuDeviceGet(ctypes.byref(ordinal), device))
+        self._check(self._lib.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), ordinal))
+        self._torch_stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = ctypes.c_void_p(self._torch_stream.cuda_stream)
+
+    # -- memory of other processes --------------------------------------------------------------------------------
+
+    def allocation_of(self, address: int) -> int:
+        begin, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
+        return begin.value
+
+    def handle_of(self, begin: int) -> bytes:
+        handle = Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(begin))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        if len(handle) != ctypes.sizeof(Handle):
+            raise DriverError("the handle is none of CUDA's")
+        begin = ctypes.c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(begin), Handle.from_buffer_copy(handle),
+                   ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        return begin.value
+
+    def close(self, begin: int) -> None:
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(begin))
+
+    # -- the stream -----------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """The calls that follow in this thread, which may have no context yet, are of our GPU."""
+        self._check(self._quick.cuCtxSetCurrent(self._context))
+
+    def new_event(self) -> ctypes.c_void_p:
+        event = ctypes.c_void_p()
+        self._check(self._quick.cuEventCreate(ctypes.byref(event), ctypes.c_uint(_DISABLE_TIMING)))
+        return event
+
+    def record(self, event: ctypes.c_void_p) -> None:
+        self._check(self._quick.cuEventRecord(event, self._stream))
+
+    def has_happened(self, event: ctypes.c_void_p) -> bool:
+        """Raises DriverError also for what failed before the event."""
+        if (code := self._quick.cuEventQuery(event)) != _NOT_READY:
+            self._check(code)
+            return True
+        return False
+
+    def copy(self, dst: int, src: int, num_bytes: int) -> None:
+        """Between any two of: this GPU, one that is mapped, page-locked host memory."""
+        self._check(self._quick.cuMemcpyAsync(ctypes.c_uint64(dst), ctypes.c_uint64(src), ctypes.c_size_t(num_bytes),
+                                              self._stream))
+
+    def launch(self, kernel: Any, programs: int, parameters: Any) -> None:
+        """``kernel`` is one that Triton has compiled and loaded, ``parameters`` an array of pointers to its own."""
+        self._check(self._quick.cuLaunchKernel(
+            ctypes.c_void_p(kernel.function), programs, 1, 1, kernel.metadata.num_warps * 32, 1, 1,
+            kernel.metadata.shared, self._stream, parameters, None))
+
+    def stage(self, count: int) -> Staging:
+        """Room for ``count`` integers of 64 bits. It is the stream's, or what has used the memory before may still."""
+        with torch.cuda.stream(self._torch_stream):
+            ids = torch.empty(count, dtype=torch.int64, device=self._torch_stream.device)
+            return Staging(torch.empty(count, dtype=torch.int64, pin_memory=True).numpy(), ids, ids.data_ptr())
+
+    def synchronize(self) -> None:
+        self._call("cuStreamSynchronize", self._stream)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._check(self._lib.cuCtxSetCurrent(self._context))  # of this thread, which may have none yet
+        self._check(getattr(self._lib, name)(*arguments))
+
+    def _check(self, code: int) -> None:
+        if code != 0:
+            text = ctypes.c_char_p()
+            self._lib.cuGetErrorString(code, ctypes.byref(text))
+            raise DriverError((text.value or b"error %d" % code).decode())
