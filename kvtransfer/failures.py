@@ -1,8 +1,8 @@
-"""How failed transfers are counted."""
+"""How failed transfers are counted, and a failure that both halves tell."""
 
 from __future__ import annotations
 
-from ..common.api.errors import ServingError, TransferFailed
+from ..common.api.errors import Conflict, ServingError, TransferFailed
 
 
 def count_failure(counters: dict[str, float], error: ServingError) -> None:
@@ -12,3 +12,7 @@ def count_failure(counters: dict[str, float], error: ServingError) -> None:
         names.append(f"kv_transfers_broken_{error.cause}")
     for name in names:
         counters[name] = counters.get(name, 0) + 1
+
+
+def room_in_use(room: int) -> Conflict:
+    return Conflict(f"bootstrap_room {room} is in use; every request needs a room of its own.")

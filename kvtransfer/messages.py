@@ -14,7 +14,7 @@ this use of a room from every earlier one; ``instance`` is a process's random id
     Decline(room, error)                 ->                                it will not reserve for this room
     Abort(room, stamp, error)            ->    or   <-   Abort(room, stamp, error)
                                          <-    Stopped(room, stamp)        answers each Abort, once writing has ended
-    Pong(time)                           ->    <-   Ping(time)             the lease, see sending.py
+    Pong(time)                           ->    <-   Ping(time)             the lease, see sessions.py
     Bye                                  ->    <-   Gone(why)              the session has ended
 
 History: version 1 is the first. Version 2 has seals (seal.py), checksums (checksum.py) and lanes

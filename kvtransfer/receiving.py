@@ -9,7 +9,7 @@ When a published room fails, its pages wait until the writer is quiet (see state
 
 * The link works: until the sender answers our Abort with Stopped (or its result crosses the Abort).
 * The link is closed (the process ended, or the network is cut): until ``peer_timeout`` after our last Pong, when the
-  sender must have torn its writes down (see sending.py), and ``landing`` more. When the sender itself has dismissed
+  sender must have torn its writes down (see sessions.py), and ``landing`` more. When the sender itself has dismissed
   us, it has just done so, and ``landing`` is enough.
   Where the backend cannot take writes back, for as long as they linger in addition, or until another instance of the
   sender's answers at its address.
@@ -34,11 +34,11 @@ from . import messages as m
 from .checksum import Extent
 from .failures import count_failure
 from .lanes import lane, writers_of
-from .lobby import MAX_WAITING
 from .recv_state import Address, Close, Connect, Effect, Link, Lookup, RecvRoom, Route, Search, Send, Verify
 from .seal import OTHER_SECRET
 from .states import RECEIVER, Event, Phase, step
 from .timing import Timing
+from .waiting import MAX_WAITING
 
 RETRY_INTERVAL = 0.25
 

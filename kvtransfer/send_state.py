@@ -11,7 +11,7 @@ from ..common.api.errors import ServingError
 from . import messages as m
 from .checksum import Extent
 from .lanes import Lane
-from .states import Phase
+from .states import SENDER, Event, Phase, step
 
 
 @dataclass
@@ -27,6 +27,12 @@ class Session:
     peer: Any = None
     lease: float = 0.0  # until when writes may be posted
     rooms: dict[int, SendRoom] = field(default_factory=dict)
+
+    def confirm(self, sent: float, now: float, lease: float) -> None:
+        """The Pong to a Ping of time ``sent`` has come; from then on writes may be posted for ``lease``."""
+        sent = min(sent, now)
+        self.confirmed = max(self.confirmed, sent)
+        self.lease = max(self.lease, sent + lease)
 
 
 @dataclass
@@ -45,6 +51,34 @@ class SendRoom:
     in_flight: int = 0
     untaken: set[tuple[bytes, int]] = field(default_factory=set)  # session and stamp of each destination without Taken
 
+    def fail(self, error: ServingError) -> bool:
+        """Returns whether it is news: a room fails once, and not when it is DONE."""
+        after = step(SENDER, self.phase, Event.FAIL)
+        if self.phase is after:
+            return False
+        # Readers take no lock: whoever sees the phase must find the error.
+        self.error, self.phase = error, after
+        return True
+
+    def destination_of(self, rank: int) -> Destination | None:
+        """That of a decode rank, once the room has joined."""
+        return next((destination for destination in self.destinations if destination.rank == rank), None)
+
+    def differs(self, destination: Destination) -> str | None:
+        """Why the destination is for another prompt than this; None: it is for this one."""
+        ours, theirs = self.num_prompt_tokens, destination.num_prompt_tokens
+        if (self.prompt_digest, ours) == (destination.prompt_digest, theirs):
+            return None
+        return (f"prefill and decode read different prompts ({ours} and {theirs} tokens); both need the same "
+                f"tokenizer, chat template and request")
+
+    def join(self, destinations: list[Destination]) -> None:
+        self.destinations = tuple(destinations)
+        for destination in destinations:
+            destination.session.rooms[self.room] = self
+            self.untaken.add((destination.session.id, destination.stamp))
+        self.phase = step(SENDER, self.phase, Event.JOIN)
+
 
 @dataclass(eq=False)
 class Destination:
@@ -60,9 +94,29 @@ class Destination:
     deadline: float
     checksum: int = 0
 
+    @classmethod
+    def of(cls, session: Session, reserve: m.Reserve, deadline: float) -> Destination:
+        try:
+            page_ids = m.unpack_page_ids(reserve.page_ids)
+        except ValueError:
+            page_ids = np.empty(0, dtype=np.int64)
+        return cls(session, reserve.room, reserve.stamp, reserve.prompt_digest, reserve.num_prompt_tokens,
+                   reserve.first_page, page_ids, deadline)
+
     @property
     def rank(self) -> int:
         return self.session.info.rank
+
+    @property
+    def flaw(self) -> str | None:
+        """Why nothing can be written there: it has too few or too many pages, or such as the receiver does not have."""
+        pages = self.session.info.layout.pages_for(self.num_prompt_tokens)
+        ids, first = self.page_ids, self.first_page
+        if not 0 <= first <= pages or len(ids) != pages - first:
+            return f"decode's reservation has {len(ids)} pages from page {first} on for a prompt of {pages} pages"
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.session.num_pages):
+            return f"decode's reservation names pages outside its pool of {self.session.num_pages}"
+        return None
 
 
 class Write(NamedTuple):

@@ -165,7 +165,7 @@ class KVSender:
         except (Unsealed, msgspec.MsgspecError) as error:
             with self._lock:
                 self._core.counters["kv_messages_dropped"] += 1
-                known = session_id in self._core.sessions
+                known = session_id in self._core.sessions.open
             if isinstance(error, Unsealed) and not known:
                 self._send(Send(session_id, Refused(OTHER_SECRET)))
             return
@@ -211,10 +211,10 @@ class KVSender:
             peer = self._backend.add_peer(admit.metadata, session.lane.src_blocks, session.lane.dst_blocks)
         except ServingError as error:
             with self._lock:
-                self._core.rejected(session, error.message)
+                self._core.sessions.rejected(session, error.message)
             return
         with self._lock:
-            self._core.admitted(session, peer, time.monotonic())
+            self._core.sessions.admitted(session, peer, time.monotonic())
 
     def _dismiss(self, dismiss: Dismiss) -> None:
         session = dismiss.session
@@ -225,7 +225,7 @@ class KVSender:
 
     def _post_writes(self) -> None:
         with self._lock:
-            writes = self._core.take_writes(time.monotonic(), lambda event: event.query())
+            writes = self._core.queue.take(time.monotonic(), lambda event: event.query())
         for write in writes:
             posting = _Posting(write, time.monotonic())
             for piece in write.session.lane.pieces_of(write.group):

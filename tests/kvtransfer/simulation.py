@@ -322,7 +322,7 @@ class World:
         for rank, core in enumerate(self.prefill.cores):
             if rank in self.prefill.stopped:
                 continue
-            for write in core.take_writes(self.now, lambda event: True):
+            for write in core.queue.take(self.now, lambda event: True):
                 info = write.session.info
                 alive = self.decode.cores[info.rank].info.instance == info.instance
                 self.flights.append(Flight(write, self.serial(write.destination), rank, info.rank, lost=not alive))
@@ -495,7 +495,7 @@ class World:
             if effect.session in self.wires:
                 self.wires[effect.session].to_receiver.append(effect.message)
         elif isinstance(effect, send_state.Admit):
-            core.admitted(effect.session, effect.session.id, self.now)
+            core.sessions.admitted(effect.session, effect.session.id, self.now)
         else:
             for flight in [f for f in self.flights if f.session == effect.session.id]:
                 self.flights.remove(flight)

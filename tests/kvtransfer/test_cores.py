@@ -8,8 +8,8 @@ import pytest
 
 from baton.common.api.errors import Aborted
 from baton.common.kvcache.layout import KVLayout
-from baton.kvtransfer import lobby, receiving, recv_state, send_state, sending
 from baton.kvtransfer import messages as m
+from baton.kvtransfer import receiving, recv_state, send_state, sending, waiting
 from baton.kvtransfer.states import Phase
 from baton.kvtransfer.timing import Timing
 
@@ -33,7 +33,7 @@ def sender() -> sending.SenderCore:
     core = sending.SenderCore(PREFILL, TIMING)
     core.receive(b"s", m.Hello(DECODE, "prefill", 8, b""), 10.0)
     (admit,) = core.effects
-    core.admitted(admit.session, "peer", 10.0)
+    core.sessions.admitted(admit.session, "peer", 10.0)
     core.receive(b"s", m.Pong(10.0), 10.0)
     core.effects.clear()
     return core
@@ -50,7 +50,7 @@ def writing(sender: sending.SenderCore) -> None:
 
 
 def take(sender: sending.SenderCore, now: float) -> int:
-    return len(sender.take_writes(now, lambda event: True))
+    return len(sender.queue.take(now, lambda event: True))
 
 
 def test_a_lease_ends_and_a_fresh_pong_renews_it(sender):
@@ -76,9 +76,9 @@ def test_a_pong_from_the_future_grants_no_more_than_one_of_now(sender):
 
 def test_our_own_stall_is_not_the_peers_silence(sender):
     sender.tick(20.0, stalled=9.0)
-    assert b"s" in sender.sessions
+    assert b"s" in sender.sessions.open
     sender.tick(24.0)
-    assert b"s" not in sender.sessions
+    assert b"s" not in sender.sessions.open
 
 
 def test_an_abort_for_an_earlier_use_of_a_room_is_answered_and_harmless(sender):
@@ -111,17 +111,17 @@ def test_a_destination_that_cannot_be_is_refused(sender, bad, words):
     sender.receive(b"s", reserve(**bad), 10.0)
     abort, stopped = sent(sender)
     assert words in abort.message and stopped == m.Stopped(1, 5)
-    assert not sender.early
+    assert not sender.lobby.early
 
 
 def test_early_destinations_are_bounded(sender, monkeypatch):
-    monkeypatch.setattr(lobby, "MAX_WAITING", 3)
+    monkeypatch.setattr(waiting, "MAX_WAITING", 3)
     for room in range(4):
         sender.receive(b"s", reserve(room=room, stamp=room), 10.0)
     sender.tick(10.0)
     sender.effects.popleft()  # the Ping
     assert [type(message) for message in sent(sender)] == [m.Abort, m.Stopped]
-    assert list(sender.early) == [(1, 0), (2, 0), (3, 0)]
+    assert list(sender.lobby.early) == [(1, 0), (2, 0), (3, 0)]
 
 
 def test_a_new_session_of_the_same_receiver_ends_the_old_one(sender):

@@ -56,11 +56,11 @@ def test_a_failed_write_fails_the_room_and_the_next_session_works(pair):
 
 def test_nothing_is_posted_without_a_lease(pair):
     """A sender that hears no Pong stops writing; here its session forgets the lease, as after a long stop."""
-    (session,) = pair.sender._core.sessions.values()
+    (session,) = pair.sender._core.sessions.open.values()
     session.lease = 0.0
     with pair.sender._lock:
         pair.sender._core.push(1, 0, 0, np.array([20, 21, 30]), None)
-        assert pair.sender._core.take_writes(time.monotonic(), lambda event: True) == []
+        assert pair.sender._core.queue.take(time.monotonic(), lambda event: True) == []
     pair.sender.push(1, 1, 0, np.array([20, 21, 30]), None)
     pair.finish(1)
     pair.until(1, Phase.DONE)  # the next Pong renews it

@@ -98,7 +98,7 @@ def test_another_secret_is_refused_on_the_control_channel(make_pair, prefill, de
     stranger._io.wake()
     assert pair.until(1, Phase.FAILED, half=stranger) < 1
     assert isinstance(stranger.error(1), TransferFailed) and "different --cluster-secrets" in stranger.error(1).message
-    assert not pair.sender._core.sessions
+    assert not pair.sender._core.sessions.open
 
 
 def test_a_recorded_session_cannot_be_played_again(make_pair):
@@ -116,7 +116,7 @@ def test_a_recorded_session_cannot_be_played_again(make_pair):
             sock.send_multipart(recording[0])
             assert isinstance(m.decode_to_receiver(sock.recv_multipart()[0]), expected)
             sock.send_multipart(recording[1])
-            wait_until(lambda: not pair.sender._core.sessions)
+            wait_until(lambda: not pair.sender._core.sessions.open)
 
 
 def test_the_bootstrap_server_refuses_other_secrets_and_repetitions(monkeypatch):

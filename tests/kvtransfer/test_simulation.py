@@ -74,7 +74,7 @@ def no_lease(monkeypatch):
     tick = sending.SenderCore.tick
 
     def patient(self, now, stalled=0.0):
-        for session in self.sessions.values():
+        for session in self.sessions.open.values():
             session.confirmed = now
         tick(self, now, stalled)
 
@@ -109,7 +109,7 @@ def any_stamp_will_do(monkeypatch):
 
     def twice(self, session, abort, now):
         peer_abort(self, session, abort, now)
-        self._send(session.id, sending.m.Stopped(abort.room, abort.stamp))
+        self.sessions.send(session.id, sending.m.Stopped(abort.room, abort.stamp))
 
     monkeypatch.setattr(sending.SenderCore, "_peer_abort", twice)
 

@@ -195,4 +195,4 @@ def test_one_link_that_breaks_ends_the_route(make_fleet):
     fleet.prefill.ranks[1].close()
     fleet.until(1, Phase.FAILED, [fleet.prefill.ranks[0], fleet.decode.ranks[0]])
     wait_until(lambda: not fleet.decode.ranks[0]._core.links)
-    wait_until(lambda: not fleet.prefill.ranks[0]._core.sessions)
+    wait_until(lambda: not fleet.prefill.ranks[0]._core.sessions.open)
