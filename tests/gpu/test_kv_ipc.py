@@ -76,13 +76,19 @@ def test_blocks_reach_another_process(source, device, blocks):
     backend.close()
 
 
+def over_and_over(order: str) -> np.ndarray:
+    """All pages 64 times, for a copy engine or for the kernel."""
+    return np.tile(np.arange(PAGES) if order == "runs" else np.random.default_rng(1).permutation(PAGES), 64)
+
+
+@pytest.mark.parametrize("order", ["runs", "scattered"])
 @pytest.mark.parametrize("device", range(min(2, torch.cuda.device_count())))
-def test_a_target_that_is_killed_in_mid_write_harms_nobody(source, device):
+def test_a_target_that_is_killed_in_mid_write_harms_nobody(source, device, order):
     """The writer's context stays whole: its writes end, it computes on, and serves the next target."""
     backend, target = IpcBackend(), Target(device)
     backend.register([region_of(source)], PAGES)
     peer = backend.add_peer(target.metadata, [1], [1])
-    ids = np.tile(np.arange(PAGES), 64)
+    ids = over_and_over(order)
     writes = [backend.write(peer, 0, ids, 0, ids) for _ in range(20)]  # 80 GiB
     os.kill(target.process.pid, signal.SIGKILL)
     target.process.join()
@@ -97,11 +103,12 @@ def test_a_target_that_is_killed_in_mid_write_harms_nobody(source, device):
     backend.close()
 
 
-def test_a_removed_peer_is_written_no_more(source):
+@pytest.mark.parametrize("order", ["runs", "scattered"])
+def test_a_removed_peer_is_written_no_more(source, order):
     backend, target = IpcBackend(), Target(0)
     backend.register([region_of(source)], PAGES)
     peer = backend.add_peer(target.metadata, [1], [1])
-    ids = np.tile(np.arange(PAGES), 64)
+    ids = over_and_over(order)
     writes = [backend.write(peer, 0, ids, 0, ids) for _ in range(10)]
     backend.remove_peer(peer)
     before = target.content()
@@ -112,6 +119,24 @@ def test_a_removed_peer_is_written_no_more(source):
     source.copy_(source_before)
     assert all(backend.poll(write) is WriteState.FAILED for write in writes)
     assert_arrives(backend, target, source)  # the same memory, opened again
+    target.process.kill()
+    backend.close()
+
+
+def test_writes_that_overlap_all_arrive(source):
+    """Runs and scattered blocks, more of them at a time than there are places kept for; the last are the largest."""
+    backend, target = IpcBackend(), Target(min(1, torch.cuda.device_count() - 1))
+    backend.register([region_of(source)], PAGES)
+    peer, rng, writes = backend.add_peer(target.metadata, [1], [1]), np.random.default_rng(3), []
+    expected = target.content().copy()
+    for count in (*rng.integers(1, PAGES // 2, 30), PAGES):
+        src, dst = (rng.permutation(PAGES)[:count] for _ in range(2))
+        if rng.random() < 0.5:
+            src, dst = np.arange(count), np.arange(PAGES - count, PAGES)
+        expected[dst] = source.cpu().numpy()[src]
+        writes.append(backend.write(peer, 0, src, 0, dst))
+    assert ended(backend, writes) == [WriteState.DONE] * len(writes)
+    assert np.array_equal(target.content(), expected)
     target.process.kill()
     backend.close()
 
