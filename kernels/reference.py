@@ -46,6 +46,19 @@ def peer_sum_norm(parts: list[torch.Tensor], residual: torch.Tensor, weight: tor
     return rmsnorm(peer_sum(parts), weight, eps, residual)
 
 
+def peer_norm_gather(parts: list[torch.Tensor], residuals: list[torch.Tensor], weight: torch.Tensor,
+                     eps: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """See ``kernels.peer_rows.peer_norm_gather``; the second result is all ranks'."""
+    made = [rmsnorm(part, weight, eps, residual) for part, residual in zip(parts, residuals)]
+    return torch.cat([normed for normed, _ in made]), [total for _, total in made]
+
+
+def peer_scatter_norm(parts: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                      rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kernels.peer_rows.peer_scatter_norm``; ``parts`` [ranks * n, width] are the ranks' summands."""
+    return rmsnorm(peer_sum(parts).chunk(len(parts))[rank], weight, eps, residual)
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """See ``kernels.silu_and_mul.silu_and_mul``."""
     gate, up = x.float().chunk(2, dim=-1)
@@ -279,7 +292,8 @@ def moe_align(places: torch.Tensor, num_places: int,
     return joined.int(), torch.tensor(place, dtype=torch.int32, device=places.device), positions[:-1]
 
 
-def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
+             live: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kernels.moe_topk.moe_topk``."""
     scores = logits.float().softmax(-1) if how.scoring == "softmax" else logits.float().sigmoid()
     choice = limit_to_groups(scores if bias is None else scores + bias, how)
@@ -287,6 +301,8 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice) -> tu
     weights = scores.gather(1, ids)
     if how.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if live is not None:
+        ids = ids.masked_fill((live == 0)[:, None], -1)
     return ids, weights * how.scaling_factor
 
 

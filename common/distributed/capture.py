@@ -28,7 +28,7 @@ def may_capture(parallel: Parallel) -> bool:
         return False
     if parallel.world.size == 1:
         return True
-    if experts.a2a != "none" or (parallel.dp_size > 1 and experts.counted):
+    if experts.a2a == "alltoall" or (parallel.dp_size > 1 and experts.counted):
         return False
     trouble = None
     for group in {id(group): group for group in (parallel.world, parallel.attention, parallel.across)}.values():

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import pad
 
-from .pending import PendingSum, Summed
+from .low_latency import LowLatency, Met
+from .pending import PendingRows, PendingSum, Summed
 from .tp import TPGroup
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -23,7 +24,8 @@ class TokenExchange:
     that decode does not make them all as long.
     """
 
-    def __init__(self, across: TPGroup, attention: TPGroup | None = None):
+    def __init__(self, across: TPGroup, attention: TPGroup | None = None, *, low_latency: bool = False):
+        self.decode = LowLatency(across) if low_latency else None  # of decode steps; None: they go as prompts do
         self._across = across
         self._attention = attention or TPGroup()
         self._counts: list[int] = [0] * across.size
@@ -35,11 +37,13 @@ class TokenExchange:
         """Whether there is more than one attention group."""
         return self._across.size > 1
 
-    def begin(self, counts: Sequence[int]) -> None:
-        """Rows of each attention group in the calls that follow, equal on all ranks."""
+    def begin(self, counts: Sequence[int], *, decodes: bool = False) -> None:
+        """Rows of each attention group in the calls that follow, equal on all ranks. ``decodes``: in all groups."""
         if not self.spans:
             return
         assert len(counts) == self._across.size
+        if self.decode is not None:
+            self.decode.begin(counts if decodes else ())
         self._counts = list(counts)
         largest, total = max(counts), sum(counts)
         self._padded = largest * len(counts) <= 2 * total
@@ -56,10 +60,12 @@ class TokenExchange:
         first = sum(self._counts[:self._across.rank])
         return y[first:first + self._counts[self._across.rank]]
 
-    def summed(self, partial: Compute, x: torch.Tensor) -> Summed:
+    def summed(self, partial: Compute, x: torch.Tensor | Met) -> Summed:
         """``around`` for what every rank of the engine has a summand of, ``partial``: only the group's own rows are
         summed up, half of the traffic of a sum of all rows on all ranks. What is left of that within the group is for
-        the norm that follows."""
+        the norm that follows, and so is all of it for rows that have met in the norm before."""
+        if isinstance(x, Met):
+            return PendingRows(partial(x.rows), self._across)
         if not self.spans:
             return self._within(partial(x))
         y, own, largest = partial(self.gather(x)), self._counts[self._across.rank], max(self._counts)

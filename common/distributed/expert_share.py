@@ -8,9 +8,10 @@ from typing import Literal
 from ..api.errors import ConfigError
 from ..config.moe import MoESpec
 from ..config.server import ParallelArgs
+from .low_latency import LowLatency
 from .tp import TPGroup
 
-AllToAll = Literal["none", "alltoall"]
+AllToAll = Literal["none", "alltoall", "low_latency"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ExpertShare:
     the experts, and each rank of a row an equal part of every such expert's intermediate values.
 
     ``a2a`` says how tokens reach the experts of other ranks: ``none`` computes every token on every rank that holds
-    one of its experts, and adds the results up; ``alltoall`` sends each token to the ranks of its experts and back.
+    one of its experts, and adds the results up; ``alltoall`` sends each token to the ranks of its experts and back;
+    ``low_latency`` is ``none`` but for decode steps, which go by ``meeting``.
     ``apart``: every rank is an attention group of its own, with its own tokens.
 
     With ``movable`` experts change their ranks while they serve (then each is whole on its ranks), and ``redundant``
@@ -30,6 +32,7 @@ class ExpertShare:
     ep_size: int = 1
     a2a: AllToAll = "none"
     apart: bool = False
+    meeting: LowLatency | None = None
     redundant: int = 0
     movable: bool = False
     counted: bool = False
@@ -67,7 +70,7 @@ class ExpertShare:
         """Raises ConfigError where the experts (None: the model has none) cannot be shared so."""
         ep = self.ep_size
         assert self.group.size % ep == 0
-        assert ep == self.group.size or (self.a2a == "none" and not self.movable and not self.redundant)
+        assert ep == self.group.size or (self.a2a != "alltoall" and not self.movable and not self.redundant)
         if spec is None:
             if ep > 1 or self.a2a != "none" or self.movable or self.counted:
                 raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb and --expert-distribution-recorder-mode "

@@ -45,8 +45,9 @@ class Parallel:
         self.attention = attention or self.world
         self.across = across or TPGroup(device=self.world.device)
         apart = self.attention.size == 1 and self.across.size > 1
-        self.experts = replace(experts or ExpertShare(self.world), apart=apart)
-        self.tokens = TokenExchange(self.across, self.attention)
+        share = experts or ExpertShare(self.world)
+        self.tokens = TokenExchange(self.across, self.attention, low_latency=apart and share.a2a == "low_latency")
+        self.experts = replace(share, apart=apart, meeting=self.tokens.decode)
         self.head = self.attention if dp_head else self.world
         self.scored = TokenExchange(TPGroup() if dp_head else self.across)
         assert self.attention.size * self.across.size == self.world.size

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...kernels import peer_rows
 from ...kernels import peer_sum as kernel
 from ...kernels._triton import AVAILABLE
 from .parallel import Parallel
@@ -19,6 +20,8 @@ log = logging.getLogger("baton.engine")
 LARGEST_BYTES = 1 << 20
 """Of one message, or of what a rank sends to gather or scatter; a longer one is NCCL's. Two H200s take 6.7 us
 for it, NCCL 19.5 us; more does not fit into the buffers."""
+MOST_ROWS = 1024
+"""Of a rank that meet others in one kernel: of 8 ranks they take 256 MiB of each."""
 _TWO_SHOT_TRAFFIC = 768 << 10
 """Bytes that a rank sends in one shot before two take less: message size times the peers."""
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -31,21 +34,22 @@ _TRIAL_PATIENCE = 1 << 23  # looks for a peer's part, about 10 s: another rank m
 class PeerSums:
     """A group's shared buffers. Every rank makes the same calls in the same order, on its current stream."""
 
-    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device):
-        """A collective of the group; raises where the GPUs cannot see each other's memory."""
+    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device, slots: int = kernel.SLOTS):
+        """A collective of the group; raises where the GPUs cannot see each other's memory. ``slots``: rows of each rank
+        that can meet."""
         # A program that used NVLink multicast and dies can leave the switch unusable for others.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symm_mem
 
         self._size = dist.get_world_size(group)
-        values = kernel.buffer_values(self._size)
+        values = kernel.buffer_values(self._size, slots)
         self._memory = symm_mem.empty(values, dtype=torch.int16, device=device)
         self._memory.fill_(kernel.EMPTY)
         torch.cuda.synchronize(device)  # nobody sends before all have met below
         self._handle = symm_mem.rendezvous(self._memory, group)
         self.shared = kernel.Peers(rank, tuple(self._handle.get_buffer(peer, (values,), torch.int16)
                                                for peer in range(self._size)),
-                                   torch.zeros(kernel.SLOTS, dtype=torch.int32, device=device))
+                                   torch.zeros(slots, dtype=torch.int32, device=device))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """By what is equal on all ranks, as the others do."""
@@ -81,6 +85,20 @@ class PeerSums:
         """The ranks' ``rows`` [n, ...], which ``gathers`` took, to ``[ranks * n, ...]``."""
         return kernel.peer_gather(rows, self.shared, patience=patience)
 
+    def meets(self, rows: torch.Tensor) -> bool:
+        return rows.is_cuda and rows.dtype in _DTYPES and peer_rows.rows_fit(len(rows), rows.shape[1], self.shared)
+
+    def gather_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                      patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norms of all ranks' ``rows + residual`` [ranks * n, hidden] and this rank's sum, of what ``meets``."""
+        return peer_rows.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared, patience=patience)
+
+    def scatter_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                       patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm and the total of this rank's part of the sum of ``rows`` [ranks * n, hidden], and ``residual``,
+        which ``meets``."""
+        return peer_rows.peer_scatter_norm(rows.contiguous(), residual, weight, eps, self.shared, patience=patience)
+
     def _in_two(self, tensor: torch.Tensor) -> bool:
         """Two ranks send as much in one shot; shares of other sizes than a power of two are not to be had."""
         return self._size in (4, 8) and tensor.nbytes * (self._size - 1) > _TWO_SHOT_TRAFFIC
@@ -107,31 +125,46 @@ class PeerSums:
                 gathered = self.gather(mine, patience)
                 summed = self.scatter_sum(gathered, patience).float() / self._size  # of equal rows on every rank
                 right = right and _close(summed, mine.float())
+                if width == _TRIAL_WIDTH:
+                    right = right and self._meets_right(mine, weight, patience)
                 self.sum(mine, patience)
                 if not (right and _close(mine, wanted)):
                     patience, found = 1, found or f"a sum of {rows} x {width} values of {dtype} was wrong"
         return found
+
+    def _meets_right(self, mine: torch.Tensor, weight: torch.Tensor, patience: int) -> bool:
+        """Whether ``mine`` meets the others' rows and comes back from them, each time once behind the norm."""
+        rows, total = self.gather_normed(mine, torch.ones_like(mine), weight, 1e-5, patience)
+        back, doubled = self.scatter_normed(rows, torch.zeros_like(mine), weight, 1e-5, patience)
+        width = (mine.shape[1],)
+        normed = torch.nn.functional.rms_norm(mine.float() + 1, width, eps=1e-5)
+        return (_close(total, mine.float() + 1) and _close(doubled / self._size, normed)
+                and _close(back, torch.nn.functional.rms_norm(normed, width, eps=1e-5)))
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.allclose(found.float(), wanted, atol=0.1, rtol=0.02)
 
 
-def connect_all(parallel: Parallel) -> None:
-    """Give the groups of a host's GPUs that meet in every layer their shared memory. A collective of all ranks."""
+def connect_all(parallel: Parallel, rows: int = 0) -> None:
+    """Give the groups of a host's GPUs that meet in every layer their shared memory. A collective of all ranks.
+
+    ``rows`` of each rank are to meet in one kernel.
+    """
     if parallel.device.type != "cuda":
         return
+    slots = max(kernel.SLOTS, min(rows, MOST_ROWS))
     groups = [parallel.world, parallel.attention]
     if parallel.attention.size > 1:
         groups.append(parallel.across)
     for group in {id(group): group for group in groups}.values():
         if group.size > 1:
-            group.peers = connect(group)
+            group.peers = connect(group, slots)
     if parallel.across.size == parallel.world.size:  # the same ranks
         parallel.across.peers = parallel.world.peers
 
 
-def connect(group: TPGroup) -> PeerSums | None:
+def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerSums | None:
     """Shared buffers of the group, a collective of it; None where its GPUs cannot have them, or do not sum right.
 
     A sentence in the log says why. All ranks get the same answer.
@@ -141,7 +174,7 @@ def connect(group: TPGroup) -> PeerSums | None:
     try:
         if not AVAILABLE:
             raise RuntimeError("triton is not installed")
-        made = PeerSums(group.rank, group.device_group, group.device)
+        made = PeerSums(group.rank, group.device_group, group.device, slots)
     except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
         trouble = f"{type(error).__name__}: {error}"
     if not _all(group, made is not None):

@@ -36,5 +36,27 @@ class PendingSum:
         return self.group.peers.sum_normed(self.part, residual, weight, eps)
 
 
-Summed = torch.Tensor | PendingSum
+@dataclass(frozen=True)
+class PendingRows:
+    """This rank's rows of the sum of ``part`` [ranks * n, hidden] over the ranks of ``group``; else as PendingSum."""
+
+    part: torch.Tensor
+    group: TPGroup
+
+    def total(self) -> torch.Tensor:
+        """``[n, hidden]``"""
+        return self.group.reduce_scatter_rows(self.part)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        return self.total()[index]
+
+    norms = True
+
+    def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(total + residual) * weight, total + residual)``"""
+        assert self.group.peers is not None
+        return self.group.peers.scatter_normed(self.part, residual, weight, eps)
+
+
+Summed = torch.Tensor | PendingSum | PendingRows
 """Rows of hidden states, or the sum that they are."""

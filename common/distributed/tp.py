@@ -41,6 +41,18 @@ class SmallSums(Protocol):
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``TPGroup.all_gather_rows`` of what ``gathers`` took."""
 
+    def meets(self, rows: torch.Tensor) -> bool:
+        """Whether the norms of ranks' own rows [n, hidden], n equal on all, can meet in one kernel and part in one."""
+
+    def gather_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
+                      eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(rows + residual) * weight`` of all ranks [ranks * n, hidden], this rank's ``rows + residual)``."""
+
+    def scatter_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
+                       eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(own + residual) * weight, own + residual)`` of this rank's part ``own`` of the sum of ``rows``
+        [ranks * n, hidden]."""
+
 
 class TPGroup:
     """Ranks that work in lockstep: every rank makes the same calls in the same order.

@@ -43,6 +43,7 @@ class DecodeGraphs:
                  progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
         self._attention = attention
+        self._scratch_page = scratch_page
         self.padding_row = Row([0], 0, np.array([scratch_page]))
         inputs = self._table = DecodeInputs(self._sizes[-1], self._sizes[-1] * max_pages, scratch_page, device)
         self._static = self._static_batch(page_size, inputs.tensors, device)
@@ -120,6 +121,7 @@ class DecodeGraphs:
         self._batches[size] = batch
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
+            batch.live = batch.page_of_token != self._scratch_page
             logits = model.forward(batch, attention, lambda layer: None)
             return logits, greatest(logits)[1]
 

@@ -26,8 +26,8 @@ class Turn:
 
     @staticmethod
     def of_rows_each(groups: int, rows: int) -> Turn:
-        """Equal parts: what is computed before there are requests, and in graphs."""
-        return Turn([rows] * groups, [rows] * groups)
+        """Equal parts: what graphs compute."""
+        return Turn([rows] * groups, [rows] * groups, steady=True)
 
     def replayed(self, size_for: Callable[[int], int | None]) -> Turn:
         """The turn as graphs of one size compute it where all groups can replay one, else itself: what one group

@@ -123,7 +123,7 @@ class ModelRunner:
         many = min(_MANY_ROWS, self.spec.context_length)
         steps = [(1, False), (many, False)] + ([] if embeds else [(1, True)])
         for done, (rows, is_decode) in enumerate(steps, 1):
-            self._begin(Turn([rows] * groups, [1] * groups))
+            self._begin(Turn([rows] * groups, [1] * groups, steady=is_decode))
             row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
             batch = build_forward_batch([row], self.layout.page_size, self.device, is_decode)
             compute(batch)
@@ -133,7 +133,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self, progress: Progress) -> None:
         kernels = self._config.kernels
-        largest = min(kernels.cuda_graph_max_bs, self._config.schedule.max_running_requests)
+        largest = self._config.largest_captured
         sizes = [size for size in kernels.cuda_graph_bs if size <= largest] or default_sizes(largest)
         self._graphs = DecodeGraphs(
             self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
@@ -203,7 +203,7 @@ class ModelRunner:
 
     def _begin(self, turn: Turn) -> None:
         self._turn = turn
-        self._parallel.tokens.begin(turn.tokens)
+        self._parallel.tokens.begin(turn.tokens, decodes=turn.steady)
         self._parallel.scored.begin(turn.scored)
 
     def accompany(self) -> None:

@@ -95,7 +95,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     try:
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
-            connect_all(parallel)
+            connect_all(parallel, spec.config.largest_captured if parallel.tokens.decode is not None else 0)
         line = StageLine(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.stages.size > 1 else None
         parts = build_parts(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)), line)
         scheduler = make_scheduler(parts)

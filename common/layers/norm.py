@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from ...kernels.forms import Float8Form
 from ...kernels.fp8_rmsnorm import fp8_rmsnorm
 from ...kernels.rmsnorm import rmsnorm
-from ..distributed.pending import PendingSum, Summed
+from ..distributed.exchange import TokenExchange
+from ..distributed.pending import Summed
 from ..weights.slots import Allocate, Slot
-from .linear import Rows
 
 FormOf = Callable[[int], Float8Form | None]
 """How so many rows are wanted; None: in the engine's type."""
@@ -22,8 +23,10 @@ def as_they_are(rows: int) -> Float8Form | None:
 
 
 class RMSNorm:
-    def __init__(self, name: str, size: int, eps: float, allocate: Allocate):
+    def __init__(self, name: str, size: int, eps: float, allocate: Allocate, tokens: TokenExchange | None = None):
+        """``tokens``: behind it the rows of all attention groups meet."""
         self.name = name
+        self._meeting = None if tokens is None else tokens.decode
         self.eps = eps
         self.weight = allocate(size)
 
@@ -37,9 +40,13 @@ class RMSNorm:
         assert isinstance(normed, torch.Tensor)
         return normed, total
 
-    def add_for(self, wanted: FormOf, x: Summed, residual: torch.Tensor | None) -> tuple[Rows, torch.Tensor]:
-        """The same, its first result as it is ``wanted`` where the norm's kernel can make it so."""
-        if isinstance(x, PendingSum):
+    def add_for(self, wanted: FormOf, x: Summed, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """The same, its first result Rows as they are ``wanted`` where the norm's kernel can make them so; with
+        ``tokens``, in a decode step that these have a quicker way for, Met."""
+        if self._meeting is not None and residual is not None and self._meeting.takes(residual):
+            assert isinstance(x, torch.Tensor), "a rank that is an attention group has its rows whole"
+            return self._meeting.normed(x, residual, self.weight, self.eps)
+        if not isinstance(x, torch.Tensor):
             if residual is not None and x.norms:
                 return x.normed(residual, self.weight, self.eps)
             x = x.total()

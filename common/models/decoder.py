@@ -14,7 +14,7 @@ from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
 from ..distributed.exchange import TokenExchange
 from ..distributed.parallel import Parallel
-from ..distributed.pending import PendingSum, Summed
+from ..distributed.pending import Summed
 from ..distributed.tp import TPGroup
 from ..engine.forward_batch import ForwardBatch
 from ..layers.labels import LabelHead
@@ -126,7 +126,8 @@ class DecoderLayer:
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
         self.attention = make_attention(f"{name}.self_attn", place, spec, parallel.attention, allocate)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, allocate,
+                                parallel.tokens)
         self.mlp = make_mlp(f"{name}.mlp", index, spec, parallel.mlp, allocate)
         self.mlp_of_groups = over_groups(self.mlp, parallel.tokens)
         self.mlp_form = as_they_are if parallel.tokens.spans else self.mlp.form
@@ -176,7 +177,7 @@ class DenseDecoder:
             self.head = self.embedding if tied else None
             if spec.head == "words" and not tied:
                 self.head = VocabTable("lm_head", spec.vocab_size, spec.hidden_size, parallel.head, allocate)
-        self.scored = parallel.scored
+        self.tokens, self.scored = parallel.tokens, parallel.scored
         # Of data-parallel attention's groups, the last MLP is computed together, of as many rows as were agreed on; and
         # where experts' tokens are counted, all are.
         self._scores_ends = self.stages.last and not (parallel.tokens.spans or parallel.experts.counted)
@@ -204,6 +205,8 @@ class DenseDecoder:
         by then. A stage before the last one hands what it has computed to the next, and returns no rows.
         """
         x: Summed
+        if self.tokens.decode is not None:
+            self.tokens.decode.mark(batch.live)
         x, residual = self._begin(batch)
         ends = self._scores_ends and batch.ends is not None and attention.attends_ends
         for index, layer in enumerate(self.layers):
@@ -212,12 +215,12 @@ class DenseDecoder:
             after_layer(index)
         assert residual is not None
         if not self.stages.last:
-            x = x.total() if isinstance(x, PendingSum) else x
+            x = x if isinstance(x, torch.Tensor) else x.total()
             self.stages.send(x, residual)
             return x[:0]
         assert self.norm is not None
         if batch.logits_rows is not None and not ends:
-            x = x.rows(batch.logits_rows) if isinstance(x, PendingSum) else x[batch.logits_rows]
+            x = x[batch.logits_rows] if isinstance(x, torch.Tensor) else x.rows(batch.logits_rows)
             residual = residual[batch.logits_rows]
         return self.norm.add(x, residual)[0]
 

@@ -56,7 +56,9 @@ def setting_flags(name: str, gpus: int) -> list[str]:
     parts, count = name.split("+"), str(gpus)
     return ["--tp-size", count, *(["--dp-size", count, "--enable-dp-attention"] if "dp" in parts else []),
             *(["--ep-size", count] if "ep" in parts else []),
-            *(["--moe-a2a-backend", "alltoall"] if "a2a" in parts else [])]
+            *(["--moe-a2a-backend", "alltoall"] if "a2a" in parts else []),
+            *(["--moe-a2a-backend", "low_latency"] if "ll" in parts else []),
+            *(["--enable-dp-lm-head"] if "head" in parts else [])]
 
 
 def main() -> None:

@@ -158,7 +158,8 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         share = ExpertShare.of(config.parallel, world)
         parallel = Parallel(world, experts=share)
         if groups > 1:
-            parallel = Parallel(world, TPGroup(device=world.device), world, share)
+            parallel = Parallel(world, TPGroup(device=world.device), world, share,
+                                dp_head=config.data_parallel.enable_dp_lm_head)
         engine = HandEngine(config, parallel, progress)
     return Driven(engine, world, groups, world.rank if groups > 1 else 0), stages
 
@@ -228,7 +229,7 @@ def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, 
     if not cuda:
         torch.set_num_threads(1)
     world = init_tp(rank, args.gpus, f"file://{folder}/meet", f"cuda:{rank}" if cuda else "cpu", timeout=120)
-    connect_all(Parallel(world))
+    connect_all(Parallel(world), rows=-(-max(batches_of(args), default=0) // args.gpus))
     limits: dict[str, Any] = {}
     if cuda:
         if rank == 0:

@@ -3,7 +3,7 @@
 A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine, ``sizes`` among them: of the
 decode steps that are padded, on a GPU those of CUDA graphs, of which there are none without it. OUT gets the tokens of
 every prompt of this rank, and what was seen on the way. With ``peers`` the GPUs exchange rows through each other's
-memory, from that case on.
+memory, from that case on, and ranks on a CPU have HostPeers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.common.distributed.peers import connect_all
 from baton.common.distributed.pending import PendingSum
 from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.common.host_peers import HostPeers
 from baton.tests.common.padded_steps import PaddedSteps
 from baton.tests.rank_processes import end_rank
 
@@ -63,8 +64,11 @@ def run(case: dict, joined: Parallel) -> dict:
     parallel = Parallel(joined.world, joined.attention, joined.across, experts,
                         dp_head=case.pop("dp_head", False))
     if case.pop("peers", False):
-        connect_all(joined)
+        if joined.device.type == "cpu":
+            joined.across.peers = HostPeers(joined.across)
+        connect_all(parallel, rows=200)
         assert joined.across.peers is not None
+    meeting = watch_meeting(parallel)
     prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
     backend = "triton" if parallel.device.type == "cuda" else "auto"
     kernels = KernelArgs(backend, disable_cuda_graph=not sizes, cuda_graph_bs=sizes)
@@ -82,7 +86,23 @@ def run(case: dict, joined: Parallel) -> dict:
     outputs = [item for message in engine.sent if isinstance(message, Outputs) for item in message.items]
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
-            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed}
+            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting}
+
+
+def watch_meeting(parallel: Parallel) -> list[list[int]]:
+    """Which rows of every norm that brings rows of all groups together are tokens."""
+    met: list[list[int]] = []
+    decode = parallel.tokens.decode
+    if decode is None:
+        return met
+    normed = decode.normed
+
+    def watched(*given):
+        met.append([] if decode.live is None else decode.live.int().tolist())
+        return normed(*given)
+
+    decode.normed = watched
+    return met
 
 
 def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:

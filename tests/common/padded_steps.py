@@ -37,5 +37,6 @@ class PaddedSteps:
         assert batch.is_decode and batch.num_reqs in self._sizes
         self.replayed.append(batch.num_reqs)
         self._runner._attention.plan(batch)
-        return self._runner._model.forward(dataclasses.replace(batch, logits_rows=None), self._runner._attention,
-                                           lambda layer: None)
+        live = batch.page_of_token != self._runner.num_pages
+        return self._runner._model.forward(dataclasses.replace(batch, logits_rows=None, live=live),
+                                           self._runner._attention, lambda layer: None)

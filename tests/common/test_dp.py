@@ -63,6 +63,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (moe, {"experts": (size, "alltoall"), "chunk": 16}),  # of two ranks each sends its own tokens to their experts
         (dense, {"sizes": [2]}),  # decode steps as CUDA graphs have them, of four requests none
         (moe, {"sizes": [1, 4], "dp_head": True}),
+        (moe, {"sizes": [1, 4], "experts": (size, "low_latency"), "peers": True}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies
@@ -73,7 +74,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         for (folder, _), found in zip(variants, seen["cases"]):
             assert found["tokens"] == alone(folder, prompts[group]), (rank, folder)
         assert (seen["cases"][2]["retracted"] > 0) == (group == 0)
-        for case in (6, 7):
+        for case in (6, 7, 8):
             assert seen["cases"][case]["replayed"] == ranks[0]["cases"][case]["replayed"]
         turns = {other["cases"][0]["turns"] for other in ranks}
         assert len(turns) == 1, "all ranks meet in every turn"
@@ -81,9 +82,21 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         assert bool(seen["cases"][-1]["computed"]) == bool(group)
     small, whole = (ranks[0]["cases"][case] for case in (6, 7))
     assert set(small["replayed"]) == {2} and set(whole["replayed"]) == {1, 4}
+    check_met(ranks, size)
     assert 0 < len(small["replayed"]) < len(whole["replayed"]) < whole["turns"]
     expected = [greedy(model, prompt, 8 + 5 * i) for i, prompt in enumerate(prompts[0])]
     assert ranks[0]["cases"][0]["tokens"] == expected
+
+
+def check_met(ranks: list[dict], size: int) -> None:
+    """Where every rank is a group, decode steps meet in all norms, and rows that pad them are known for that."""
+    met = ranks[0]["cases"][8]["met"]
+    assert all(seen["cases"][8]["met"] == met for seen in ranks)
+    assert bool(met) == (size == 2)
+    if met:
+        assert {len(live) for live in met} == {2, 8}
+        assert [1, 1, 1, 1, 1, 0, 0, 0] in met, "four requests of rank 0 beside one of rank 1"
+        assert [1, 0] in met, "rank 1 has no work any more"
 
 
 def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:

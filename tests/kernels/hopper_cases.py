@@ -367,6 +367,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),
     "peer_sum_norm 4096 of 2": lambda n: summed_and_normed(n, 4096, 2, False),
     "peer_gather and peer_scatter of 2": lambda n: met(n, 2),
+    "peer_norm_gather and peer_scatter_norm 2048 of 2": lambda n: met_and_normed(n, 2048, 2),
     "copy_blocks 4 KiB": lambda n: copied(n, 4096),
 }
 """Cases by the size of their batch: what was compiled for the case serves ``SIZES`` too, while requests wait."""

@@ -32,6 +32,10 @@ def test_a_rank_sums_what_its_peers_left():
     run_interpreted("peer_sum_cases.py")
 
 
+def test_rows_meet_and_part_as_the_peers_left_them():
+    run_interpreted("peer_rows_cases.py")
+
+
 def test_blocks_are_copied_where_they_belong():
     run_interpreted("copy_blocks_cases.py")
 

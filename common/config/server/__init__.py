@@ -78,6 +78,9 @@ class ServerConfig:
                               "which counts the ranks of all hosts.")
         if self.parallel.pp_size > 1:
             self._check_stages()
+        if self.parallel.moe_a2a_backend == "low_latency" and self.dp_size != self.parallel.tp_size:
+            raise ConfigError("--moe-a2a-backend low_latency is for ranks that each have tokens of their own: set "
+                              f"--enable-dp-attention --dp-size {self.parallel.tp_size}.")
         if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
             raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
                               "--enable-dp-attention has its own: leave it out.")
@@ -98,6 +101,11 @@ class ServerConfig:
         }
         for name in filter(given.get, given):
             raise ConfigError(f"{name} does not work across the stages of --pp-size: leave one of them out.")
+
+    @property
+    def largest_captured(self) -> int:
+        """Decode batch that runs as a CUDA graph at most."""
+        return min(self.kernels.cuda_graph_max_bs, self.schedule.max_running_requests)
 
     @property
     def dp_size(self) -> int:

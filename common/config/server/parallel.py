@@ -23,9 +23,11 @@ class ParallelArgs:
     ep_size: int = flag(1, names=("--expert-parallel-size", "--ep"), help=(
         "parts that a mixture's experts are spread over; with 1 every rank holds a slice of each expert, with "
         "--tp-size whole ones"))
-    moe_a2a_backend: Literal["none", "alltoall"] = flag("none", help=(
+    moe_a2a_backend: Literal["none", "alltoall", "low_latency"] = flag("none", help=(
         "how tokens reach the experts of other ranks: none computes each on every rank and adds up, alltoall sends it "
-        "to the ranks of its experts and back"))
+        "to the ranks of its experts and back, low_latency is none but for decode steps, in which attention groups of "
+        "one rank each exchange rows through each other's memory within the norms, and rows that only pad reach no "
+        "expert"))
     enable_eplb: bool = flag(False, help=(
         "count the tokens of every expert, and move experts between ranks so that all have as much to do"))
     ep_num_redundant_experts: int = flag(0, help=(

@@ -68,12 +68,13 @@ class MoE:
     @property
     def sums(self) -> bool:
         """Whether there is a ``partial``."""
-        return self.share.a2a == "none"
+        return self.share.a2a != "alltoall"
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without an all-to-all."""
         assert self.sums
-        ids, weights = self.router(x)
+        meeting = self.share.meeting
+        ids, weights = self.router(x, None if meeting is None or self.share.movable else meeting.live)
         numbers, first = self._numbers(ids), self.share.ep_rank * self.experts.places
         y = self.experts(x, numbers - first if first else numbers, weights)
         if self.shared is not None:
