@@ -26,7 +26,7 @@ from ._triton import tl, triton
 
 SLOTS = 128
 SLOT = 8192
-"""Programs at most, and values that each takes at most."""
+"""Programs of a sum at most, and values that each takes at most."""
 _BLOCK = 4096
 EMPTY = -32768
 """The bits of a negative zero, in bfloat16 and in float16."""
@@ -201,8 +201,8 @@ def _peer_gather_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK:
 
 @dataclass(frozen=True)
 class Peers:
-    """What the ranks share: of each, in rank order, a buffer ``[SLOTS * 2 * ranks * SLOT]`` int16 in memory that all
-    see, at first all ``EMPTY``; ``turns`` [SLOTS] int32, at first zeros, is this rank's."""
+    """What the ranks share: of each, in rank order, a buffer ``[slots * 2 * ranks * SLOT]`` int16 in memory that all
+    see, at first all ``EMPTY``; ``turns`` [slots] int32, at first zeros, is this rank's. They are ``SLOTS`` or more."""
 
     rank: int
     buffers: tuple[torch.Tensor, ...]
@@ -212,10 +212,14 @@ class Peers:
     def size(self) -> int:
         return len(self.buffers)
 
+    @property
+    def slots(self) -> int:
+        return len(self.turns)
 
-def buffer_values(ranks: int) -> int:
+
+def buffer_values(ranks: int, slots: int = SLOTS) -> int:
     """The length of each rank's buffer."""
-    return SLOTS * 2 * ranks * SLOT
+    return slots * 2 * ranks * SLOT
 
 
 def peer_sum(x: torch.Tensor, peers: Peers, *, two_shots: bool = False, patience: int = FOREVER) -> None:

@@ -1,7 +1,7 @@
 """What it costs that attention groups meet: at a layer's MLP, and once a turn on the host.
 
-    python -m baton.tests.bench.token_exchange [--ranks 2] [--dp-size 2] [--hidden 4096] [--tokens 1,16,128,1024]
-        [--dtype bfloat16] [--out FILE.json]
+    python -m baton.tests.bench.token_exchange [--ranks 2] [--dp-size 2] [--hidden 2048,7168]
+        [--tokens 1,8,32,128,256] [--dtype bfloat16] [--graphs-only] [--out FILE.json]
 
 One process a rank, over NCCL where there are as many GPUs, else over gloo. Each line is one layer's exchange, without
 the MLP: gather and part by a sum of all rows on all ranks (``around``), gather and sum the own rows alone (``summed``),
@@ -9,38 +9,49 @@ and beside them the bare collectives on equal parts: all-gather and reduce-scatt
 and the others one each, as while one prefills. Microseconds, the slowest rank's median.
 
 On GPUs also what an exchange (``summed``) costs in a CUDA graph of 32, as decode steps have it: by NCCL, and where the
-parts are small through the peers' memory.
+parts are small through the peers' memory. Then the same with the norm before and the norm behind it, and with these by
+``--moe-a2a-backend low_latency``, which makes each exchange and its norm one kernel. ``link`` is what the bytes that a
+rank sends would take at the rate of one large copy from GPU to GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...common.distributed.expert_share import ExpertShare
 from ...common.distributed.parallel import Parallel, init_parallel
 from ...common.distributed.peers import connect_all
 from ...common.engine.meeting import Meeting
+from ...common.layers.norm import RMSNorm, as_they_are
+from ...common.weights.slots import allocator
 
 _WARM, _REPEATS, _IN_GRAPH = 5, 30, 32
+_LARGE = 256 << 20
+_EAGER = ("around", "summed", "collectives")
+_IN_GRAPHS = ("nccl", "peers", "nccl, norms", "peers, norms", "low latency, norms", "link")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of the token exchange.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dp-size", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--tokens", default="1,16,128,1024")
+    parser.add_argument("--hidden", default="2048,7168")
+    parser.add_argument("--tokens", default="1,8,32,128,256")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--graphs-only", action="store_true", help="of the GPUs, none of the eager ones")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -65,15 +76,17 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
     """One rank's process."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if torch.cuda.device_count() >= args.ranks else torch.device("cpu")
-    parallel = init_parallel(rank, args.ranks, args.dp_size, meeting, device, timeout=120)
-    dtype = getattr(torch, args.dtype)
-    rows = []
-    for tokens in map(int, args.tokens.split(",")):
-        for kind in ("even", "uneven"):
-            counts = [tokens if kind == "even" or group == 0 else 1 for group in range(args.dp_size)]
-            rows.append({"tokens": float(tokens), "kind": kind, **measured(parallel, counts, args.hidden, dtype)})
+    parallel = init_parallel(rank, args.ranks, args.dp_size, meeting, device, timeout=120,
+                             experts=lambda world: ExpertShare(world, args.ranks, "low_latency"))
+    dtype, tokens = getattr(torch, args.dtype), [int(count) for count in args.tokens.split(",")]
+    rows: list[dict[str, Any]] = []
+    for hidden in map(int, args.hidden.split(",")):
+        for count, kind in itertools.product(() if args.graphs_only else tokens, ("even", "uneven")):
+            counts = [count if kind == "even" or group == 0 else 1 for group in range(args.dp_size)]
+            rows.append({"tokens": float(count), "hidden": float(hidden), "kind": kind,
+                         **measured(parallel, counts, hidden, dtype)})
     if device.type == "cuda":
-        rows += graph_rows(parallel, [int(tokens) for tokens in args.tokens.split(",")], args.hidden, dtype)
+        rows += graph_rows(parallel, tokens, [int(hidden) for hidden in args.hidden.split(",")], dtype)
     host = Meeting(parallel)
     rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(
         parallel, lambda: host.agree(1, 1, decodes=True))})
@@ -93,31 +106,61 @@ def measured(parallel: Parallel, counts: list[int], hidden: int, dtype: torch.dt
     }
 
 
-def graph_rows(parallel: Parallel, tokens: list[int], hidden: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{"tokens": float(count), "kind": "graph"} for count in tokens]
-    for way in ("nccl", "peers"):
+def graph_rows(parallel: Parallel, tokens: list[int], widths: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"tokens": float(count), "hidden": float(hidden), "kind": "graph"}
+                                  for hidden in widths for count in tokens]
+    link = link_bytes(parallel)
+    for way in ("nccl", "peers", "low latency"):
         if way == "peers":
-            connect_all(parallel)
-        for row, count in zip(rows, tokens):
-            row[way] = in_graph(parallel, count, hidden, dtype)
+            connect_all(parallel, rows=max(tokens))
+        for row in rows:
+            layer = Layer(parallel, int(row["tokens"]), int(row["hidden"]), dtype)
+            if way != "low latency":
+                row[way] = in_graph(parallel, layer.exchange)
+            row[f"{way}, norms"] = in_graph(parallel, partial(layer.normed, way == "low latency"))
+            row["link"] = 2 * (parallel.dp_size - 1) * layer.x.nbytes / link
     return rows
 
 
-def in_graph(parallel: Parallel, tokens: int, hidden: int, dtype: torch.dtype) -> float:
-    """Microseconds of one exchange of so many rows of each group."""
-    x = torch.randn(tokens, hidden, device=parallel.device).to(dtype)
-    parallel.tokens.begin([tokens] * parallel.dp_size)
+class Layer:
+    """What stands around an MLP: norms, and so many rows of each group to exchange."""
 
-    def exchange() -> None:
-        parallel.tokens.summed(lambda y: y, x)
+    def __init__(self, parallel: Parallel, tokens: int, hidden: int, dtype: torch.dtype):
+        self._tokens, self._counts = parallel.tokens, [tokens] * parallel.dp_size
+        allocate = allocator(dtype, parallel.device)
+        self._before = RMSNorm("before", hidden, 1e-5, allocate, parallel.tokens)
+        self._behind = RMSNorm("behind", hidden, 1e-5, allocate)
+        for norm in (self._before, self._behind):
+            norm.weight.fill_(1.0)
+        self.x = torch.randn(tokens, hidden, device=parallel.device).to(dtype)
 
-    exchange()
+    def exchange(self) -> None:
+        self._tokens.begin(self._counts)
+        self._tokens.summed(lambda y: y, self.x)
+
+    def normed(self, low_latency: bool) -> None:
+        self._tokens.begin(self._counts, decodes=low_latency)
+        rows, residual = self._before.add_for(as_they_are, self.x, self.x)
+        self._behind.add(self._tokens.summed(lambda y: y, rows), residual)
+
+
+def in_graph(parallel: Parallel, work: Callable[[], None]) -> float:
+    """Microseconds of one exchange."""
+    work()
     torch.cuda.synchronize()
+    parallel.world.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_IN_GRAPH):
-            exchange()
+            work()
     return timed(parallel, graph.replay) / _IN_GRAPH
+
+
+def link_bytes(parallel: Parallel) -> float:
+    """Bytes a microsecond that every GPU copies to the next one, all at once."""
+    x = torch.empty(_LARGE, dtype=torch.uint8, device=parallel.device)
+    there = torch.empty(_LARGE, dtype=torch.uint8, device=f"cuda:{(parallel.world.rank + 1) % parallel.world.size}")
+    return _LARGE / timed(parallel, lambda: there.copy_(x))
 
 
 def timed(parallel: Parallel, work: Callable[[], object]) -> float:
@@ -135,16 +178,15 @@ def timed(parallel: Parallel, work: Callable[[], object]) -> float:
 
 def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     where = "NCCL" if torch.cuda.device_count() >= args.ranks else "gloo"
-    print(f"{args.ranks} ranks, {args.dp_size} groups, {where}, rows of {args.hidden} {args.dtype}; microseconds")
-    print(f"{'tokens':>8} {'parts':>7} {'around':>10} {'summed':>10} {'collectives':>12}")
-    for row in rows:
-        if "nccl" in row:
-            print(f"{row['tokens']:8.0f} in a graph: {row['nccl']:.1f} by NCCL, {row['peers']:.1f} with peers' memory")
-        elif "microseconds" in row:
-            print(f"host meeting, once a turn: {row['microseconds']:.0f}")
-        else:
-            print(f"{row['tokens']:8.0f} {row['kind']:>7} {row['around']:10.0f} {row['summed']:10.0f} "
-                  f"{row['collectives']:12.0f}")
+    print(f"{args.ranks} ranks, {args.dp_size} groups, {where}, {args.dtype}; microseconds")
+    for names in ([*_EAGER], [*_IN_GRAPHS]):
+        found = [row for row in rows if names[0] in row]
+        if found:
+            print("| rows | of | parts | " + " | ".join(names) + " |\n" + "|---" * (3 + len(names)) + "|")
+        for row in found:
+            print(f"| {row['tokens']:.0f} | {row['hidden']:.0f} | {row['kind']} | "
+                  + " | ".join(f"{row[name]:.1f}" for name in names) + " |")
+    print(f"host meeting, once a turn: {rows[-1]['microseconds']:.0f}")
 
 
 if __name__ == "__main__":
