@@ -1,6 +1,7 @@
 """The greatest value of each row, and where it is: argmax over rows so long that one needs many programs.
 
-torch's reduction gives a row to one program: a vocabulary's logits then take 28 us on an H200, where 5 do.
+torch's reduction gives a row to one program: a vocabulary's logits then take 28 us on an H200, where 5 do. Logits of 16
+bits are made float32 by the kernel that looks at them: so they are read once.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ def _place(values, columns, width):
 
 
 @triton.jit
-def _greatest_of_chunks_kernel(x_ptr, stride_row, most_ptr, first_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _greatest_of_chunks_kernel(x_ptr, stride_row, wide_ptr, most_ptr, first_ptr, width, WIDENS: tl.constexpr,
+                               BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     start_next(PDL)
     wait_for_last(PDL)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     # Columns beyond the last equal a row of nothing but minus infinity, and come after all of it.
-    x = tl.load(x_ptr + row * stride_row + columns, columns < width, other=float("-inf"))
+    x = tl.load(x_ptr + row * stride_row + columns, columns < width, other=float("-inf")).to(tl.float32)
+    if WIDENS:
+        tl.store(wide_ptr + row * width + columns, x, columns < width)
     most, first = _place(x, columns, width)
     place = row * tl.num_programs(1) + chunk
     tl.store(most_ptr + place, most)
@@ -57,15 +61,29 @@ def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gives, and of equal values the first column."""
     if not runs_triton(x):
         return reference.greatest(x)
+    return _launch(x, x)
+
+
+def widened_and_greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(x in float32 [R, width], columns [R] int64 of greatest)`` of ``x`` [R, width], contiguous in its rows; itself
+    where it is float32."""
+    if not runs_triton(x):
+        return x.float(), reference.greatest(x.float())[1]
+    wide = x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return wide, _launch(x, wide)[1]
+
+
+def _launch(x: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``greatest`` of ``x``, which becomes ``wide`` where that is another tensor."""
     rows, width = x.shape
-    values = torch.empty(rows, dtype=x.dtype, device=x.device)
+    values = torch.empty(rows, dtype=torch.float32, device=x.device)
     columns = torch.empty(rows, dtype=torch.int64, device=x.device)
     chunks = triton.cdiv(width, _CHUNK)
-    most = torch.empty((rows, chunks), dtype=x.dtype, device=x.device)
+    most = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
     first = torch.empty((rows, chunks), dtype=torch.int32, device=x.device)
     if rows:
-        _greatest_of_chunks_kernel[(rows, chunks)](x, x.stride(0), most, first, width, BLOCK=_CHUNK, num_warps=8,
-                                                   **pdl(x))
+        _greatest_of_chunks_kernel[(rows, chunks)](x, x.stride(0), wide, most, first, width, WIDENS=wide is not x,
+                                                   BLOCK=_CHUNK, num_warps=8, **pdl(x))
         _greatest_kernel[(rows,)](most, first, values, columns, chunks, width,
                                   BLOCK=triton.next_power_of_2(chunks), num_warps=1, **pdl(x))
     return values, columns

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.greatest import greatest
+from ...kernels.greatest import widened_and_greatest
 from ..attention.base import Planned
 from ..models.decoder import DenseDecoder
 from .decode_inputs import DecodeInputs
@@ -122,8 +122,7 @@ class DecodeGraphs:
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             batch.live = batch.page_of_token != self._scratch_page
-            logits = model.forward(batch, attention, lambda layer: None)
-            return logits, greatest(logits)[1]
+            return widened_and_greatest(model.forward(batch, attention, lambda layer: None))
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -233,7 +233,7 @@ class ModelRunner:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
         self._attention.plan(batch)
-        return self._model.forward(batch, self._attention, self._telling(after_group))
+        return self._model.forward(batch, self._attention, self._telling(after_group)).float()
 
     @torch.inference_mode()
     def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -245,7 +245,7 @@ class ModelRunner:
             return self._graphs.decode(table, token_ids, size)
         batch = build_run_batch(table, token_ids, self.device)
         self._attention.plan(batch)
-        return self._model.forward(batch, self._attention, self._telling(None)), None
+        return self._model.forward(batch, self._attention, self._telling(None)).float(), None
 
     @torch.inference_mode()
     def forward_with_hidden(self, batch: ForwardBatch, num_logits: int,
@@ -255,7 +255,7 @@ class ModelRunner:
         self._between_steps()
         self._attention.plan(batch)
         hidden = self._model.hidden(batch, self._attention, self._telling(after_group))
-        return self._model.logits(hidden[:num_logits]), hidden[num_logits:]
+        return self._model.scores(hidden[:num_logits]).float(), hidden[num_logits:]
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..weights.slots import Allocate, Slot
 class VocabTable:
     """A ``[vocab, hidden]`` table of which this rank holds an equal share of rows, the last share zero-padded.
 
-    It embeds tokens (``embed``) and scores them (``logits``): one table does both where a model ties them.
+    It embeds tokens (``embed``) and scores them (``scores``): one table does both where a model ties them.
     """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, allocate: Allocate):
@@ -36,12 +36,11 @@ class VocabTable:
         found = embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere[:, None], 0)
         return self.tp.all_reduce(found)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[R, hidden]`` to float32 ``[R, vocab]``, whole on every rank."""
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[R, hidden]`` to logits ``[R, vocab]`` in its type, whole on every rank and contiguous in its rows."""
         if not len(hidden):
-            return hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
-        scores = self.tp.all_gather_last_dim(linear(hidden, self.weight))
-        return scores[:, :self.vocab_size].float()
+            return hidden.new_empty((0, self.vocab_size))
+        return self.tp.all_gather_last_dim(linear(hidden, self.weight))[:, :self.vocab_size]
 
     def slots(self) -> Iterator[Slot]:
         if self.used:

@@ -185,16 +185,17 @@ class DenseDecoder:
 
     def forward(self, batch: ForwardBatch, attention: Planned,
                 after_layer: Callable[[int], None]) -> torch.Tensor:
-        """Float32 logits ``[R, vocab]`` of ``batch.logits_rows``, see ``hidden``; none of a stage before the last."""
+        """Logits ``[R, vocab]`` of ``batch.logits_rows`` in the engine's type, see ``hidden``; none of a stage before
+        the last."""
         hidden = self.hidden(batch, attention, after_layer)
-        return self.logits(hidden) if self.stages.last else hidden
+        return self.scores(hidden) if self.stages.last else hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits ``[R, vocab]`` of hidden states ``[R, hidden]``."""
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[R, vocab]`` of hidden states ``[R, hidden]``, in their type and contiguous in their rows."""
         assert self.head is not None
         if self.head is self.embedding:  # which every attention group has for itself
-            return self.head.logits(hidden)
-        return self.scored.around(self.head.logits, hidden)
+            return self.head.scores(hidden)
+        return self.scored.around(self.head.scores, hidden)
 
     def hidden(self, batch: ForwardBatch, attention: Planned,
                after_layer: Callable[[int], None]) -> torch.Tensor:

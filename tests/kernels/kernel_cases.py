@@ -10,7 +10,7 @@ import torch
 from baton.kernels import _triton, reference
 from baton.kernels.decode_plan import plan_decode
 from baton.kernels.forms import HeadNorms
-from baton.kernels.greatest import greatest
+from baton.kernels.greatest import greatest, widened_and_greatest
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
@@ -63,6 +63,14 @@ def test_greatest(rows, width):
     x[-1, width // 2:] = 100
     for got, want in zip(greatest(x), reference.greatest(x)):
         assert torch.equal(got, want)
+
+
+@each_dtype
+def test_rows_are_widened_where_the_greatest_is_found(dtype, atol, rtol):
+    x = random(3, 9016, dtype=dtype)[:, :9001]
+    wide, columns = widened_and_greatest(x)
+    assert wide.dtype == torch.float32 and torch.equal(wide, x.float())
+    assert columns.tolist() == x.float().argmax(-1).tolist()
 
 
 def test_greatest_of_numbers_that_are_none():
