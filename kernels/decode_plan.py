@@ -40,11 +40,14 @@ def _counts(length, piece, real):
 
 @triton.jit(do_not_specialize=["requests", "wanted"])
 def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr, requests, wanted,
-                        TURNS: tl.constexpr, PAGE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr):
+                        TURNS: tl.constexpr, PAGE: tl.constexpr, SHORTEST: tl.constexpr, BLOCK: tl.constexpr,
+                        WINDOW: tl.constexpr):
     request = tl.arange(0, BLOCK)
     real = request < requests
     pages = (tl.load(kv_indptr_ptr + request + 1, real, other=0) - tl.load(kv_indptr_ptr + request, real, other=0))
     length = tl.where(real, (pages - 1) * PAGE + tl.load(last_page_len_ptr + request, real, other=0), 0)
+    if WINDOW:
+        length = tl.minimum(length, WINDOW)
     share = tl.cdiv(tl.sum(length, 0), wanted)
     count = _counts(length, tl.maximum(share, SHORTEST), real)
     longest = tl.max(tl.cdiv(length, tl.maximum(count, 1)), 0)
@@ -61,7 +64,7 @@ def _plan_decode_kernel(kv_indptr_ptr, last_page_len_ptr, owners_ptr, firsts_ptr
 
 @triton.jit
 def span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr, PAGE: tl.constexpr,
-            BLOCK_TOKENS: tl.constexpr):
+            BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr = 0):
     """``(request, its number of pieces, place of its first page, first token, token behind the last)`` of a piece."""
     # Past the first-level cache, which may hold the step before's where this is read before the kernel ahead has ended.
     request = tl.load(owners_ptr + piece, cache_modifier=".cg").to(tl.int64)
@@ -70,10 +73,17 @@ def span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr, PAG
     first_page = tl.load(kv_indptr_ptr + request, cache_modifier=".cg")
     pages = tl.load(kv_indptr_ptr + request + 1, cache_modifier=".cg") - first_page
     length = (pages - 1) * PAGE + tl.load(last_page_len_ptr + request, cache_modifier=".cg")
+    unseen = 0
+    if WINDOW:
+        unseen = tl.maximum(length - WINDOW, 0)
+        length -= unseen
     blocks = tl.cdiv(length, BLOCK_TOKENS)
     place = piece - first_piece
     begin = blocks * place // pieces * BLOCK_TOKENS
     end = tl.minimum(blocks * (place + 1) // pieces * BLOCK_TOKENS, length)
+    if WINDOW:
+        begin += unseen
+        end += unseen
     return request, pieces, first_page, begin, end
 
 
@@ -86,22 +96,24 @@ def processors_of(device: torch.device) -> int:
 
 def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int, num_kv_heads: int,
                 processors: int, longest: int, *, programs: int = PROGRAMS_PER_PROCESSOR,
-                shortest: int = SHORTEST_PIECE, turns: int = 1) -> DecodePlan:
+                shortest: int = SHORTEST_PIECE, turns: int = 1, window: int | None = None) -> DecodePlan:
     """The plan of a decode batch: ``kv_indptr`` [B + 1] and ``kv_last_page_len`` [B] int32, in FlashInfer's form.
 
     About ``programs * processors`` programs over ``num_kv_heads``; pieces of ``shortest`` tokens (64 or more) at
     least. Where pieces of that length fill them badly, for lengths are mixed, there are up to ``turns`` times as many.
-    No request is longer than ``longest``, in this batch and in the replays of a graph that captures this.
+    No request is longer than ``longest``, in this batch and in the replays of a graph that captures this. With
+    ``window`` the last so many tokens of each are shared out, and the others not looked at.
     """
     requests = len(kv_last_page_len)
     wanted = max(1, programs * processors // num_kv_heads)
+    longest = min(longest, window or longest)
     # A request of n and a half pieces has n + 1 at most: one for each request, and the whole over a piece's length.
     owners = torch.empty(requests + turns * wanted, dtype=torch.int32, device=kv_indptr.device)
     firsts = torch.empty(requests + 1, dtype=torch.int32, device=kv_indptr.device)
     if runs_triton(kv_indptr):
         _plan_decode_kernel[(1,)](kv_indptr, kv_last_page_len, owners, firsts, requests, wanted, TURNS=turns,
                                   PAGE=page_size, SHORTEST=shortest,
-                                  BLOCK=max(16, triton.next_power_of_2(requests)))
+                                  BLOCK=max(16, triton.next_power_of_2(requests)), WINDOW=window or 0)
     else:
-        reference.plan_decode(kv_indptr, kv_last_page_len, owners, firsts, page_size, wanted, shortest, turns)
+        reference.plan_decode(kv_indptr, kv_last_page_len, owners, firsts, page_size, wanted, shortest, turns, window)
     return DecodePlan(owners, firsts, joins=2 * longest >= 3 * shortest)

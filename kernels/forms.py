@@ -71,6 +71,13 @@ class Scales:
     by: By
 
 
+class ExpertBiases(NamedTuple):
+    """What experts' products have added to them: ``gate_up`` [S, 2 * I] and ``down`` [S, H], contiguous."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Segment:
     """Pages ``[first_page, last_page)`` of the batch's ``kv_indices``, and who looks at them.

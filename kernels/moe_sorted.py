@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ._triton import pdl, start_next, tl, triton, wait_for_last
+from .gate import gate_times
 from .moe_align import Alignment
 from .moe_gemm import SCALE_GROUP
 from .moe_tiles import Tile
@@ -42,9 +43,9 @@ def _tile_of_program(rows_ptr, place_ptr, total, num_blocks, columns, band, HALV
 
 
 @triton.jit
-def _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_row, place, column, total, columns,
-             depth, a_stride, scale_columns, scale_depth, choices, SCALES: tl.constexpr, GROUP: tl.constexpr,
-             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+def _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_desc, rows_ptr, start_row, place, column, total,
+             columns, depth, a_stride, scale_columns, scale_depth, choices, SCALES: tl.constexpr, GROUP: tl.constexpr,
+             LIMIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     choice = tl.load(rows_ptr + start_row + tl.arange(0, ROWS))
     row = tl.where(choice < total, choice, 0).to(tl.int64) // choices
     a_at = a_ptr + row[:, None] * a_stride + tl.arange(0, DEPTH)[None, :]
@@ -74,16 +75,22 @@ def _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_
         b_scale_at = b_scale_ptr + place * scale_columns + each
         gate *= row_scale * tl.load(b_scale_at, each < columns, other=0.0)[None, :]
         up *= row_scale * tl.load(b_scale_at + columns, each < columns, other=0.0)[None, :]
-    made = gate / (1.0 + tl.exp(-gate)) * up
+    if bias_ptr is not None:
+        each = column + tl.arange(0, COLUMNS)
+        bias_at = bias_ptr + place.to(tl.int64) * 2 * columns + each
+        gate += tl.load(bias_at, each < columns, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_at + columns, each < columns, other=0.0).to(tl.float32)[None, :]
+    made = gate_times(gate, up, LIMIT)
     out_desc.store([start_row, column], made.to(out_desc.dtype))
 
 
 # Scales' sizes too: of another shape nothing is compiled anew.
 @triton.jit(do_not_specialize=["total", "num_blocks", "scale_columns", "scale_depth", "choices", "band"])
-def _moe_up_kernel(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, rows_ptr, place_ptr, total, num_blocks,
-                   columns, depth, a_stride, scale_columns, scale_depth, choices, band, SCALES: tl.constexpr,
-                   GROUP: tl.constexpr, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-                   BLOCK_DEPTH: tl.constexpr, PDL: tl.constexpr):
+def _moe_up_kernel(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_desc, out_half, rows_ptr, place_ptr, total,
+                   num_blocks, columns, depth, a_stride, scale_columns, scale_depth, choices, band,
+                   SCALES: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr, HALVES: tl.constexpr,
+                   BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+                   PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     start_row, column, place, full = _tile_of_program(rows_ptr, place_ptr, total, num_blocks, columns, band, HALVES,
@@ -91,17 +98,17 @@ def _moe_up_kernel(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, 
     if place < 0:
         return
     if full:
-        _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_desc, rows_ptr, start_row, place, column, total, columns,
-                 depth, a_stride, scale_columns, scale_depth, choices, SCALES, GROUP, BLOCK_ROWS, BLOCK_COLUMNS,
-                 BLOCK_DEPTH)
+        _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_desc, rows_ptr, start_row, place, column, total,
+                 columns, depth, a_stride, scale_columns, scale_depth, choices, SCALES, GROUP, LIMIT, BLOCK_ROWS,
+                 BLOCK_COLUMNS, BLOCK_DEPTH)
     else:
-        _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, out_half, rows_ptr, start_row, place, column, total, columns,
-                 depth, a_stride, scale_columns, scale_depth, choices, SCALES, GROUP, BLOCK_ROWS // 2, BLOCK_COLUMNS,
-                 BLOCK_DEPTH)
+        _up_tile(a_ptr, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_half, rows_ptr, start_row, place, column, total,
+                 columns, depth, a_stride, scale_columns, scale_depth, choices, SCALES, GROUP, LIMIT, BLOCK_ROWS // 2,
+                 BLOCK_COLUMNS, BLOCK_DEPTH)
 
 
 @triton.jit
-def _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, out_desc, start_row, place, column, columns, depth,
+def _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_desc, start_row, place, column, columns, depth,
                scale_columns, scale_depth, SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
                COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     row = start_row + tl.arange(0, ROWS)
@@ -121,14 +128,18 @@ def _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, out_desc, start_row, pl
         each = column + tl.arange(0, COLUMNS)
         b_scale = tl.load(b_scale_ptr + place * scale_columns + each, each < columns, other=0.0)
         acc *= tl.load(a_scale_ptr + row)[:, None] * b_scale[None, :]
+    if bias_ptr is not None:
+        each = column + tl.arange(0, COLUMNS)
+        bias = tl.load(bias_ptr + place.to(tl.int64) * columns + each, each < columns, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     out_desc.store([start_row, column], acc.to(out_desc.dtype))
 
 
 @triton.jit(do_not_specialize=["total", "num_blocks", "scale_columns", "scale_depth", "band"])
-def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, out_desc, out_half, rows_ptr, place_ptr, total,
-                     num_blocks, columns, depth, scale_columns, scale_depth, band, SCALES: tl.constexpr,
-                     GROUP: tl.constexpr, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-                     BLOCK_DEPTH: tl.constexpr, PDL: tl.constexpr):
+def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_desc, out_half, rows_ptr,
+                     place_ptr, total, num_blocks, columns, depth, scale_columns, scale_depth, band,
+                     SCALES: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+                     BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     start_row, column, place, full = _tile_of_program(rows_ptr, place_ptr, total, num_blocks, columns, band, HALVES,
@@ -136,11 +147,11 @@ def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, out_desc,
     if place < 0:
         return
     if full:
-        _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, out_desc, start_row, place, column, columns, depth,
-                   scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH)
+        _down_tile(a_desc, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_desc, start_row, place, column, columns,
+                   depth, scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH)
     else:
-        _down_tile(a_half, a_scale_ptr, b_desc, b_scale_ptr, out_half, start_row, place, column, columns, depth,
-                   scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS // 2, BLOCK_COLUMNS, BLOCK_DEPTH)
+        _down_tile(a_half, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr, out_half, start_row, place, column, columns,
+                   depth, scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS // 2, BLOCK_COLUMNS, BLOCK_DEPTH)
 
 
 @triton.jit
@@ -183,11 +194,12 @@ def fits(tile: Tile, depth: int, columns: int, by_block: bool) -> bool:
 
 def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
            dtype: torch.dtype, a_scale: torch.Tensor | None = None,
-           b_scale: torch.Tensor | None = None) -> torch.Tensor:
+           b_scale: torch.Tensor | None = None, bias: torch.Tensor | None = None, limit: float = 0.0) -> torch.Tensor:
     """``[rows of aligned, N]`` in ``dtype``: row i is ``silu(gate) * up`` of token ``aligned.rows[i] // choices`` by
     its place's matrices; arbitrary where ``aligned`` has no choice.
 
-    ``a`` [T, depth], contiguous in depth; ``b`` [S, 2 * N, depth], each gate before its up. Scales as in ``moe_gemm``.
+    ``a`` [T, depth], contiguous in depth; ``b`` [S, 2 * N, depth], each gate before its up. Scales, bias and limit as
+    in ``moe_gemm``.
     """
     columns, depth = b.shape[1] // 2, b.shape[2]
     how, scale_columns, scale_depth = _how_scaled(b_scale)
@@ -196,17 +208,18 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
     _moe_up_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
-        a, a_scale, _tiles_of(b, tile.columns, tile.depth), b_scale, _tiles_of(out, tile.rows, tile.columns),
+        a, a_scale, _tiles_of(b, tile.columns, tile.depth), b_scale, bias, _tiles_of(out, tile.rows, tile.columns),
         _tiles_of(out, tile.rows // 2, tile.columns), aligned.rows, aligned.place, total, num_blocks, columns, depth,
-        a.stride(0), scale_columns, scale_depth, choices, tile.band, SCALES=how, GROUP=SCALE_GROUP,
+        a.stride(0), scale_columns, scale_depth, choices, tile.band, SCALES=how, GROUP=SCALE_GROUP, LIMIT=limit,
         HALVES=tile.rows >= HALVED, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(a))
     return out
 
 
 def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, tile: Tile, dtype: torch.dtype,
-             a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """``[rows of aligned, N]`` in ``dtype``: row i is ``a[i]`` times its place's matrix, transposed.
+             a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None,
+             bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``[rows of aligned, N]`` in ``dtype``: row i is ``a[i]`` times its place's matrix, transposed, plus its ``bias``.
 
     ``a`` [rows of aligned, depth] as ``moe_up`` makes it; ``b`` [S, N, depth]; both contiguous.
     """
@@ -218,7 +231,7 @@ def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, t
     num_blocks = len(aligned.place)
     _moe_down_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
         _tiles_of(a, tile.rows, tile.depth), _tiles_of(a, tile.rows // 2, tile.depth), a_scale,
-        _tiles_of(b, tile.columns, tile.depth), b_scale, _tiles_of(out, tile.rows, tile.columns),
+        _tiles_of(b, tile.columns, tile.depth), b_scale, bias, _tiles_of(out, tile.rows, tile.columns),
         _tiles_of(out, tile.rows // 2, tile.columns), aligned.rows, aligned.place, total, num_blocks, columns, depth,
         scale_columns, scale_depth, tile.band, SCALES=how, GROUP=SCALE_GROUP, HALVES=tile.rows >= HALVED,
         BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth, num_warps=tile.warps,

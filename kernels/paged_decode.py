@@ -41,12 +41,12 @@ _FLOAT32 = Tile(tokens=32, warps=4, stages=2)
 # Without ``do_not_specialize`` a batch of the first size that is a multiple of 16 would compile anew: a second's pause
 # for every running request.
 @triton.jit(do_not_specialize=["requests"])
-def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
-                         last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, v_scale,
+def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr,
+                         kv_indices_ptr, last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, v_scale,
                          q_stride_t, q_stride_h, stride_page, stride_head, stride_slot, num_q_heads,
                          PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr,
                          BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr,
-                         EARLY: tl.constexpr, PDL: tl.constexpr):
+                         EARLY: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr):
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     start_next(PDL)
@@ -56,7 +56,7 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
     if piece >= tl.load(firsts_ptr + requests, cache_modifier=".cg"):
         return
     request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
-                                                      PAGE, BLOCK_TOKENS)
+                                                      PAGE, BLOCK_TOKENS, WINDOW)
     dim = tl.arange(0, BLOCK_DIM)
     offset = tl.arange(0, BLOCK_TOKENS)
     page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < end, other=0,
@@ -75,6 +75,11 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, part_ptr, lse
     top = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_GROUP,), tl.float32)
     acc = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
+    if SINKS:  # as a key whose value is zero, of the request's first piece
+        sink = tl.load(sinks_ptr + heads, in_group, other=0.0) * 1.4426950408889634
+        first = piece == tl.load(firsts_ptr + request, cache_modifier=".cg")
+        top = tl.where(first, sink, top)
+        total = tl.where(first, 1.0, total)
     for start in range(begin, end, BLOCK_TOKENS):
         token = start + offset
         present = token < end
@@ -146,7 +151,8 @@ def pieces_of(dim: int, itemsize: int) -> dict[str, int]:
 
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
-                 tile: Tile | None = None, v_scale: float = 1.0, settled: bool = False) -> torch.Tensor:
+                 tile: Tile | None = None, v_scale: float = 1.0, settled: bool = False, window: int | None = None,
+                 sinks: torch.Tensor | None = None) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale`` of each request over all its tokens: ``[B, Hq, D]``.
 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
@@ -160,7 +166,7 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     if not runs_triton(q):
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         return reference.paged_attention(q, k_pages, v_pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,
-                                         v_scale)
+                                         v_scale, window, sinks)
     requests, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     group = num_q_heads // num_kv_heads
@@ -174,12 +180,12 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     tile = tile or tile_of(dim, q.element_size(), k_pages.element_size())
     early = pdl(q) if settled else {"PDL": False}
     _paged_decode_kernel[(num_kv_heads, most)](
-        q, k_pages, v_pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,
+        q, k_pages, v_pages, sinks, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,
         requests, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0),
         k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size, GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
-        BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead, EARLY=early["PDL"], num_warps=tile.warps,
-        num_stages=tile.stages, **early)
+        BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead, EARLY=early["PDL"], WINDOW=window or 0,
+        SINKS=sinks is not None, num_warps=tile.warps, num_stages=tile.stages, **early)
     if plan.joins:
         join_pieces(parts, lses, out, plan, settled)
     return out

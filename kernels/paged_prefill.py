@@ -21,8 +21,9 @@ _WIDEST_ROW_BYTES = 256
 @triton.jit
 def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, kv_indices_ptr, first_page,
             stride_page, stride_slot, scale_log2, MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-            BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Take tokens ``[begin, end)`` into the running softmax; row r sees those below ``visible[r]``."""
+            BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Take tokens ``[begin, end)`` into the running softmax; row r sees those below ``visible[r]``, of these with
+    ``WINDOW`` the last so many."""
     dim = tl.arange(0, BLOCK_DIM)
     for start in range(begin, end, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
@@ -34,9 +35,14 @@ def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, k
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
             scores = tl.where((token[None, :] < visible[:, None]) & present[None, :], scores, float("-inf"))
+        if MASKED and WINDOW:
+            scores = tl.where(token[None, :] >= visible[:, None] - WINDOW, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        level = new_top
+        if MASKED and WINDOW:  # a row may not have seen a key yet: less its top, minus infinity would be NaN
+            level = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - level[:, None])
+        shrink = tl.exp2(top - level)
         v = tl.load(v_pages_ptr + address, inside, other=0.0).to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
@@ -46,11 +52,12 @@ def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, k
 
 # The row of ``row`` in plan_prefill's table is aligned for a quarter of the batches: the others would compile anew.
 @triton.jit(do_not_specialize_on_alignment=["block_row_ptr"])
-def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, block_request_ptr, block_row_ptr, qo_indptr_ptr,
-                          kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, scale_log2, v_scale, q_stride_t, q_stride_h,
-                          out_stride_t, stride_page, stride_head, stride_slot, PAGE: tl.constexpr,
-                          GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                          BLOCK_TOKENS: tl.constexpr):
+def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, block_request_ptr, block_row_ptr,
+                          qo_indptr_ptr, kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, scale_log2, v_scale,
+                          q_stride_t, q_stride_h, out_stride_t, stride_page, stride_head, stride_slot,
+                          PAGE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+                          BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+                          SINKS: tl.constexpr):
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     request = tl.load(block_request_ptr + block)
@@ -75,14 +82,27 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, out_ptr, block_reques
     top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    if SINKS:  # as a key whose value is zero
+        top = tl.load(sinks_ptr + head) * 1.4426950408889634
+        total += 1.0
     k_pages_ptr += kv_head * stride_head
     v_pages_ptr += kv_head * stride_head
-    acc, top, total = _absorb(q, acc, top, total, 0, seen_by_all, visible, k_pages_ptr, v_pages_ptr, kv_indices_ptr,
-                              first_page, stride_page, stride_slot, scale_log2, False, PAGE, DIM, BLOCK_DIM,
-                              BLOCK_TOKENS)
+    begin = 0
+    if WINDOW:
+        # From the first that any row sees, to the first tile that all of them see whole; and never behind the tiles
+        # that the causal mask leaves whole.
+        first_begin = tl.maximum(length - count + first_row // GROUP + 1 - WINDOW, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+        last_begin = tl.cdiv(tl.maximum(seen_by_last - WINDOW, 0), BLOCK_TOKENS) * BLOCK_TOKENS
+        begin = tl.minimum(last_begin, seen_by_all)
+        acc, top, total = _absorb(q, acc, top, total, first_begin, begin, visible, k_pages_ptr, v_pages_ptr,
+                                  kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
+                                  BLOCK_DIM, BLOCK_TOKENS, WINDOW)
+    acc, top, total = _absorb(q, acc, top, total, begin, seen_by_all, visible, k_pages_ptr, v_pages_ptr,
+                              kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, False, PAGE, DIM,
+                              BLOCK_DIM, BLOCK_TOKENS, WINDOW)
     acc, top, total = _absorb(q, acc, top, total, seen_by_all, seen_by_last, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
-                              BLOCK_DIM, BLOCK_TOKENS)
+                              BLOCK_DIM, BLOCK_TOKENS, WINDOW)
     out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (place * out_stride_t + head * DIM)[:, None] + dim[None, :], out, inside)
 
@@ -109,17 +129,19 @@ def plan_prefill(qo_indptr: np.ndarray, group: int, device: torch.device) -> Pre
 
 def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, blocks: PrefillBlocks,
                   qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor,
-                  kv_last_page_len: torch.Tensor, scale: float, v_scale: float = 1.0) -> torch.Tensor:
+                  kv_last_page_len: torch.Tensor, scale: float, v_scale: float = 1.0, window: int | None = None,
+                  sinks: torch.Tensor | None = None) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale``, where request b's rows are the last of its sequence: ``[T, Hq, D]``.
 
     ``q`` [T, Hq, D], contiguous in D; request b owns rows ``qo_indptr[b]:qo_indptr[b+1]``; ``k_pages`` and
     ``v_pages`` one layer of the pool with equal strides [pages, Hkv, page_size, D]; the page table in FlashInfer's
     form (int32). Query heads ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than
-    ``q``.
+    ``q``. With ``window`` a row sees the last so many tokens up to its own. ``sinks`` [Hq] float32 are logits that join
+    each head's softmax without a value.
     """
     if not runs_triton(q):
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-                                         scale, v_scale)
+                                         scale, v_scale, window, sinks)
     tokens, num_q_heads, dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     out = torch.empty((tokens, num_q_heads, dim), dtype=q.dtype, device=q.device)
@@ -129,9 +151,9 @@ def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     if q.element_size() > 2:
         block_tokens //= 2  # float32 has no tensor cores: the product's operands spill seven times as many registers
     _paged_prefill_kernel[(blocks.request.shape[0], num_kv_heads)](
-        q, k_pages, v_pages, out, blocks.request, blocks.row, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,
-        scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), out.stride(0), k_pages.stride(0),
-        k_pages.stride(1), k_pages.stride(2), PAGE=page_size, GROUP=num_q_heads // num_kv_heads, DIM=dim,
-        BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=block_tokens,
-        num_warps=8, num_stages=2)
+        q, k_pages, v_pages, sinks, out, blocks.request, blocks.row, qo_indptr, kv_indptr, kv_indices,
+        kv_last_page_len, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), out.stride(0),
+        k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), PAGE=page_size, GROUP=num_q_heads // num_kv_heads,
+        DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=block_tokens,
+        WINDOW=window or 0, SINKS=sinks is not None, num_warps=8, num_stages=2)
     return out

@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from .forms import Choice, HeadNorms, Scales, Segment
+from .forms import Choice, ExpertBiases, HeadNorms, Scales, Segment
+from .gate import clamped_gate
 
 FP8_LARGEST = 448.0  # of e4m3
 FP8_LEAST = 1e-12  # magnitude that a scale is made for at least: a group of zeros has a scale too
@@ -99,7 +100,8 @@ def _stored(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
 
 def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, qo_indptr: torch.Tensor,
                     kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor,
-                    scale: float, v_scale: float = 1.0) -> torch.Tensor:
+                    scale: float, v_scale: float = 1.0, window: int | None = None,
+                    sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Causal attention over paged KV, request by request; see ``kernels.paged_prefill.paged_prefill``.
 
     Written for clarity, in float32 and with the whole score matrix.
@@ -115,15 +117,28 @@ def paged_attention(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tenso
         scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), keys) * scale
         count = scores.shape[1]
         visible = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        if window:
+            visible = visible.triu(length - count - window + 1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, -1)), -1)
+        weights = scores.softmax(-1)[..., :length]
         out[rows] = (torch.einsum("hqk,hkd->qhd", weights, values) * v_scale).to(q.dtype)
     return out
 
 
+def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """See ``kernels.scale_by_sinks.scale_by_sinks``."""
+    share = torch.sigmoid(lse * math.log(2) - sinks)
+    out.copy_((out.float() * share[..., None]).to(out.dtype))
+
+
 def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, owners: torch.Tensor, firsts: torch.Tensor,
-                page_size: int, wanted: int, shortest: int, turns: int = 1) -> None:
+                page_size: int, wanted: int, shortest: int, turns: int = 1, window: int | None = None) -> None:
     """See ``kernels.decode_plan.plan_decode``."""
     lengths = (kv_indptr.diff() - 1) * page_size + kv_last_page_len
+    if window:
+        lengths = lengths.clamp(max=window)
     share = -(-int(lengths.sum()) // wanted)
     piece = max(shortest, share)
     counts = ((lengths + piece // 2) // piece).clamp(min=1)
@@ -256,7 +271,8 @@ def per_head_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
-                weights: torch.Tensor, scales: Scales | None = None) -> torch.Tensor:
+                weights: torch.Tensor, scales: Scales | None = None, biases: ExpertBiases | None = None,
+                limit: float = 0.0) -> torch.Tensor:
     """Expert by expert of those that have a token; see ``kernels.moe_experts.moe_experts``."""
     def product(rows: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         if scale is None:
@@ -269,8 +285,11 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     held = (places >= 0) & (places < gate_up.shape[0])
     for place in places[held].unique().tolist():
         tokens, choices = (places == place).nonzero(as_tuple=True)
-        hidden = silu_and_mul(product(x[tokens], gate_up[place], None if scales is None else scales.gate_up[place]))
+        hidden = product(x[tokens], gate_up[place], None if scales is None else scales.gate_up[place])
+        hidden = hidden if biases is None else hidden + biases.gate_up[place]
+        hidden = clamped_gate(hidden, limit) if limit else silu_and_mul(hidden)
         made = product(hidden, down[place], None if scales is None else scales.down[place])
+        made = made if biases is None else made + biases.down[place]
         total.index_add_(0, tokens, made.float() * weights[tokens, choices, None])
     return total.to(x.dtype)
 

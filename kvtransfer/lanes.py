@@ -92,6 +92,9 @@ def why_not(prefill: Side, decode: Side) -> str | None:
         if ours != theirs:
             return (f"the scales of keys and values in layer {layer} are {ours} here and {theirs} there: give both "
                     f"servers the same checkpoint and --quantization-param-path")
+        windows = decode.layout.window_of(layer), prefill.layout.window_of(layer - first)
+        if windows[0] != windows[1]:
+            return f"the sliding window of layer {layer} is {windows[0]} here and {windows[1]} there"
     total = _num_heads(prefill, decode)
     for side in (decode, prefill):
         if not _shares(side, total):

@@ -32,19 +32,22 @@ class Planned(Protocol):
 
 
 class AttentionBackend(Planned, Protocol):
-    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer."""
+    """Causal self-attention over the paged KV cache: ``plan`` once a batch, ``run`` once a layer. One is made for a
+    window: of all tokens up to its own, a query sees the last so many (None: all)."""
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
-            norms: HeadNorms | None = None) -> torch.Tensor:
+            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Store this step's keys and values in the pool, then attend; returns ``[T, Hq, D]``.
 
         ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D]; ``cos_sin`` [positions, D] float32, when given, is the rotary
         table by which ``q`` (in place) and ``k`` are turned on the way, ``norms`` what norms their heads before that.
+        ``sinks`` [Hq] float32 are logits that join the denominators of the heads' softmaxes.
         Mutates the pool and ``q``.
         """
 
     def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None) -> torch.Tensor:
+                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                 sinks: torch.Tensor | None = None) -> torch.Tensor:
         """``run`` for a model's last layer: keys and values of all rows are stored, but of ``batch``, which is planned
         and has ``ends``, these rows alone attend: ``[R, Hq, D]``. What comes next has to be planned."""
 

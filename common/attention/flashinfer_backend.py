@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from flashinfer import (
 )
 
 from ...kernels.forms import HeadNorms
+from ...kernels.scale_by_sinks import scale_by_sinks
 from ...kernels.widen_pages import widen_pages
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -35,15 +37,17 @@ class FlashInferBackend:
 
     attends_ends = False  # its plan would wait for the step before
 
-    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype):
+    def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None = None):
         """``dtype`` is the model's; the pool's may be float8."""
         layout = pool.layout
         device = pool.groups[0].device
         self._pool = pool
-        self._heads = {"num_qo_heads": num_heads, "num_kv_heads": layout.num_kv_heads}
+        # FlashInfer counts the tokens before a query's own.
+        self._heads = {"num_qo_heads": num_heads, "num_kv_heads": layout.num_kv_heads,
+                       "window_left": -1 if window is None else window - 1}
         stored = pool.groups[0].dtype
         self._types = {"q_data_type": dtype, "kv_data_type": stored}
-        workspace = self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        workspace = self._workspace = _workspace_of(device)
         tensor_cores = self._tensor_cores = num_heads // layout.num_kv_heads > _LARGEST_PLAIN_GROUP
         fa3 = torch.cuda.get_device_capability(device) == (9, 0)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=tensor_cores)
@@ -54,7 +58,7 @@ class FlashInferBackend:
         self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
         self._most_pages = _WIDE_BYTES // (
             2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
-        self._long_prompts = TritonBackend(pool, num_heads) if self._widens else None
+        self._long_prompts = TritonBackend(pool, num_heads, window) if self._widens else None
         self._warmed = False
         self._captured: dict[int, Any] = {}  # by batch size
         self._captured_plans: torch.Tensor | None = None
@@ -126,20 +130,38 @@ class FlashInferBackend:
         return wrapper
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
-            norms: HeadNorms | None = None) -> torch.Tensor:
+            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert self._batch is not None
         if self._wrapper is None and self._long_prompts is not None:
-            return self._long_prompts.run(layer, q, k, v, cos_sin, norms)
+            return self._long_prompts.run(layer, q, k, v, cos_sin, norms, sinks)
         pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if sinks is None:
+            self._attend(layer, q, pages, {"out": out})
+        else:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            self._attend(layer, q, pages, {"out": out, "lse": lse, "return_lse": True})
+            scale_by_sinks(out, lse, sinks)
+        return out
+
+    def _attend(self, layer: int, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
+                into: dict[str, Any]) -> None:
         if self._types["kv_data_type"] == q.dtype:
-            return self._wrapper.run(q, pages, out=out)
+            self._wrapper.run(q, pages, **into)
+            return
         k_scale, v_scale = self._pool.layout.scales_of(layer)
         if self._widens and self._wrapper is self._prefill:
             wide = widen_pages(*pages, self._pages, q.dtype, k_scale, v_scale)
-            return self._wrapper.run(q, (wide[:, 0], wide[:, 1]), out=out)
+            self._wrapper.run(q, (wide[:, 0], wide[:, 1]), **into)
+            return
         # A scale of values is a kernel of its own behind the attention.
-        return self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, out=out)
+        self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, **into)
 
     def run_ends(self, *args: Any) -> torch.Tensor:
         raise AssertionError("this backend does not attend to ends alone")
+
+
+@lru_cache
+def _workspace_of(device: torch.device) -> torch.Tensor:
+    """What kernels of one device leave each other in: they follow each other on one stream, of whatever backend."""
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -10,6 +11,7 @@ from ..api.errors import ConfigError
 from ..config.server import KernelArgs
 from ..kvcache.pool import KVPool
 from .base import AttentionBackend
+from .by_window import LayersBackend
 from .split import SplitBackend
 from .torch_backend import TorchBackend
 
@@ -65,29 +67,37 @@ def choose_decode_backend(args: KernelArgs, device: torch.device, dtype: str, he
 
 
 def select_attention(args: KernelArgs, device: torch.device, pool: KVPool, num_heads: int,
-                     dtype: str | None = None) -> AttentionBackend:
-    """What the flags ask for: one backend, or one for prompts and one for decode steps.
+                     dtype: str | None = None, windows: Sequence[int | None] = ()) -> AttentionBackend:
+    """What the flags ask for: one backend, or one for prompts and one for decode steps; and such of every window, where
+    the pool's layers have several.
 
-    ``dtype`` is the model's, where the pool's is another."""
+    ``dtype`` is the model's, where the pool's is another. ``windows`` has each layer's; none at all, of layers that
+    see all tokens."""
     dtype = dtype or pool.layout.dtype
     prefill = choose_backend(args.attention_backend, device, dtype, pool.layout.head_dim)
     decode = choose_decode_backend(args, device, dtype, pool.layout.head_dim)
-    if prefill == decode:
-        return select_backend(prefill, device, pool, num_heads, dtype)
-    return SplitBackend(select_backend(prefill, device, pool, num_heads, dtype),
-                        select_backend(decode, device, pool, num_heads, dtype))
+
+    def of_window(window: int | None) -> AttentionBackend:
+        made = [select_backend(name, device, pool, num_heads, dtype, window)
+                for name in dict.fromkeys((prefill, decode))]
+        return made[0] if len(made) == 1 else SplitBackend(*made)
+
+    kinds = list(dict.fromkeys(windows)) or [None]
+    if len(kinds) == 1:
+        return of_window(kinds[0])
+    return LayersBackend({window: of_window(window) for window in kinds}, windows)
 
 
 def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int,
-                   dtype: str | None = None) -> AttentionBackend:
-    """Build the backend that ``name`` (the flag's value) means here; ``num_heads`` counts this rank's query heads.
-    ``dtype`` as in ``select_attention``."""
+                   dtype: str | None = None, window: int | None = None) -> AttentionBackend:
+    """Build the backend that ``name`` (the flag's value) means here, of layers with this ``window``; ``num_heads``
+    counts this rank's query heads. ``dtype`` as in ``select_attention``."""
     dtype = dtype or pool.layout.dtype
     chosen = choose_backend(name, device, dtype, pool.layout.head_dim)
     if chosen == "flashinfer":
         from .flashinfer_backend import FlashInferBackend
-        return FlashInferBackend(pool, num_heads, getattr(torch, dtype))
+        return FlashInferBackend(pool, num_heads, getattr(torch, dtype), window)
     if chosen == "triton":
         from .triton_backend import TritonBackend
-        return TritonBackend(pool, num_heads)
-    return TorchBackend(pool)
+        return TritonBackend(pool, num_heads, window)
+    return TorchBackend(pool, window)

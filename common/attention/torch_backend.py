@@ -34,8 +34,9 @@ class _Bucket:
 class TorchBackend:
     attends_ends = True
 
-    def __init__(self, pool: KVPool):
+    def __init__(self, pool: KVPool, window: int | None = None):
         self._pool = pool
+        self._window = window
         self._layout = pool.layout
         self._batch: ForwardBatch | None = None
         self._buckets: list[_Bucket] = []
@@ -47,15 +48,20 @@ class TorchBackend:
         self._batch = batch
         pages = np.diff(batch.kv_indptr_cpu)
         lengths = (pages - 1) * self._layout.page_size + batch.kv_last_page_len_cpu
+        begins = batch.kv_indptr_cpu[:-1]
+        if self._window is not None:  # whole pages before the first token that a row sees are as if they were not there
+            unseen = lengths - np.diff(batch.qo_indptr_cpu) + 1 - self._window
+            unseen = np.maximum(unseen, 0) // self._layout.page_size
+            begins, pages, lengths = begins + unseen, pages - unseen, lengths - unseen * self._layout.page_size
         members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
-        self._buckets = [self._bucket(batch, requests, pages, lengths) for requests in members]
+        self._buckets = [self._bucket(batch, requests, begins, pages, lengths) for requests in members]
 
-    def _bucket(self, batch: ForwardBatch, requests: np.ndarray, pages: np.ndarray, lengths: np.ndarray) -> _Bucket:
+    def _bucket(self, batch: ForwardBatch, requests: np.ndarray, begins: np.ndarray, pages: np.ndarray,
+                lengths: np.ndarray) -> _Bucket:
         heads, device = self._layout.num_kv_heads, batch.input_ids.device
         padded = np.zeros((len(requests), pages[requests].max()), np.int64)
         for row, b in enumerate(requests):
-            begin = batch.kv_indptr_cpu[b]
-            padded[row, :pages[b]] = batch.kv_indices_cpu[begin:begin + pages[b]]
+            padded[row, :pages[b]] = batch.kv_indices_cpu[begins[b]:begins[b] + pages[b]]
         rows = {}
         for size in set(self._layout.groups):
             keys = padded[:, None] * (size * 2 * heads) + np.arange(heads)[:, None]
@@ -63,32 +69,37 @@ class TorchBackend:
         mask = None
         if batch.is_decode:
             tokens = np.arange(padded.shape[1] * self._layout.page_size)
-            mask = torch.from_numpy(tokens < lengths[requests][:, None])[:, None, None].to(device)
+            seen = tokens < lengths[requests][:, None]
+            if self._window is not None:
+                seen &= tokens >= lengths[requests][:, None] - self._window
+            mask = torch.from_numpy(seen)[:, None, None].to(device)
         return _Bucket(torch.from_numpy(requests).to(device), rows, mask, lengths[requests].tolist())
 
     def refresh(self, batch: ForwardBatch) -> None:
         raise AssertionError("this backend is never captured")
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
-            norms: HeadNorms | None = None) -> torch.Tensor:
+            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert self._batch is not None
         store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
-        return self._attend(layer, q)
+        return self._attend(layer, q, sinks)
 
     def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None) -> torch.Tensor:
+                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                 sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         self.plan(batch.ends)
-        return self._attend(layer, q[batch.logits_rows])
+        return self._attend(layer, q[batch.logits_rows], sinks)
 
-    def _attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend = self._decode if batch.is_decode else self._extend
+        of_heads = None if sinks is None else sinks.to(q.dtype).unflatten(0, (self._layout.num_kv_heads, -1))
         for bucket in self._buckets:
-            attend(bucket, *self._gather(bucket, layer, q.dtype), q, out)
+            attend(bucket, *self._gather(bucket, layer, q.dtype), q, of_heads, out)
         return out
 
     def _gather(self, bucket: _Bucket, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,14 +124,18 @@ class TorchBackend:
         return self._scratch[:rows * width].view(rows, width)
 
     def _decode(self, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
-                out: torch.Tensor) -> None:
+                sinks: torch.Tensor | None, out: torch.Tensor) -> None:
         # The query heads that share a KV head take the place of query rows: no key is repeated.
         grouped = q[bucket.requests].unflatten(1, (self._layout.num_kv_heads, -1))
-        result = scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
+        if sinks is None:
+            result = scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
+        else:
+            assert bucket.mask is not None
+            result = _with_sinks(grouped, keys, values, bucket.mask, sinks)
         out[bucket.requests] = result.flatten(1, 2)
 
     def _extend(self, bucket: _Bucket, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor,
-                out: torch.Tensor) -> None:
+                sinks: torch.Tensor | None, out: torch.Tensor) -> None:
         assert self._batch is not None
         (b,), (length,) = bucket.requests.tolist(), bucket.lengths
         begin, end = self._batch.qo_indptr_cpu[b:b + 2].tolist()
@@ -133,11 +148,27 @@ class TorchBackend:
             queries = q[row:stop].unflatten(1, (self._layout.num_kv_heads, group)).permute(1, 2, 0, 3)
             first = seen - (stop - row)
             mask = None
-            if first > 0:
+            if first > 0 or self._window is not None or sinks is not None:
                 mask = torch.ones(stop - row, seen, dtype=torch.bool, device=q.device).tril_(first)
-            result = scaled_dot_product_attention(queries, block_keys, block_values, attn_mask=mask,
-                                                  is_causal=mask is None)
+                if self._window is not None:
+                    mask.triu_(first - self._window + 1)
+            if sinks is not None and mask is not None:
+                result = _with_sinks(queries, block_keys, block_values, mask, sinks[..., None])
+            else:
+                result = scaled_dot_product_attention(queries, block_keys, block_values, attn_mask=mask,
+                                                      is_causal=mask is None)
             out[row:stop] = result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _with_sinks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor,
+                sinks: torch.Tensor) -> torch.Tensor:
+    """Attention where ``mask`` is, over one more key and value of zeros, whose score is ``sinks``: those of a query
+    [..., row] of ``q`` [..., row, D]."""
+    keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (keys, values))
+    rows = (*q.shape[:-1], 1)
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+    bias = torch.cat((bias.expand(*rows[:-1], -1), sinks[..., None].expand(rows)), -1)
+    return scaled_dot_product_attention(q, keys, values, attn_mask=bias)
 
 
 def similar(pages: np.ndarray) -> list[np.ndarray]:

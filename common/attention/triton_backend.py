@@ -20,8 +20,9 @@ _ANY_LENGTH = 1 << 30
 class TritonBackend:
     attends_ends = True
 
-    def __init__(self, pool: KVPool, num_heads: int):
+    def __init__(self, pool: KVPool, num_heads: int, window: int | None = None):
         self._pool = pool
+        self._window = window
         self._group = num_heads // pool.layout.num_kv_heads
         self._scale = pool.layout.head_dim ** -0.5
         device = pool.groups[0].device
@@ -44,24 +45,26 @@ class TritonBackend:
         """Nothing: the plan is made on the device."""
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
-            norms: HeadNorms | None = None) -> torch.Tensor:
+            norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         settled = batch.is_decode and self._plan is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
-        return self._attend(layer, q, settled)
+        return self._attend(layer, q, sinks, settled)
 
     def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None) -> torch.Tensor:
+                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                 sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         if not batch.ends.num_reqs:
             return q[:0]
         self.plan(batch.ends, _ANY_LENGTH)
-        return self._attend(layer, q[batch.logits_rows])
+        return self._attend(layer, q[batch.logits_rows], sinks)
 
-    def _attend(self, layer: int, q: torch.Tensor, settled: bool = False) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None,
+                settled: bool = False) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         k_pages, v_pages = self._pool.layer(layer)
@@ -71,8 +74,9 @@ class TritonBackend:
             if self._plan is None:
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
                                          self._pool.layout.num_kv_heads, self._processors, self._longest,
-                                         **pieces_of(q.shape[-1], q.element_size()))
+                                         **pieces_of(q.shape[-1], q.element_size()), window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
-                                settled=settled)
+                                settled=settled, window=self._window, sinks=sinks)
         assert self._blocks is not None
-        return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale)
+        return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale,
+                             self._window, sinks)

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from ..api.errors import ConfigError
 from ..quantization.scheme import Scheme, scheme_of
 from .mla import MLASpec, latent_attention
-from .moe import MoESpec, deepseek_experts, mixtral_experts, qwen_experts
+from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
+from .window import ReadWindows, Windows, in_every_layer, in_turns, nowhere, where_flagged
 
 DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -27,21 +28,28 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     biases_in_config: bool = False
-    window_flag: bool = False  # the sliding window counts only with ``use_sliding_window``
+    attention_bias: bool = False  # where the config does not say
+    windows: ReadWindows = nowhere
+    sinks: bool = False  # a learned logit a head joins its softmax
     experts: Callable[[Mapping[str, Any]], MoESpec | None] | None = None
     latent: bool = False  # multi-head latent attention
 
 
 Head = Literal["words", "labels", "none"]
 
+_QWEN_WINDOWS = partial(where_flagged, slides=lambda layer, last: layer >= last)
 _FAMILIES = {
     "Llama": Architecture(biases_in_config=True),
-    "Mistral": Architecture(),
-    "Qwen2": Architecture(qkv_bias=True, window_flag=True),
-    "Qwen3": Architecture(qk_norm=True, biases_in_config=True, window_flag=True),
-    "Mixtral": Architecture(experts=mixtral_experts),
-    "Qwen2Moe": Architecture(qkv_bias=True, window_flag=True, experts=qwen_experts),
-    "Qwen3Moe": Architecture(qk_norm=True, biases_in_config=True, window_flag=True, experts=qwen_experts),
+    "Mistral": Architecture(windows=partial(in_every_layer, default=4096)),
+    "Qwen2": Architecture(qkv_bias=True, windows=_QWEN_WINDOWS),
+    "Qwen3": Architecture(qk_norm=True, biases_in_config=True, windows=_QWEN_WINDOWS),
+    "Mixtral": Architecture(windows=in_every_layer, experts=mixtral_experts),
+    "Qwen2Moe": Architecture(qkv_bias=True, experts=qwen_experts, windows=partial(
+        where_flagged, slides=lambda layer, last: layer < last and layer % 2 == 0)),
+    "Qwen3Moe": Architecture(qk_norm=True, biases_in_config=True, experts=qwen_experts, windows=partial(
+        where_flagged, slides=lambda layer, last: True)),
+    "GptOss": Architecture(biases_in_config=True, attention_bias=True, windows=in_turns, sinks=True,
+                           experts=gpt_oss_experts),
     "DeepseekV2": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=2), latent=True),
     "DeepseekV3": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=3), latent=True),
 }
@@ -59,6 +67,7 @@ class ModelSpec:
     plus output in tokens. ``head`` is what hidden
     states become: scores of words, of ``num_labels`` labels, or nothing else. With ``mla`` queries have ``head_dim``
     values, and its latents are the one KV head. ``mtp_layers`` of multi-token prediction follow in the checkpoint.
+    ``sinks``: each head has a logit that joins the denominator of its softmax.
     """
 
     architecture: str
@@ -78,7 +87,6 @@ class ModelSpec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_window: int | None
     dtype: str
     eos_token_ids: tuple[int, ...]
     context_length: int
@@ -88,6 +96,14 @@ class ModelSpec:
     quantization: Scheme | None = None
     mla: MLASpec | None = None
     mtp_layers: int = 0
+    windows: Windows = ()
+    sinks: bool = False
+
+    def seen_back(self, layers: range) -> Windows:
+        """The windows of some layers, an entry each, None also where a window holds the whole context."""
+        stated = self.windows or (None,) * self.num_layers
+        return tuple(None if window is None or window >= self.context_length else window
+                     for window in stated[layers.start:layers.stop])
 
     @property
     def kv_dim(self) -> int:
@@ -98,6 +114,11 @@ class ModelSpec:
     def unused_names(self) -> tuple[str, ...]:
         """How the names of tensors begin that the checkpoint holds and the model has no use for."""
         return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.mtp_layers))
+
+    @property
+    def stacked_experts(self) -> Stacked:
+        """See MoESpec."""
+        return "rows" if self.moe is None else self.moe.stacked
 
     @property
     def rotary_dim(self) -> int:
@@ -214,11 +235,7 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
     context_length = args.context_length or longest
     if not 0 < context_length <= longest:
         raise ConfigError(f"--context-length {context_length} must be between 1 and the model's {longest}.")
-    window = _sliding_window(config, family)
-    if window is not None and window < context_length:
-        raise ConfigError(f"Sliding-window attention is not supported: set --context-length to the model's window "
-                          f"{window} or less, within which it has no effect.")
-    attention_bias = family.biases_in_config and bool(config.get("attention_bias", False))
+    attention_bias = family.biases_in_config and bool(config.get("attention_bias", family.attention_bias))
     return ModelSpec(
         architecture=architecture, hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"],
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
@@ -227,11 +244,12 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
-        sliding_window=window, dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
+        dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
         moe=family.experts(config) if family.experts else None,
         quantization=scheme_of(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
+        windows=family.windows(config), sinks=family.sinks,
     )
 
 
@@ -298,18 +316,6 @@ def _longest_context(max_positions: int, scaling: Mapping[str, Any] | None) -> i
     if scaling and kind == "yarn":
         return max(max_positions, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
     return max_positions
-
-
-def _sliding_window(config: dict[str, Any], family: Architecture) -> int | None:
-    window = config.get("sliding_window")
-    if not family.window_flag:
-        return window
-    if not config.get("use_sliding_window", False):
-        return None
-    kinds = config.get("layer_types")
-    layers = config["num_hidden_layers"]
-    slides = "sliding_attention" in kinds if kinds else config.get("max_window_layers", layers) < layers
-    return window if slides else None
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 
+Stacked = Literal["rows", "turns"]
+
 
 @dataclass(frozen=True)
 class MoESpec:
@@ -20,6 +22,10 @@ class MoESpec:
     ``renormalize`` scaled to add up to 1, times ``scaling_factor``.
     Beside the chosen ones, an MLP of ``shared_size`` runs for every token: ``shared_name`` in the checkpoint, with
     ``shared_gate`` times a sigmoid of its own.
+    The router is ``router_name`` in the checkpoint, with ``router_bias`` added to its logits. ``expert_bias``: both
+    products of an expert have one. ``gate_limit``: an expert's gate and up are clamped by it, see
+    ``kernels.moe_experts``; 0 for a plain silu. ``stacked``: how a checkpoint holds a layer's experts in one tensor, as
+    [E, out, in] each gate's rows before its up's, or [E, in, out], gate's and up's columns in ``turns``.
     """
 
     num_experts: int
@@ -36,6 +42,11 @@ class MoESpec:
     shared_size: int = 0
     shared_name: str = "shared_experts"
     shared_gate: bool = False
+    router_name: str = "gate"
+    router_bias: bool = False
+    expert_bias: bool = False
+    gate_limit: float = 0.0
+    stacked: Stacked = "rows"
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -49,6 +60,15 @@ class MoESpec:
 def mixtral_experts(config: Mapping[str, Any]) -> MoESpec:
     return MoESpec(num_experts=config["num_local_experts"], top_k=config["num_experts_per_tok"],
                    intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])))
+
+
+def gpt_oss_experts(config: Mapping[str, Any]) -> MoESpec:
+    """A softmax over the chosen experts' logits is that over all of them, renormalized."""
+    count = config.get("num_local_experts") or config["num_experts"]
+    return MoESpec(num_experts=count, top_k=config.get("num_experts_per_tok") or config["experts_per_token"],
+                   intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])),
+                   router_name="router", router_bias=True, expert_bias=True,
+                   gate_limit=float(config.get("swiglu_limit") or 7.0), stacked="turns")
 
 
 def qwen_experts(config: Mapping[str, Any]) -> MoESpec | None:

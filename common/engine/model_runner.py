@@ -103,7 +103,8 @@ class ModelRunner:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
-        attention = _attention(config, spec, pool, spec.num_heads // parallel.attention.size, dtype)
+        attention = _attention(config, spec, pool, spec.num_heads // parallel.attention.size, dtype,
+                               parallel.stages.layers(spec.num_layers))
         runner = cls(config, spec, model, pool, attention, device, parallel)
         if device.type == "cuda":
             runner._warm_up(progress)
@@ -154,14 +155,14 @@ class ModelRunner:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
         check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings,
-                          unused=self.spec.unused_names, elsewhere=self._elsewhere)
+                          unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=spec.stacked_experts)
 
     @torch.no_grad()
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
         args = dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
         load_safetensors(resolve_checkpoint(args), self._model.slots(), _silent, tied=self.spec.tie_word_embeddings,
-                         unused=self.spec.unused_names, elsewhere=self._elsewhere)
+                         unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=self.spec.stacked_experts)
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Give device memory back. No step is in flight, and none may run until ``resume``."""
@@ -302,7 +303,8 @@ def _load_model(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
         load_dummy(model.slots(), config.model.random_seed, progress)
     else:
         load_safetensors(resolve_checkpoint(config.model), model.slots(), progress, tied=spec.tie_word_embeddings,
-                         unused=spec.unused_names, elsewhere=parallel.stages.elsewhere(spec.num_layers))
+                         unused=spec.unused_names, elsewhere=parallel.stages.elsewhere(spec.num_layers),
+                         stacked=spec.stacked_experts)
     return model
 
 
@@ -323,10 +325,11 @@ def _check_attention(config: ServerConfig, spec: ModelSpec, device: torch.device
         choose_latent_decode_backend(config.kernels, device, spec.mla, dtype, stored)
 
 
-def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: int, dtype: str) -> Planned:
+def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: int, dtype: str,
+               layers: range) -> Planned:
     device = pool.groups[0].device
     if spec.mla is None:
-        return select_attention(config.kernels, device, pool, num_heads, dtype)
+        return select_attention(config.kernels, device, pool, num_heads, dtype, spec.seen_back(layers))
     return select_latent_attention(config.kernels, device, pool, spec.mla, num_heads, dtype)
 
 
@@ -351,7 +354,8 @@ def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scale
                       page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype),
                       scales=_scales_of(scales, layers), first_layer=layers.start,
                       of_layers=spec.num_layers if staged else 0,
-                      form="heads" if spec.mla is None else "latent")
+                      form="heads" if spec.mla is None else "latent",
+                      windows=spec.windows[layers.start:layers.stop])
     groups = split_layers(len(layers), layout.layer_page_bytes, cache.num_layer_groups)
     return msgspec.structs.replace(layout, groups=groups)
 

@@ -28,6 +28,10 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     A stage of a pipeline has the layers from ``first_layer`` on, of a model of ``of_layers``; 0 of them: the pool has
     all layers. A layer's number counts from the pool's first.
+
+    ``windows`` are the layers' sliding windows, see ``ModelSpec``. Their pages are kept like all others: what one layer
+    has of a token may be sent, cached and freed with what the others have. They stand here because keys and values
+    behind a windowed layer are of no use to a server that sees further.
     """
 
     groups: tuple[int, ...]
@@ -39,6 +43,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     scales: tuple[tuple[float, float], ...] = ()
     first_layer: int = 0
     of_layers: int = 0
+    windows: tuple[int | None, ...] = ()
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer sees, as its model states it; None for all."""
+        return self.windows[layer] if self.windows else None
 
     def scales_of(self, layer: int) -> tuple[float, float]:
         """``(keys', values')`` of a layer."""

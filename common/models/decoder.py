@@ -37,6 +37,11 @@ class SelfAttention:
             Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
         ], spec.attention_bias, allocate)
         self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, spec.o_bias, tp, allocate)
+        self.sinks: Slot | None = None
+        if spec.sinks:
+            heads = spec.num_heads // tp.size
+            self.sinks = Slot(f"{name}.sinks", allocate(heads, dtype=torch.float32), (spec.num_heads,), 0,
+                              tp.rank * heads)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
@@ -53,13 +58,16 @@ class SelfAttention:
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        parts = (self.layer, q, k, v, cos_sin, norms)
+        sinks = None if self.sinks is None else self.sinks.target
+        parts = (self.layer, q, k, v, cos_sin, norms, sinks)
         return (attention.run(*parts) if last is None else attention.run_ends(last, *parts)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:
         for module in (self.qkv, self.output, self.q_norm, self.k_norm):
             if module is not None:
                 yield from module.slots()
+        if self.sinks is not None:
+            yield self.sinks
 
 
 class LayerAttention(Protocol):

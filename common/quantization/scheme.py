@@ -49,9 +49,9 @@ def scheme_of(config: Mapping[str, Any], flag: str | None) -> Scheme | None:
     Raises ConfigError, naming it, for a way of quantizing that is not supported.
     """
     stated = config.get("quantization_config") or config.get("compression_config")
-    if stated is None:
+    method = (stated or {}).get("quant_method")
+    if stated is None or method == "mxfp4":  # experts' alone, whom weights/expert_turns.py makes dense
         return AS_LOADED[flag] if flag else None
-    method = stated.get("quant_method")
     if method == "fp8":
         found = _fp8(stated)
     elif method == "compressed-tensors":

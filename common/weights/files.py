@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ..api.errors import ConfigError
+from ..config.moe import Stacked
 from .expert_names import by_expert
+from .expert_turns import by_expert_in_turns
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -33,14 +36,28 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def tensors_of(file: Path) -> Iterator[tuple[str, Any]]:
-    """Names and lazy slices, experts' one by one; raises ConfigError for a file that cannot be read."""
+def tensors_of(file: Path, stacked: Stacked = "rows") -> Iterator[tuple[str, Any]]:
+    """Names and lazy slices, experts' one by one, who are ``stacked`` as MoESpec says; raises ConfigError for a file
+    that cannot be read."""
     try:
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 (the file is no mapping)
-                yield from by_expert(name, content.get_slice(name))
+                source = content.get_slice(name)
+                if stacked == "turns":
+                    yield from by_expert_in_turns(name, source, partial(_find, file))
+                else:
+                    yield from by_expert(name, source)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"Cannot read {file}: {error}.") from None
+
+
+def _find(file: Path, name: str) -> Any:
+    """The lazy slice of a tensor of this file or of another one beside it; raises ConfigError where there is none."""
+    for other in (file, *sorted(file.parent.glob("*.safetensors"))):
+        with safe_open(other, framework="pt") as content:
+            if name in content.keys():  # noqa: SIM118
+                return content.get_slice(name)
+    raise ConfigError(f"The checkpoint {file.parent} lacks {name}.")
 
 
 def some(names: Iterable[str]) -> str:

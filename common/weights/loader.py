@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.reference import FP8_LARGEST
 from ..api.errors import ConfigError
+from ..config.moe import Stacked
 from ..quantization.kv_scales import is_kv_scale
 from .files import checkpoint_files, some, tensors_of
 from .slots import Slot
@@ -34,12 +35,13 @@ _DUMMY_SCALES = {"weight scale": 2.0**-12, "input scale": 2.0**-5}
 
 
 def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *, tied: bool,
-                     unused: tuple[str, ...] = (), elsewhere: Elsewhere = nowhere) -> None:
+                     unused: tuple[str, ...] = (), elsewhere: Elsewhere = nowhere,
+                     stacked: Stacked = "rows") -> None:
     """Copy every slot's slice from the checkpoint; at most one slice is in host memory beside the parameters.
 
     ``progress("weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight`` pass,
     and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line tells.
-    ``elsewhere`` says which names other stages of a pipeline load.
+    ``elsewhere`` says which names other stages of a pipeline load. ``stacked`` is MoESpec's.
     Raises ConfigError for a tensor that is missing, unexpected or of another shape, and for an unreadable file.
     """
     wanted = {slot.name: slot for slot in slots}
@@ -48,7 +50,7 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
     unexpected: list[str] = []
     missing = set(wanted)
     for file in checkpoint_files(folder):
-        for name, source in tensors_of(file):
+        for name, source in tensors_of(file, stacked):
             slot = _slot_of(name, wanted)
             if slot is None:
                 num_unused += name.startswith(unused)
@@ -68,12 +70,12 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
 
 
 def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused: tuple[str, ...] = (),
-                      elsewhere: Elsewhere = nowhere) -> None:
+                      elsewhere: Elsewhere = nowhere, stacked: Stacked = "rows") -> None:
     """Raises the ConfigError that ``load_safetensors`` would end with; reads no tensor."""
     wanted = {slot.name: slot for slot in slots}
     missing = set(wanted)
     for file in checkpoint_files(folder):
-        for name, source in tensors_of(file):
+        for name, source in tensors_of(file, stacked):
             slot = _slot_of(name, wanted)
             if slot is not None:
                 _check(slot, source, file)

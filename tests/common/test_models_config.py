@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.model import load_model_spec, resolve_checkpoint
@@ -69,8 +70,12 @@ def test_rope_in_old_and_new_form(tmp_path, changes, theta, scaling, context):
     ({"partial_rotary_factor": 0.5}, "Partial rotary embeddings are not supported"),
     ({"vocab_size": ...}, "config.json lacks 'vocab_size'"),
     ({"context_length": 2049}, "--context-length 2049 must be between 1 and the model's 2048"),
-    ({"architectures": ["MistralForCausalLM"], "sliding_window": 512},
-     "set --context-length to the model's window 512"),
+    ({"sliding_window": 512}, "states sliding_window 512, which models of its architecture do not have"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "states sliding_window 0: it must be 1 or more"),
+    ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
+     "for each of 2 layers; it has 1: full_attention"),
+    ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention", "chunked"]},
+     "for each of 2 layers; it has 2: chunked, full_attention"),
 ])
 def test_unsupported_is_refused_with_a_sentence(tmp_path, changes, sentence):
     with pytest.raises(ConfigError) as error:
@@ -78,15 +83,37 @@ def test_unsupported_is_refused_with_a_sentence(tmp_path, changes, sentence):
     assert sentence in str(error.value)
 
 
-def test_a_sliding_window_without_effect_passes(tmp_path):
-    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 512}
-    assert spec_of(tmp_path, context_length=512, **mistral).context_length == 512
-    assert spec_of(tmp_path, **{**mistral, "sliding_window": None}).sliding_window is None
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "num_hidden_layers": 4}
-    assert spec_of(tmp_path, use_sliding_window=False, **qwen).sliding_window is None
-    assert spec_of(tmp_path, use_sliding_window=True, max_window_layers=4, **qwen).sliding_window is None
-    with pytest.raises(ConfigError, match="Sliding-window"):
-        spec_of(tmp_path, use_sliding_window=True, max_window_layers=3, **qwen)
+@pytest.mark.parametrize("family,changes,windows", [
+    ("Mistral", {"sliding_window": 512}, (512, 512, 512, 512)),
+    ("Mistral", {"sliding_window": None}, ()),
+    ("Mistral", {}, (4096, 4096, 4096, 4096)),  # transformers' default
+    ("Mixtral", {}, ()),
+    ("Mixtral", {"sliding_window": 512}, (512, 512, 512, 512)),
+    ("Qwen2", {"sliding_window": 512}, ()),
+    ("Qwen2", {"sliding_window": 512, "use_sliding_window": True}, ()),  # from layer 28 on
+    ("Qwen2", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 512)),
+    ("Qwen3", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 9, "layer_types": [
+        "sliding_attention", "full_attention", "full_attention", "sliding_attention"]}, (512, None, None, 512)),
+    ("Qwen2Moe", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 2}, (512, None, None, None)),
+    ("Qwen3Moe", {"sliding_window": 512, "use_sliding_window": True}, (512, 512, 512, 512)),
+])
+def test_sliding_windows_are_transformers_own(tmp_path, family, changes, windows):
+    experts = {"Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}}.get(family, {})
+    spec = spec_of(tmp_path, architectures=[f"{family}ForCausalLM"], num_hidden_layers=4, **experts, **changes)
+    assert spec.windows == windows
+    stated = {"sliding_window": 512, "num_hidden_layers": 4, "max_position_embeddings": 2048, **changes}
+    if "sliding_window" in changes:
+        config = getattr(transformers, f"{family}Config")(**stated)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
+        theirs = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        assert list(spec.seen_back(range(4))) == theirs
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path):
+    stated = {"architectures": ["MistralForCausalLM"], "sliding_window": 512}
+    assert spec_of(tmp_path, context_length=512, **stated).seen_back(range(2)) == (None, None)
+    assert spec_of(tmp_path, context_length=513, **stated).seen_back(range(1, 2)) == (512,)
+    assert spec_of(tmp_path).seen_back(range(2)) == (None, None)
 
 
 def test_biases_by_family(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ....kernels.forms import Scales
+from ....kernels.forms import ExpertBiases, Scales
 from ....kernels.moe_experts import moe_experts
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
@@ -37,8 +37,10 @@ class Experts:
         def down(expert: int) -> list[Shard]:
             return [Shard(f"{name}.{expert}.down_proj", 0, hidden_size, (hidden_size, full), 1, start)]
 
-        self.gate_up = ExpertLinear(self.places, hidden_size, gate_up, allocate)
-        self.down = ExpertLinear(self.places, size, down, allocate)
+        self.gate_up = ExpertLinear(self.places, hidden_size, gate_up, allocate, bias=spec.expert_bias)
+        # Of the ranks whose results add up to an expert's, the first adds its bias.
+        self.down = ExpertLinear(self.places, size, down, allocate, bias=spec.expert_bias,
+                                 adds_bias=share.split_rank == 0)
 
     def __call__(self, x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``[T, hidden]``, to be added to the other ranks' parts.
@@ -46,11 +48,16 @@ class Experts:
         ``places`` [T, K] int64 are places of this rank; one outside of ``[0, S)`` belongs to another rank and adds
         nothing. ``weights`` [T, K] float32.
         """
-        return moe_experts(x, self.gate_up.weight, self.down.weight, places, weights, self._scales())
+        return moe_experts(x, self.gate_up.weight, self.down.weight, places, weights, self._scales(),
+                           biases=self._biases(), limit=self.spec.gate_limit)
 
     def _scales(self) -> Scales | None:
         gate_up, down = self.gate_up.scale, self.down.scale
         return None if gate_up is None or down is None else Scales(gate_up, down, self.gate_up.by)
+
+    def _biases(self) -> ExpertBiases | None:
+        gate_up, down = self.gate_up.bias, self.down.bias
+        return None if gate_up is None or down is None else ExpertBiases(gate_up, down)
 
     def warm_up(self, most_tokens: int) -> None:
         """Compile the kernels for every number of tokens: tiles depend on it, and the first request of a size would

@@ -25,14 +25,14 @@ from .shared import SharedExpert
 class MoE:
     """``[T, hidden] -> [T, hidden]``: router, this rank's experts, and the expert that all tokens share.
 
-    Names in the checkpoint: ``{name}.gate.weight``, ``{name}.experts.{e}.gate_proj.weight``,
+    Names in the checkpoint: ``{name}.{spec.router_name}.weight``, ``{name}.experts.{e}.gate_proj.weight``,
     ``{name}.{spec.shared_name}.gate_proj.weight``, ...
     """
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
         self.share = share
         self.own_tokens = share.own_tokens
-        self.router = Router(f"{name}.gate", spec, hidden_size, allocate)
+        self.router = Router(f"{name}.{spec.router_name}", spec, hidden_size, allocate)
         self.experts = Experts(f"{name}.experts", spec, hidden_size, share, allocate)
         device = allocate.device
         self.counts = torch.zeros(spec.num_experts, dtype=torch.int64, device=device) if share.counted else None

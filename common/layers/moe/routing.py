@@ -20,6 +20,7 @@ class Router:
         self.spec = spec
         self.weight = allocate(spec.num_experts, hidden_size)
         self.bias = allocate(spec.num_experts, dtype=torch.float32) if spec.correction_bias else None
+        self.offset = allocate(spec.num_experts) if spec.router_bias else None
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """``(expert ids [T, top_k] int64, weights [T, top_k] float32)`` of hidden states ``[T, hidden]``; ids are -1 in
@@ -31,9 +32,11 @@ class Router:
         float32 in the product too; softmax models were trained with it in the model's type."""
         if self.spec.scoring == "sigmoid":
             return linear(x.float(), self.weight.float())
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.offset)
 
     def slots(self) -> Iterator[Slot]:
         yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))
         if self.bias is not None:
             yield Slot(f"{self.name}.e_score_correction_bias", self.bias, tuple(self.bias.shape))
+        if self.offset is not None:
+            yield Slot(f"{self.name}.bias", self.offset, tuple(self.offset.shape))

@@ -36,23 +36,34 @@ class _Slices(Allocate):
 
 class ExpertLinear:
     """``[S, out, in]`` as ``weight``, with ``scales`` where it is in float8: for each place a linear layer in the form
-    that the model is quantized in, made of ``shards_of(expert)``."""
+    that the model is quantized in, made of ``shards_of(expert)``. ``bias`` [S, out] in the engine's type; all zeros
+    without ``adds_bias``."""
 
-    def __init__(self, places: int, width: int, shards_of: Callable[[int], list[Shard]], allocate: Allocate):
+    def __init__(self, places: int, width: int, shards_of: Callable[[int], list[Shard]], allocate: Allocate, *,
+                 bias: bool = False, adds_bias: bool = True):
         self.shards_of = shards_of
         stacks: list[torch.Tensor] = []
         self.methods = [linear_method(shards_of(place), width, _Slices(
             allocate.own, allocate.device, allocate.scheme, places, place, stacks)) for place in range(places)]
         _check(self.methods[0], shards_of(0)[0].name)
-        self.stacks = stacks
+        self._of_weight = stacks
+        self.bias = allocate(places, sum(shard.size for shard in shards_of(0))) if bias else None
+        self._adds_bias = adds_bias
+        if self.bias is not None and not adds_bias:
+            self.bias.zero_()
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.stacks[0]
+        return self._of_weight[0]
 
     @property
     def scale(self) -> torch.Tensor | None:
-        return self.stacks[1] if len(self.stacks) > 1 else None
+        return self._of_weight[1] if len(self._of_weight) > 1 else None
+
+    @property
+    def stacks(self) -> list[torch.Tensor]:
+        """All that belongs to an expert, [S, ...] each."""
+        return self._of_weight if self.bias is None else [*self._of_weight, self.bias]
 
     @property
     def by(self) -> By:
@@ -68,6 +79,13 @@ class ExpertLinear:
                 shard, _, kind = slot.name.rpartition(".")
                 slot = replace(slot, name=f"{names[shard]}.{kind}")
                 yield slot if expert in here else replace(slot, target=slot.target[:0], take=None)
+            if self.bias is not None:
+                yield from self._bias_slots(expert, self.bias[place] if expert in here else self.bias[0, :0])
+
+    def _bias_slots(self, expert: int, bias: torch.Tensor) -> Iterator[Slot]:
+        for shard in self.shards_of(expert):
+            target = shard.rows_of(bias) if self._adds_bias else bias[:0]
+            yield Slot(f"{shard.name}.bias", target, shard.shape[:1], 0, shard.start if shard.dim == 0 else 0)
 
 
 def _check(method: LinearMethod, name: str) -> None:
