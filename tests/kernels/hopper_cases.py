@@ -17,7 +17,7 @@ import torch
 from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
 from baton.kernels.draw import draw
-from baton.kernels.forms import Float8Form, HeadNorms, Scales
+from baton.kernels.forms import ExpertBiases, Float8Form, HeadNorms, Scales
 from baton.kernels.fp8_block_matmul import block_matmul
 from baton.kernels.fp8_matmul import fp8_matmul
 from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
@@ -35,6 +35,7 @@ from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, pee
 from baton.kernels.per_head_matmul import per_head_matmul
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
+from baton.kernels.scale_by_sinks import scale_by_sinks
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
 from baton.kernels.widen_pages import widen_pages
@@ -65,7 +66,7 @@ def int64(*shape: int) -> torch.Tensor:
     return of(*shape, dtype=torch.int64)
 
 
-def plan(requests: int, kv_heads: int, **pieces: int) -> DecodePlan:
+def plan(requests: int, kv_heads: int, **pieces: int | None) -> DecodePlan:
     return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, PROCESSORS, 8192, **pieces)
 
 
@@ -91,19 +92,20 @@ def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.d
 
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
-                 cache: torch.dtype | None = None, settled: bool = True) -> None:
+                 cache: torch.dtype | None = None, settled: bool = True, window: int | None = None,
+                 sinks: bool = False) -> None:
     q = of(requests, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
-                 dim**-0.5, plan(requests, kv_heads, **pieces_of(dim, dtype.itemsize)), v_scale=0.5 if cache else 1.0,
-                 settled=settled)
+                 dim**-0.5, plan(requests, kv_heads, **pieces_of(dim, dtype.itemsize), window=window),
+                 v_scale=0.5 if cache else 1.0, settled=settled, window=window, sinks=fp32(heads) if sinks else None)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
-                  cache: torch.dtype | None = None) -> None:
+                  cache: torch.dtype | None = None, window: int | None = None, sinks: bool = False) -> None:
     q = of(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
     blocks = plan_prefill(np.array([0, tokens], np.int32), heads // kv_heads, META)
     paged_prefill(q, *pool(kv_heads, dim, cache or dtype), blocks, int32(2), int32(2), int32(3), int32(1), dim**-0.5,
-                  0.5 if cache else 1.0)
+                  0.5 if cache else 1.0, window, fp32(heads) if sinks else None)
 
 
 def store_latents(tokens: int, heads: int, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
@@ -130,10 +132,12 @@ def prefill_latents(tokens: int, heads: int, dtype: torch.dtype, merges: bool) -
 
 
 def experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtype: torch.dtype = BF16,
-            scales: Scales | None = None) -> None:
+            scales: Scales | None = None, clamped: bool = False) -> None:
     weights = dtype if scales is None else FP8
     moe_experts(of(tokens, hidden, dtype=dtype), of(places, 2 * size, hidden, dtype=weights),
-                of(places, hidden, size, dtype=weights), int64(tokens, choices), fp32(tokens, choices), scales)
+                of(places, hidden, size, dtype=weights), int64(tokens, choices), fp32(tokens, choices), scales,
+                biases=ExpertBiases(of(places, 2 * size), of(places, hidden)) if clamped else None,
+                limit=7.0 if clamped else 0.0)
 
 
 def by_block(places: int, hidden: int, size: int) -> Scales:
@@ -227,6 +231,18 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_prefill Qwen3": lambda: prefill_heads(40, 32, 4, 128, BF16),
     "paged_prefill 256 wide": lambda: prefill_heads(40, 8, 4, 256, BF16),
     "paged_prefill float32": lambda: prefill_heads(40, 32, 8, 128, FP32),
+    # gpt-oss-20b: 64 heads over 8, each 64 wide, 32 experts of 2880; and Mistral-7B-v0.1's window.
+    "paged_decode gpt-oss": lambda: decode_heads(7, 64, 8, 64, BF16, sinks=True),
+    "paged_decode gpt-oss, window": lambda: decode_heads(7, 64, 8, 64, BF16, window=128, sinks=True),
+    "paged_decode gpt-oss, window, float8": lambda: decode_heads(7, 64, 8, 64, BF16, FP8, window=128, sinks=True),
+    "paged_decode Mistral, window": lambda: decode_heads(7, 32, 8, 128, BF16, window=4096),
+    "paged_prefill gpt-oss": lambda: prefill_heads(40, 64, 8, 64, BF16, sinks=True),
+    "paged_prefill gpt-oss, window": lambda: prefill_heads(40, 64, 8, 64, BF16, window=128, sinks=True),
+    "paged_prefill gpt-oss, window, float8": lambda: prefill_heads(40, 64, 8, 64, BF16, FP8, 128, True),
+    "paged_prefill Mistral, window": lambda: prefill_heads(40, 32, 8, 128, BF16, window=4096),
+    "scale_by_sinks": lambda: scale_by_sinks(of(7, 64, 64), fp32(7, 64), fp32(64)),
+    "moe_experts gpt-oss, 7 tokens": lambda: experts(7, 32, 2880, 2880, 4, clamped=True),
+    "moe_experts gpt-oss, 8192 tokens": lambda: experts(8192, 32, 2880, 2880, 4, clamped=True),
     # DeepSeek-V2-Lite: 16 heads; DeepSeek-V3: 128.
     "mla_rope_and_store V2-Lite": lambda: store_latents(7, 16, BF16),
     "mla_rope_and_store V2-Lite, float8": lambda: store_latents(7, 16, BF16, FP8),
@@ -333,7 +349,7 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
 
-FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
+FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3",
@@ -345,6 +361,9 @@ FEW = ["rmsnorm 4096, residual", "fp8_rmsnorm 4096, a scale a group", "silu_and_
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
+    "scale_by_sinks": lambda n: scale_by_sinks(of(n, 64, 64), fp32(n, 64), fp32(64)),
+    "paged_decode gpt-oss, window": lambda n: decode_heads(n, 64, 8, 64, BF16, window=128, sinks=True),
+    "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
     "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Form(128)),
     "widen_pages": lambda n: widen_pages(*pool(8, 128, FP8), int32(n), BF16, 0.5, 0.25),
