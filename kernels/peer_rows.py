@@ -8,6 +8,9 @@ anyhow, 90 % between four and 66 % between eight; in return no rank has to be to
 
 The protocol is peer_sum's: what has not arrived is a negative zero, row r of every rank has slot r, and slots have two
 places that take turns. So ranks without tokens send as many rows as the others, which say nothing.
+
+Programs wait for their like on other ranks alone, and start in their order: so those that have no room yet hold up
+nobody who holds up them. The kernel behind starts when all of them run.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ._triton import tl, triton
+from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .peer_sum import EMPTY, FOREVER, SLOT, Peers, _sendable, _take
 
 
@@ -30,14 +33,16 @@ def _normed(total, weight, width, eps):
 @triton.jit(do_not_specialize=["rows", "patience"])
 def _peer_norm_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows, width, eps,
                              patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
-                             BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+                             BLOCK: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    turn = tl.load(turns_ptr + row)
-    place = (row * 2 + turn % 2) * WORLD * SLOT_SIZE + column
     at = row * width + column
     weight = tl.load(weight_ptr + column, inside, other=0.0)
+    wait_for_last(PDL)
+    start_next(PDL)  # not earlier: one kernel alone runs ahead
+    turn = tl.load(turns_ptr + row)
+    place = (row * 2 + turn % 2) * WORLD * SLOT_SIZE + column
     total = tl.load(x_ptr + at, inside, other=0.0) + tl.load(residual_ptr + at, inside, other=0.0)
     own = _sendable(_normed(total, weight, width, eps), NOTHING)
     for step in tl.static_range(1, WORLD):
@@ -55,10 +60,13 @@ def _peer_norm_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, 
 @triton.jit(do_not_specialize=["rows", "patience"])
 def _peer_scatter_norm_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows, width, eps,
                               patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
-                              BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+                              BLOCK: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    weight = tl.load(weight_ptr + column, inside, other=0.0)
+    wait_for_last(PDL)
+    start_next(PDL)  # not earlier: one kernel alone runs ahead
     turn = tl.load(turns_ptr + row)
     place = (row * 2 + turn % 2) * WORLD * SLOT_SIZE + column
     for step in tl.static_range(1, WORLD):
@@ -68,7 +76,6 @@ def _peer_scatter_norm_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr,
     at = row * width + column
     mine = tl.load(x_ptr + RANK * rows * width + at, inside, other=0.0)
     residual = tl.load(residual_ptr + at, inside, other=0.0)
-    weight = tl.load(weight_ptr + column, inside, other=0.0)
     whole = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
@@ -119,4 +126,4 @@ def _launch(kernel: Any, tensors: tuple[torch.Tensor, ...], own: torch.Tensor, e
     assert rows_fit(rows, width, peers) and all(each.is_contiguous() and each.dtype.itemsize == 2 for each in tensors)
     kernel[(rows,)](*tensors, peers.buffers, peers.turns, rows, width, eps, patience, RANK=peers.rank,
                     WORLD=peers.size, SLOT_SIZE=SLOT, BLOCK=block, NOTHING=EMPTY,
-                    num_warps=max(1, min(16, block // 256)))
+                    num_warps=max(1, min(16, block // 256)), **pdl(own))

@@ -52,8 +52,10 @@ class TokenExchange:
             places = [torch.arange(count) + i * largest for i, count in enumerate(counts)]
             self._kept = torch.cat(places).to(self._across.device)
 
-    def around(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
+    def around(self, compute: Compute, x: torch.Tensor | Met) -> torch.Tensor:
         """``compute`` of this group's rows ``[own, a]`` together with all others', cut back to its own."""
+        if isinstance(x, Met):
+            return compute(x.rows).chunk(self._across.size)[self._across.rank]
         if not self.spans:
             return compute(x)
         y = compute(self.gather(x)) if sum(self._counts) else compute(x)
