@@ -1,8 +1,26 @@
-"""How failed transfers are counted, and a failure that both halves tell."""
+"""How a half fails, how that is counted, and a failure that both halves tell."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ..common.api.errors import Conflict, ServingError, TransferFailed
+from .states import Event, Phase, Table, step
+
+
+class Failing(Protocol):
+    phase: Phase
+    error: ServingError | None
+
+
+def fail(half: Failing, table: Table, error: ServingError) -> bool:
+    """Returns whether it is news: a half fails once, and not when it is DONE."""
+    after = step(table, half.phase, Event.FAIL)
+    if half.phase is after:
+        return False
+    # Readers take no lock: whoever sees the phase must find the error.
+    half.error, half.phase = error, after
+    return True
 
 
 def count_failure(counters: dict[str, float], error: ServingError) -> None:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from ..common.api.errors import DeadlineExceeded, ServingError, TransferFailed
 from . import messages as m
-from .failures import count_failure, room_in_use
+from .failures import count_failure, fail, room_in_use
 from .lanes import readers_of
 from .send_state import Destination, SendRoom, Session
 from .sessions import Sessions
-from .states import Phase
+from .states import SENDER, Phase
 from .timing import Timing
 from .waiting import Waiting
 
@@ -103,7 +103,7 @@ class Lobby:
     def fail(self, half: SendRoom, error: ServingError, now: float, *, bury: bool = True) -> None:
         """End a half that has not joined. ``bury``: its other half is still to come, unless it waits here."""
         assert half.phase is Phase.RESERVING, "it has joined, or failed before"
-        half.fail(error)
+        fail(half, SENDER, error)
         count_failure(self.counters, error)
         waiting = self._of_room(half.room)
         for destination in waiting:

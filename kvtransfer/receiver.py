@@ -200,7 +200,7 @@ class KVReceiver:
                 self._core.refused(address, OTHER_SECRET, time.monotonic())
         except NotRegistered as error:
             with self._lock:
-                self._core.not_registered(address, str(error), time.monotonic())
+                self._core.ways.not_registered(address, str(error), time.monotonic())
         except OSError as error:
             with self._lock:
                 self._core.unreachable(address, str(error), time.monotonic())

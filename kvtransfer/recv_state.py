@@ -7,16 +7,14 @@ from typing import NamedTuple
 
 from ..common.api.errors import ServingError
 from . import messages as m
-from .states import Phase
+from .states import RECEIVER, Event, Phase, step
+from .writers import Writers
 
 Address = tuple[str, int]  # host and port of a prefill server's bootstrap server
 
 
 @dataclass(eq=False)
 class RecvRoom:
-    """``writers`` are the links over which it was published and whose sender has not said that it is quiet yet; for one
-    whose connection is gone, with the time when it must be."""
-
     room: int
     address: Address
     reserve: m.Reserve
@@ -27,13 +25,24 @@ class RecvRoom:
     checksum: int = 0  # of what the senders say that they wrote
     blocks: tuple[int, ...] = ()  # that they cut our pages into, by layer group
     parts: int = 1  # of our pages, that a page of theirs holds the tokens of
-    writers: dict[bytes, float | None] = field(default_factory=dict)
-    published_over: dict[bytes, str] = field(default_factory=dict)  # links, and the senders' instances
+    writers: Writers = field(default_factory=Writers)
     dp_rank: int | None = None  # the sender's data-parallel rank; None: by room
 
     def dp_rank_of(self, dp_size: int) -> int:
         """The data-parallel rank, of ``dp_size``, that computes the prompt."""
         return self.room % dp_size if self.dp_rank is None else self.dp_rank
+
+    def publish(self, route: Route, links: list[Link]) -> None:
+        self.phase = step(RECEIVER, self.phase, Event.PUBLISH)
+        self.blocks, self.parts = route.blocks, route.parts
+        for link in links:
+            link.rooms[self.room] = self
+            self.writers.add(link.id, link.instance)
+
+    def accept(self, told: m.Result) -> None:
+        """The result of one of the sender's ranks; before DONE, since readers take no lock."""
+        self.result = told.result.told_before(self.result)
+        self.checksum = (self.checksum + told.checksum) % 2**64
 
 
 @dataclass
@@ -83,7 +92,8 @@ class Search:
 
 
 class Lookup(NamedTuple):
-    """Ask the bootstrap server for its ranks; then call ``found``, ``not_registered`` or ``unreachable``."""
+    """Ask the bootstrap server for its ranks; then call ``found``, ``unreachable``, ``refused`` or
+    ``ways.not_registered``."""
 
     address: Address
 

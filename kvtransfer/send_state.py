@@ -51,15 +51,6 @@ class SendRoom:
     in_flight: int = 0
     untaken: set[tuple[bytes, int]] = field(default_factory=set)  # session and stamp of each destination without Taken
 
-    def fail(self, error: ServingError) -> bool:
-        """Returns whether it is news: a room fails once, and not when it is DONE."""
-        after = step(SENDER, self.phase, Event.FAIL)
-        if self.phase is after:
-            return False
-        # Readers take no lock: whoever sees the phase must find the error.
-        self.error, self.phase = error, after
-        return True
-
     def destination_of(self, rank: int) -> Destination | None:
         """That of a decode rank, once the room has joined."""
         return next((destination for destination in self.destinations if destination.rank == rank), None)

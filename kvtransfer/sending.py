@@ -14,7 +14,7 @@ import numpy as np
 
 from ..common.api.errors import Aborted, ServingError, TransferFailed
 from . import messages as m
-from .failures import count_failure, room_in_use
+from .failures import count_failure, fail, room_in_use
 from .lobby import Lobby
 from .send_state import Dismiss, Effect, SendRoom, Session, Write
 from .sessions import Sessions
@@ -184,7 +184,7 @@ class SenderCore:
         if half.phase is Phase.RESERVING:
             self.lobby.fail(half, error, now)
             return
-        if not half.fail(error):
+        if not fail(half, SENDER, error):
             return
         for destination in half.destinations:
             if destination.session is not told_by:

@@ -10,7 +10,7 @@ as of that time. A Pong that waited in a socket while we were stopped carries an
 * A session that is not confirmed for ``peer_timeout`` ends, and the backend tears its writes down.
 
 The receiver sends a Pong later than we sent its Ping. So from its last Pong on it need only wait ``peer_timeout``,
-and ``landing`` for our own slowness, to be certain that nothing of ours is on its way (see quarantine.py).
+and ``landing`` for our own slowness, to be certain that nothing of ours is on its way (see writers.py).
 """
 
 from __future__ import annotations

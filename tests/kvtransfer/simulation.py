@@ -284,7 +284,7 @@ class World:
     def check_content(self, request: Request, halves: list) -> None:
         for rank, half in enumerate(halves):
             assert half.result == PrefillResult(request.room, 0)
-            writers = {self.sender_of[link] for link in half.published_over}
+            writers = {self.sender_of[link] for link in half.writers.instances}
             for page in request.page_ids:
                 assert self.written[rank, page] == self.carriers(rank, writers), "DONE without the page's content"
 
@@ -456,7 +456,7 @@ class World:
     # -- how the world works --------------------------------------------------------------------------------------
 
     def lose_stopped_writes(self) -> None:
-        """What closes the connection of a process that is stopped also breaks its data path (receiving.py says so)."""
+        """What closes the connection of a process that is stopped also breaks its data path (writers.py says so)."""
         for flight in self.flights:
             flight.lost |= flight.sender in self.prefill.stopped and flight.session not in self.wires
 

@@ -148,7 +148,7 @@ def receiver() -> receiving.ReceiverCore:
 
 
 def link_of(core: receiving.ReceiverCore) -> bytes:
-    return next(iter(core.links))
+    return next(iter(core.ways.links))
 
 
 def test_the_end_of_an_earlier_use_of_a_room_is_not_the_end_of_this_one(receiver):
@@ -193,7 +193,7 @@ def test_a_silent_link_holds_the_pages_for_as_long_as_its_connection_stands(rece
     receiver.receive(link, m.Stopped(1, receiver.rooms[1].reserve.stamp), 1000.0)
     assert receiver.rooms[1].phase is Phase.FAILED
     receiver.tick(1000.1)
-    assert not receiver.links and isinstance(receiver.effects[-1], recv_state.Close)
+    assert not receiver.ways.links and isinstance(receiver.effects[-1], recv_state.Close)
 
 
 def test_a_restarted_sender_is_looked_up_again(receiver):
@@ -236,7 +236,7 @@ def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
     for room, named in ((4, None), (5, None), (6, 1), (7, 2)):
         core.reserve(room, ADDRESS, 77, 2, 0, pages, 10.0, named)
     core.found(ADDRESS, [ranked(0), ranked(1)], 10.0)
-    links = {link.dp_rank: link for link in core.links.values()}
+    links = {link.dp_rank: link for link in core.ways.links.values()}
     core.effects.clear()
     for dp_rank in (0, 1):
         core.receive(links[dp_rank].id, m.Welcome(f"prefill{dp_rank}"), 10.0)

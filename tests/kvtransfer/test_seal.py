@@ -14,6 +14,7 @@ from baton.common.config.server import DisaggregationArgs
 from baton.kvtransfer import bootstrap
 from baton.kvtransfer import messages as m
 from baton.kvtransfer.bootstrap import BootstrapServer, OtherSecret, fetch_ranks, register_rank
+from baton.kvtransfer.recv_state import Search
 from baton.kvtransfer.seal import TO_RECEIVER, TO_SENDER, Channel, Channels, Secret, Unsealed
 from baton.kvtransfer.states import Phase
 from baton.tests.kvtransfer.conftest import BACKENDS, wait_until
@@ -92,7 +93,7 @@ def test_another_secret_is_refused_on_the_control_channel(make_pair, prefill, de
     stranger = pair.make_receiver(pair.target, cluster_secret=decode)
     address = pair.bootstrap.address
     with stranger._lock:
-        stranger._core.searches[address] = None  # its look-up never answers
+        stranger._core.ways.searches[address] = Search()  # its look-up never answers
         stranger._core.reserve(1, address, 77, 10, 3, m.np.empty(0, m.np.int64), time.monotonic())
         stranger._core.found(address, [pair.sender.info], time.monotonic())
     stranger._io.wake()

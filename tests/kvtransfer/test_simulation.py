@@ -87,9 +87,9 @@ def one_result_is_enough(monkeypatch):
 
     def hasty(self, half, link_id, now):
         if half.phase is Phase.RESERVED:
-            for other in half.writers.keys() - {link_id}:
-                self.links[other].rooms.pop(half.room, None)
-            half.writers = {link_id: None}
+            for other in half.writers.pending.keys() - {link_id}:
+                self.ways.links[other].rooms.pop(half.room, None)
+            half.writers.pending = {link_id: None}
         quiet(self, half, link_id, now)
 
     monkeypatch.setattr(receiving.ReceiverCore, "_quiet", hasty)

@@ -183,7 +183,7 @@ def test_a_server_that_comes_back_with_other_ranks_is_met_anew(make_fleet):
     register_rank(fleet.bootstrap.url, fleet.prefill.ranks[0].info)
     fleet.transfer(2)
     fleet.assert_pages()
-    assert len(fleet.decode.ranks[0]._core.links) == 1
+    assert len(fleet.decode.ranks[0]._core.ways.links) == 1
 
 
 def test_one_link_that_breaks_ends_the_route(make_fleet):
@@ -194,5 +194,5 @@ def test_one_link_that_breaks_ends_the_route(make_fleet):
     fleet.until(1, Phase.RESERVED)
     fleet.prefill.ranks[1].close()
     fleet.until(1, Phase.FAILED, [fleet.prefill.ranks[0], fleet.decode.ranks[0]])
-    wait_until(lambda: not fleet.decode.ranks[0]._core.links)
+    wait_until(lambda: not fleet.decode.ranks[0]._core.ways.links)
     wait_until(lambda: not fleet.prefill.ranks[0]._core.sessions.open)
