@@ -14,7 +14,7 @@ def _moe_topk_kernel(logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, strid
                      TOP_K: tl.constexpr,
                      TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, PAIRS: tl.constexpr,
                      LIMITED: tl.constexpr, BIASED: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
-                     BLOCK_EACH: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+                     BLOCK_EACH: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -60,21 +60,22 @@ def _moe_topk_kernel(logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, strid
     if live_ptr is not None:
         ids = tl.where(tl.load(live_ptr + token) != 0, ids, -1)
     at = token * TOP_K + rank
-    tl.store(ids_ptr + at, ids.to(tl.int64), rank < TOP_K)
+    tl.store(ids_ptr + at, ids.to(tl.int64) - FIRST, rank < TOP_K)
     tl.store(weights_ptr + at, weights * scaling, rank < TOP_K)
 
 
 def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
-             live: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+             live: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """``(expert ids [T, top_k] int64, weights [T, top_k] float32)``, the best first.
 
-    Rows where ``live`` [T] (of any type) is 0 have the id -1, which no rank holds: they are no tokens.
+    Rows where ``live`` [T] (of any type) is 0 have the id -1, which no rank holds: they are no tokens. ``first`` is
+    taken from all ids: those of a rank's own experts then begin with 0.
 
     ``logits`` [T, experts]; a token chooses by its scores plus ``bias`` [experts] float32 and weighs by the scores
     alone (DeepSeek-V3's balancing without a loss, arXiv:2412.19437, 2.1.2).
     """
     if not runs_triton(logits):
-        return reference.moe_topk(logits, bias, how, live)
+        return reference.moe_topk(logits, bias, how, live, first)
     tokens, experts = logits.shape
     ids = torch.empty((tokens, how.top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((tokens, how.top_k), dtype=torch.float32, device=logits.device)
@@ -86,6 +87,6 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
             logits, bias, live, ids, weights, logits.stride(0), groups, experts // groups, how.scaling_factor,
             TOP_K=how.top_k, TOP_GROUPS=how.top_groups, SIGMOID=how.scoring == "sigmoid",
             RENORMALIZE=how.renormalize, PAIRS=how.group_score == "top2", LIMITED=limited, BIASED=bias is not None,
-            BLOCK_GROUPS=block_groups, BLOCK_EACH=block_each, BLOCK_K=triton.next_power_of_2(how.top_k),
+            BLOCK_GROUPS=block_groups, BLOCK_EACH=block_each, BLOCK_K=triton.next_power_of_2(how.top_k), FIRST=first,
             num_warps=max(1, min(8, block_groups * block_each // 128)), **pdl(logits))
     return ids, weights

@@ -30,6 +30,14 @@ def _normed(total, weight, width, eps):
     return (wide * scale).to(total.dtype) * weight  # rounded first, as in rmsnorm
 
 
+@triton.jit
+def _summand(x_ptr, more_ptr, at, inside):
+    x = tl.load(x_ptr + at, inside, other=0.0)
+    if more_ptr is not None:
+        x += tl.load(more_ptr + at, inside, other=0.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["rows", "patience"])
 def _peer_norm_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows, width, eps,
                              patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
@@ -58,8 +66,8 @@ def _peer_norm_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, 
 
 
 @triton.jit(do_not_specialize=["rows", "patience"])
-def _peer_scatter_norm_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows, width, eps,
-                              patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
+def _peer_scatter_norm_kernel(x_ptr, more_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows,
+                              width, eps, patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
                               BLOCK: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -70,11 +78,11 @@ def _peer_scatter_norm_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr,
     turn = tl.load(turns_ptr + row)
     place = (row * 2 + turn % 2) * WORLD * SLOT_SIZE + column
     for step in tl.static_range(1, WORLD):
-        theirs = tl.load(x_ptr + ((RANK + step) % WORLD * rows + row) * width + column, inside, other=0.0)
+        theirs = _summand(x_ptr, more_ptr, ((RANK + step) % WORLD * rows + row) * width + column, inside)
         tl.store(buffers[(RANK + step) % WORLD] + place + RANK * SLOT_SIZE, _sendable(theirs, NOTHING), inside)
     # Asked for before the wait, in which they come.
     at = row * width + column
-    mine = tl.load(x_ptr + RANK * rows * width + at, inside, other=0.0)
+    mine = _summand(x_ptr, more_ptr, RANK * rows * width + at, inside)
     residual = tl.load(residual_ptr + at, inside, other=0.0)
     whole = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
@@ -108,22 +116,24 @@ def peer_norm_gather(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
     return y, total
 
 
-def peer_scatter_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers, *,
-                      patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+def peer_scatter_norm(x: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
+                      eps: float, peers: Peers, *, patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
     """``(norm(sum + residual) * weight, sum + residual)`` of this rank's rows ``[n, width]`` of the sum over the ranks
-    of ``x`` [ranks * n, width]. ``residual`` [n, width]; otherwise as ``peer_norm_gather``."""
-    assert len(x) == len(residual) * peers.size
+    of ``x + more`` [ranks * n, width], where there is ``more``. ``residual`` [n, width]; otherwise as
+    ``peer_norm_gather``."""
+    assert len(x) == len(residual) * peers.size and (more is None or more.shape == x.shape)
     y, total = torch.empty_like(residual), torch.empty_like(residual)
-    _launch(_peer_scatter_norm_kernel, (x, residual, weight, total, y), residual, eps, peers, patience)
+    _launch(_peer_scatter_norm_kernel, (x, more, residual, weight, total, y), residual, eps, peers, patience)
     return y, total
 
 
-def _launch(kernel: Any, tensors: tuple[torch.Tensor, ...], own: torch.Tensor, eps: float, peers: Peers,
+def _launch(kernel: Any, tensors: tuple[torch.Tensor | None, ...], own: torch.Tensor, eps: float, peers: Peers,
             patience: int) -> None:
     """``own`` has the form of this rank's rows."""
     rows, width = own.shape
     block = triton.next_power_of_2(width)
-    assert rows_fit(rows, width, peers) and all(each.is_contiguous() and each.dtype.itemsize == 2 for each in tensors)
+    assert rows_fit(rows, width, peers)
+    assert all(each is None or (each.is_contiguous() and each.dtype.itemsize == 2) for each in tensors)
     kernel[(rows,)](*tensors, peers.buffers, peers.turns, rows, width, eps, patience, RANK=peers.rank,
                     WORLD=peers.size, SLOT_SIZE=SLOT, BLOCK=block, NOTHING=EMPTY,
                     num_warps=max(1, min(16, block // 256)), **pdl(own))

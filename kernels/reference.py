@@ -312,7 +312,7 @@ def moe_align(places: torch.Tensor, num_places: int,
 
 
 def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
-             live: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+             live: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kernels.moe_topk.moe_topk``."""
     scores = logits.float().softmax(-1) if how.scoring == "softmax" else logits.float().sigmoid()
     choice = limit_to_groups(scores if bias is None else scores + bias, how)
@@ -322,7 +322,7 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     if live is not None:
         ids = ids.masked_fill((live == 0)[:, None], -1)
-    return ids, weights * how.scaling_factor
+    return ids - first, weights * how.scaling_factor
 
 
 def limit_to_groups(choice: torch.Tensor, how: Choice) -> torch.Tensor:

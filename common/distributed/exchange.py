@@ -13,6 +13,8 @@ from .tp import TPGroup
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
 """Row by row, on equal rows on all ranks: ``[N, a] -> [N, b]``."""
+InTwo = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+"""Its result as a sum of two, the second of which may be missing."""
 
 
 class TokenExchange:
@@ -62,12 +64,13 @@ class TokenExchange:
         first = sum(self._counts[:self._across.rank])
         return y[first:first + self._counts[self._across.rank]]
 
-    def summed(self, partial: Compute, x: torch.Tensor | Met) -> Summed:
+    def summed(self, partial: Compute, summands: InTwo, x: torch.Tensor | Met) -> Summed:
         """``around`` for what every rank of the engine has a summand of, ``partial``: only the group's own rows are
         summed up, half of the traffic of a sum of all rows on all ranks. What is left of that within the group is for
-        the norm that follows, and so is all of it for rows that have met in the norm before."""
+        the norm that follows; so is all of it, ``summands`` in place of ``partial``, for rows that have met in the norm
+        before."""
         if isinstance(x, Met):
-            return PendingRows(partial(x.rows), self._across)
+            return PendingRows(*summands(x.rows), self._across)
         if not self.spans:
             return self._within(partial(x))
         y, own, largest = partial(self.gather(x)), self._counts[self._across.rank], max(self._counts)

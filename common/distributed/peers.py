@@ -93,11 +93,14 @@ class PeerSums:
         """The norms of all ranks' ``rows + residual`` [ranks * n, hidden] and this rank's sum, of what ``meets``."""
         return peer_rows.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared, patience=patience)
 
-    def scatter_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+    def scatter_normed(self, rows: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor,
+                       weight: torch.Tensor, eps: float,
                        patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm and the total of this rank's part of the sum of ``rows`` [ranks * n, hidden], and ``residual``,
-        which ``meets``."""
-        return peer_rows.peer_scatter_norm(rows.contiguous(), residual, weight, eps, self.shared, patience=patience)
+        """The norm and the total of this rank's part of the sum of ``rows + more`` [ranks * n, hidden], and
+        ``residual``, which ``meets``."""
+        more = None if more is None else more.contiguous()
+        return peer_rows.peer_scatter_norm(rows.contiguous(), more, residual, weight, eps, self.shared,
+                                           patience=patience)
 
     def _in_two(self, tensor: torch.Tensor) -> bool:
         """Two ranks send as much in one shot; shares of other sizes than a power of two are not to be had."""
@@ -135,7 +138,8 @@ class PeerSums:
     def _meets_right(self, mine: torch.Tensor, weight: torch.Tensor, patience: int) -> bool:
         """Whether ``mine`` meets the others' rows and comes back from them, each time once behind the norm."""
         rows, total = self.gather_normed(mine, torch.ones_like(mine), weight, 1e-5, patience)
-        back, doubled = self.scatter_normed(rows, torch.zeros_like(mine), weight, 1e-5, patience)
+        back, doubled = self.scatter_normed(rows, torch.zeros_like(rows), torch.zeros_like(mine), weight, 1e-5,
+                                            patience)
         width = (mine.shape[1],)
         normed = torch.nn.functional.rms_norm(mine.float() + 1, width, eps=1e-5)
         return (_close(total, mine.float() + 1) and _close(doubled / self._size, normed)

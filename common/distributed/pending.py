@@ -38,14 +38,16 @@ class PendingSum:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """This rank's rows of the sum of ``part`` [ranks * n, hidden] over the ranks of ``group``; else as PendingSum."""
+    """This rank's rows of the sum of ``part + more`` [ranks * n, hidden] over the ranks of ``group``; else as
+    PendingSum."""
 
     part: torch.Tensor
+    more: torch.Tensor | None
     group: TPGroup
 
     def total(self) -> torch.Tensor:
         """``[n, hidden]``"""
-        return self.group.reduce_scatter_rows(self.part)
+        return self.group.reduce_scatter_rows(self.part if self.more is None else self.part + self.more)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         return self.total()[index]
@@ -55,7 +57,7 @@ class PendingRows:
     def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(total + residual) * weight, total + residual)``"""
         assert self.group.peers is not None
-        return self.group.peers.scatter_normed(self.part, residual, weight, eps)
+        return self.group.peers.scatter_normed(self.part, self.more, residual, weight, eps)
 
 
 Summed = torch.Tensor | PendingSum | PendingRows

@@ -48,9 +48,9 @@ class SmallSums(Protocol):
                       eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(rows + residual) * weight`` of all ranks [ranks * n, hidden], this rank's ``rows + residual)``."""
 
-    def scatter_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
-                       eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(own + residual) * weight, own + residual)`` of this rank's part ``own`` of the sum of ``rows``
+    def scatter_normed(self, rows: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor,
+                       weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(own + residual) * weight, own + residual)`` of this rank's part ``own`` of the sum of ``rows + more``
         [ranks * n, hidden]."""
 
 

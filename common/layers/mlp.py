@@ -45,6 +45,10 @@ class MLP:
         assert self.sums
         return self.down.partial(self.gate_up(x), gated=True)
 
+    def summands(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``partial`` as a sum of two, the second of which may be missing."""
+        return self.partial(x), None
+
     def slots(self) -> Iterator[Slot]:
         yield from self.gate_up.slots()
         yield from self.down.slots()

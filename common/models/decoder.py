@@ -109,6 +109,9 @@ class LayerMLP(Protocol):
 
     def partial(self, x: Any) -> torch.Tensor: ...
 
+    def summands(self, x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``partial`` as a sum of two, which whoever sums over the ranks makes on the way."""
+
     def slots(self) -> Iterator[Slot]: ...
 
 
@@ -124,7 +127,7 @@ def over_groups(mlp: LayerMLP, tokens: TokenExchange) -> Callable[[Any], Summed]
     """``mlp`` of an attention group's own rows, in the cheapest way that it allows."""
     if mlp.own_tokens or not tokens.spans:
         return mlp.pending
-    return partial(tokens.summed, mlp.partial) if mlp.sums else partial(tokens.around, mlp)
+    return partial(tokens.summed, mlp.partial, mlp.summands) if mlp.sums else partial(tokens.around, mlp)
 
 
 class DecoderLayer:

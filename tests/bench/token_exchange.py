@@ -101,7 +101,7 @@ def measured(parallel: Parallel, counts: list[int], hidden: int, dtype: torch.dt
     exchange.begin(counts)
     return {
         "around": timed(parallel, lambda: exchange.around(parallel.mlp.all_reduce, x)),
-        "summed": timed(parallel, lambda: exchange.summed(lambda y: y, x)),
+        "summed": timed(parallel, lambda: exchange.summed(lambda y: y, in_two, x)),
         "collectives": timed(parallel, lambda: across.reduce_scatter_rows(across.all_gather_rows(equal))),
     }
 
@@ -136,12 +136,16 @@ class Layer:
 
     def exchange(self) -> None:
         self._tokens.begin(self._counts)
-        self._tokens.summed(lambda y: y, self.x)
+        self._tokens.summed(lambda y: y, in_two, self.x)
 
     def normed(self, low_latency: bool) -> None:
         self._tokens.begin(self._counts, decodes=low_latency)
         rows, residual = self._before.add_for(as_they_are, self.x, self.x)
-        self._behind.add(self._tokens.summed(lambda y: y, rows), residual)
+        self._behind.add(self._tokens.summed(lambda y: y, in_two, rows), residual)
+
+
+def in_two(y: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return y, None
 
 
 def in_graph(parallel: Parallel, work: Callable[[], None]) -> float:

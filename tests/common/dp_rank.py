@@ -49,7 +49,7 @@ def check_exchange(parallel: Parallel) -> list[bool]:
         parallel.tokens.begin(counts)
         mine = parts[parallel.dp_rank]
         share = (parallel.world.rank + 1) / sum(range(1, parallel.world.size + 1))  # of the sum, this rank's
-        summed = parallel.tokens.summed(lambda x: compute(x) * share, mine)  # noqa: B023
+        summed = parallel.tokens.summed(lambda x: compute(x) * share, lambda x: (x, None), mine)  # noqa: B023
         if isinstance(summed, PendingSum):
             summed = summed.total()
         found.append(torch.equal(parallel.tokens.around(compute, mine), mine * 2)

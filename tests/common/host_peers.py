@@ -26,5 +26,6 @@ class HostPeers:
         normed, total = reference.rmsnorm(rows, weight, eps, residual)
         return self._group.all_gather_rows(normed), total
 
-    def scatter_normed(self, rows, residual, weight, eps):
-        return reference.rmsnorm(self._group.reduce_scatter_rows(rows), weight, eps, residual)
+    def scatter_normed(self, rows, more, residual, weight, eps):
+        summand = rows if more is None else rows + more
+        return reference.rmsnorm(self._group.reduce_scatter_rows(summand), weight, eps, residual)

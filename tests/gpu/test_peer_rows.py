@@ -24,7 +24,7 @@ def test_rows_meet_and_part(size, rows, width):
     def meet(ranks: Ranks, rank: int, patience: int) -> tuple[torch.Tensor, ...]:
         peers = ranks.peers[rank]
         met = peer_norm_gather(parts[rank], residuals[rank], weight, 1e-5, peers, patience=patience)
-        return *met, *peer_scatter_norm(summands[rank], met[1], weight, 1e-5, peers, patience=patience)
+        return *met, *peer_scatter_norm(summands[rank], None, met[1], weight, 1e-5, peers, patience=patience)
 
     warm_up(size, meet)
     ranks = Ranks(size)

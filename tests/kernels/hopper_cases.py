@@ -193,7 +193,8 @@ def met(tokens: int, world: int) -> None:
 
 def met_and_normed(tokens: int, width: int, world: int) -> None:
     rows, _ = peer_norm_gather(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world))
-    peer_scatter_norm(rows, of(tokens, width), of(width), 1e-5, peers(world))
+    for more in (None, rows):
+        peer_scatter_norm(rows, more, of(tokens, width), of(width), 1e-5, peers(world))
 
 
 def peers(world: int) -> Peers:

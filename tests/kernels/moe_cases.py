@@ -103,6 +103,11 @@ def test_moe_topk(experts, changes):
     want_ids, want_weights = reference.moe_topk(logits, bias, spec)
     assert torch.equal(ids, want_ids)
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+    live = (torch.arange(9, device=DEVICE) % 3 > 0).half()
+    placed, weights = moe_topk(logits, bias, spec, live, first=3)
+    assert torch.equal(placed, reference.moe_topk(logits, bias, spec, live, 3)[0])
+    assert torch.equal(placed, torch.where(live[:, None] > 0, want_ids, -1) - 3), "rows that pad reach no expert"
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("by,hidden,size,in_order", [

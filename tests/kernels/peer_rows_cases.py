@@ -47,13 +47,15 @@ def test_rows_meet_behind_the_norm(rank, size, turns, rows, width):
 
 
 @pytest.mark.parametrize("rank,size,turns", RANKS)
-@pytest.mark.parametrize("rows,width", [(1, 64), (5, 96)])
-def test_rows_part_and_are_normed(rank, size, turns, rows, width):
+@pytest.mark.parametrize("rows,width,in_two", [(1, 64, False), (5, 96, True)])
+def test_rows_part_and_are_normed(rank, size, turns, rows, width, in_two):
     parts, residual = parts_of(size, rows * size, width), torch.randn(rows, width).half()
+    own, more = parts[rank], torch.randn(rows * size, width).half() if in_two else None
+    parts[rank] = own if more is None else own + more
     weight = torch.rand(width).half()
     fakes = Fakes(rank, size, turns)
     arrived(fakes, [part.chunk(size)[rank] for part in parts])
-    y, total = peer_scatter_norm(parts[rank], residual, weight, 1e-5, fakes.peers, patience=1)
+    y, total = peer_scatter_norm(own, more, residual, weight, 1e-5, fakes.peers, patience=1)
     wanted, wanted_total = reference.peer_scatter_norm(parts, residual, weight, 1e-5, rank)
     assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
     for other in set(range(size)) - {rank}:

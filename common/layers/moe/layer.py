@@ -72,14 +72,24 @@ class MoE:
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without an all-to-all."""
-        assert self.sums
-        meeting = self.share.meeting
-        ids, weights = self.router(x, None if meeting is None or self.share.movable else meeting.live)
-        numbers, first = self._numbers(ids), self.share.ep_rank * self.experts.places
-        y = self.experts(x, numbers - first if first else numbers, weights)
-        if self.shared is not None:
-            y += self.shared.partial(x)
+        y, shared = self.summands(x)
+        if shared is not None:
+            y += shared
         return y
+
+    def summands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``partial`` as its experts' part and that of the shared expert."""
+        assert self.sums
+        first = self.share.ep_rank * self.experts.places
+        if self.counts is None and self.placement is None:
+            meeting = self.share.meeting
+            places, weights = self.router(x, None if meeting is None else meeting.live, first)
+        else:
+            ids, weights = self.router(x)
+            numbers = self._numbers(ids)
+            places = numbers - first if first else numbers
+        y = self.experts(x, places, weights)
+        return y, None if self.shared is None else self.shared.partial(x)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, hidden] are this rank's own tokens, as many as it has (0 too); so is the result. For ``alltoall``

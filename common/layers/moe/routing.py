@@ -22,10 +22,11 @@ class Router:
         self.bias = allocate(spec.num_experts, dtype=torch.float32) if spec.correction_bias else None
         self.offset = allocate(spec.num_experts) if spec.router_bias else None
 
-    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(expert ids [T, top_k] int64, weights [T, top_k] float32)`` of hidden states ``[T, hidden]``; ids are -1 in
-        rows where ``live`` [T] is 0."""
-        return moe_topk(self.logits(x), self.bias, self.spec, live)
+    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None,
+                 first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(expert ids [T, top_k] int64, weights [T, top_k] float32)`` of hidden states ``[T, hidden]``; the ids less
+        ``first``, and negative in rows where ``live`` [T] is 0."""
+        return moe_topk(self.logits(x), self.bias, self.spec, live, first)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, num_experts]``. Sigmoid scores of many experts lie close together, so that DeepSeek-V3 asks for
