@@ -217,7 +217,10 @@ class Batcher:
         """Give every running request the page of its next token; False where pages for all are lacking."""
         run = self._current_run()
         if run is not None:
-            grown = [self._grow_place(run, place) for place in run.short()]
+            places = run.short()
+            if not places or run.add_page_each(self.cache, places):
+                return True
+            grown = [self._grow_place(run, place) for place in places]
             return all(grown)
         page_size = self.cache.page_size
         short = [req for req in self.running if req.hold is None or req.hold.count * page_size < req.length]

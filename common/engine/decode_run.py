@@ -7,10 +7,12 @@ microsecond a request and more, in every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from ..api.messages import Gained
+from ..kvcache.manager import KVCacheManager, PageHold
 from .choosing import Choosing
 from .forward_batch import DecodeTable
 from .req import Req
@@ -31,7 +33,7 @@ class DecodeRun:
         self._page_size = page_size
         kept = _kept(reqs, before)
         new = reqs[len(kept):]
-        self._holds = [req.hold for req in reqs]
+        self._holds = [_held_by(req) for req in reqs]
         self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
         self.left = np.array([req.max_tokens - req.length for req in new], np.int64)
         self._held = np.array([0 if req.hold is None else req.hold.count * page_size for req in new], np.int64)
@@ -90,9 +92,16 @@ class DecodeRun:
         assert hold is not None
         self._held[place] = hold.count * self._page_size
 
+    def add_page_each(self, cache: KVCacheManager, places: list[int]) -> bool:
+        """A page for each request that is ``short``; False, and no change, where so many are not free."""
+        if not cache.add_page_each([_held_by(self.reqs[place]) for place in places]):
+            return False
+        self._held[places] += self._page_size
+        return True
+
     def leave(self, req: Req) -> None:
         """``req``, where it is of the run, has ended or gives its pages back."""
-        if req in self.reqs:
+        with suppress(ValueError):
             self.gone.append(self.reqs.index(req))
 
     def advance(self) -> None:
@@ -126,17 +135,25 @@ class DecodeRun:
     def _add_pages(self, pages: np.ndarray, missing: np.ndarray) -> None:
         """Put the pages up to ``pages`` of the requests at ``missing`` behind those that the table has of them."""
         before, indptr = self._kv_indices, self._kv_indptr
+        wanted = list(zip(missing.tolist(), pages[missing].tolist()))
+        if len(before) == int(pages.sum()) + len(pages) - len(missing):  # each lacks one: they have gone on together
+            new = [_held_by(self.reqs[place]).ids[last] for place, last in wanted]
+            self._kv_indices = np.insert(before, indptr[missing + 1], np.array(new, np.int32))
+            self._count_pages(pages)
+            return
         parts: list[np.ndarray] = []
         at = 0
-        for place, last in zip(missing.tolist(), pages[missing].tolist()):
+        for place, last in wanted:
             begin, end = int(indptr[place]), int(indptr[place + 1])
-            hold = self.reqs[place].hold
-            assert hold is not None
+            hold = _held_by(self.reqs[place])
             parts += (before[at:end], hold.ids[end - begin:last + 1])
             at = end
         parts.append(before[at:])
         self._kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
-        self._kv_indptr = np.zeros_like(indptr)
+        self._count_pages(pages)
+
+    def _count_pages(self, pages: np.ndarray) -> None:
+        self._kv_indptr = np.zeros_like(self._kv_indptr)
         np.cumsum(pages + 1, out=self._kv_indptr[1:])
 
     def choosing(self) -> Sequence[Choosing]:
@@ -171,6 +188,11 @@ class DecodeRun:
             reqs = self.reqs
             self._unreported = [place for place in self._unreported if not reqs[place].reported or reqs[place].stages]
         return sorted(places)
+
+
+def _held_by(req: Req) -> PageHold:
+    assert req.hold is not None
+    return req.hold
 
 
 def _kept(reqs: list[Req], before: DecodeRun | None) -> np.ndarray:

@@ -93,10 +93,11 @@ class UnifiedScheduler:
 
     def _free(self, req: Req) -> None:
         """The request has ended: its pages are free when no step writes into them any more."""
-        self.batcher.detach(req)
         in_flight = self._pipeline.in_flight
         if in_flight is None or req not in in_flight.sampling:
             self.batcher.finish(req)
+        else:
+            self.batcher.detach(req)
 
     def close(self) -> None:
         """Nothing to let go of beside the process's memory."""

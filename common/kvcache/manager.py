@@ -6,6 +6,8 @@ Every page is free, held by exactly one request, or owned by the prefix cache:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .allocator import PageAllocator
@@ -57,6 +59,16 @@ class PageHold:
         self._ids[self.count : end] = ids
         self._own[self.count : end] = True
         self.count = end
+
+    def add(self, page: int) -> None:
+        """``extend`` by one page."""
+        count = self.count
+        if count == len(self._ids):
+            self.extend(np.array([page]))
+            return
+        self._ids[count] = page
+        self._own[count] = True
+        self.count = count + 1
 
 
 class KVCacheManager:
@@ -124,6 +136,16 @@ class KVCacheManager:
             self.allocator.free(self.tails.evict(max(0, missing - self.num_free)))
         hold.extend(self.allocator.allocate(missing))
         self._num_held += missing
+        return True
+
+    def add_page_each(self, holds: Sequence[PageHold]) -> bool:
+        """Give each hold one page more; False, and no change, where so many are not free: then ``grow`` them one after
+        the other, which evicts."""
+        if len(holds) > self.num_free:
+            return False
+        for hold, page in zip(holds, self.allocator.allocate(len(holds)).tolist()):
+            hold.add(page)
+        self._num_held += len(holds)
         return True
 
     def commit(self, hold: PageHold, tokens: np.ndarray) -> None:

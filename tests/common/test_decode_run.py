@@ -45,6 +45,8 @@ class Place:
         return req
 
     def grow(self, run):
+        if self.rng.random() < 0.5 and run.short() and run.add_page_each(self.cache, run.short()):
+            assert not run.short()
         for place in run.short():
             assert self.cache.grow(run.reqs[place].hold, run.reqs[place].length)
             run.grown(place)
@@ -91,6 +93,27 @@ def test_arrays_are_those_of_the_requests(seed):
             reqs.append(place.begun())
             joined += 1
     assert runs > 20 and joined > 12
+
+
+def test_pages_of_requests_that_turn_together():
+    place = Place(3)
+    reqs = [place.begun(max_new_tokens=30) for _ in range(5)]
+    for req in reqs[1:]:  # all at the same place of their pages
+        req.num_computed_tokens = reqs[0].num_computed_tokens
+        req.tokens = TokenBuffer(list(range(reqs[0].length - 1)))
+        req.num_prompt_tokens = reqs[0].num_prompt_tokens
+        place.cache.release(req.hold)
+        req.hold = place.cache.begin_private()
+        assert place.cache.grow(req.hold, req.num_computed_tokens)
+    run = DecodeRun(reqs, PAGE)
+    for _ in range(3 * PAGE):
+        assert len(run.short()) in (0, 5)
+        if short := run.short():
+            assert run.add_page_each(place.cache, short)
+        same(run.table(), DecodeRun(list(reqs), PAGE).table())
+        run.advance()
+        for req in reqs:
+            req.take_pending(7)
 
 
 def test_a_request_that_returns_with_other_pages_is_a_new_one():

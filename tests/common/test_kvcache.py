@@ -114,6 +114,25 @@ def test_grow_evicts_and_refuses_without_change():
     cache.check_integrity()
 
 
+def test_a_page_each_as_one_by_one():
+    """Also where a hold's arrays have no room left; where fewer are free nothing changes, nor is anything evicted."""
+    one, other = (KVCacheManager(num_pages=26, page_size=1) for _ in range(2))
+    kept = one.begin(tokens(1, 2), 0)
+    assert one.grow(kept, 2)
+    one.release(kept, tokens(1, 2))
+    assert other.grow(other.begin_private(), 2)
+    holds, others = ([cache.begin_private() for _ in range(2)] for cache in (one, other))
+    for count in range(1, 13):
+        assert one.add_page_each(holds) and all(other.grow(hold, count) for hold in others)
+    for hold, wanted in zip(holds, others):
+        assert hold.ids.tolist() == wanted.ids.tolist() and hold.own.all() and hold.count == 12
+    assert one.num_held == 24 and one.num_free == 0 and not one.add_page_each(holds)
+    assert one.num_held == 24 and one.num_cached == 2 and holds[0].count == 12
+    for hold in holds:
+        one.release(hold)
+    one.check_integrity()
+
+
 class TestTails:
     def computed(self, cache, count):
         hold = cache.begin(np.arange(count, dtype=np.int32), 0)
