@@ -11,6 +11,10 @@ import torch
 
 from baton.common.api.messages import Generate, State
 from baton.common.api.sampling import SamplingParams
+from baton.common.config.cli import parse
+from baton.common.config.server import ServerConfig
+from baton.common.distributed.low_latency import LowLatency
+from baton.common.distributed.tp import TPGroup
 from baton.common.engine.balancer import Balancer
 from baton.common.engine.states import merged
 from baton.tests.common.hand_driven import Engine, tokens_of
@@ -63,7 +67,6 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (moe, {"experts": (size, "alltoall"), "chunk": 16}),  # of two ranks each sends its own tokens to their experts
         (dense, {"sizes": [2]}),  # decode steps as CUDA graphs have them, of four requests none
         (moe, {"sizes": [1, 4], "dp_head": True}),
-        (moe, {"sizes": [1, 4], "experts": (size, "low_latency"), "peers": True}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies
@@ -74,7 +77,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         for (folder, _), found in zip(variants, seen["cases"]):
             assert found["tokens"] == alone(folder, prompts[group]), (rank, folder)
         assert (seen["cases"][2]["retracted"] > 0) == (group == 0)
-        for case in (6, 7, 8):
+        for case in (6, 7):
             assert seen["cases"][case]["replayed"] == ranks[0]["cases"][case]["replayed"]
         turns = {other["cases"][0]["turns"] for other in ranks}
         assert len(turns) == 1, "all ranks meet in every turn"
@@ -82,21 +85,50 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         assert bool(seen["cases"][-1]["computed"]) == bool(group)
     small, whole = (ranks[0]["cases"][case] for case in (6, 7))
     assert set(small["replayed"]) == {2} and set(whole["replayed"]) == {1, 4}
-    check_met(ranks, size)
     assert 0 < len(small["replayed"]) < len(whole["replayed"]) < whole["turns"]
     expected = [greedy(model, prompt, 8 + 5 * i) for i, prompt in enumerate(prompts[0])]
     assert ranks[0]["cases"][0]["tokens"] == expected
 
 
-def check_met(ranks: list[dict], size: int) -> None:
-    """Where every rank is a group, decode steps meet in all norms, and rows that pad them are known for that."""
-    met = ranks[0]["cases"][8]["met"]
-    assert all(seen["cases"][8]["met"] == met for seen in ranks)
-    assert bool(met) == (size == 2)
-    if met:
-        assert {len(live) for live in met} == {2, 8}
-        assert [1, 1, 1, 1, 1, 0, 0, 0] in met, "four requests of rank 0 beside one of rank 1"
-        assert [1, 0] in met, "rank 1 has no work any more"
+def test_decode_steps_meet_in_their_norms(tmp_path):
+    """Where the ranks can write into each other's memory, and else not."""
+    save_moe(tmp_path / "moe", "Qwen3Moe")
+    prompts = make_prompts(2)
+    case = {"checkpoint": str(tmp_path / "moe"), "prompts": prompts, "sizes": [1, 4], "experts": (2, "low_latency")}
+    ranks = run_groups(2, tmp_path, [case, case | {"peers": True}])
+    for group, seen in enumerate(ranks):
+        wanted = alone(tmp_path / "moe", prompts[group])
+        assert [found["tokens"] for found in seen["cases"]] == [wanted, wanted]
+        assert not seen["cases"][0]["met"]
+    check_met([seen["cases"][1]["met"] for seen in ranks])
+
+
+def check_met(ranks: list[list[list[int]]]) -> None:
+    """All ranks know of the same rows that they only pad."""
+    assert ranks[0] == ranks[1] and {len(live) for live in ranks[0]} == {2, 8}
+    assert [1, 1, 1, 1, 1, 0, 0, 0] in ranks[0], "four requests of rank 0 beside one of rank 1"
+    assert [1, 0] in ranks[0], "rank 1 has no work any more"
+
+
+@pytest.mark.parametrize("flags", [
+    ["--tp-size", "2", "--ep-size", "2"], [],
+    ["--tp-size", "4", "--ep-size", "4", "--dp-size", "2", "--enable-dp-attention"],
+])
+def test_ranks_without_tokens_of_their_own_do_not_meet(flags, capsys):
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, ["--model-path", "m", "--moe-a2a-backend", "low_latency", *flags], prog="x", description="")
+    assert "low_latency is for several ranks that each have tokens of their own" in capsys.readouterr().err
+
+
+def test_decode_steps_that_cannot_meet_say_so_once(caplog):
+    meeting, rows = LowLatency(TPGroup(0, 2)), torch.zeros(3, 8)
+    meeting.begin([3, 3])
+    assert not meeting.takes(rows) and not meeting.takes(rows)
+    sentence = "Decode steps of 3 rows reach experts over gloo: the ranks cannot write into each other's memory."
+    assert caplog.text.count(sentence) == caplog.text.count("Decode steps") == 1
+    for counts in ([3, 4], []):
+        meeting.begin(counts)
+        assert not meeting.takes(rows)
 
 
 def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:

@@ -78,9 +78,9 @@ class ServerConfig:
                               "which counts the ranks of all hosts.")
         if self.parallel.pp_size > 1:
             self._check_stages()
-        if self.parallel.moe_a2a_backend == "low_latency" and self.dp_size != self.parallel.tp_size:
-            raise ConfigError("--moe-a2a-backend low_latency is for ranks that each have tokens of their own: set "
-                              f"--enable-dp-attention --dp-size {self.parallel.tp_size}.")
+        if self.parallel.moe_a2a_backend == "low_latency" and not 1 < self.dp_size == self.parallel.tp_size:
+            raise ConfigError("--moe-a2a-backend low_latency is for several ranks that each have tokens of their own: "
+                              "set --enable-dp-attention, and --dp-size and --tp-size to the same number of 2 or more.")
         if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
             raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
                               "--enable-dp-attention has its own: leave it out.")
