@@ -1,8 +1,10 @@
 """Decode attention by itself: GB/s of keys and values read, beside the copy ceiling, for batches and contexts.
 
-    python -m baton.tests.bench.paged_decode [--heads 32 --kv-heads 8] [--sweep] [--out FILE]
+    python -m baton.tests.bench.paged_decode [--heads 32 --kv-heads 8] [--stored TYPE] [--sweep]
+                                            [--out FILE]
 
-One layer of a pool far larger than the L2 cache, scattered pages of 16 tokens, bfloat16; a CUDA graph of many layers'
+One layer of a pool far larger than the L2 cache, scattered pages of 16 tokens, bfloat16 or what
+is ``stored``; a CUDA graph of many layers'
 runs is replayed, as in a decode step, with the plan made once in it. ``mixed`` are batches whose lengths go from 64
 tokens to the context, most of them short. ``--sweep`` also tries other numbers of programs and other tiles.
 """
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from ...kernels.decode_plan import plan_decode
-from ...kernels.paged_decode import TILE, Tile, paged_decode, pieces_of
+from ...kernels.paged_decode import TILE, Tile, paged_decode, pieces_of, tile_of
 from . import ceilings
 from .device_time import run_seconds
 
@@ -31,19 +33,22 @@ GRID = [(1, 2048), (8, 2048), (16, 2048), (64, 2048), (256, 2048), (1, 8192), (8
         (1, 32768), (8, 32768), (16, 32768)]
 TILES = [TILE, TILE._replace(ahead=0), Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 4, 4), Tile(64, 4, 5), Tile(64, 2, 3)]
 PIECES = pieces_of(DIM, 2)
+STORED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 class Case:
     """A batch's queries, page tables and one pool of some layers, which are read in turn."""
 
-    def __init__(self, heads: int, kv_heads: int, lengths: list[int]):
-        self.heads, self.kv_heads, self.lengths = heads, kv_heads, lengths
+    def __init__(self, heads: int, kv_heads: int, lengths: list[int], stored: torch.dtype = torch.bfloat16):
+        self.heads, self.kv_heads, self.lengths, self.stored = heads, kv_heads, lengths, stored
         counts = [-(-length // PAGE) for length in lengths]
         pages = sum(counts)
         self.layers = min(MOST_LAYERS, max(LAYERS, BEYOND_L2 // self.layer_bytes))
         shape = (pages, self.layers, 2, kv_heads, PAGE, DIM)
-        assert np.prod(shape) * 2 <= POOL_BYTES, "the batch does not fit the pool"
-        self.pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+        assert np.prod(shape) * stored.itemsize <= POOL_BYTES, "the batch does not fit the pool"
+        self.pool = torch.empty(shape, dtype=stored, device="cuda")
+        for layer in self.pool.unbind(1):
+            layer.copy_(torch.randn(layer.shape, device="cuda", dtype=torch.bfloat16))
         self.q = torch.randn(len(lengths), heads, DIM, device="cuda", dtype=torch.bfloat16)
         table = np.random.default_rng(0).permutation(pages)
         last = [length - (count - 1) * PAGE for length, count in zip(lengths, counts)]
@@ -52,7 +57,7 @@ class Case:
 
     @property
     def layer_bytes(self) -> int:
-        return sum(self.lengths) * self.kv_heads * DIM * 2 * 2
+        return sum(self.lengths) * self.kv_heads * DIM * 2 * self.stored.itemsize
 
     def seconds(self, pieces: dict[str, int], tile: Tile) -> float:
         """Of one layer: a graph of the plan and all layers, its replays timed."""
@@ -82,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--stored", choices=STORED, default="bfloat16")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--grid", type=lambda text: [tuple(map(int, case.split("x"))) for case in text.split(",")],
                         help="batches and contexts, as 1x2048,64x2048; without it the usual ones, and mixed lengths")
@@ -93,18 +99,20 @@ def main() -> None:
     if args.sweep:
         ways += [{"programs": programs, "shortest": shortest, "turns": turns} for programs in (2, 3, 4, 8)
                  for shortest in (64, 128, 256) for turns in (1, 2)]
-    tiles = TILES if args.sweep else [TILE]
+    stored = getattr(torch, args.stored)
+    tiles = TILES if args.sweep else [tile_of(DIM, 2, stored.itemsize)]
     grid = [(batch, context, "") for batch, context in args.grid or GRID]
     if not args.grid:
         grid += [(64, 16384, "mixed"), (256, 8192, "mixed")]
     rows = []
-    print(f"copy ceiling {copy:.0f} GB/s; {args.heads} query heads, {args.kv_heads} KV heads")
+    print(f"copy ceiling {copy:.0f} GB/s; {args.heads} query heads, {args.kv_heads} KV heads, {args.stored}")
     print("| batch | context | programs | shortest | turns | tile | us a layer | GB/s | of copy |\n" + "|---" * 9 + "|")
     for batch, context, kind in grid:
-        if batch * context * args.kv_heads * DIM * 4 * LAYERS > POOL_BYTES and not kind:
+        if batch * context * args.kv_heads * DIM * 2 * stored.itemsize * LAYERS > POOL_BYTES and not kind:
             print(f"| {batch} | {context} | left out: it does not fit the pool |")
             continue
-        case = Case(args.heads, args.kv_heads, mixed(batch, context) if kind else [context] * batch)
+        case = Case(args.heads, args.kv_heads, mixed(batch, context) if kind else [context] * batch,
+                    stored)
         for pieces, tile in [(pieces, tile) for tile in tiles for pieces in ways]:
             if tile.tokens > pieces["shortest"]:
                 continue
@@ -119,6 +127,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     if args.out:
         args.out.write_text(json.dumps({"copy_gb_s": copy, "heads": args.heads, "kv_heads": args.kv_heads,
+                                        "stored": args.stored,
                                         "rows": rows}, indent=1))
 
 
