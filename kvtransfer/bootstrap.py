@@ -10,9 +10,12 @@ an old request nor an old answer can be played again.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import secrets
+import socket
+import threading
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -179,13 +182,41 @@ def _exchange(address: tuple[str, int], method: str, path: str, body: bytes | No
               headers: dict[str, str]) -> tuple[int, bytes, str]:
     connection = http.client.HTTPConnection(*address, timeout=timeout)
     try:
-        connection.request(method, path, body, headers | ({"Content-Type": "application/json"} if body else {}))
-        response = connection.getresponse()
-        return response.status, response.read(MAX_BODY_BYTES), response.headers.get(_SEAL, "")
+        connection.connect()
+        with _Deadline(connection.sock, timeout):
+            connection.request(method, path, body, headers | ({"Content-Type": "application/json"} if body else {}))
+            response = connection.getresponse()
+            return response.status, response.read(MAX_BODY_BYTES), response.headers.get(_SEAL, "")
     except http.client.HTTPException as error:
         raise OSError(f"it speaks no HTTP ({error})") from None
     finally:
         connection.close()
+
+
+class _Deadline:
+    """Of a whole exchange: a socket's own timeout begins anew with each byte that a peer lets drip. Past it the
+    connection is shut down, and leaving the block raises TimeoutError."""
+
+    def __init__(self, sock: socket.socket, seconds: float):
+        self._sock = sock
+        self._seconds = seconds
+        self._over = False
+        self._timer = threading.Timer(seconds, self._shut_down)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        if self._over:
+            raise TimeoutError(f"it did not answer within {self._seconds:g} s") from None
+
+    def _shut_down(self) -> None:
+        self._over = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
 
 def _session_of(answer: bytes) -> str:

@@ -155,7 +155,7 @@ class ReceiverCore:
         """Deadlines. ``stalled``: seconds that we ourselves did not run, which are not the peers' silence."""
         for link in list(self.ways.links.values()):
             link.heard = min(now, link.heard + self.timing.forgiven(stalled))
-            if not link.silent and now - link.heard > self.timing.peer_timeout:
+            if not link.silent and now - link.heard > self.timing.silence:
                 self._silence(link, now)
             self.ways.close_unused(link)
         for half in list(self.rooms.values()):

@@ -37,7 +37,7 @@ class SenderCore:
         self.rooms: dict[int, SendRoom] = {}
         self.watched: dict[int, SendRoom] = {}  # rooms that have ended, and whose Taken is awaited
         self.counters: dict[str, float] = {"kv_bytes_sent": 0, "kv_transfers_done": 0, "kv_transfer_seconds": 0,
-                                           "kv_transfer_exposed_seconds": 0,
+                                           "kv_transfer_exposed_seconds": 0, "kv_write_seconds": 0,
                                            "kv_messages_dropped": 0}
         self.sessions = Sessions(info, timing, self.effects)
         self.lobby = Lobby(info, timing, self.rooms, self.sessions, self.counters)
@@ -121,6 +121,7 @@ class SenderCore:
         """
         half = write.room
         half.in_flight -= 1
+        self.counters["kv_write_seconds"] += self.queue.ended(now)
         if ok:
             write.destination.checksum = (write.destination.checksum + checksum) % 2**64
             self.counters["kv_bytes_sent"] += self.bytes_of(write)

@@ -7,7 +7,7 @@ process was stopped or cut off in between. Every Ping carries our time of sendin
 as of that time. A Pong that waited in a socket while we were stopped carries an old time, and confirms little.
 
 * A write is posted only within ``lease`` of the last confirmation.
-* A session that is not confirmed for ``peer_timeout`` ends, and the backend tears its writes down.
+* A session that is not confirmed for ``silence`` ends, and the backend tears its writes down, by ``peer_timeout``.
 
 The receiver sends a Pong later than we sent its Ping. So from its last Pong on it need only wait ``peer_timeout``,
 and ``landing`` for our own slowness, to be certain that nothing of ours is on its way (see writers.py).
@@ -94,10 +94,10 @@ class Sessions:
                 self.send(session.id, m.Ping(now))
 
     def silent(self, now: float, stalled: float) -> list[Session]:
-        """Those that were not confirmed for ``peer_timeout``; ``stalled``: as in ``SenderCore.tick``."""
+        """Those that were not confirmed for ``silence``; ``stalled``: as in ``SenderCore.tick``."""
         for session in self.open.values():
             session.confirmed = min(now, session.confirmed + self.timing.forgiven(stalled))
-        return [session for session in self.open.values() if now - session.confirmed > self.timing.peer_timeout]
+        return [session for session in self.open.values() if now - session.confirmed > self.timing.silence]
 
     def close(self, session: Session, why: str) -> bool:
         """Returns whether it was open, so that the backend has a connection to tear down."""

@@ -22,6 +22,11 @@ class Timing:
         return self.peer_timeout / 6
 
     @property
+    def silence(self) -> float:
+        """Of a peer, that counts as its death. Ticks find it late, and within ``peer_timeout`` all the same."""
+        return self.peer_timeout - 2 * self.tick
+
+    @property
     def lease(self) -> float:
         """How long after a Ping the writer may rely on its Pong; three pings may be late before writing pauses."""
         return self.peer_timeout / 2

@@ -24,6 +24,8 @@ class WriteQueue:
         """``info`` is the sender's."""
         self._info = info
         self._writes: deque[Write] = deque()
+        self._in_flight = 0
+        self._since = 0.0  # the time up to which writes under way were told of
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -64,4 +66,13 @@ class WriteQueue:
                 taken.append(write)
         kept.extend(self._writes)
         self._writes = kept
+        if taken and not self._in_flight:
+            self._since = now
+        self._in_flight += len(taken)
         return taken
+
+    def ended(self, now: float) -> float:
+        """One that was taken has ended. Returns for how many seconds, not told of before, any has been under way."""
+        self._in_flight -= 1
+        seconds, self._since = now - self._since, now
+        return seconds

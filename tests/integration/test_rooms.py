@@ -39,6 +39,20 @@ async def test_a_room_that_is_in_use_is_a_conflict_and_free_again_later(relay):
     relay.prefill[0].assert_clean()
 
 
+async def test_a_room_that_decode_receives_in_is_a_conflict_there(relay):
+    (prefill,), (decode,) = relay.prefill, relay.decode
+    async with aiohttp.ClientSession() as session:
+        first = asyncio.ensure_future(ask(session, decode, half_of(relay, 7003)))
+        while not get_json(decode.url + "/get_server_info")["internal_states"][0]["num_transferring"]:
+            await asyncio.sleep(0.02)
+        status, told = await ask(session, decode, half_of(relay, 7003))
+        assert status == 409 and "bootstrap_room 7003 is in use" in told["error"]["message"]
+        (status, _), (prefilled, _) = await asyncio.gather(first, ask(session, prefill, half_of(relay, 7003)))
+        assert (status, prefilled) == (200, 200)
+    prefill.assert_clean()
+    decode.assert_clean()
+
+
 async def test_a_client_that_leaves_decode_ends_the_half_at_prefill(relay):
     """Prefill's client is another one, and stays."""
     (prefill,), (decode,) = relay.prefill, relay.decode

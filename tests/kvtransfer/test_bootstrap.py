@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import threading
+import time
 
 import aiohttp
 import msgspec
@@ -112,3 +115,21 @@ async def test_something_else_at_the_address_is_an_error_not_a_hang():
     async with server:
         with pytest.raises(OSError, match="it speaks no HTTP"):
             await asyncio.to_thread(fetch_ranks, server.sockets[0].getsockname()[:2], 1.0)
+
+
+async def test_an_answer_that_drips_ends_by_the_deadline():
+    """Four such servers would otherwise hold all threads of the look-ups, for ever."""
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            for letter in itertools.chain(b"HTTP/1.1 200 OK\r\nServer: ", itertools.repeat(0x61)):
+                writer.write(bytes([letter]))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="it did not answer within 0.3 s"):
+        await asyncio.wait_for(asyncio.to_thread(fetch_ranks, server.sockets[0].getsockname()[:2], 0.3), 20)
+    assert time.monotonic() - began >= 0.3
+    server.close()

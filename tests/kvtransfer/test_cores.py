@@ -74,6 +74,31 @@ def test_a_pong_from_the_future_grants_no_more_than_one_of_now(sender):
     assert take(sender, 11.6) == 0
 
 
+def test_a_silent_peer_is_noticed_within_the_peer_timeout(sender, receiver):
+    """By a tick that comes as late as ticks do, too."""
+    writing(sender)
+    for core in (sender, receiver):
+        core.tick(12.88)
+        assert core.rooms[1].phase > Phase.ABORTING
+        core.tick(12.88 + TIMING.tick)
+        assert core.rooms[1].phase <= Phase.ABORTING and "silent for 3 s" in core.rooms[1].error.message
+
+
+def test_time_with_writes_under_way_is_counted_once(sender):
+    writing(sender)
+    sender.push(1, 0, 0, np.array([0, 1]), None)
+    writes = sender.queue.take(10.5, lambda event: True)
+    sender.push(1, 0, 0, np.array([0, 1]), None)
+    for write, now in zip([*writes, *sender.queue.take(10.75, lambda event: True)], (11.0, 11.25, 11.75)):
+        sender.written(write, True, now)
+    assert sender.counters["kv_write_seconds"] == 1.25
+    sender.push(1, 0, 0, np.array([0, 1]), None)
+    sender.receive(b"s", m.Pong(12.5), 12.5)
+    (write,) = sender.queue.take(13.0, lambda event: True)
+    sender.written(write, False, 13.5)
+    assert sender.counters["kv_write_seconds"] == 1.75
+
+
 def test_our_own_stall_is_not_the_peers_silence(sender):
     sender.tick(20.0, stalled=9.0)
     assert b"s" in sender.sessions.open
