@@ -17,6 +17,5 @@ GPT_OSS: dict[str, Any] = {
 
 
 def save_gpt_oss(folder: Path, **changes: Any) -> Any:
-    """As ``save_model``: windows of 16 in the first and third of four layers, sinks that matter, clamps that do not
-    bite at such weights (see ``test_gpt_oss.py``)."""
+    """As ``save_model``: windows in the first and third of four layers. No value comes near the clamps."""
     return save_model(folder, "GptOss", **{**GPT_OSS, **changes})

@@ -38,7 +38,8 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, dev
     for folder in folders:
         for name, share in shares.items():
             logits[folder.name, name] = model_logits(folder, Parallel(world, experts=share))
-    balanced = {a2a: while_experts_move(folders[-1], world, a2a) for a2a in ("none", "alltoall")}
+    balanced = {"none": while_experts_move(folders[0], world, "none"),
+                "alltoall": while_experts_move(folders[-1], world, "alltoall")}
     torch.save({"logits": logits, "spread": spread(world), "balanced": balanced}, out)
     end_rank(world)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from baton.tests.common.gpt_oss_models import GPT_OSS
 from baton.tests.common.small_models import save_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -13,6 +14,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                  "shared_expert_intermediate_size": 32},
     "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
                  "norm_topk_prob": True},
+    "GptOss": GPT_OSS,
 }
 
 

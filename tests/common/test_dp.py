@@ -17,6 +17,7 @@ from baton.common.distributed.low_latency import LowLatency
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.balancer import Balancer
 from baton.common.engine.states import merged
+from baton.tests.common.gpt_oss_models import save_gpt_oss
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import save_model
 from baton.tests.common.small_moe import save_moe
@@ -57,6 +58,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
     model = save_model(dense, "Qwen2")
     save_model(tied, "Qwen3", tie_word_embeddings=True)
     save_moe(moe, "Qwen3Moe")
+    save_gpt_oss(tmp_path / "windowed", eos_token_id=None)
     prompts = make_prompts(1)
     variants = [
         (dense, {}),
@@ -67,6 +69,7 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (moe, {"experts": (size, "alltoall"), "chunk": 16}),  # of two ranks each sends its own tokens to their experts
         (dense, {"sizes": [2]}),  # decode steps as CUDA graphs have them, of four requests none
         (moe, {"sizes": [1, 4], "dp_head": True}),
+        (tmp_path / "windowed", {"experts": (size,), "chunk": 16}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies
@@ -95,7 +98,7 @@ def test_decode_steps_meet_in_their_norms(tmp_path):
     save_moe(tmp_path / "moe", "Qwen3Moe")
     prompts = make_prompts(2)
     case = {"checkpoint": str(tmp_path / "moe"), "prompts": prompts, "sizes": [1, 4], "experts": (2, "low_latency")}
-    ranks = run_groups(2, tmp_path, [case, case | {"peers": True}])
+    ranks = run_groups(2, tmp_path, [case, case | {"experts": (1, "low_latency"), "peers": True}])
     for group, seen in enumerate(ranks):
         wanted = alone(tmp_path / "moe", prompts[group])
         assert [found["tokens"] for found in seen["cases"]] == [wanted, wanted]

@@ -16,6 +16,7 @@ from baton.common.config.server import CacheArgs, ParallelArgs, ServerConfig
 from baton.common.distributed.stages import Stages
 from baton.common.engine.model_runner import kv_layout
 from baton.tests.common.deepseek_models import save_deepseek
+from baton.tests.common.gpt_oss_models import save_gpt_oss
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import expected_logits, save_model, server_config
 from baton.tests.common.small_moe import save_moe
@@ -65,6 +66,7 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
     model, tied_model = save_model(dense, "Qwen2"), save_model(tied, "Qwen3", tie_word_embeddings=True)
     save_moe(moe, "Qwen3Moe")
     save_deepseek(latent, 3)  # a dense layer, then mixtures
+    save_gpt_oss(tmp_path / "windowed")
     prompts = make_prompts([3, 50, 17, 9])
     of_prompts = {"return_logprob": True, "logprob_start_len": 0}
     cases = [
@@ -77,6 +79,9 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
         {"checkpoint": str(moe), "prompts": prompts, "chunk": 16},
         {"checkpoint": str(dense), "prompts": [list(range(20, 84))], "chunk": 8, "delay": 0.05},
         {"checkpoint": str(latent), "prompts": prompts, "chunk": 16},
+        # The second stage begins with a layer without a window.
+        {"checkpoint": str(tmp_path / "windowed"), "prompts": prompts, "chunk": 16,
+         "parallel": {"pp_layer_partition": [1, 3]}},
     ]
     ranks = run_stages(size, tmp_path, cases)
     first, last = ranks[0], ranks[-1]
@@ -90,6 +95,7 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
     assert first["cases"][1]["tokens"] == greedy(tied_model, prompts)
     assert first["cases"][5]["tokens"] == alone(moe, prompts)
     assert first["cases"][7]["tokens"] == alone(latent, prompts)
+    assert first["cases"][8]["tokens"] == alone(tmp_path / "windowed", prompts)
     assert first["cases"][0]["cached"] > 0 and first["cases"][2]["retracted"] > 0
     assert [rank["cases"][0]["layers"] for rank in (first, last)] == [2, 1]
     aborted = first["cases"][3]

@@ -9,6 +9,7 @@ import torch
 from baton.common.attention.mla_triton import MLATritonBackend
 from baton.kernels import _triton
 from baton.tests.common.deepseek_models import save_deepseek
+from baton.tests.common.gpt_oss_models import save_gpt_oss
 from baton.tests.common.small_models import (
     expected_logits,
     forward,
@@ -54,6 +55,17 @@ def test_a_mixture_of_experts_equals_transformers(tmp_path):
     torch.testing.assert_close(got, want[:19], atol=1e-4, rtol=0)
     got = forward(runner, [(tokens[19:], 19, pages)], is_decode=True)
     torch.testing.assert_close(got, want[19:], atol=1e-4, rtol=0)
+
+
+def test_windows_and_sinks_equal_transformers(tmp_path):
+    """A windowed and a full layer, each with a plan of its own in a decode step, and clamped experts."""
+    model = save_gpt_oss(tmp_path, num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1, vocab_size=97)
+    runner = load_runner(server_config(tmp_path, page_size=8, backend="triton"))
+    tokens = np.random.default_rng(3).integers(0, 97, 24)
+    pages = scattered_pages(runner, 1, 24)[0]
+    got = [forward(runner, [(tokens[:5], 0, pages)]), forward(runner, [(tokens[5:23], 5, pages)]),
+           forward(runner, [(tokens[23:], 23, pages)], is_decode=True)]
+    torch.testing.assert_close(torch.cat(got), expected_logits(model, tokens), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("most_tokens", [None, 16])

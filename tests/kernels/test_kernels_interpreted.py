@@ -52,6 +52,10 @@ def test_mixtures_of_experts_equal_their_twins():
     run_interpreted("moe_cases.py")
 
 
+def test_windows_and_sinks_equal_their_twins():
+    run_interpreted("window_cases.py")
+
+
 def test_products_of_few_rows_equal_their_twin():
     run_interpreted("skinny_cases.py")
 

@@ -32,7 +32,7 @@ def sinks_of(heads: int, wanted: bool) -> torch.Tensor | None:
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors", [(6, 2, 16, 4, 1), (8, 1, 64, 16, 100)])
 def test_paged_decode(heads, kv_heads, dim, page_size, processors, window, sinks):
     """Lengths below, at and beyond the window, in one piece and in several."""
-    lengths = [1, 69, 70, 71, 200, 300]
+    lengths = [1, 70, 71, 300]
     table = page_table(lengths, page_size, 800)
     pool = paged_pool(800, kv_heads, page_size, dim, torch.float32)
     q, given = random(len(lengths), heads, dim, dtype=torch.float32), sinks_of(heads, sinks)
@@ -54,7 +54,7 @@ def test_paged_decode(heads, kv_heads, dim, page_size, processors, window, sinks
 def test_paged_prefill(heads, kv_heads, dim, page_size, window, sinks):
     """Rows without a prefix, with one, a single row over a long prefix, and several blocks of rows, of which the first
     tiles of some hold no key that their last row sees."""
-    counts, prefixes = [5, 33, 1, 150], [0, 64, 130, 7]
+    counts, prefixes = [5, 1, 100], [0, 130, 7]
     table = page_table([c + p for c, p in zip(counts, prefixes)], page_size, 700)
     pool = paged_pool(700, kv_heads, page_size, dim, torch.float32)
     indptr = np.cumsum([0, *counts]).astype(np.int32)
@@ -85,8 +85,7 @@ def test_sinks_after_the_fact(dtype, atol, rtol):
 
 
 @each_dtype
-@pytest.mark.parametrize("limit", [0.0, 0.5])
-@pytest.mark.parametrize("rows,ordered", [(16, False), (16, True), (128, True)])
+@pytest.mark.parametrize("rows,ordered,limit", [(16, False, 0.5), (16, True, 0.0), (128, True, 0.5)])
 def test_moe_experts_with_biases(rows, ordered, limit, dtype, atol, rtol):
     """A limit that cuts many values off; of a token's places some are not here."""
     tokens, places_here, hidden, size = 37, 4, 32, 48

@@ -1,0 +1,57 @@
+"""A prefill and a decode scheduler of a gpt-oss model answer as a unified one does."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from baton.common.kvcache.layout import KVLayout
+from baton.decode.rank import _make_scheduler as make_decode
+from baton.kvtransfer.lanes import Side as Ranks
+from baton.kvtransfer.lanes import why_not
+from baton.prefill.rank import _make_scheduler as make_prefill
+from baton.tests.common.gpt_oss_models import WINDOW, save_gpt_oss
+from baton.tests.integration.test_deepseek_relay import make_unified
+from baton.tests.integration.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
+
+__all__ = ["bootstrap_port"]
+
+
+def test_disaggregated_tokens_equal_unified(tmp_path, bootstrap_port):  # noqa: F811 (the fixture)
+    """Prompts and answers beyond the window, in chunks that end within it; the second time over both prefix caches."""
+    save_gpt_oss(tmp_path, vocab_size=VOCAB, eos_token_id=None)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in (3, WINDOW - 1, WINDOW, 40, 70)]
+    unified = Side(tmp_path, make_unified, "null", 0, "fake")
+    for i, prompt in enumerate(prompts):
+        unified.start(str(i), prompt)
+    run(unified)
+    expected = tokens_of(unified.take()[0])
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(prompts), "the model answers all alike"
+
+    prefill = Side(tmp_path, make_prefill, "prefill", bootstrap_port, "fake", chunk=23)
+    decode = Side(tmp_path, make_decode, "decode", bootstrap_port, "fake")
+    try:
+        for attempt in range(2):
+            for i, prompt in enumerate(prompts):
+                for side in (prefill, decode):
+                    side.start(str(i), prompt, room=1000 * attempt + i, port=bootstrap_port)
+            run(prefill, decode)
+            outputs, failures = decode.take()
+            assert not failures and tokens_of(outputs) == expected
+            assert not prefill.take()[1]
+            prefill.assert_clean()
+            decode.assert_clean()
+        assert decode.scheduler.receiver.info.layout.windows == (WINDOW, None, WINDOW, None)
+    finally:
+        prefill.scheduler.close()
+        decode.scheduler.close()
+
+
+def test_servers_with_other_windows_are_told_apart():
+    """A prefill stage counts its layers from its own first."""
+    layout = KVLayout((3,), 2, 16, 4, "float32", windows=(16, None, 16))
+    stage = KVLayout((2,), 2, 16, 4, "float32", first_layer=1, of_layers=3, windows=(None, 16))
+    assert why_not(Ranks(1, layout), Ranks(1, layout)) is None and why_not(Ranks(1, stage), Ranks(1, layout)) is None
+    other = msgspec.structs.replace(layout, windows=())
+    assert why_not(Ranks(1, stage), Ranks(1, other)) == "the sliding window of layer 2 is None here and 16 there"
