@@ -40,8 +40,8 @@ class ParallelArgs:
         self._check_stages()
         if self.ep_size < 1 or self.tp_size % self.ep_size:
             raise ConfigError(f"--ep-size {self.ep_size} must be 1 or more and divide --tp-size {self.tp_size}.")
-        if self.moe_a2a_backend != "none" and self.ep_size != self.tp_size:
-            raise ConfigError(f"--moe-a2a-backend {self.moe_a2a_backend} needs whole experts on every rank: set "
+        if self.moe_a2a_backend == "alltoall" and self.ep_size != self.tp_size:
+            raise ConfigError("--moe-a2a-backend alltoall needs whole experts on every rank: set "
                               f"--ep-size to {self.tp_size}.")
         if self.ep_num_redundant_experts < 0:
             raise ConfigError(f"--ep-num-redundant-experts must be 0 or more, not {self.ep_num_redundant_experts}.")
