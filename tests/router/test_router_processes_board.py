@@ -181,7 +181,7 @@ async def test_the_queue_goes_by_priority_over_both_processes(board):
 
 
 async def test_keys_beyond_the_table_are_refused_until_some_are_idle(board, monkeypatch):
-    monkeypatch.setattr("baton.router.processes.shared_admission.MOST_KEYS", 4)
+    monkeypatch.setattr("baton.router.processes.shared_keys.MOST_KEYS", 4)
     start, _ = board.digests_at
     monkeypatch.setattr(Board, "digests_at", property(lambda self: (start, start + 8 * 4)))
     one, other = shared_admission(board, AdmissionRules(max_concurrent_per_key=1), asyncio.get_running_loop())
