@@ -16,6 +16,7 @@ from aiohttp import web
 from ..api.errors import ConfigError
 from ..config.model import load_model_spec
 from ..config.server import ServerConfig
+from ..engine.collector import settle_collector
 from ..engine.node import run_node
 from ..engine.ranks import RankTarget
 from ..obs.logging import setup_logging
@@ -89,6 +90,7 @@ class _Server:
                 stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
             site = await self._serve_http(stack, listener)
             await host.start(services)
+            stack.callback(asyncio.create_task(self._settle()).cancel)
             reason = await host.ended
             if reason is None:
                 await self._drain(site)
@@ -96,6 +98,11 @@ class _Server:
                 await asyncio.sleep(_SHOW_DEATH_SECONDS)
         if reason is not None:
             raise ConfigError(reason)
+
+    async def _settle(self) -> None:
+        """Once all is loaded: a full collection stops every stream, for 80 ms where 256 of them run."""
+        await self._host.ready.wait()
+        settle_collector()
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> web.SockSite:
         front = self._host.front
