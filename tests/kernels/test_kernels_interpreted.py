@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("triton")
 
 
-def run_interpreted(file: str) -> None:
+def run_interpreted(*files: str) -> None:
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(Path(__file__).with_name(file))],
+                           *(str(Path(__file__).with_name(file)) for file in files)],
                           env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -25,7 +25,7 @@ def run_interpreted(file: str) -> None:
 
 
 def test_kernels_equal_their_twins():
-    run_interpreted("kernel_cases.py")
+    run_interpreted("kernel_cases.py", "window_cases.py")
 
 
 def test_a_rank_sums_what_its_peers_left():
@@ -50,10 +50,6 @@ def test_latent_attention_equals_its_twins():
 
 def test_mixtures_of_experts_equal_their_twins():
     run_interpreted("moe_cases.py")
-
-
-def test_windows_and_sinks_equal_their_twins():
-    run_interpreted("window_cases.py")
 
 
 def test_products_of_few_rows_equal_their_twin():

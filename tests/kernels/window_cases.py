@@ -15,12 +15,10 @@ from baton.kernels.moe_tiles import Tile, Tiles
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.scale_by_sinks import scale_by_sinks
-from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, page_table, paged_pool, pytestmark, random
+from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, paged_pool, pytestmark, random
 from baton.tests.kernels.moe_cases import choices_of
 
 __all__ = ["pytestmark"]
-
-each_view = pytest.mark.parametrize("window,sinks", [(None, True), (1, False), (70, True), (200, False)])
 
 
 def sinks_of(heads: int, wanted: bool) -> torch.Tensor | None:
@@ -28,8 +26,10 @@ def sinks_of(heads: int, wanted: bool) -> torch.Tensor | None:
     return random(heads, dtype=torch.float32, seed=8) * 4 if wanted else None
 
 
-@each_view
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors", [(6, 2, 16, 4, 1), (8, 1, 64, 16, 100)])
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors,window,sinks", [
+    (6, 2, 16, 4, 1, 1, False), (6, 2, 16, 4, 1, 70, True), (8, 1, 64, 16, 100, None, True),
+    (8, 1, 64, 16, 100, 200, True),
+])
 def test_paged_decode(heads, kv_heads, dim, page_size, processors, window, sinks):
     """Lengths below, at and beyond the window, in one piece and in several."""
     lengths = [1, 70, 71, 300]
@@ -49,8 +49,9 @@ def test_paged_decode(heads, kv_heads, dim, page_size, processors, window, sinks
     torch.testing.assert_close(found, want, atol=2e-5, rtol=2e-5)
 
 
-@each_view
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size", [(6, 2, 16, 4), (8, 1, 64, 16)])
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,window,sinks", [
+    (6, 2, 16, 4, None, True), (6, 2, 16, 4, 1, False), (8, 1, 64, 16, 40, False), (8, 1, 64, 16, 70, True),
+])
 def test_paged_prefill(heads, kv_heads, dim, page_size, window, sinks):
     """Rows without a prefix, with one, a single row over a long prefix, and several blocks of rows, of which the first
     tiles of some hold no key that their last row sees."""
@@ -66,7 +67,7 @@ def test_paged_prefill(heads, kv_heads, dim, page_size, window, sinks):
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype,atol,rtol", DTYPES)
 def test_sinks_after_the_fact(dtype, atol, rtol):
     """What the scores' log-sum-exp makes of a result without sinks is the result with them."""
     lengths, heads, dim = [7, 40], 6, 10
@@ -84,7 +85,7 @@ def test_sinks_after_the_fact(dtype, atol, rtol):
     torch.testing.assert_close(out, want, atol=atol, rtol=rtol)
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype,atol,rtol", DTYPES[::2])
 @pytest.mark.parametrize("rows,ordered,limit", [(16, False, 0.5), (16, True, 0.0), (128, True, 0.5)])
 def test_moe_experts_with_biases(rows, ordered, limit, dtype, atol, rtol):
     """A limit that cuts many values off; of a token's places some are not here."""
