@@ -10,7 +10,8 @@ from types import TracebackType
 
 from ..api.errors import ServingError
 from ..api.messages import Generate, Logprobs, Output, Stage
-from ..engine.client import EngineClient, OutputStream
+from ..engine.client import EngineClient
+from ..engine.output_stream import OutputStream
 from ..obs.metrics import ServerMetrics
 from ..openai.logprobs import joined
 from ..tokenizer.text_stream import TextStream

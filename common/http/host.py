@@ -69,13 +69,13 @@ class EngineHost:
         """Begin to load; raises ConfigError where a service cannot run."""
         for service in services:
             await self._stack.enter_async_context(service())
-        config, client = self.config, self.front.client
-        meeting = f"file://{client.folder}/ranks"
+        config, channel = self.config, self.front.client.channel
+        meeting = f"file://{channel.folder}/ranks"
         if config.nodes.nnodes > 1:
             meeting = f"tcp://{config.nodes.dist_init_addr}"
-            endpoint = client.listen(config.nodes.link_address[0])
+            endpoint = channel.listen(config.nodes.link_address[0])
             self._nodes = await self._stack.enter_async_context(Nodes(config, endpoint, self._on_lost))
-        ranks = RankProcesses(self._rank_target, rank_specs(config, client.to_engine, client.from_engine, meeting),
+        ranks = RankProcesses(self._rank_target, rank_specs(config, channel.to_engine, channel.from_engine, meeting),
                               self._on_rank_exit)
         self._stack.push_async_callback(self._stop_ranks, ranks)
         ranks.start()

@@ -36,7 +36,8 @@ class Engine:
 
     async def start(self) -> None:
         self.client.start()
-        specs = [RankSpec(self.config, rank, self.size, self.client.to_engine, self.client.from_engine, "")
+        channel = self.client.channel
+        specs = [RankSpec(self.config, rank, self.size, channel.to_engine, channel.from_engine, "")
                  for rank in range(self.size)]
         self.ranks = RankProcesses(rank_main, specs, lambda rank, code: self.exits.append((rank, code)))
         self.ranks.start()
@@ -81,7 +82,7 @@ async def test_start_generate_flush_stop(engine: Engine) -> None:
     assert (await client.state()).counters["finished_requests"] == 1
     assert await client.control(FlushCache())
     assert client.num_open == 0
-    pids, folder = engine.ranks.pids, client.folder
+    pids, folder = engine.ranks.pids, client.channel.folder
     await engine.stop()
     assert engine.exits == [] and not glob.glob(folder)
     for pid in pids:
@@ -197,7 +198,7 @@ async def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
         "async def main():\n"
         "    engine = test_client.Engine()\n"
         "    await engine.start()\n"
-        "    print(engine.client.folder, engine.ranks.pids[0], flush=True)\n"
+        "    print(engine.client.channel.folder, engine.ranks.pids[0], flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n")
