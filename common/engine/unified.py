@@ -25,6 +25,13 @@ from .stage_pipeline import pipeline_of
 class UnifiedScheduler:
     """Prompts first, then decode: a step runs prefill chunks while there are any, else one decode step.
 
+    A prompt holds up all that decode, and is not held back for their sake: clients that began together then stay
+    together, and their next prompts come between decode steps once. Rules that wait until more prompts have come, or
+    until those that decode have ended, were simulated (tests/bench/unified_simulation.py): they pull such clients
+    apart into groups that interrupt each other (the 99th percentile of intervals at 256 clients 136 ms, not 18), and
+    with requests at random times the first token comes later by what was waited for, while as many tokens of prompts
+    interrupt as before.
+
     With ``--enable-mixed-chunk`` every step decodes, and prefill chunks are computed beside that.
     """
 
