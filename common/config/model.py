@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..quantization.scheme import Scheme, scheme_of
+from .checkpoint import read_json, resolve_checkpoint
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
@@ -149,76 +147,17 @@ class ModelSpec:
         return max(1, self.num_kv_heads // tp_size)
 
 
-def resolve_checkpoint(args: ModelArgs) -> Path:
-    """The checkpoint's local folder, downloaded from the hub where needed; raises ConfigError."""
-    name = args.model_path
-    if name == "tinychat":
-        from ..tinychat import CHECKPOINT
-        folder = Path(CHECKPOINT)
-    else:
-        folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or name == "tinychat" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name[0] in "./~":
-        raise ConfigError(f"--model-path {name}: there is no checkpoint folder {folder}.")
-    return _download(args)
-
-
-def pooling_of(args: ModelArgs) -> Literal["last", "mean"]:
-    """``--pooling``, or what the checkpoint says in sentence-transformers' form; raises ConfigError as
-    ``resolve_checkpoint`` does."""
-    if args.pooling != "auto":
-        return args.pooling
-    found = _read_json(resolve_checkpoint(args) / "1_Pooling" / "config.json") or {}
-    return "mean" if found.get("pooling_mode_mean_tokens") else "last"
-
-
-def _download(args: ModelArgs) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-    except ImportError:
-        raise ConfigError(f"--model-path {args.model_path} is no local folder, and huggingface-hub is not "
-                          f"installed to download it.") from None
-    patterns = ["*.json", "1_Pooling/*.json", "*.jinja", "*.txt", "*.model"]
-    if args.load_format != "dummy":
-        patterns.append("*.safetensors")
-    try:
-        return Path(snapshot_download(args.model_path, revision=args.revision, allow_patterns=patterns))
-    except GatedRepoError:
-        reason = "the hub repository is gated: log in with an account that may read it"
-    except RevisionNotFoundError:
-        reason = f"the hub repository has no revision {args.revision}"
-    except RepositoryNotFoundError:
-        reason = "neither a local folder nor a readable hub repository of this name exists"
-    except (OSError, ValueError) as error:
-        reason = f"the download from the hub failed ({' '.join(str(error).split())[:200]})"
-    raise ConfigError(f"--model-path {args.model_path}: {reason}.")
-
-
 def load_model_spec(args: ModelArgs) -> ModelSpec:
     """Read ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
     folder = resolve_checkpoint(args)
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = read_json(folder / "generation_config.json") or {}
     try:
         return _spec_from(config, generation, args)
     except KeyError as error:
         raise ConfigError(f"{folder}/config.json lacks {error.args[0]!r}.") from None
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read {path}: {error}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object.")
-    return content
 
 
 def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelArgs) -> ModelSpec:

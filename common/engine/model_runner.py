@@ -15,7 +15,8 @@ from ..api.errors import ConfigError
 from ..attention.base import Planned
 from ..attention.mla_select import choose_latent_decode_backend, select_latent_attention
 from ..attention.select import choose_decode_backend, select_attention
-from ..config.model import ModelSpec, load_model_spec, resolve_checkpoint
+from ..config.checkpoint import resolve_checkpoint
+from ..config.model import ModelSpec, load_model_spec
 from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel

@@ -14,7 +14,8 @@ import msgspec
 from ..api.errors import InvalidRequest, NotFound, ServingError, WorkerUnavailable
 from ..api.messages import Bootstrap, Generate, Loading, Pooling, Ready
 from ..api.sampling import SamplingParams
-from ..config.model import ModelSpec, pooling_of
+from ..config.checkpoint import pooling_of
+from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine.client import EngineClient
 from ..grammar.service import GrammarService

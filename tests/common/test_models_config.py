@@ -11,7 +11,8 @@ import pytest
 import transformers
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.model import load_model_spec, resolve_checkpoint
+from baton.common.config.checkpoint import resolve_checkpoint
+from baton.common.config.model import load_model_spec
 from baton.common.config.server import ModelArgs
 
 LLAMA = {

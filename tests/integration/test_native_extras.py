@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.common.config.model import resolve_checkpoint
+from baton.common.config.checkpoint import resolve_checkpoint
 from baton.common.config.server import ModelArgs
 from baton.tests.integration.harness import get_json, post_json
 from baton.tests.integration.test_sampling import GENERATE, NATIVE, PROMPT, ask, same
