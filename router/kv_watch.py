@@ -21,7 +21,8 @@ import zmq.asyncio
 from ..common.api.kv_events import END_OF_REPLAY, decode
 from .collect import ask, get
 from .dispatch import Dispatcher
-from .policies.cache_exact import CacheExact, Memory
+from .policies.cache_exact import CacheExact
+from .policies.page_costs import Memory
 from .ranks import report_of
 from .registry import Worker
 
@@ -210,9 +211,9 @@ class KVWatch:
                 answer = await ask(self._dispatcher, worker, get("/get_load"), ANSWER_SECONDS)
                 memory = _memory(report_of(worker, answer.json()), self._policy.residency.page_sizes.get(worker.id, 16))
                 if memory is not None:
-                    self._policy.memory[worker.id] = memory
+                    self._policy.costs.memory[worker.id] = memory
                 elif answer.status:
-                    self._policy.memory.pop(worker.id, None)
+                    self._policy.costs.memory.pop(worker.id, None)
                     pause = 60.0
             await asyncio.sleep(pause)
 

@@ -23,23 +23,10 @@ from ..residency import Residency
 from .base import Decision
 from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory
 from .load_view import LoadView
+from .page_costs import TRANSFER, TRANSFER_NEAR, PageCosts, Share
 from .text_pages import TextPages, text_blocks
 from .token_pages import Pieces, TokenPages, cut
 
-TRANSFER = 0.1
-"""Cost of sending a page from prefill to decode, in pages computed: an 8B model computes 16 tokens in 0.4 ms on
-an H200 and sends their 2 MB in 0.04 ms over 400 Gb/s."""
-TRANSFER_NEAR = 0.02
-"""The same where both are on one host."""
-FULL = 1e6
-"""Cost of a decode worker whose memory lacks room: only taken when all lack it."""
-STORING = 2.0
-"""Cost of a missing page that another worker has (a copy takes room in which something else would be found again), or
-that finds no room: it is computed, and so is what it pushes out."""
-REMAINING = 0.5
-"""Of a request in flight, what is still to be computed: half on the average."""
-LEAST_MEAN = 4.0
-"""Pages of a request that waits in front, at least: even a wholly cached one takes a step."""
 _RECENT_BLOCKS = 2**16
 _FEW = 8
 _ASK = PROMPT_PAGES_HEADER.encode() + b": ask\r\n"
@@ -56,28 +43,12 @@ class Prompt(NamedTuple):
     """Token ids, where the prompt came as such."""
 
 
-class Share(NamedTuple):
-    """A prompt beside the fleet: its pages, and how many of them each worker has (by worker id)."""
-
-    pages: float
-    cached: dict[int, int]
-    most: int = 0
-    """Pages that the worker with the most of them has."""
-
-
 class Fleet(NamedTuple):
     """Workers to choose among, by id."""
 
     workers: Sequence[Worker]
     by_id: dict[int, Worker]
     ids: frozenset[int]
-
-
-class Memory(NamedTuple):
-    """A worker's KV memory by its last report, in pages."""
-
-    used: float
-    total: float
 
 
 class PairDecision(NamedTuple):
@@ -87,13 +58,7 @@ class PairDecision(NamedTuple):
 
 
 class CacheExact:
-    """The lowest cost, in pages to compute: what the prompt lacks, and what waits in front of it.
-
-    - Whole and prefill workers: missing pages (x STORING: copies, and those without room) + requests in flight x
-      REMAINING x the mean of pages missing of late.
-    - Decode workers: pages to be sent x TRANSFER + requests in flight, or what their memory says they
-      come to, x TRANSFER x the mean pages of a prompt; FULL where the prompt does not fit.
-    - Pairs: both together, with the cheaper transfer where they share a host.
+    """The lowest cost (page_costs.py), of one worker or of a pair together.
 
     Loads that drift apart by ``balance_abs_threshold`` and ``balance_rel_threshold`` overrule it all.
     """
@@ -108,7 +73,7 @@ class CacheExact:
         self.tokens = TokenPages()
         self.followed: set[int] = set()
         """Ids of workers whose events are followed now."""
-        self.memory: dict[int, Memory] = {}
+        self.costs = PageCosts(self.residency)
         self._loads = LoadView()
         self._decode_loads = LoadView()
         self._fleets: dict[int, Fleet] = {}
@@ -117,13 +82,11 @@ class CacheExact:
         self.recent_decode = PrefixMemory(1)
         """Apart from the others: a set of holders for each pair would be made anew with every decision."""
         self.sent = PrefixMemory()
-        self._mean_missing = LEAST_MEAN
-        self._mean_pages = LEAST_MEAN
 
     def forget(self, worker: Worker) -> None:
         self.residency.forget(worker.id)
         self.followed.discard(worker.id)
-        self.memory.pop(worker.id, None)
+        self.costs.memory.pop(worker.id, None)
 
     def sweep(self, now: float) -> None:
         """Called every second or so: what was sent two calls ago is cached by now, or is not."""
@@ -162,7 +125,7 @@ class CacheExact:
         share = self._share(subject, self._fleet(workers).ids)
         worker = self._cheapest(workers, loads, share)
         cached = share.cached.get(worker.id, 0)
-        self._note(share, cached)
+        self.costs.note(share, cached)
         self._record(subject, worker, len(workers))
         return Decision(worker, "cache_hit" if cached else "cache_miss")
 
@@ -179,14 +142,15 @@ class CacheExact:
     def choose_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker],
                     subject: Prompt | None) -> PairDecision:
         """A prefill and a decode worker for one prompt, chosen together (neither sequence is empty)."""
-        share = Share(self._mean_pages, {})
+        costs = self.costs
+        share = Share(costs.mean_pages, {})
         if subject is not None:
             share = self._share(subject, self._both(prefills, decodes))
-        sides = [(worker, self._decoding(worker, share, TRANSFER), self._decoding(worker, share, TRANSFER_NEAR))
+        sides = [(worker, costs.decoding(worker, share, TRANSFER), costs.decoding(worker, share, TRANSFER_NEAR))
                  for worker in self._candidates(self._decode_loads, decodes, share)]
         best: tuple[float, Worker, Worker] | None = None
         for prefill in self._candidates(self._loads, prefills, share):
-            computing, host = self._computing(prefill, share), prefill.endpoint.host
+            computing, host = costs.computing(prefill, share), prefill.endpoint.host
             for decode, far, near in sides:
                 cost = computing + (near if decode.endpoint.host == host else far)
                 if best is None or cost < best[0]:
@@ -194,7 +158,7 @@ class CacheExact:
         assert best is not None
         _, prefill, decode = best
         cached = share.cached.get(prefill.id, 0)
-        self._note(share, cached)
+        self.costs.note(share, cached)
         if subject is not None:
             self._record(subject, prefill, len(prefills))
             self._record(subject, decode, len(decodes))
@@ -220,33 +184,15 @@ class CacheExact:
         looked at beside those that hold some: a thousand workers cost no more than their holders.
         """
         best = loads.lightest(self.residency.sizes)
-        least, holds = self._computing(best, share), best.id in share.cached
+        least, holds = self.costs.computing(best, share), best.id in share.cached
         by_id = self._fleet(workers).by_id
         for worker_id in share.cached:
             worker = by_id.get(worker_id)
             if worker is not None:
-                cost = self._computing(worker, share)
+                cost = self.costs.computing(worker, share)
                 if cost < least or (cost == least and not holds):
                     best, least, holds = worker, cost, True
         return best
-
-    def _computing(self, worker: Worker, share: Share) -> float:
-        own = share.cached.get(worker.id, 0)
-        missing = max(0.0, share.pages - own)
-        memory = self.memory.get(worker.id)
-        room = 0.0 if memory is None else memory.total - self.residency.sizes.get(worker.id, 0)
-        copied = min(missing, max(0.0, missing - room, share.most - own))
-        return missing + (STORING - 1) * copied + worker.load * REMAINING * self._mean_missing
-
-    def _decoding(self, worker: Worker, share: Share, transfer: float) -> float:
-        missing = max(0.0, share.pages - share.cached.get(worker.id, 0))
-        memory = self.memory.get(worker.id)
-        running: float = worker.load
-        full = 0.0
-        if memory is not None:
-            running = max(running, memory.used / self._mean_pages)
-            full = FULL if memory.total - memory.used < missing else 0.0
-        return missing * transfer + running * TRANSFER * self._mean_pages + full
 
     # ------------------------------------------------------------------ inside
 
@@ -295,11 +241,6 @@ class CacheExact:
         for size in sizes:
             cached.update(self.residency.depths(self.tokens.runs(prompt.ids, size)))
         return prompt.ids.num_tokens / max(sizes, default=16), cached
-
-    def _note(self, share: Share, cached: int) -> None:
-        missing = max(0.0, share.pages - cached)
-        self._mean_missing += (max(missing, LEAST_MEAN) - self._mean_missing) * 0.02
-        self._mean_pages += (max(share.pages, LEAST_MEAN) - self._mean_pages) * 0.02
 
     def _record(self, prompt: Prompt, worker: Worker, fleet: int) -> None:
         recent = self.recent_decode if worker.role == "decode" else self.recent

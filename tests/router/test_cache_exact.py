@@ -30,7 +30,8 @@ from baton.router.body import peek
 from baton.router.endpoint import Endpoint
 from baton.router.kv_watch import Source, source_of
 from baton.router.policies.base import Decision
-from baton.router.policies.cache_exact import CacheExact, Memory
+from baton.router.policies.cache_exact import CacheExact
+from baton.router.policies.page_costs import Memory
 from baton.router.policies.text_pages import TextPages, text_blocks
 from baton.router.registry import Worker
 from baton.router.request import Request
@@ -202,7 +203,7 @@ def test_an_eviction_and_a_restart_are_known_at_once():
 
 def test_a_queue_outweighs_few_pages_but_not_many():
     pool, policy = workers(2), CacheExact()
-    policy._mean_missing = 10.0
+    policy.costs._mean_missing = 10.0
     short, long = ids(1, 5 * PAGE), ids(2, 200 * PAGE)
     policy.residency.apply(pool[0].id, [stored(short), stored(long)])
     pool[0].load = 20
@@ -290,14 +291,14 @@ def test_the_halves_prefer_one_host_unless_it_costs_more():
 def test_a_full_decode_worker_is_passed_over():
     prefills, decodes, policy = workers(1, "p"), workers(2, "d"), CacheExact()
     tokens = ids(1, 640)
-    policy.memory = {decodes[0].id: Memory(995.0, 1000.0), decodes[1].id: Memory(900.0, 1000.0)}
+    policy.costs.memory = {decodes[0].id: Memory(995.0, 1000.0), decodes[1].id: Memory(900.0, 1000.0)}
     decodes[1].load = 5
     assert pairs(policy, prefills, decodes, tokens).decode is decodes[1]
 
 
 def test_running_tokens_count_even_where_another_router_sent_them():
     prefills, decodes, policy = workers(1, "p"), workers(2, "d"), CacheExact()
-    policy.memory = {decodes[0].id: Memory(5000.0, 10_000.0), decodes[1].id: Memory(100.0, 10_000.0)}
+    policy.costs.memory = {decodes[0].id: Memory(5000.0, 10_000.0), decodes[1].id: Memory(100.0, 10_000.0)}
     assert pairs(policy, prefills, decodes, ids(1, 64)).decode is decodes[1]
 
 
