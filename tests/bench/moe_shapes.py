@@ -38,6 +38,7 @@ SHAPES = {
     "mixtral-8x7b-tp2": Shape(4096, 8, 2, 7168),
     "deepseek-v2-lite": Shape(2048, 64, 6, 1408),
     "deepseek-v3-ep8": Shape(7168, 32, 8, 2048),
+    "gpt-oss-20b": Shape(2880, 32, 4, 2880),
     "tiny": Shape(64, 8, 2, 64),  # for a look at these scripts on a CPU, under Triton's interpreter
 }
 

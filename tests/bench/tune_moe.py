@@ -37,6 +37,9 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
         for columns in (64, 128):
             for stages in (3, 4, 5) if rows == 16 else (3, 4):
                 yield Tile(rows, columns, 128 if dtype.itemsize <= 2 else 32, 1, 4, stages)
+        if dtype.itemsize == 2:  # for layers whose depth is no multiple of 128: steps that end beyond it are slow
+            for columns, stages in ((64, 4), (64, 6), (128, 4)):
+                yield Tile(rows, columns, 64, 1, 4, stages)
         return
     depth = 128 // dtype.itemsize
     wide = (64 if gated else 128) if dtype.itemsize == 1 or rows == 64 else (128 if gated else 256)
@@ -53,6 +56,11 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
             yield Tile(rows, 64 if gated else 128, 32, 16, 4, stages)
     if rows == 128 and dtype.itemsize == 1 and gated:
         yield Tile(rows, 128, depth, 16, 8, 3)
+
+
+def suits(tile: Tile, depth: int, by_block: bool) -> bool:
+    """Whether a product of this depth is cut into whole steps of the tile."""
+    return depth % tile.depth == 0 if tile.rows in FEW_ROWS else fits(tile, depth, depth, by_block)
 
 
 class Products:
@@ -154,14 +162,13 @@ def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
     for rows in FEW_ROWS + MANY_ROWS:
         if rows > 16 and (rows > most_rows or each < rows / 8) or rows < 64 and each > 8 * rows:
             continue
-        suits = [[tile for tile in candidates(rows, dtype, gated)
-                  if rows in FEW_ROWS or fits(tile, depth, depth, layer.scales is not None)]
-                 for gated, depth in ((True, shape.hidden), (False, shape.size))]
-        if not all(suits):
+        suiting = [[tile for tile in candidates(rows, dtype, gated) if suits(tile, depth, layer.scales is not None)]
+                   for gated, depth in ((True, shape.hidden), (False, shape.size))]
+        if not all(suiting):
             continue
         products = Products(layer, tokens, rows)
-        up_us, up = best_banded(products.up, suits[0])
-        down_us, down = best_banded(products.down, suits[1])
+        up_us, up = best_banded(products.up, suiting[0])
+        down_us, down = best_banded(products.down, suiting[1])
         tiles = Tiles(up, down, rows in MANY_ROWS)
         tried.append((micros(lambda t=tiles, p=products: p.whole(t)), tiles))  # type: ignore[misc]
         if verbose:
