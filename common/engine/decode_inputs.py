@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -35,33 +37,61 @@ class DecodeInputs:
         self.tensors["kv_indices"] = self._bytes[end:].view(torch.int32)
         self._stages = [_Stage(self._head, self._places, device) for _ in range(2)]
         self._turn = 0
+        self._pages: _Pages | None = None  # that ``tensors`` have, once the copies on their way have run
         self.tensors["kv_indices"].fill_(scratch)
         none = np.empty(0, np.int64)
         self.fill(DecodeTable(none, none, none, np.zeros(1, np.int32), none, none), largest)
 
     def fill(self, table: DecodeTable, size: int) -> dict[str, np.ndarray]:
         """Put ``table`` there, with padding up to ``size`` rows, without waiting for the device; returns host copies,
-        which the second call after this one overwrites. A step that was launched reads what was there before."""
+        which the second call after this one overwrites. A step that was launched reads what was there before.
+
+        The table's ``kv_indptr`` and ``kv_indices`` are not changed in place: what was sent before stays.
+        """
         self._turn ^= 1
         count, entries = len(table.positions), len(table.kv_indices)
         stage = self._stages[self._turn]
         arrays = stage.opened(entries + size - count)
         for name in (*_INT64, "kv_last_page_len"):
             arrays[name][:count] = getattr(table, name)
-        arrays["kv_indptr"][:count + 1] = table.kv_indptr
-        arrays["kv_indices"][:entries] = table.kv_indices
-        if size > count:
-            arrays["positions"][count:size] = 0
-            arrays["page_of_token"][count:size] = self._scratch
-            arrays["offset_in_page"][count:size] = 0
-            arrays["kv_last_page_len"][count:size] = 1
-            arrays["kv_indptr"][count + 1:size + 1] = np.arange(entries + 1, entries + size - count + 1)
-            arrays["kv_indices"][entries:entries + size - count] = self._scratch
+        pages = _Pages(table.kv_indptr, table.kv_indices, size)
+        if not pages.same(stage.pages):
+            stage.pages = pages
+            self._fill_pages(arrays, table, size)
         used = self._head + 4 * (entries + size - count)
         assert used <= len(self._bytes), "more pages than a captured step may have"
-        stage.send(self._bytes, used)
+        stage.send(self._bytes, self._head if pages.same(self._pages) else used)
+        self._pages = pages
         return {"kv_indptr": arrays["kv_indptr"][:size + 1], "kv_last_page_len": arrays["kv_last_page_len"][:size],
                 "kv_indices": arrays["kv_indices"][:entries + size - count]}
+
+    def _fill_pages(self, arrays: dict[str, np.ndarray], table: DecodeTable, size: int) -> None:
+        """What stays the same until a request comes to a new page; padding's rows among it."""
+        count, entries = len(table.positions), len(table.kv_indices)
+        arrays["kv_indptr"][:count + 1] = table.kv_indptr
+        arrays["kv_indices"][:entries] = table.kv_indices
+        arrays["positions"][count:size] = 0
+        arrays["page_of_token"][count:size] = self._scratch
+        arrays["offset_in_page"][count:size] = 0
+        arrays["kv_last_page_len"][count:size] = 1
+        arrays["kv_indptr"][count + 1:size + 1] = np.arange(entries + 1, entries + size - count + 1)
+        arrays["kv_indices"][entries:entries + size - count] = self._scratch
+
+    def overwritten(self) -> None:
+        """Somebody else has written to ``tensors``."""
+        self._pages = None
+
+
+class _Pages(NamedTuple):
+    """A table's pages, padded to ``size`` rows; they are known by the arrays that they came in."""
+
+    kv_indptr: np.ndarray
+    kv_indices: np.ndarray
+    size: int
+
+    def same(self, other: _Pages | None) -> bool:
+        return (other is not None and self.kv_indices is other.kv_indices and self.kv_indptr is other.kv_indptr
+                and self.size == other.size)
 
 
 class _Stage:
@@ -77,6 +107,7 @@ class _Stage:
         self._arrays: dict[str, np.ndarray] = {}
         self._used = 0
         self._slices = self._memory, self._memory
+        self.pages: _Pages | None = None  # that stand here
 
     def opened(self, entries: int) -> dict[str, np.ndarray]:
         """The arrays to write, ``kv_indices`` with room for ``entries``, once the copy before has run."""
@@ -85,7 +116,7 @@ class _Stage:
         if entries > self._capacity or not self._arrays:
             self._capacity = 2 * entries
             self._memory = torch.empty(self._head + 4 * self._capacity, dtype=torch.uint8, pin_memory=self._pinned)
-            self._used = 0
+            self._used, self.pages = 0, None
             whole = self._memory.numpy()
             self._arrays = {name: whole[begin:begin + count * np.dtype(dtype).itemsize].view(dtype)
                             for name, (begin, count, dtype) in self._places.items()}

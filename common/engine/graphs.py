@@ -72,6 +72,7 @@ class DecodeGraphs:
             sources = [getattr(batch, name) for name in names]
             torch._foreach_copy_([getattr(self._static, name)[:len(source)] for name, source in zip(names, sources)],
                                  sources)
+        self._table.overwritten()
         self._attention.refresh(batch)
         self._graphs[size].replay()
         return self._logits[size]

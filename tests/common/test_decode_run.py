@@ -165,23 +165,31 @@ def test_plain_runs(sampling, plain, greedy):
 
 @pytest.mark.parametrize("size", [5, 8])
 def test_graph_inputs(size):
-    """Three fills in turn, with padding: a batch that is built row by row has the same."""
+    """Runs in turn, with padding, each for several steps, also where somebody else writes in between: a batch that is
+    built row by row has the same."""
     place = Place(3)
     inputs = DecodeInputs(8, 8 * 40, 4000, CPU)
-    for count in (5, 2, 5):
-        reqs = [place.begun() for _ in range(count)]
+    for turn, count in enumerate((5, 2, 5)):
+        reqs = [place.begun(max_new_tokens=99) for _ in range(count)]
         run = DecodeRun(reqs, PAGE)
-        place.grow(run)
-        table = run.table()
-        host = inputs.fill(table, size)
-        rows = [Row([0], req.num_computed_tokens, req.hold.ids) for req in reqs]
-        rows += [Row([0], 0, np.array([4000]))] * (size - count)
-        wanted = build_forward_batch(rows, PAGE, CPU, True)
-        for name in ("positions", "page_of_token", "offset_in_page", "kv_last_page_len", "kv_indptr", "kv_indices"):
-            expected = getattr(wanted, name)
-            assert torch.equal(inputs.tensors[name][:len(expected)], expected), name
-        for name, array in host.items():
-            assert np.array_equal(array, getattr(wanted, f"{name}_cpu")), name
+        for step in range(2 * PAGE):
+            place.grow(run)
+            if step == turn:
+                inputs.tensors["kv_indices"].fill_(77)
+                inputs.tensors["kv_indptr"].fill_(77)
+                inputs.overwritten()
+            host = inputs.fill(run.table(), size)
+            rows = [Row([0], req.num_computed_tokens, req.hold.ids) for req in reqs]
+            rows += [Row([0], 0, np.array([4000]))] * (size - count)
+            wanted = build_forward_batch(rows, PAGE, CPU, True)
+            for name in ("positions", "page_of_token", "offset_in_page", "kv_last_page_len", "kv_indptr", "kv_indices"):
+                expected = getattr(wanted, name)
+                assert torch.equal(inputs.tensors[name][:len(expected)], expected), name
+            for name, array in host.items():
+                assert np.array_equal(array, getattr(wanted, f"{name}_cpu")), name
+            run.advance()
+            for req in reqs:
+                req.take_pending(7)
 
 
 def test_a_runs_batch_is_the_one_built_row_by_row():
