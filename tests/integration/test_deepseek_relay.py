@@ -79,19 +79,24 @@ def answers(server: Server) -> list[str]:
 def test_servers_of_unequal_ranks_answer_as_one(tmp_path, prefill_ranks, decode_ranks):
     model = tmp_path / "model"
     save_deepseek(model, 3, vocab_size=4096, eos_token_id=2)
+    check_servers(tmp_path, model, prefill_ranks, decode_ranks)
+
+
+def check_servers(folder: Path, model: Path, prefill_ranks: int, decode_ranks: int) -> None:
+    """A pair behind a router answers as one server does. ``model`` lacks a tokenizer."""
     for file in Path(CHECKPOINT).iterdir():
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, model)
     ports = free_ports(5)
     common = ["--model-path", str(model), "--device", "cpu", "--log-level", "warning", "--chunked-prefill-size", "32"]
-    alone = Server("baton.launch", ["server", *common], ports[0], tmp_path / "alone.log")
+    alone = Server("baton.launch", ["server", *common], ports[0], folder / "alone.log")
     prefill = Server("baton.prefill.launch", [*common, "--tp-size", str(prefill_ranks),
                                               "--disaggregation-bootstrap-port", str(ports[1])],
-                     ports[2], tmp_path / "prefill.log")
+                     ports[2], folder / "prefill.log")
     decode = Server("baton.decode.launch", [*common, "--tp-size", str(decode_ranks)], ports[3],
-                    tmp_path / "decode.log")
+                    folder / "decode.log")
     router = Server("baton.router.launch", ["--pd-disaggregation", "--prefill", prefill.url, str(ports[1]), "--decode",
-                                            decode.url, "--log-level", "warning"], ports[4], tmp_path / "router.log")
+                                            decode.url, "--log-level", "warning"], ports[4], folder / "router.log")
     with contextlib.ExitStack() as stack:
         for server in (alone, prefill, decode, router):
             stack.callback(server.start().kill)

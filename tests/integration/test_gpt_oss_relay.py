@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 
 from baton.common.kvcache.layout import KVLayout
 from baton.decode.rank import _make_scheduler as make_decode
@@ -11,7 +12,7 @@ from baton.kvtransfer.lanes import Side as Ranks
 from baton.kvtransfer.lanes import why_not
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.common.gpt_oss_models import WINDOW, save_gpt_oss
-from baton.tests.integration.test_deepseek_relay import make_unified
+from baton.tests.integration.test_deepseek_relay import check_servers, make_unified
 from baton.tests.integration.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
 
 __all__ = ["bootstrap_port"]
@@ -46,6 +47,12 @@ def test_disaggregated_tokens_equal_unified(tmp_path, bootstrap_port):  # noqa: 
     finally:
         prefill.scheduler.close()
         decode.scheduler.close()
+
+
+@pytest.mark.slow
+def test_servers_of_unequal_ranks_answer_as_one(tmp_path):
+    save_gpt_oss(tmp_path / "model", vocab_size=4096, eos_token_id=2)
+    check_servers(tmp_path, tmp_path / "model", 2, 1)
 
 
 def test_servers_with_other_windows_are_told_apart():
