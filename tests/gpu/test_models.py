@@ -41,6 +41,32 @@ def test_float32_logits_equal_transformers(tmp_path):
     got = [forward(runner, [(tokens[:37], 0, pages)]), forward(runner, [(tokens[37:59], 37, pages)]),
            forward(runner, [(tokens[59:], 59, pages)], is_decode=True)]
     torch.testing.assert_close(torch.cat(got).cpu(), want, atol=1e-4, rtol=0)
+    ends = [forward(runner, [(tokens[:count], 0, pages)], every_row=False) for count in (37, 60)]
+    torch.testing.assert_close(torch.cat(ends).cpu(), want[[36, 59]], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_last_layer_of_ends_equals_that_of_all_rows(tmp_path, backend):
+    """Chunks over a prefix and in the middle of a prompt, and a whole prompt that is longer than a piece."""
+    save_model(tmp_path, "Llama", head_dim=128, num_attention_heads=8, hidden_size=256, max_position_embeddings=2048)
+    runner = load_runner(server_config(tmp_path, backend=backend, dtype="bfloat16", max_total_tokens=8192),
+                         device="cuda:0")
+    tokens = np.random.default_rng(0).integers(0, 97, 1200)
+    pages = scattered_pages(runner, 4, 1200)
+    rows = [Row(tokens[:500], 0, pages[0]), Row(tokens[:300], 0, pages[1]), Row(tokens[:17], 0, pages[2])]
+    middle = build_forward_batch(rows, runner.layout.page_size, runner.device, False, [])
+    assert runner.forward(middle).shape == (0, runner.spec.vocab_size)
+    rows = [Row(tokens[500:1200], 500, pages[0]), Row(tokens[300:400], 300, pages[1]),
+            Row(tokens[17:40], 17, pages[2]), Row(tokens[:900], 0, pages[3])]
+    wanted = [699, 822, 1722]  # the second goes on
+    found = []
+    for whole in (True, False):
+        batch = build_forward_batch(rows, runner.layout.page_size, runner.device, False,
+                                    list(range(1723)) if whole else wanted)
+        assert (batch.ends is None) == whole
+        logits = runner.forward(batch)
+        found.append((logits[wanted] if whole else logits).float())
+    torch.testing.assert_close(found[1], found[0], atol=0.05 * float(found[0].abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
