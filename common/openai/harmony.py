@@ -40,6 +40,7 @@ class Harmony:
         self.thought_spans: list[tuple[int, int]] = []
 
     def read(self, cursor: Cursor, calls: Calls) -> Step[None]:
+        yield from self._begun_header(cursor, calls)
         while opener := (yield from cursor.content(*MARKERS)):
             start = cursor.offset
             if opener not in (START, CHANNEL):  # what ended the message before
@@ -54,6 +55,18 @@ class Harmony:
             yield from cursor.take(MESSAGE)
             cursor.drop()
             yield from self._body(cursor, calls, header, start)
+
+    def _begun_header(self, cursor: Cursor, calls: Calls) -> Step[None]:
+        """The prompt ends within the first message's header, of which a recipient may be what comes next."""
+        begin, start = cursor.pos, cursor.offset
+        yield from cursor.skip()
+        if not ((yield from cursor.take("to=")) and (yield from cursor.until(MESSAGE))):
+            cursor.pos = begin
+            return
+        header = cursor.text[begin: cursor.pos]
+        yield from cursor.take(MESSAGE)
+        cursor.drop()
+        yield from self._body(cursor, calls, header, start)
 
     def _body(self, cursor: Cursor, calls: Calls, header: str, start: int) -> Step[None]:
         channel = found[1] if (found := _CHANNEL.search(header)) else "final"

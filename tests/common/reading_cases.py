@@ -212,6 +212,9 @@ def _gpt_oss() -> list[Case]:
         ("<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant" + sum_call,
          ["I will look.", *call("add", '{"a": 1}')]),
         ("<|start|>assistant to=functions.now<|channel|>commentary<|message|><|call|>", call("now", "{}")),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', call("add", '{"a": 1}')),
+        ("to=b or not", ["to=b or not"]),
+        (" to boldly go", [" to boldly go"]),
         (f"{sum_call}<|start|>assistant{sum_call.replace('add', 'now')}", [
             *call("add", '{"a": 1}'), *call("now", '{"a": 1}')]),
         ("<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", []),
