@@ -18,7 +18,7 @@ PARTS = ("attention", "GEMM", "norm", "sampling", "other", "host")
 
 _KERNELS = (
     ("attention", r"attn|attention|flash|fmha|paged_(de|pre)|mla_|BatchDecode|BatchPrefill|join_(splits|pieces)"
-                  r"|plan_decode|rope_and_store|MergeState|merge_state"),
+                  r"|plan_decode|rope_and_store|scale_by_sinks|MergeState|merge_state"),
     ("norm", r"rms_?norm|layer_?norm"),
     ("GEMM", r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|splitK|moe_|_quantize_kernel|fp8"),
     ("sampling", r"argmax|ArgMax|greatest|draw|_truncate_|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential"
