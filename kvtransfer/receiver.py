@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,8 +16,8 @@ from ..common.kvcache.layout import KVLayout
 from .backends.base import Backend
 from .bootstrap import NotRegistered, OtherSecret, fetch_ranks
 from .checksum import extent_of, make_checksum, places_of
+from .driver import Driver
 from .endpoint import control_socket, rank_info, receive_all, register_pool
-from .iothread import IOThread
 from .lanes import expand, parts_of
 from .messages import PrefillResult, RankInfo, decode_to_receiver, encode, unpack_page_ids
 from .receiving import ReceiverCore
@@ -52,15 +51,12 @@ class KVReceiver:
                                         dp_rank=dp_rank, dp_size=dp_size)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
                                   backend.lingering)
-        self._lock = threading.Lock()
-        self._closed = False
-        self._next_tick = 0.0
+        self._driver = Driver(f"kv-receiver-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._sockets: dict[bytes, Socket] = {}
         self._monitors: dict[bytes, Socket] = {}
         self._channels: dict[bytes, Channel] = {}
         self._lookups = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kv-route")
-        self._io = IOThread(f"kv-receiver-{rank}", self._work)
-        self._io.start()
+        self._driver.io.start()
 
     # -- rooms ----------------------------------------------------------------------------------------------------
 
@@ -72,14 +68,12 @@ class KVReceiver:
         computes the prompt: without it, the one that the room leads to (room modulo their number). Its look-up and the
         connection are made in the background. Raises Conflict when the room is in use.
         """
-        self._io.check()
-        with self._lock:
-            self._core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, time.monotonic(),
-                               dp_rank)
-        self._io.wake()
+        self._driver.io.check()
+        with self._driver as core:
+            core.reserve(room, peer, prompt_digest, num_prompt_tokens, first_page, page_ids, time.monotonic(), dp_rank)
 
     def phase(self, room: int) -> Phase:
-        self._io.check()
+        self._driver.io.check()
         return self._core.rooms[room].phase
 
     def error(self, room: int) -> ServingError:
@@ -96,42 +90,35 @@ class KVReceiver:
 
     def taken(self, room: int) -> None:
         """The first token of a room that is DONE is on its way to the client: prefill may forget the request."""
-        with self._lock:
-            self._core.taken(room)
-        self._io.wake()
+        with self._driver as core:
+            core.taken(room)
 
     def abort(self, room: int, error: ServingError) -> None:
         """Fail a room and tell prefill. It is FAILED once no write can land any more. Harmless when it has ended."""
-        with self._lock:
-            self._core.abort(room, error, time.monotonic())
-        self._io.wake()
+        with self._driver as core:
+            core.abort(room, error, time.monotonic())
 
     def decline(self, room: int, peer: Address, error: ServingError) -> None:
         """Tell prefill that a room is not going to be reserved, so that its half need not wait for a deadline."""
-        with self._lock:
-            self._core.decline(room, peer, error, time.monotonic())
-        self._io.wake()
+        with self._driver as core:
+            core.decline(room, peer, error, time.monotonic())
 
     def forget(self, room: int) -> None:
         """Drop a room that is DONE or FAILED."""
-        with self._lock:
+        with self._driver.lock:
             self._core.forget(room)
 
     @property
     def counters(self) -> dict[str, float]:
         """Totals: ``kv_bytes_received``, ``kv_transfers_done``, ``kv_transfers_failed_<cause>``, …"""
-        with self._lock:
-            return dict(self._core.counters)
+        return self._driver.counters
 
     def close(self) -> None:
         """Say goodbye to the senders and stop. The pool's memory may go away afterwards."""
-        if self._closed:
+        if (effects := self._driver.stop()) is None:
             return
-        self._closed = True
-        self._io.stop()
         self._lookups.shutdown(wait=False, cancel_futures=True)
-        self._core.shut_down(time.monotonic())
-        for effect in list(self._core.effects):
+        for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect)
         for link_id in list(self._sockets):
@@ -143,40 +130,31 @@ class KVReceiver:
 
     def _work(self, stalled: float) -> float | None:
         self._backend.progress()
-        now = time.monotonic()
-        if stalled > self._timing.tick or now >= self._next_tick:
-            self._next_tick = now + self._timing.tick
-            with self._lock:
-                self._core.tick(now, stalled)
-        self._carry_out()
-        with self._lock:
+        self._driver.tick(stalled)
+        self._driver.carry_out()
+        with self._driver.lock:
             if self._core.idle:
                 return None
             interval = self._backend.progress_interval if self._core.expecting else None
             return self._timing.tick if interval is None else interval
 
-    def _carry_out(self) -> None:
-        while (effect := self._next_effect()) is not None:
-            if isinstance(effect, Send):
-                self._send(effect)
-            elif isinstance(effect, Lookup):
-                self._lookups.submit(self._look_up, effect.address)
-            elif isinstance(effect, Connect):
-                self._connect(effect)
-            elif isinstance(effect, Verify):
-                self._verify(effect)
-            else:
-                assert isinstance(effect, Close)
-                self._close(effect.link)
-
-    def _next_effect(self) -> Effect | None:
-        with self._lock:
-            return self._core.effects.popleft() if self._core.effects else None
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(effect)
+        elif isinstance(effect, Lookup):
+            self._lookups.submit(self._look_up, effect.address)
+        elif isinstance(effect, Connect):
+            self._connect(effect)
+        elif isinstance(effect, Verify):
+            self._verify(effect)
+        else:
+            assert isinstance(effect, Close)
+            self._close(effect.link)
 
     def _verify(self, verify: Verify) -> None:
         half = verify.half
         found = self._checksum_of(half) % 2**64
-        with self._lock:
+        with self._driver.lock:
             self._core.verified(half, found == half.checksum, time.monotonic())
 
     def _checksum_of(self, half: RecvRoom) -> int:
@@ -196,18 +174,17 @@ class KVReceiver:
         try:
             ranks = fetch_ranks(address, self._timing.peer_timeout, self._secret)
         except OtherSecret:
-            with self._lock:
-                self._core.refused(address, OTHER_SECRET, time.monotonic())
+            with self._driver as core:
+                core.refused(address, OTHER_SECRET, time.monotonic())
         except NotRegistered as error:
-            with self._lock:
-                self._core.ways.not_registered(address, str(error), time.monotonic())
+            with self._driver as core:
+                core.ways.not_registered(address, str(error), time.monotonic())
         except OSError as error:
-            with self._lock:
-                self._core.unreachable(address, str(error), time.monotonic())
+            with self._driver as core:
+                core.unreachable(address, str(error), time.monotonic())
         else:
-            with self._lock:
-                self._core.found(address, ranks, time.monotonic())
-        self._io.wake()
+            with self._driver as core:
+                core.found(address, ranks, time.monotonic())
 
     def _connect(self, connect: Connect) -> None:
         link_id = connect.link.id
@@ -221,8 +198,8 @@ class KVReceiver:
         monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED)
         self._sockets[link_id], self._monitors[link_id] = sock, monitor
         self._channels[link_id] = Channel(self._secret, link_id, TO_SENDER)
-        self._io.watch(sock, lambda: self._receive_all(link_id))
-        self._io.watch(monitor, lambda: self._on_monitor(link_id))
+        self._driver.io.watch(sock, lambda: self._receive_all(link_id))
+        self._driver.io.watch(monitor, lambda: self._on_monitor(link_id))
         sock.connect(connect.endpoint)
 
     def _send(self, send: Send) -> None:
@@ -242,17 +219,17 @@ class KVReceiver:
         try:
             message = decode_to_receiver(channel.open(frames))
         except (Unsealed, msgspec.MsgspecError) as error:
-            with self._lock:
+            with self._driver.lock:
                 self._core.unreadable(link_id, time.monotonic(), unsealed=isinstance(error, Unsealed))
             return
-        with self._lock:
+        with self._driver.lock:
             self._core.receive(link_id, message, time.monotonic())
 
     def _on_monitor(self, link_id: bytes) -> None:
         if link_id not in self._sockets:
             return
         self._receive_all(link_id)  # what arrived before the end counts
-        with self._lock:
+        with self._driver.lock:
             self._core.disconnected(link_id, time.monotonic())
         self._close(link_id)
 
@@ -262,8 +239,8 @@ class KVReceiver:
             return
         monitor = self._monitors.pop(link_id)
         del self._channels[link_id]
-        self._io.unwatch(monitor)
-        self._io.unwatch(sock)
+        self._driver.io.unwatch(monitor)
+        self._driver.io.unwatch(sock)
         sock.disable_monitor()
         monitor.close(linger=0)
         sock.close(linger=linger)

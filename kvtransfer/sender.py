@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from ..common.config.server import DisaggregationArgs
 from ..common.kvcache.layout import KVLayout
 from .backends.base import Backend, WriteState
 from .checksum import make_checksum, places_of
+from .driver import Driver
 from .endpoint import bind_control, control_socket, rank_info, receive_all, register_pool
-from .iothread import BUSY_INTERVAL, IOThread
+from .iothread import BUSY_INTERVAL
 from .lanes import Piece, expand
 from .messages import PrefillResult, RankInfo, Refused, decode_to_sender, encode
 from .seal import OTHER_SECRET, Channels, Unsealed, secret_of
@@ -55,13 +55,10 @@ class KVSender:
         self._channels = Channels(secret_of(args.cluster_secret))
         self._timing = Timing.of(args)
         self._core = SenderCore(self.info, self._timing, _bytes_of(layout))
-        self._lock = threading.Lock()
-        self._closed = False
-        self._next_tick = 0.0
+        self._driver = Driver(f"kv-sender-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._in_flight: list[_Posting] = []
-        self._io = IOThread(f"kv-sender-{rank}", self._work)
-        self._io.watch(self._router, lambda: receive_all(self._router, self._receive))
-        self._io.start()
+        self._driver.io.watch(self._router, lambda: receive_all(self._router, self._receive))
+        self._driver.io.start()
 
     # -- rooms ----------------------------------------------------------------------------------------------------
 
@@ -70,13 +67,12 @@ class KVSender:
 
         Raises Conflict when the room is in use.
         """
-        self._io.check()
-        with self._lock:
-            self._core.expect(room, prompt_digest, num_prompt_tokens, time.monotonic())
-        self._io.wake()
+        self._driver.io.check()
+        with self._driver as core:
+            core.expect(room, prompt_digest, num_prompt_tokens, time.monotonic())
 
     def phase(self, room: int) -> Phase:
-        self._io.check()
+        self._driver.io.check()
         return self._core.rooms[room].phase
 
     def error(self, room: int) -> ServingError:
@@ -97,30 +93,27 @@ class KVSender:
         Pages that decode has are skipped. The source pages must keep their content until the room is terminal. May be
         called from RESERVED on; does nothing once the room has failed.
         """
-        with self._lock:
-            self._core.push(room, group, first, src_page_ids, ready)
-        self._io.wake()
+        with self._driver as core:
+            core.push(room, group, first, src_page_ids, ready)
 
     def finish(self, room: int, result: PrefillResult) -> None:
         """All pages were pushed: when they have arrived, send the result; the room is DONE with that."""
-        with self._lock:
-            self._core.finish(room, result, time.monotonic())
-        self._io.wake()
+        with self._driver as core:
+            core.finish(room, result, time.monotonic())
 
     def abort(self, room: int, error: ServingError) -> None:
         """Fail a room and tell decode. FAILED follows once none of its writes is in flight."""
-        with self._lock:
-            self._core.abort(room, error, time.monotonic())
-        self._io.wake()
+        with self._driver as core:
+            core.abort(room, error, time.monotonic())
 
     def forget(self, room: int) -> None:
         """Drop a room that is DONE or FAILED; its pages may be reused from then on."""
-        with self._lock:
+        with self._driver.lock:
             self._core.forget(room)
 
     def watch(self, room: int) -> None:
         """Drop a room that is DONE or FAILED, but go on listening for what becomes of the request: see ``taken``."""
-        with self._lock:
+        with self._driver.lock:
             self._core.watch(room)
 
     def taken(self, room: int) -> bool:
@@ -128,14 +121,13 @@ class KVSender:
         return self._core.taken(room)
 
     def unwatch(self, room: int) -> None:
-        with self._lock:
+        with self._driver.lock:
             self._core.unwatch(room)
 
     @property
     def counters(self) -> dict[str, float]:
         """Totals: ``kv_bytes_sent``, ``kv_transfers_done``, ``kv_transfers_failed_<error code>``, …"""
-        with self._lock:
-            return dict(self._core.counters)
+        return self._driver.counters
 
     @property
     def writes_waiting(self) -> tuple[int, int]:
@@ -144,12 +136,9 @@ class KVSender:
 
     def close(self) -> None:
         """End all sessions, telling the peers, and stop."""
-        if self._closed:
+        if (effects := self._driver.stop()) is None:
             return
-        self._closed = True
-        self._io.stop()
-        self._core.shut_down(time.monotonic())
-        for effect in list(self._core.effects):
+        for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect)
         self._backend.close()
@@ -163,43 +152,34 @@ class KVSender:
         try:
             message = decode_to_sender(self._channels.open(session_id, rest))
         except (Unsealed, msgspec.MsgspecError) as error:
-            with self._lock:
+            with self._driver.lock:
                 self._core.counters["kv_messages_dropped"] += 1
                 known = session_id in self._core.sessions.open
             if isinstance(error, Unsealed) and not known:
                 self._send(Send(session_id, Refused(OTHER_SECRET)))
             return
-        with self._lock:
+        with self._driver.lock:
             self._core.receive(session_id, message, time.monotonic())
 
     def _work(self, stalled: float) -> float | None:
-        now = time.monotonic()
-        if stalled > self._timing.tick or now >= self._next_tick:
-            self._next_tick = now + self._timing.tick
-            with self._lock:
-                self._core.tick(now, stalled)
-        self._carry_out()
+        self._driver.tick(stalled)
+        self._driver.carry_out()
         self._post_writes()
         self._poll_writes()
-        self._carry_out()
+        self._driver.carry_out()
         if self._in_flight:
             return min(BUSY_INTERVAL, (time.monotonic() - self._in_flight[0].posted) * LATENESS)
         if self._core.queue:
             return BUSY_INTERVAL
         return None if self._core.idle else self._timing.tick
 
-    def _carry_out(self) -> None:
-        while (effect := self._next_effect()) is not None:
-            if isinstance(effect, Send):
-                self._send(effect)
-            elif isinstance(effect, Admit):
-                self._admit(effect)
-            else:
-                self._dismiss(effect)
-
-    def _next_effect(self) -> Effect | None:
-        with self._lock:
-            return self._core.effects.popleft() if self._core.effects else None
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(effect)
+        elif isinstance(effect, Admit):
+            self._admit(effect)
+        else:
+            self._dismiss(effect)
 
     def _send(self, send: Send) -> None:
         # A ROUTER drops what it cannot deliver: that peer is gone, and its silence ends the session.
@@ -210,10 +190,10 @@ class KVSender:
         try:
             peer = self._backend.add_peer(admit.metadata, session.lane.src_blocks, session.lane.dst_blocks)
         except ServingError as error:
-            with self._lock:
+            with self._driver.lock:
                 self._core.sessions.rejected(session, error.message)
             return
-        with self._lock:
+        with self._driver.lock:
             self._core.sessions.admitted(session, peer, time.monotonic())
 
     def _dismiss(self, dismiss: Dismiss) -> None:
@@ -224,7 +204,7 @@ class KVSender:
         self._poll_writes()
 
     def _post_writes(self) -> None:
-        with self._lock:
+        with self._driver.lock:
             writes = self._core.queue.take(time.monotonic(), lambda event: event.query())
         for write in writes:
             posting = _Posting(write, time.monotonic())
@@ -257,7 +237,7 @@ class KVSender:
         self._in_flight = pending
 
     def _written(self, posting: _Posting) -> None:
-        with self._lock:
+        with self._driver.lock:
             self._core.written(posting.write, not posting.failed, time.monotonic(), posting.checksum)
 
 

@@ -58,7 +58,7 @@ def test_nothing_is_posted_without_a_lease(pair):
     """A sender that hears no Pong stops writing; here its session forgets the lease, as after a long stop."""
     (session,) = pair.sender._core.sessions.open.values()
     session.lease = 0.0
-    with pair.sender._lock:
+    with pair.sender._driver.lock:
         pair.sender._core.push(1, 0, 0, np.array([20, 21, 30]), None)
         assert pair.sender._core.queue.take(time.monotonic(), lambda event: True) == []
     pair.sender.push(1, 1, 0, np.array([20, 21, 30]), None)

@@ -92,11 +92,11 @@ def test_another_secret_is_refused_on_the_control_channel(make_pair, prefill, de
     pair = make_pair("fake", cluster_secret=prefill)
     stranger = pair.make_receiver(pair.target, cluster_secret=decode)
     address = pair.bootstrap.address
-    with stranger._lock:
+    with stranger._driver.lock:
         stranger._core.ways.searches[address] = Search()  # its look-up never answers
         stranger._core.reserve(1, address, 77, 10, 3, m.np.empty(0, m.np.int64), time.monotonic())
         stranger._core.found(address, [pair.sender.info], time.monotonic())
-    stranger._io.wake()
+    stranger._driver.io.wake()
     assert pair.until(1, Phase.FAILED, half=stranger) < 1
     assert isinstance(stranger.error(1), TransferFailed) and "different --cluster-secrets" in stranger.error(1).message
     assert not pair.sender._core.sessions.open
