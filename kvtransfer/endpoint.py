@@ -1,4 +1,4 @@
-"""What a sender and a receiver have in common: one lock, one I/O thread, one backend, one ZMQ context."""
+"""What a sender and a receiver set up alike: who they are, their registered pool, their sockets."""
 
 from __future__ import annotations
 
