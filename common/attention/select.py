@@ -17,6 +17,9 @@ from .torch_backend import TorchBackend
 
 _FLASHINFER_DTYPES = ("float16", "bfloat16")
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+# Of shorter windows a prompt's rows see a few tiles, which our kernel shares among the query heads of a KV head;
+# FlashInfer's would be compiled for windows, a minute at a server's first start.
+_FLASHINFER_LEAST_WINDOW = 1024
 
 
 def choose_backend(name: str, device: torch.device, dtype: str, head_dim: int) -> str:
@@ -94,10 +97,10 @@ def select_backend(name: str, device: torch.device, pool: KVPool, num_heads: int
     counts this rank's query heads. ``dtype`` as in ``select_attention``."""
     dtype = dtype or pool.layout.dtype
     chosen = choose_backend(name, device, dtype, pool.layout.head_dim)
-    if chosen == "flashinfer":
+    if chosen == "flashinfer" and (window is None or window >= _FLASHINFER_LEAST_WINDOW):
         from .flashinfer_backend import FlashInferBackend
         return FlashInferBackend(pool, num_heads, getattr(torch, dtype), window)
-    if chosen == "triton":
+    if chosen != "torch":
         from .triton_backend import TritonBackend
         return TritonBackend(pool, num_heads, window)
     return TorchBackend(pool, window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.common.attention.base import AttentionBackend
 from baton.common.attention.select import select_backend
 from baton.common.config.server import KernelArgs
 from baton.common.engine.forward_batch import Row, build_forward_batch
@@ -38,17 +40,30 @@ def test_kernels_equal_their_twins():
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-def check_backend(name: str, heads: int, kv_heads: int, dim: int, window: int | None, cache: str = "bfloat16") -> None:
+Make = Callable[[KVPool, int], AttentionBackend]
+
+
+def ours(window: int | None) -> Make:
+    return lambda pool, heads: select_backend("triton", CUDA, pool, heads, "bfloat16", window)
+
+
+def flashinfers(window: int | None) -> Make:
+    from baton.common.attention.flashinfer_backend import FlashInferBackend
+    return lambda pool, heads: FlashInferBackend(pool, heads, torch.bfloat16, window)
+
+
+def check_backend(make: Make, heads: int, kv_heads: int, dim: int, window: int | None, cache: str = "bfloat16",
+                  decodes: bool = True) -> None:
     """Chunks of prompts across the window's border, and a decode step, with sinks, against the torch backend."""
     layout = KVLayout((1,), kv_heads, dim, 16, cache)
-    runs = [select_backend(kind, CUDA, KVPool(layout, 200, CUDA), heads, "bfloat16", window)
-            for kind in ("torch", name)]
+    pools = [KVPool(layout, 200, CUDA) for _ in range(2)]
+    runs = [select_backend("torch", CUDA, pools[0], heads, "bfloat16", window), make(pools[1], heads)]
     sinks = torch.randn(heads, device=CUDA, generator=torch.Generator(CUDA).manual_seed(7)) * 3
     pages = np.random.default_rng(0).permutation(200)[:51].reshape(3, 17)
     prompts = [5, 257, 130]
     steps = [([(b, start, min(64, n - start)) for b, n in enumerate(prompts) if start < n], False)
              for start in range(0, 257, 64)]
-    steps.append(([(b, n, 1) for b, n in enumerate(prompts)], True))
+    steps += [([(b, n, 1) for b, n in enumerate(prompts)], True)] * decodes
     for seed, (rows, is_decode) in enumerate(steps):
         batch = build_forward_batch([Row([0] * count, start, pages[b]) for b, start, count in rows], 16, CUDA,
                                     is_decode)
@@ -63,13 +78,18 @@ def check_backend(name: str, heads: int, kv_heads: int, dim: int, window: int | 
 @pytest.mark.parametrize("window", [None, 1, 48])
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 def test_our_backend_with_windows_and_sinks(window, cache):
-    check_backend("triton", 16, 2, 64, window, cache)
+    check_backend(ours(window), 16, 2, 64, window, cache)
 
 
 @FLASHINFER
-@pytest.mark.parametrize("window", [None, pytest.param(48, marks=pytest.mark.slow)])  # a minute of compilation
-def test_flashinfer_with_windows_and_sinks(window):
-    check_backend("flashinfer", 8, 2, 128, window)
+def test_flashinfer_s_prompts_with_sinks():
+    check_backend(flashinfers(None), 8, 2, 128, None, decodes=False)
+
+
+@FLASHINFER
+@pytest.mark.slow  # minutes of compilation
+def test_flashinfer_with_windows_and_sinks():
+    check_backend(flashinfers(48), 8, 2, 128, 48)
 
 
 @pytest.mark.parametrize("tokens", [1, 60, 3000])
