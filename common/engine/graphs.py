@@ -53,6 +53,7 @@ class DecodeGraphs:
         self._views = {size: self._inputs(size) for size in self._sizes}
         self._batches: dict[int, ForwardBatch] = {}
         self._rows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._fed: int | None = None  # the size whose likeliest tokens stand in ``input_ids``
         memory = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes)):
@@ -73,21 +74,27 @@ class DecodeGraphs:
             torch._foreach_copy_([getattr(self._static, name)[:len(source)] for name, source in zip(names, sources)],
                                  sources)
         self._table.overwritten()
+        self._fed = None
         self._attention.refresh(batch)
         self._graphs[size].replay()
         return self._logits[size]
 
     def decode(self, table: DecodeTable, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 logits ``[B, vocab]`` of ``table``'s rows, whose tokens [B] int64 are on the device, and the
-        likeliest token [B] int64 of each. The next run of this size overwrites both."""
+        likeliest token [B] int64 of each. The next run of this size overwrites both.
+
+        A graph leaves its likeliest tokens where it reads them: given back to the run that follows they are not copied.
+        """
         host = self._table.fill(table, size)
         input_ids, logits, likeliest = self._rows_of(size, len(table.positions))
-        input_ids.copy_(token_ids)
+        if token_ids is not likeliest or self._fed != size:
+            input_ids.copy_(token_ids)
         batch = self._batches[size]
         batch.kv_indptr_cpu, batch.kv_indices_cpu = host["kv_indptr"], host["kv_indices"]
         batch.kv_last_page_len_cpu = host["kv_last_page_len"]
         self._attention.refresh(batch)
         self._graphs[size].replay()
+        self._fed = size
         return logits, likeliest
 
     def _rows_of(self, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,4 +143,5 @@ class DecodeGraphs:
         # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             self._logits[size], self._likeliest[size] = forward()
+            self._views[size]["input_ids"].copy_(self._likeliest[size])
         self._graphs[size] = graph

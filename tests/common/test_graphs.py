@@ -8,7 +8,7 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import torch
 
-from baton.common.engine.forward_batch import DecodeTable
+from baton.common.engine.forward_batch import DecodeTable, Row, build_forward_batch
 from baton.common.engine.graphs import DecodeGraphs
 
 
@@ -56,6 +56,30 @@ def test_a_graph_holds_the_making_of_its_plan():
     assert played.captured == [(4, True), (2, True), (1, True)]
     assert begun == [4, 2, 1]
     assert graphs.size_for(3) == 4 and graphs.size_for(5) is None and seen == [1 / 3, 2 / 3, 1]
+
+
+def test_likeliest_tokens_are_left_to_the_graph_that_found_them():
+    """It copies them itself; tokens of other steps, rows or sizes are copied, also when another batch ran between."""
+    graphs = captured(Played())
+    table = DecodeTable(np.array([3, 17]), np.array([5, 7]), np.array([3, 1]), np.array([0, 1, 3], np.int32),
+                        np.array([5, 8, 7], np.int32), np.array([4, 2], np.int32))
+    ids = graphs._views[2]["input_ids"]
+
+    def given(tokens, size=2):
+        ids.fill_(99)  # stands for what the graph has left there
+        found = graphs.decode(table, tokens, size)[1]
+        return ids.tolist(), found
+
+    assert given(torch.tensor([11, 12]))[0] == [11, 12]
+    seen, likeliest = given(torch.tensor([13, 14]))
+    assert seen == [13, 14]
+    assert given(likeliest)[0] == [99, 99]
+    assert given(likeliest.clone())[0] == [0, 0]
+    other = given(torch.tensor([15, 16]), 4)[1]
+    assert given(likeliest)[0] == [0, 0] and given(other)[0] == [0, 0] and given(likeliest)[0] == [99, 99]
+    row = Row([7], 0, np.array([1]))
+    graphs.run(build_forward_batch([row, row], 16, torch.device("cpu"), True))
+    assert given(likeliest)[0] == [0, 0]
 
 
 def test_a_run_is_put_where_the_graph_reads_it():
