@@ -48,15 +48,15 @@ class _Rows(Protocol):
 
     def dtype(self) -> str: ...
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Outputs ``[start, stop)``, whole."""
+    def read(self, start: int, stop: int, turn: slice) -> torch.Tensor:
+        """Of outputs ``[start, stop)`` those of ``turn``, whole."""
 
 
 class _Turn:
     """Every ``step``-th row from ``first`` on, read when it is sliced."""
 
     def __init__(self, rows: _Rows, first: int, step: int):
-        self._rows, self._first, self._step = rows, first, step
+        self._rows, self._step, self._turn = rows, step, slice(first, None, step)
 
     def get_shape(self) -> list[int]:
         count, *rest = self._rows.shape()
@@ -68,7 +68,7 @@ class _Turn:
     def __getitem__(self, key: Any) -> torch.Tensor:
         rows, *columns = key if isinstance(key, tuple) else (key,)
         start, stop, _ = rows.indices(self.get_shape()[0])
-        taken = self._rows.read(start * self._step, stop * self._step)[self._first::self._step]
+        taken = self._rows.read(start * self._step, stop * self._step, self._turn)
         return taken[:, columns[0]] if columns else taken
 
 
@@ -82,16 +82,16 @@ class _Bias:
     def dtype(self) -> str:
         return str(self._source.get_dtype())
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._source[self._expert, start:stop]
+    def read(self, start: int, stop: int, turn: slice) -> torch.Tensor:
+        return self._source[self._expert, start:stop][turn]
 
 
 class _Transposed(_Bias):
     def shape(self) -> list[int]:
         return super().shape()[::-1]
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._source[self._expert, :, start:stop].T
+    def read(self, start: int, stop: int, turn: slice) -> torch.Tensor:
+        return self._source[self._expert, :, start:stop].T[turn]
 
 
 class _Mxfp4:
@@ -107,14 +107,14 @@ class _Mxfp4:
     def dtype(self) -> str:
         return "BF16"
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return from_mxfp4(self._blocks[self._expert, start:stop], self._scales[self._expert, start:stop])
+    def read(self, start: int, stop: int, turn: slice) -> torch.Tensor:
+        return from_mxfp4(*(part[self._expert, start:stop][turn] for part in (self._blocks, self._scales)))
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``blocks`` [rows, n, 16] and ``scales`` [rows, n], uint8, to bfloat16 ``[rows, n * 32]``."""
     halves = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
     byte = torch.arange(256)
-    pairs = torch.stack((halves[byte % 16], halves[byte // 16]), -1)
-    values = torch.index_select(pairs, 0, blocks.flatten().int()).view(*scales.shape, 32)
-    return torch.ldexp(values.float(), scales.int()[..., None] - 127).bfloat16().flatten(1)
+    pairs = torch.stack((halves[byte % 16], halves[byte // 16]), -1).view(torch.int32)[:, 0]  # four times as fast
+    values = pairs[blocks.flatten().int()].view(torch.bfloat16).view(*scales.shape, 32)
+    return (values * torch.ldexp(torch.ones(scales.shape), scales.int() - 127).bfloat16()[..., None]).flatten(1)
