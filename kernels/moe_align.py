@@ -13,8 +13,11 @@ import torch
 from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
-_BLOCK = 1024
-_MOST_PARTS = 16
+_FEW = 1024
+"""Choices that every program of one kernel counts for itself."""
+_CHUNK = 128
+"""Choices that are compared with each other, to number those of a place."""
+_PARTS = 128
 
 
 @dataclass(frozen=True)
@@ -32,66 +35,93 @@ class Alignment:
     block: int
 
 
+@triton.jit
+def _fill_blocks(rows_ptr, place_ptr, place, num_places, first, last, filled, total, ROWS: tl.constexpr):
+    """Blocks ``[first, last)`` are the place's; behind ``filled`` its rows are padding. ``num_places``: nobody's."""
+    value = place
+    if place == num_places:
+        value = -1
+    for start in range(first, last, 128):
+        block = start + tl.arange(0, 128)
+        tl.store(place_ptr + block, tl.zeros((128,), tl.int32) + value, block < last)
+    if place < num_places:
+        pad = filled + tl.arange(0, ROWS)
+        tl.store(rows_ptr + pad, tl.zeros((ROWS,), tl.int32) + total, pad < last * ROWS)
+
+
 # Counts change with every step: specialized on 1 and on multiples of 16 the kernels would compile while requests wait.
-@triton.jit(do_not_specialize=["total", "per_part"])
-def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-                      PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["total", "num_blocks"])
+def _moe_sort_few_kernel(places_ptr, rows_ptr, place_ptr, positions_ptr, total, num_blocks, num_places,
+                         ROWS: tl.constexpr, BLOCK_PLACES: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    place = tl.program_id(0)
-    part = tl.program_id(1)
+    place = tl.program_id(0)  # num_places: what is behind the last
+    each = tl.arange(0, BLOCK_PLACES)
+    index = tl.arange(0, FEW)
+    chosen = tl.load(places_ptr + index, index < total, other=-1)
+    held = (chosen >= 0) & (chosen < num_places)
+    counts = tl.histogram(tl.where(held, chosen, 0).to(tl.int32), BLOCK_PLACES, held)
+    blocks = (counts + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(each < place, blocks, 0), 0)
+    last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
+    if place == num_places:
+        last = num_blocks
+    filled = first * ROWS + tl.sum(tl.where(each == place, counts, 0), 0)
+    _fill_blocks(rows_ptr, place_ptr, place, num_places, first, last, filled, total, ROWS)
+    hit = held & (chosen == place)
+    at = first * ROWS + tl.cumsum(hit.to(tl.int32), 0) - 1
+    tl.store(rows_ptr + at, index, hit)
+    tl.store(positions_ptr + index, at, hit)
+
+
+@triton.jit(do_not_specialize=["total", "per_part"])
+def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, num_places, BLOCK_PLACES: tl.constexpr,
+                      CHUNK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_last(PDL)
+    part = tl.program_id(0)
     begin = part * per_part
     end = tl.minimum(begin + per_part, total)
-    found = tl.zeros((BLOCK,), tl.int32)
-    for start in range(begin, end, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        found += (tl.load(places_ptr + index, index < end, other=-1) == place).to(tl.int32)
-    tl.store(counts_ptr + place * PARTS + part, tl.sum(found, 0))
+    counts = tl.zeros((BLOCK_PLACES,), tl.int32)
+    for start in range(begin, end, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        chosen = tl.load(places_ptr + index, index < end, other=-1)
+        held = (chosen >= 0) & (chosen < num_places)
+        counts += tl.histogram(tl.where(held, chosen, 0).to(tl.int32), BLOCK_PLACES, held)
+    tl.store(counts_ptr + part * BLOCK_PLACES + tl.arange(0, BLOCK_PLACES), counts)
 
 
 @triton.jit(do_not_specialize=["total", "per_part", "num_blocks"])
 def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr, total, per_part, num_blocks,
-                     num_places, ROWS: tl.constexpr, PARTS: tl.constexpr, COUNTED: tl.constexpr,
-                     BLOCK_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+                     num_places, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_PLACES: tl.constexpr,
+                     CHUNK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    place = tl.program_id(0)  # num_places: what is behind the last
-    part = tl.program_id(1)
-    each = tl.arange(0, BLOCK_PLACES)
-    parts = tl.arange(0, PARTS)
-    if COUNTED:
-        counts = tl.load(counts_ptr + each[:, None] * PARTS + parts[None, :], (each < num_places)[:, None], other=0)
-    else:  # so few choices that every program counts all
-        index = tl.arange(0, BLOCK)
-        chosen = tl.load(places_ptr + index, index < total, other=-1)
-        held = (chosen >= 0) & (chosen < num_places)
-        counts = tl.histogram(tl.where(held, chosen, 0).to(tl.int32), BLOCK_PLACES, held)[:, None]
-    blocks = (tl.sum(counts, 1) + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(each < place, blocks, 0), 0)
-    last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
-    mine = tl.where((each == place)[:, None], counts, 0)
-    if part == 0:
-        value = place
+    part = tl.program_id(0)
+    each, parts, lane = tl.arange(0, BLOCK_PLACES), tl.arange(0, PARTS), tl.arange(0, CHUNK)
+    counts = tl.load(counts_ptr + parts[:, None] * BLOCK_PLACES + each[None, :])
+    of_place = tl.sum(counts, 0)
+    blocks = (of_place + ROWS - 1) // ROWS
+    firsts = tl.cumsum(blocks, 0) - blocks
+    for place in range(part, num_places + 1, PARTS):
+        first = tl.sum(tl.where(each < place, blocks, 0), 0)
+        last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
         if place == num_places:
-            value = -1
             last = num_blocks
-        for start in range(first, last, BLOCK):
-            block = start + tl.arange(0, BLOCK)
-            tl.store(place_ptr + block, tl.zeros((BLOCK,), tl.int32) + value, block < last)
-        if place < num_places:
-            pad = first * ROWS + tl.sum(tl.sum(mine, 1), 0) + tl.arange(0, ROWS)
-            tl.store(rows_ptr + pad, tl.zeros((ROWS,), tl.int32) + total, pad < last * ROWS)
-    position = first * ROWS + tl.sum(tl.sum(tl.where((parts < part)[None, :], mine, 0), 1), 0)
-    begin = part * per_part
-    end = tl.minimum(begin + per_part, total)
-    if place < num_places:
-        for start in range(begin, end, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            hit = (tl.load(places_ptr + index, index < end, other=-1) == place).to(tl.int32)
-            at = position + tl.cumsum(hit, 0) - 1
-            tl.store(rows_ptr + at, index, hit != 0)
-            tl.store(positions_ptr + index, at, hit != 0)
-            position += tl.sum(hit, 0)
+        filled = first * ROWS + tl.sum(tl.where(each == place, of_place, 0), 0)
+        _fill_blocks(rows_ptr, place_ptr, place, num_places, first, last, filled, total, ROWS)
+    ahead = firsts * ROWS + tl.sum(tl.where((parts < part)[:, None], counts, 0), 0)
+    end = tl.minimum(part * per_part + per_part, total)
+    for start in range(part * per_part, end, CHUNK):
+        index = start + lane
+        chosen = tl.load(places_ptr + index, index < end, other=-1).to(tl.int32)
+        again = tl.load(places_ptr + index, index < end, other=-1).to(tl.int32)  # in the other direction's layout
+        held = (chosen >= 0) & (chosen < num_places)
+        before = (chosen[:, None] == again[None, :]) & (lane[None, :] < lane[:, None])
+        at = tl.gather(ahead, tl.where(held, chosen, 0), 0) + tl.sum(before.to(tl.int32), 1)
+        tl.store(rows_ptr + at, index, held)
+        tl.store(positions_ptr + index, at, held)
+        ahead += tl.histogram(tl.where(held, chosen, 0), BLOCK_PLACES, held)
 
 
 def num_blocks_of(choices: int, num_places: int, block: int) -> int:
@@ -112,15 +142,16 @@ def moe_align(places: torch.Tensor, num_places: int, block: int) -> Alignment:
     place = torch.empty(num_blocks, dtype=torch.int32, device=places.device)
     positions = torch.empty(total, dtype=torch.int32, device=places.device)
     if total:
-        parts = 1 if total <= 2 * _BLOCK else _MOST_PARTS
-        per_part = triton.cdiv(triton.cdiv(total, parts), _BLOCK) * _BLOCK
-        counts = torch.empty((num_places, parts), dtype=torch.int32, device=places.device)
-        places = places.contiguous()
-        if total > _BLOCK:
-            _moe_count_kernel[(num_places, parts)](places, counts, total, per_part, PARTS=parts, BLOCK=_BLOCK,
-                                                   **pdl(places))
-        _moe_sort_kernel[(num_places + 1, parts)](
-            places, counts, rows, place, positions, total, per_part, num_blocks, num_places, ROWS=block, PARTS=parts,
-            COUNTED=total > _BLOCK, BLOCK_PLACES=max(32, triton.next_power_of_2(num_places)), BLOCK=_BLOCK,
-            **pdl(places))
+        places, block_places = places.contiguous(), max(32, triton.next_power_of_2(num_places))
+        if total <= _FEW:
+            _moe_sort_few_kernel[(num_places + 1,)](places, rows, place, positions, total, num_blocks, num_places,
+                                                    ROWS=block, BLOCK_PLACES=block_places, FEW=_FEW, **pdl(places))
+        else:
+            per_part = triton.cdiv(triton.cdiv(total, _PARTS), _CHUNK) * _CHUNK
+            counts = torch.empty((_PARTS, block_places), dtype=torch.int32, device=places.device)
+            _moe_count_kernel[(_PARTS,)](places, counts, total, per_part, num_places, BLOCK_PLACES=block_places,
+                                         CHUNK=_CHUNK, **pdl(places))
+            _moe_sort_kernel[(_PARTS,)](
+                places, counts, rows, place, positions, total, per_part, num_blocks, num_places, ROWS=block,
+                PARTS=_PARTS, BLOCK_PLACES=block_places, CHUNK=_CHUNK, num_warps=8, **pdl(places))
     return Alignment(rows, place, positions, block)

@@ -5,30 +5,16 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from ._triton import runs_triton
 from .forms import ExpertBiases, Scales
 from .fp8_quantize import quantize_groups
-from .moe_align import moe_align
+from .moe_align import Alignment, moe_align
 from .moe_gemm import SCALE_GROUP, moe_gemm
-from .moe_sorted import fits, moe_down, moe_up, sum_sorted
+from .moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
+from .moe_sum import moe_sum
 from .moe_tiles import Tiles, device_name, tiles_for
 
-
-@triton.jit
-def _moe_sum_kernel(made_ptr, places_ptr, out_ptr, num_places, columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
-                    PDL: tl.constexpr):
-    start_next(PDL)
-    wait_for_last(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(CHOICES):
-        place = tl.load(places_ptr + token * CHOICES + choice)
-        here = (place >= 0) & (place < num_places)  # others were not made, and hold anything
-        total += tl.load(made_ptr + (token * CHOICES + choice) * columns + column, inside & here, other=0.0).to(
-            tl.float32)
-    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), inside)
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, places: torch.Tensor,
@@ -49,29 +35,53 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     out = torch.empty_like(x)
     if not tokens:
         return out
-    tiles = tiles or tiles_for(tokens, num_places, hidden, size, choices, gate_up.dtype, device_name(x.device))
+    tiles = tiles or _tiles_of(x, gate_up, down, choices, scales, biases is None and not limit)
     aligned = moe_align(places, num_places, tiles.gate_up.rows)
-    total = tokens * choices
-    given, given_scale = _quantized(x, scales)
-    up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
-    up_bias, down_bias = (None, None) if biases is None else biases
     by_block = scales is not None and scales.by == "block"
-    if tiles.sorted and fits(tiles.gate_up, hidden, size, by_block) and fits(tiles.down, size, hidden, by_block):
-        between = moe_up(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, given_scale, up_scale,
-                         up_bias, limit)
-        given, given_scale = _quantized(between, scales)
-        made = moe_down(given, down, aligned, total, tiles.down, x.dtype, given_scale, down_scale, down_bias)
-        sum_sorted(made, places.contiguous(), num_places, weights.contiguous(), aligned, out)
-        return out
-    between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, gated=True, a_scale=given_scale,
-                       b_scale=up_scale, bias=up_bias, limit=limit)
-    given, given_scale = _quantized(between, scales)
-    made = moe_gemm(given, down, aligned, 1, total, tiles.down, x.dtype, weights=weights.contiguous(),
-                    a_scale=given_scale, b_scale=down_scale, bias=down_bias)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _moe_sum_kernel[(tokens, triton.cdiv(hidden, block))](made, places.contiguous(), out, num_places, hidden,
-                                                          CHOICES=choices, BLOCK=block, **pdl(x))
+    in_order = not (tiles.sorted and fits(tiles.gate_up, hidden, size, by_block)
+                    and fits(tiles.down, size, hidden, by_block))
+    products = _products_in_order if in_order else _sorted_products
+    made = products(x, gate_up, down, aligned, choices, tiles, scales, biases or (None, None), limit)
+    moe_sum(made, places.contiguous(), num_places, weights.contiguous(), None if in_order else aligned.positions, out)
     return out
+
+
+def _products_in_order(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, aligned: Alignment, choices: int,
+                       tiles: Tiles, scales: Scales | None, biases: Biases, limit: float) -> torch.Tensor:
+    """A row for each choice, in their order."""
+    up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
+    total = len(x) * choices
+    given, given_scale = _quantized(x, scales)
+    between = moe_gemm(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, gated=True,
+                       a_scale=given_scale, b_scale=up_scale, bias=biases[0], limit=limit)
+    given, given_scale = _quantized(between, scales)
+    return moe_gemm(given, down, aligned, 1, total, tiles.down, x.dtype, a_scale=given_scale, b_scale=down_scale,
+                    bias=biases[1])
+
+
+def _sorted_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, aligned: Alignment, choices: int,
+                     tiles: Tiles, scales: Scales | None, biases: Biases, limit: float) -> torch.Tensor:
+    """A row for each of ``aligned``'s."""
+    up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
+    total = len(x) * choices
+    given, given_scale = _quantized(x, scales)
+    if given_scale is not None and tiles.gate_up.by_warpgroups:
+        given, given_scale = moe_up_in_float8(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype,
+                                              given_scale, up_scale)
+    else:
+        between = moe_up(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, given_scale, up_scale,
+                         biases[0], limit)
+        given, given_scale = _quantized(between, scales)
+    return moe_down(given, down, aligned, total, tiles.down, x.dtype, given_scale, down_scale, biases[1])
+
+
+def _tiles_of(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, choices: int, scales: Scales | None,
+              plain: bool) -> Tiles:
+    """What ``moe_tiles`` has for this layer. ``plain``: without biases and with the usual gate, which warp groups want,
+    as they want float8 scaled by blocks."""
+    hidden, size, dtype = x.shape[1], down.shape[2], gate_up.dtype
+    warpgroups = plain and (scales is None or scales.by == "block") and takes_warpgroups(x.device, hidden, size, dtype)
+    return tiles_for(len(x), len(gate_up), hidden, size, choices, dtype, device_name(x.device), warpgroups)
 
 
 def _quantized(rows: torch.Tensor, scales: Scales | None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -17,9 +17,9 @@ SCALE_GROUP = 128
 
 
 @triton.jit(do_not_specialize=["total", "num_blocks", "scale_columns", "scale_depth", "choices"])
-def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, rows_ptr, place_ptr, weights_ptr,
-                     total, num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth, choices,
-                     GATED: tl.constexpr, LIMIT: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
+def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, rows_ptr, place_ptr, total,
+                     num_blocks, columns, depth, a_stride, b_stride, scale_columns, scale_depth, choices,
+                     GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_SCALED: tl.constexpr,
                      ROW_SCALED: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                      BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BAND: tl.constexpr,
                      PDL: tl.constexpr):
@@ -90,22 +90,20 @@ def _moe_gemm_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, 
             up += tl.load(bias_at + columns).to(tl.float32)[None, :]
     if GATED:
         acc = gate_times(acc, up, LIMIT)
-    if WEIGHTED:
-        acc *= tl.load(weights_ptr + choice, present, other=0.0)[:, None]
     out_at = out_ptr + choice[:, None] * columns + column[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), present[:, None] & column_in[None, :])
 
 
 def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
-             dtype: torch.dtype, *, gated: bool = False, weights: torch.Tensor | None = None,
-             a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None,
+             dtype: torch.dtype, *, gated: bool = False, a_scale: torch.Tensor | None = None,
+             b_scale: torch.Tensor | None = None,
              bias: torch.Tensor | None = None, limit: float = 0.0) -> torch.Tensor:
     """``[total, N]`` in ``dtype``: row c is ``a[c // choices]`` times its place's matrix, transposed; rows that
     ``aligned`` leaves out are not written.
 
     ``a`` [., depth], contiguous in depth; ``b`` [S, N, depth], contiguous. ``gated``: ``b`` [S, 2 * N, depth], and the
     result is ``silu`` of the first half's product times the second's, with a ``limit`` the clamped gate of
-    ``kernels.gate``. ``bias`` [S, N], or [S, 2 * N], is added before that. ``weights`` [total] float32 scale the rows.
+    ``kernels.gate``. ``bias`` [S, N], or [S, 2 * N], is added before that.
     With float8 ``a`` and ``b`` come float32 scales: ``a_scale`` [., ceil(depth / 128)] and ``b_scale``
     [S, ceil(N / 128), ceil(depth / 128)], or [., 1] and [S, N].
     """
@@ -119,9 +117,9 @@ def moe_gemm(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int,
     deep = SCALE_GROUP if by_block else tile.depth
     if num_blocks:
         _moe_gemm_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
-            a, a_scale, b, b_scale, bias, out, aligned.rows, aligned.place, weights, total, num_blocks, columns, depth,
+            a, a_scale, b, b_scale, bias, out, aligned.rows, aligned.place, total, num_blocks, columns, depth,
             a.stride(0), b.stride(0), sizes[0], sizes[-1], choices,
-            GATED=gated, LIMIT=limit, WEIGHTED=weights is not None, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
+            GATED=gated, LIMIT=limit, BLOCK_SCALED=by_block, ROW_SCALED=by_row,
             WHOLE=depth % deep == 0, GROUP=SCALE_GROUP, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns,
             BLOCK_DEPTH=deep, BAND=tile.band, num_warps=tile.warps, num_stages=tile.stages, **pdl(a))
     return out

@@ -2,10 +2,13 @@
 
 So the second product reads and writes whole tiles, and all tiles but the tokens' own are moved by the tensor memory
 accelerator where there is one. A block that is at most half full is computed as half a block: of 256 rows an expert a
-quarter of the work would else be padding.
+quarter of the work would else be padding. On a Hopper GPU moe_warpgroups.py has the same products by warps with roles.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 
@@ -154,25 +157,6 @@ def _moe_down_kernel(a_desc, a_half, a_scale_ptr, b_desc, b_scale_ptr, bias_ptr,
                    depth, scale_columns, scale_depth, SCALES, GROUP, BLOCK_ROWS // 2, BLOCK_COLUMNS, BLOCK_DEPTH)
 
 
-@triton.jit
-def _moe_sum_sorted_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr, out_ptr, num_places, columns,
-                           CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    start_next(PDL)
-    wait_for_last(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(CHOICES):
-        place = tl.load(places_ptr + token * CHOICES + choice)
-        here = (place >= 0) & (place < num_places)  # others have no row
-        position = tl.load(positions_ptr + token * CHOICES + choice, here, other=0).to(tl.int64)
-        weight = tl.load(weights_ptr + token * CHOICES + choice)
-        made = tl.load(made_ptr + position * columns + column, inside & here, other=0.0)
-        total += made.to(tl.float32) * weight
-    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), inside)
-
-
 def _tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> object:
     """``matrix``, of any number of dimensions, as rows of its last one, by tiles."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # not there without Triton
@@ -188,8 +172,32 @@ def _how_scaled(b_scale: torch.Tensor | None) -> tuple[str, int, int]:
 
 def fits(tile: Tile, depth: int, columns: int, by_block: bool) -> bool:
     """Whether a product of this depth can be cut into such tiles: in whole steps, and rows of whole 16 bytes."""
+    most_columns = 2 * SCALE_GROUP if tile.by_warpgroups else SCALE_GROUP
     return depth % tile.depth == 0 and columns % 16 == 0 and (
-        not by_block or (tile.depth == SCALE_GROUP and tile.columns <= SCALE_GROUP))
+        not by_block or (tile.depth == SCALE_GROUP and tile.columns <= most_columns))
+
+
+def takes_warpgroups(device: torch.device, hidden: int, size: int, dtype: torch.dtype) -> bool:
+    """Whether moe_warpgroups.py's kernel runs there, and has whole tiles of a layer with these sizes."""
+    if dtype.itemsize == 1:
+        return _has_warpgroups(device) and hidden % (2 * SCALE_GROUP) == 0 and size % SCALE_GROUP == 0
+    return _has_warpgroups(device) and dtype.itemsize == 2 and hidden % 64 == 0 and size % 64 == 0
+
+
+def _grouped_product() -> Callable[..., torch.Tensor]:
+    from .moe_warpgroups import grouped_product  # not there without Triton
+    return grouped_product
+
+
+@functools.cache
+def _has_warpgroups(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        _grouped_product()
+    except ImportError:  # another Triton's Gluon has other names
+        return False
+    return True
 
 
 def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
@@ -205,6 +213,9 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
     how, scale_columns, scale_depth = _how_scaled(b_scale)
     assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
     assert fits(tile, depth, columns, how == "block")
+    if tile.by_warpgroups:
+        assert how != "row" and bias is None and not limit
+        return _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
     _moe_up_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
@@ -214,6 +225,16 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
         HALVES=tile.rows >= HALVED, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(a))
     return out
+
+
+def moe_up_in_float8(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
+                     dtype: torch.dtype, a_scale: torch.Tensor, b_scale: torch.Tensor | None,
+                     ) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``quantize_groups`` makes of ``moe_up``'s result, without a way through memory; ``tile.by_warpgroups``."""
+    columns = b.shape[1] // 2
+    assert fits(tile, b.shape[2], columns, True) and columns % SCALE_GROUP == 0
+    scale = torch.empty((len(aligned.rows), columns // SCALE_GROUP), dtype=torch.float32, device=a.device)
+    return _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, scale), scale
 
 
 def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, tile: Tile, dtype: torch.dtype,
@@ -227,6 +248,9 @@ def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, t
     how, scale_columns, scale_depth = _how_scaled(b_scale)
     assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.rows
     assert fits(tile, depth, columns, how == "block")
+    if tile.by_warpgroups:
+        assert how != "row" and bias is None
+        return _grouped_product()(a, b, aligned, 1, total, tile, dtype, False, a_scale, b_scale)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
     _moe_down_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
@@ -237,13 +261,3 @@ def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, t
         BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth, num_warps=tile.warps,
         num_stages=tile.stages, **pdl(a))
     return out
-
-
-def sum_sorted(made: torch.Tensor, places: torch.Tensor, num_places: int, weights: torch.Tensor, aligned: Alignment,
-               out: torch.Tensor) -> None:
-    """``out[t] = sum over k of weights[t, k] * made[row of choice (t, k)]``, always in the same order."""
-    tokens, columns = out.shape
-    block = min(1024, triton.next_power_of_2(columns))
-    _moe_sum_sorted_kernel[(tokens, triton.cdiv(columns, block))](
-        made, places, weights, aligned.positions, out, num_places, columns, CHOICES=places.shape[1], BLOCK=block,
-        **pdl(made))

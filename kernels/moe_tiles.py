@@ -14,11 +14,15 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("tiles")
+WARPGROUPS_FROM = 96
+"""Rows an expert from which on the rule takes moe_warpgroups.py's kernel."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One program's part of a product, ``rows`` x ``columns`` by steps of ``depth``; ``band`` row blocks in turn."""
+    """One program's part of a product, ``rows`` x ``columns`` by steps of ``depth``; ``band`` row blocks in turn.
+
+    Of 12 ``warps``, which moe_warpgroups.py's programs have, 4 only load."""
 
     rows: int
     columns: int
@@ -26,6 +30,10 @@ class Tile:
     band: int
     warps: int
     stages: int
+
+    @property
+    def by_warpgroups(self) -> bool:
+        return self.warps == 12
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,10 @@ class Tiles:
     def __post_init__(self) -> None:
         assert self.gate_up.rows == self.down.rows
 
+    @property
+    def by_warpgroups(self) -> bool:
+        return self.gate_up.by_warpgroups or self.down.by_warpgroups
+
 
 def shape_key(num_places: int, hidden: int, size: int, choices: int, dtype: torch.dtype) -> str:
     """How tables name a layer: places, hidden size, one expert's intermediate size on this rank, experts a token."""
@@ -47,12 +59,24 @@ def shape_key(num_places: int, hidden: int, size: int, choices: int, dtype: torc
 
 
 def tiles_for(tokens: int, num_places: int, hidden: int, size: int, choices: int, dtype: torch.dtype,
-              device: str) -> Tiles:
-    """Those measured with the nearest number of tokens, or the rule's."""
+              device: str, warpgroups: bool = False) -> Tiles:
+    """Those measured with the nearest number of tokens, or the rule's. ``warpgroups``: moe_warpgroups.py's kernel can
+    compute this layer here."""
     measured = table(device).get(shape_key(num_places, hidden, size, choices, dtype))
     if measured:
-        return measured[min(measured, key=lambda known: abs(known - tokens))]
-    return default_tiles(tokens * choices / num_places, dtype)
+        nearest = measured[min(measured, key=lambda known: abs(known - tokens))]
+        if warpgroups or not nearest.by_warpgroups:
+            return nearest
+    rows_each = tokens * choices / num_places
+    if warpgroups and rows_each >= WARPGROUPS_FROM:
+        return warpgroup_tiles(dtype)
+    return default_tiles(rows_each, dtype)
+
+
+def warpgroup_tiles(dtype: torch.dtype, band: int = 4) -> Tiles:
+    """The only ones that moe_warpgroups.py's kernel has, but for their ``band``."""
+    depth = 128 // dtype.itemsize
+    return Tiles(Tile(128, 128, depth, band, 12, 4), Tile(128, 256, depth, band, 12, 4), True)
 
 
 def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:

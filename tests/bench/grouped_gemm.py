@@ -19,7 +19,8 @@ import torch
 from ...common.config.moe import MoESpec
 from ...kernels import reference
 from ...kernels.moe_experts import moe_experts
-from ...kernels.moe_tiles import device_name, tiles_for
+from ...kernels.moe_sorted import takes_warpgroups
+from ...kernels.moe_tiles import Tiles, device_name, tiles_for
 from ...kernels.moe_topk import moe_topk
 from . import ceilings
 from .moe_shapes import SHAPES, Layer, Shape, micros
@@ -41,8 +42,7 @@ def measure(layer: Layer, tokens: int, copy_tb_s: float | None, tflops: float | 
     figures: dict[str, object] = {
         "tokens": tokens, "experts_us": micros(experts) / DRAWS,
         "topk_us": micros(lambda: moe_topk(logits, None, spec)),
-        "tiles": str(tiles_for(tokens, shape.experts, shape.hidden, shape.size, shape.top_k, layer.gate_up.dtype,
-                               device_name(logits.device)).gate_up),
+        "tiles": str(_tiles(shape, tokens, logits.device).gate_up),
     }
     if copy_tb_s and tflops:
         hit = sum(len(places.unique()) for _, places, _ in draws) / DRAWS
@@ -63,10 +63,15 @@ def _loop_us(layer: Layer, draws: list) -> float:
     return 1e6 * ceilings._seconds(loop, 5)
 
 
-def _compile(shape: Shape, tokens: list[int], name: str) -> None:
+def _tiles(shape: Shape, tokens: int, device: torch.device) -> Tiles:
+    """What ``moe_experts`` takes."""
+    return tiles_for(tokens, shape.experts, shape.hidden, shape.size, shape.top_k, torch.bfloat16, device_name(device),
+                     takes_warpgroups(device, shape.hidden, shape.size, torch.bfloat16))
+
+
+def _compile(shape: Shape, tokens: list[int]) -> None:
     """What the launches will take, side by side: one after the other takes most of a minute."""
-    taken = [tiles_for(count, shape.experts, shape.hidden, shape.size, shape.top_k, torch.bfloat16, name)
-             for count in tokens]
+    taken = [_tiles(shape, count, torch.device("cuda", 0)) for count in tokens]
     compile_all(list({("bfloat16", tile, tile is tiles.gate_up) for tiles in taken
                       for tile in (tiles.gate_up, tiles.down)}))
 
@@ -82,7 +87,7 @@ def main() -> None:
     copy, tflops = (ceilings.copy_tb_s(), ceilings.matmul_tflops()) if on_gpu else (None, None)
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     if on_gpu:
-        _compile(SHAPES[args.shape], list(map(int, args.tokens.split(","))), name)
+        _compile(SHAPES[args.shape], list(map(int, args.tokens.split(","))))
     print(f"{args.shape} on {name}; copy {copy} TB/s, matrix product {tflops} TFLOP/s")
     found = []
     for tokens in map(int, args.tokens.split(",")):

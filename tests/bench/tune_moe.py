@@ -24,10 +24,12 @@ from ...kernels.fp8_quantize import quantize_groups
 from ...kernels.moe_align import Alignment, moe_align
 from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import moe_gemm
-from ...kernels.moe_sorted import fits, moe_down, moe_up, sum_sorted
-from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, shape_key, to_json
+from ...kernels.moe_sorted import fits, moe_down, moe_up, takes_warpgroups
+from ...kernels.moe_sum import moe_sum
+from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, shape_key, to_json, warpgroup_tiles
 from .moe_shapes import SHAPES, Layer, Shape, micros
 
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 FEW_ROWS, MANY_ROWS = (16, 32), (64, 128)  # of a block: in the order of tokens, and in that of experts
 
 
@@ -56,6 +58,9 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
             yield Tile(rows, 64 if gated else 128, 32, 16, 4, stages)
     if rows == 128 and dtype.itemsize == 1 and gated:
         yield Tile(rows, 128, depth, 16, 8, 3)
+    if rows == 128 and takes_warpgroups(DEVICE, 256, 128, dtype):
+        tiles = warpgroup_tiles(dtype, 16)
+        yield tiles.gate_up if gated else tiles.down
 
 
 def suits(tile: Tile, depth: int, by_block: bool) -> bool:
@@ -93,7 +98,7 @@ class Products:
         scale = None if layer.scales is None else layer.scales.down
         if self.rows in MANY_ROWS:
             return moe_down(self.between, layer.down, self.aligned, total, tile, layer.dtype, self.between_scale, scale)
-        return moe_gemm(self.between, layer.down, self.aligned, 1, total, tile, layer.dtype, weights=self.weights,
+        return moe_gemm(self.between, layer.down, self.aligned, 1, total, tile, layer.dtype,
                         a_scale=self.between_scale, b_scale=scale)
 
     def whole(self, tiles: Tiles) -> torch.Tensor:
@@ -105,7 +110,7 @@ class Products:
         out, count = torch.empty_like(self.x), self.layer.shape.experts
         made = torch.zeros(len(self.aligned.rows), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
         return (micros(lambda: moe_align(self.places, count, self.rows)),
-                micros(lambda: sum_sorted(made, self.places, count, self.weights, self.aligned, out)))
+                micros(lambda: moe_sum(made, self.places, count, self.weights, self.aligned.positions, out)))
 
 
 def compile_one(job: tuple[str, Tile, bool]) -> str:
@@ -151,7 +156,7 @@ def best_banded(run: Callable[[Tile], object], tiles: list[Tile]) -> tuple[float
     took, tile = best(run, iter(tiles))
     if tile.rows in FEW_ROWS:
         return took, tile
-    others = (replace(tile, band=band) for band in (4, 8, 32))
+    others = (replace(tile, band=band) for band in (2, 4, 8))
     return min((took, tile), best(run, others), key=lambda pair: pair[0])
 
 
@@ -198,16 +203,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=moe_tiles.FOLDER)
     parser.add_argument("--verbose", action="store_true", help="each product's time by each number of rows in a block")
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name, dtypes = device_name(device), args.dtypes.split(",")
-    if device.type == "cuda":
+    name, dtypes = device_name(DEVICE), args.dtypes.split(",")
+    if DEVICE.type == "cuda":
         compile_all(all_candidates(dtypes, args.most_rows))
     measured = dict(moe_tiles.table(name))
     args.folder.mkdir(exist_ok=True, parents=True)
     file = args.folder / f"{name.replace(' ', '_')}.json"
     for dtype, shape_name in ((getattr(torch, dtype), shape) for dtype in dtypes for shape in args.shapes.split(",")):
         shape = SHAPES[shape_name]
-        layer = Layer(shape, dtype, device.type)
+        layer = Layer(shape, dtype, DEVICE.type)
         print(f"{shape_name}, {dtype}", flush=True)
         key = shape_key(shape.experts, shape.hidden, shape.size, shape.top_k, dtype)
         measured[key] = dict(measured.get(key, {}))

@@ -19,6 +19,8 @@ from baton.common.weights.slots import allocator
 from baton.kernels import reference
 from baton.kernels.forms import Scales
 from baton.kernels.moe_experts import moe_experts
+from baton.kernels.moe_sorted import takes_warpgroups
+from baton.kernels.moe_tiles import warpgroup_tiles
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.moe_rank import TOKENS
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
@@ -74,6 +76,37 @@ def test_the_shape_of_qwen3_30b_in_float8(tokens, by):
     got = moe_experts(x, gate_up, down, places, weights, scales).float()
     want = reference.moe_experts(x, gate_up, down, places, weights, scales).float()
     assert (got - want).norm() <= 0.02 * want.norm()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")
+@pytest.mark.parametrize("tokens,num_places,hidden,size,dtype", [
+    (1, 4, 256, 128, torch.bfloat16), (300, 6, 512, 192, torch.float16), (9000, 40, 1024, 448, torch.bfloat16),
+    (20000, 5, 2048, 768, torch.bfloat16), (3000, 7, 512, 384, torch.float8_e4m3fn),
+    (20000, 5, 2048, 768, torch.float8_e4m3fn),
+], ids=str)
+def test_warp_groups_equal_the_twin(tokens, num_places, hidden, size, dtype):
+    """Few places far from even, some of other ranks, halves of blocks, columns that no tile divides, many tiles a
+    program; the same bits each time."""
+    assert takes_warpgroups(torch.device("cuda", 0), hidden, size, dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    given = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    x = torch.randn(tokens, hidden, generator=generator, device="cuda").to(given)
+    logits = torch.randn(tokens, num_places + 3, generator=generator, device="cuda")
+    places = (logits + torch.arange(num_places + 3, device="cuda") / 4).topk(3).indices - 2
+    weights = torch.rand(tokens, 3, generator=generator, device="cuda")
+    shapes, scales = ((num_places, 2 * size, hidden), (num_places, hidden, size)), None
+    gate_up, down = ((torch.randn(shape, generator=generator, device="cuda") * 0.05).to(given) for shape in shapes)
+    if dtype.itemsize == 1:
+        gate_up, down = ((matrix * 100).to(dtype) for matrix in (gate_up, down))
+        scales = Scales(*(torch.rand(n, rows // 128, depth // 128, generator=generator, device="cuda") * 0.01
+                          for n, rows, depth in shapes), "block")
+    tiles = warpgroup_tiles(dtype)
+    got = moe_experts(x, gate_up, down, places, weights, scales, tiles)
+    want = reference.moe_experts(x, gate_up, down, places, weights, scales).float()
+    assert (got.float() - want).norm() <= 0.01 * want.norm()
+    assert (got.float() - want).abs().max() <= 0.05 * want.abs().max()
+    for _ in range(5):
+        assert torch.equal(moe_experts(x, gate_up, down, places, weights, scales, tiles), got)
 
 
 def test_a_layer_under_a_cuda_graph():

@@ -27,6 +27,7 @@ from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
 from baton.kernels.moe_experts import moe_experts
+from baton.kernels.moe_tiles import Tiles, warpgroup_tiles
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode, pieces_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
@@ -132,10 +133,10 @@ def prefill_latents(tokens: int, heads: int, dtype: torch.dtype, merges: bool) -
 
 
 def experts(tokens: int, places: int, hidden: int, size: int, choices: int, dtype: torch.dtype = BF16,
-            scales: Scales | None = None, clamped: bool = False) -> None:
+            scales: Scales | None = None, clamped: bool = False, tiles: Tiles | None = None) -> None:
     weights = dtype if scales is None else FP8
     moe_experts(of(tokens, hidden, dtype=dtype), of(places, 2 * size, hidden, dtype=weights),
-                of(places, hidden, size, dtype=weights), int64(tokens, choices), fp32(tokens, choices), scales,
+                of(places, hidden, size, dtype=weights), int64(tokens, choices), fp32(tokens, choices), scales, tiles,
                 biases=ExpertBiases(of(places, 2 * size), of(places, hidden)) if clamped else None,
                 limit=7.0 if clamped else 0.0)
 
@@ -268,6 +269,10 @@ CASES: dict[str, Callable[[], object]] = {
     "moe_experts Qwen3, 400 tokens": lambda: experts(400, 128, 2048, 768, 8),
     "moe_experts Qwen3, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8),
     "moe_experts Qwen3, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8),
+    "moe_experts Qwen3, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
+    "moe_experts float16, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, FP16, tiles=warpgroup_tiles(FP16)),
+    "moe_experts float8, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768),
+                                                          tiles=warpgroup_tiles(FP8)),
     "moe_experts V2-Lite, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6),
     "moe_experts V2-Lite, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6),
     "moe_experts float8 by blocks, 7 tokens": lambda: experts(7, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768)),
@@ -353,7 +358,7 @@ CASES: dict[str, Callable[[], object]] = {
 FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
-       "moe_topk Qwen3",
+       "moe_topk Qwen3", "moe_experts Qwen3, by warp groups",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
        "skinny_matmul one row", "skinny_matmul 7 rows of float8", "greatest of bfloat16", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
@@ -378,6 +383,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "mla_prefill V2-Lite, merges": lambda n: prefill_latents(n * 128, 16, BF16, True),
     "moe_topk Qwen3": lambda n: route(n, 128, BF16),
     "moe_experts Qwen3, 7 tokens": lambda n: experts(n, 128, 2048, 768, 8),
+    "moe_experts Qwen3, by warp groups": lambda n: experts(8192 + n, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
     "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
