@@ -5,19 +5,23 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
+from .silu_and_mul import silu_and_mul
 from .skinny_matmul import skinny_matmul
 from .skinny_tiles import most_rows
 
 
-def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x`` [T, in] ``@ weight`` [out, in] ``.T + bias``: ``[T, out]``, in their type."""
+def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+                 gated: bool = False) -> torch.Tensor:
+    """``x`` [T, in] ``@ weight`` [out, in] ``.T + bias``: ``[T, out]``, in their type; ``silu_and_mul`` of that,
+    ``[T, out / 2]``, where it is ``gated``."""
     if len(x) <= most_rows(weight) and x.stride(-1) == 1:
-        return skinny_matmul(x, weight, bias)
-    return linear(x, weight, bias)
+        return skinny_matmul(x, weight, bias, gated=gated)
+    y = linear(x, weight, bias)
+    return silu_and_mul(y) if gated else y
 
 
-def compile_tiles(weight: torch.Tensor) -> None:
+def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
     """Compile what products of few rows with it take, so that no request waits for it; its values do not matter."""
-    for rows in (1, 2, 17):
+    for rows in (1, 2, 17, 33):
         if rows <= most_rows(weight):
-            skinny_matmul(weight.new_zeros((rows, weight.shape[1])), weight)
+            skinny_matmul(weight.new_zeros((rows, weight.shape[1])), weight, gated=gated)

@@ -6,6 +6,7 @@ fills the GPU whatever the lengths, and a second, small kernel joins a request's
 the program that ends last, with a count of those that have, took 5 us of one request's 2,048 tokens on an H200.)
 
 All query heads of a KV head are rows of one tile, padded to the 16 that a matrix product takes: keys are read once.
+Float8 keys are multiplied in float16, which holds each of them; queries, and weights of 1 at most, fit it as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
+from .float8_words import load_quarters, merge_quarters, reads_words
 from .join_pieces import join_pieces
 
 
@@ -46,7 +48,8 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
                          q_stride_t, q_stride_h, stride_page, stride_head, stride_slot, num_q_heads,
                          PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr,
                          BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr,
-                         EARLY: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr):
+                         EARLY: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr,
+                         WORDS: tl.constexpr, PDL: tl.constexpr):
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     start_next(PDL)
@@ -72,9 +75,14 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
     in_dim = dim < DIM
     q = tl.load(q_ptr + request * q_stride_t + heads[:, None] * q_stride_h + dim[None, :],
                 in_group[:, None] & in_dim[None, :], other=0.0)
+    if HALF:
+        q = q.to(tl.float16)
     top = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_GROUP,), tl.float32)
-    acc = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
+    PARTS: tl.constexpr = 4 if WORDS else 1
+    acc = tl.zeros((BLOCK_GROUP, BLOCK_DIM // PARTS), tl.float32)
+    # Of words, whose values stay apart: value i of each word is summed up in the i-th.
+    acc_1, acc_2, acc_3 = acc, acc, acc
     if SINKS:  # as a key whose value is zero, of the request's first piece
         sink = tl.load(sinks_ptr + heads, in_group, other=0.0) * 1.4426950408889634
         first = piece == tl.load(firsts_ptr + request, cache_modifier=".cg")
@@ -95,11 +103,19 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
-        v = tl.load(v_pages_ptr + address, inside, other=0.0).to(q.dtype)
+        if WORDS:
+            v, v_1, v_2, v_3 = load_quarters(v_pages_ptr, slot, present, DIM, BLOCK_DIM)
+            acc_1 = acc_1 * shrink[:, None] + tl.dot(weights.to(v.dtype), v_1)
+            acc_2 = acc_2 * shrink[:, None] + tl.dot(weights.to(v.dtype), v_2)
+            acc_3 = acc_3 * shrink[:, None] + tl.dot(weights.to(v.dtype), v_3)
+        else:
+            v = tl.load(v_pages_ptr + address, inside, other=0.0).to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
     # A piece has at least one token: as many pieces as tiles at most, for no piece is shorter than a tile on average.
+    if WORDS:
+        acc = merge_quarters(acc, acc_1, acc_2, acc_3)
     result = acc / total[:, None] * v_scale
     kept = in_group[:, None] & in_dim[None, :]
     out = out_ptr + request * num_q_heads * DIM
@@ -185,7 +201,8 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size, GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
         BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead, EARLY=early["PDL"], WINDOW=window or 0,
-        SINKS=sinks is not None, num_warps=tile.warps, num_stages=tile.stages, **early)
+        SINKS=sinks is not None, HALF=q.element_size() == 2 and k_pages.element_size() == 1,
+        WORDS=reads_words(q, k_pages), num_warps=tile.warps, num_stages=tile.stages, **early)
     if plan.joins:
         join_pieces(parts, lses, out, plan, settled)
     return out

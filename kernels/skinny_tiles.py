@@ -15,8 +15,8 @@ from ._triton import runs_triton
 _RESIDENT = 264
 """Programs that an H200 computes at once, two on each multiprocessor: more pieces would wait for their turn."""
 _AHEAD = 16 << 10
-_LARGEST = 256 << 20
-"""Bytes of a weight beyond which the library reads as fast: a vocabulary's."""
+_LARGE = 64 << 20
+"""Bytes of a weight that is worth reading by ourselves for more rows."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,25 @@ def most_rows(weight: torch.Tensor) -> int:
     """How many rows make a product with ``weight`` [out, in] one of few rows: with more, the library's is faster. 0
     where the kernel does not run, would read no whole vectors, or would find no tensor cores."""
     whole = weight.shape[1] * weight.itemsize % 16 == 0
-    if not runs_triton(weight) or not whole or weight.itemsize > 2 or weight.nbytes > _LARGEST:
+    if not runs_triton(weight) or not whole or weight.itemsize > 2:
         return 0
-    return 16 if weight.itemsize == 1 else 32
+    return 16 if weight.itemsize == 1 else 64 if weight.nbytes >= _LARGE else 32
 
 
 def tile_for(rows: int, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:
-    """The same for all numbers of rows but one: a row's result does not depend on how many are beside it. One row by
-    itself has no use for tensor cores, and many narrow columns need no pieces."""
+    """The same for all numbers of rows but one, up to 32: a row's result does not depend on how many are beside it. One
+    row by itself has no use for tensor cores, and many narrow columns need no pieces."""
     if rows == 1 and dtype.itemsize > 1:
         return _fetching(SkinnyTile(8, 1024, 1, 4, 3), out)
     if dtype == torch.float32:
         return SkinnyTile(16, 64, 1, 4, 3)
     columns, warps = (64, 4) if out > 2048 else (32, 2)
     depth = 256 if dtype.itemsize == 1 else 128
+    stages = 4 if rows <= 32 else 3  # two programs have room on a multiprocessor
     tiles, steps = -(-out // columns), -(-width // depth)
     pieces = max(count for count in (1, 2, 4, 8)
                  if count == 1 or (tiles * count <= _RESIDENT and steps >= 4 * count))
-    return _fetching(SkinnyTile(columns, depth, pieces, warps, 4), out)
+    return _fetching(SkinnyTile(columns, depth, pieces, warps, stages), out)
 
 
 def _fetching(tile: SkinnyTile, out: int) -> SkinnyTile:

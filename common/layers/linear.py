@@ -10,7 +10,7 @@ import torch
 from ...kernels.forms import Float8Form, Float8Rows
 from ..distributed.pending import PendingSum, Summed
 from ..distributed.tp import TPGroup
-from ..quantization.methods import linear_method
+from ..quantization.methods import Plain, linear_method
 from ..quantization.shards import Shard
 from ..weights.slots import Allocate, Slot
 
@@ -62,6 +62,19 @@ class ColumnLinear:
 
     def __call__(self, x: Rows) -> torch.Tensor:
         return self.method(x, self.bias)
+
+    def activates(self) -> bool:
+        """Whether there is an ``activated``, which is made ready if so. Without it the activation is left to what
+        follows, which makes float8 of it as it goes."""
+        if not isinstance(self.method, Plain):
+            return False
+        self.method.compile_activated()
+        return True
+
+    def activated(self, x: Rows) -> torch.Tensor:
+        """``silu_and_mul`` of what a gate's projection and an up's, of one size, make of ``x``: ``[T, size]``."""
+        assert isinstance(self.method, Plain)
+        return self.method.activated(x, self.bias)
 
     def slots(self) -> Iterator[Slot]:
         yield from self.method.slots()

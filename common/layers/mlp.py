@@ -22,6 +22,7 @@ class MLP:
         self.gate_up = ColumnLinear(hidden_size, [
             Columns.shard(f"{name}.gate_proj", size, tp), Columns.shard(f"{name}.up_proj", size, tp),
         ], bias, allocate)
+        self._activates = self.gate_up.activates()
         self.down = RowLinear(f"{name}.down_proj", size, hidden_size, bias, tp, allocate)
 
     @property
@@ -34,16 +35,20 @@ class MLP:
         return self.gate_up.form(rows)
 
     def __call__(self, x: Rows) -> torch.Tensor:
-        return self.down(self.gate_up(x), gated=True)
+        return self.down(self._between(x), gated=not self._activates)
+
+    def _between(self, x: Rows) -> torch.Tensor:
+        """What ``down`` is given: gates beside ups where they are not activated yet."""
+        return self.gate_up.activated(x) if self._activates else self.gate_up(x)
 
     def pending(self, x: Rows) -> Summed:
         """The same, its sum left to the norm that follows."""
-        return self.down.pending(self.gate_up(x), gated=True)
+        return self.down.pending(self._between(x), gated=not self._activates)
 
     def partial(self, x: Rows) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without a bias."""
         assert self.sums
-        return self.down.partial(self.gate_up(x), gated=True)
+        return self.down.partial(self._between(x), gated=not self._activates)
 
     def summands(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``partial`` as a sum of two, the second of which may be missing."""

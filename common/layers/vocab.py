@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
+from ...kernels.dense_matmul import compile_tiles, dense_matmul
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 
@@ -26,6 +27,8 @@ class VocabTable:
         self.weight = allocate(rows, hidden_size)
         self.used = max(0, min(rows, vocab_size - self.start))
         self.weight[self.used:].zero_()
+        if allocate.device.type == "cuda":
+            compile_tiles(self.weight)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [T] to ``[T, hidden]``."""
@@ -40,7 +43,7 @@ class VocabTable:
         """``[R, hidden]`` to logits ``[R, vocab]`` in its type, whole on every rank and contiguous in its rows."""
         if not len(hidden):
             return hidden.new_empty((0, self.vocab_size))
-        return self.tp.all_gather_last_dim(linear(hidden, self.weight))[:, :self.vocab_size]
+        return self.tp.all_gather_last_dim(dense_matmul(hidden, self.weight))[:, :self.vocab_size]
 
     def slots(self) -> Iterator[Slot]:
         if self.used:

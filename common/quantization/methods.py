@@ -51,6 +51,16 @@ class Plain:
         assert isinstance(x, torch.Tensor)
         return dense_matmul(silu_and_mul(x) if gated else x, self.weight, bias)
 
+    def activated(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``silu_and_mul`` of the product: of a weight whose first half makes gates, its second half ups."""
+        assert isinstance(x, torch.Tensor)
+        return dense_matmul(x, self.weight, bias, gated=True)
+
+    def compile_activated(self) -> None:
+        """So that no request waits for it."""
+        if self.weight.is_cuda:
+            compile_tiles(self.weight, gated=True)
+
     def dense(self) -> torch.Tensor:
         return self.weight
 

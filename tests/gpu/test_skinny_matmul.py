@@ -9,6 +9,7 @@ from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
 from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_quantize import quantize
+from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,9 +50,9 @@ class Weight:
 @pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (2048, 1024), (1008, 144)])
 def test_products_equal_torch_and_rows_do_not_depend_on_their_number(kind, width, out):
     weight = Weight(kind, out, width)
-    x, bias = random(32, width).bfloat16(), random(out, seed=2).bfloat16()
+    x, bias = random(64, width).bfloat16(), random(out, seed=2).bfloat16()
     two = weight.times(x[:2], bias)
-    for rows in (1, 2, 7, 16, 17, 32):
+    for rows in (1, 2, 7, 16, 17, 32, 33, 64):
         got = weight.times(x[:rows], bias)
         want = weight.times(x[:rows], bias, reference.skinny_matmul)
         assert rms(got - want) < 0.01 * rms(want)
@@ -59,8 +60,19 @@ def test_products_equal_torch_and_rows_do_not_depend_on_their_number(kind, width
             assert torch.equal(got[:2], two)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16, 32, 50, 64])
+@pytest.mark.parametrize("width,size", [(4096, 14336), (1024, 3072), (512, 72)])
+def test_the_activation_is_the_one_of_a_kernel_behind(width, size, rows):
+    weight = random(2 * size, width, seed=1).mul(width**-0.5).bfloat16()
+    x, bias = random(rows, width).bfloat16(), random(2 * size, seed=2).bfloat16()
+    got = skinny_matmul(x, weight, bias, gated=True)
+    assert torch.equal(got, silu_and_mul(skinny_matmul(x, weight, bias)))
+    want = reference.silu_and_mul(reference.skinny_matmul(x, weight, bias))
+    assert rms(got - want) < 0.01 * rms(want)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
 def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
     """Each product takes the last one's result, and starts before that is there."""
     chain = [Weight(kind, 4096, 4096, seed) for seed in range(4)] * 6

@@ -153,9 +153,11 @@ def test_widen_pages(stored, dtype, atol, rtol):
 
 @each_dtype
 @each_float8
-def test_attention(stored, dtype, atol, rtol):
-    """Decode steps of one and of several pieces, and prompts over prefixes: queries of one type, pages of another."""
-    heads, kv_heads, dim, page_size, lengths = 4, 2, 36, 8, [1, 65, 150]
+@pytest.mark.parametrize("dim", [36, 64])
+def test_attention(dim, stored, dtype, atol, rtol):
+    """Decode steps of one and of several pieces, and prompts over prefixes: queries of one type, pages of another; of
+    heads that a GPU reads in words of four values, and of others."""
+    heads, kv_heads, page_size, lengths = 4, 2, 8, [1, 65, 150]
     table = page_table(lengths, page_size, 50)
     pool = float8_pool(50, kv_heads, page_size, dim, stored)
     q = random(len(lengths), heads, dim, dtype=dtype)
