@@ -52,19 +52,28 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 def setting_flags(name: str, gpus: int) -> list[str]:
-    """Of a server: ``tp``, ``dp``, ``tp+ep`` or ``dp+ep``, and ``+a2a`` behind one with ``ep``."""
+    """Of a server: ``tp``, ``dp``, ``tp+ep`` or ``dp+ep``; behind that ``+a2a`` or ``+ll``, and ``+chunk16384``."""
     parts, count = name.split("+"), str(gpus)
     return ["--tp-size", count, *(["--dp-size", count, "--enable-dp-attention"] if "dp" in parts else []),
             *(["--ep-size", count] if "ep" in parts else []),
             *(["--moe-a2a-backend", "alltoall"] if "a2a" in parts else []),
             *(["--moe-a2a-backend", "low_latency"] if "ll" in parts else []),
-            *(["--enable-dp-lm-head"] if "head" in parts else [])]
+            *(["--enable-dp-lm-head"] if "head" in parts else []),
+            *(word for part in parts if part.startswith("chunk")
+              for word in ("--chunked-prefill-size", part[5:], "--max-prefill-tokens", part[5:]))]
+
+
+def run_rank(*given: Any) -> None:
+    """A rank's process. The one that starts it imports nothing that takes seconds."""
+    from .many_gpus_rank import rank_main
+
+    rank_main(*given)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen3-30b-a3b,deepseek-v2-lite", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--settings", default="tp,tp+ep,dp+ep", help="tp, dp, tp+ep, dp+ep or dp+ep+a2a, with commas")
+    parser.add_argument("--settings", default="tp,tp+ep,dp+ep", help="tp, dp, tp+ep, dp+ep, dp+ep+a2a, dp+ep+chunk16384")
     parser.add_argument("--quantization", default="none", help="none, fp8, fp8_per_block, with commas between")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--layers", type=int, help="of the models, in place of all")
@@ -73,6 +82,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--context", type=int, default=1024, help="tokens before a decode step")
     parser.add_argument("--server-flags", default="", help="further flags of every engine, in one word")
+    parser.add_argument("--host", action="store_true", help="also tell what of the host's time a prefill takes")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no engine later than this")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -81,11 +91,9 @@ def main() -> None:
         {"model": model, "setting": setting, "quantization": quantization}
         for model, quantization, setting in itertools.product(
             args.models.split(","), args.quantization.split(","), args.settings.split(","))]
-    from .many_gpus_rank import rank_main
-
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=rank_main, args=(rank, cases, args, folder, began))
+        ranks = [context.Process(target=run_rank, args=(rank, cases, args, folder, began))
                  for rank in range(args.gpus)]
         for process in ranks:
             process.start()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import json
 import os
+import pstats
 import re
 import tempfile
 import time
@@ -128,6 +130,16 @@ def longest(kernels: list[tuple[float, float, str]], most: int = 16) -> list[tup
     return sorted(told, key=lambda row: -row[2])[:most]
 
 
+def host_times(work: Callable[[], object], most: int = 40) -> list[tuple[str, int, float, float]]:
+    """Functions with their calls and milliseconds, their own and with those that they call; a profile slows each call.
+    """
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    found = [(f"{Path(file).name}:{number} {name}", calls, 1e3 * own, 1e3 * total)
+             for (file, number, name), (_, calls, own, total, _) in pstats.Stats(profile).stats.items()]
+    return sorted(found, key=lambda row: -row[2])[:most]
+
+
 def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tuple[Driven, dict[str, float]]:
     """The engine, and what its start took in seconds. Raises ConfigError."""
     shape = shape_of(case["model"]) | ({"num_hidden_layers": args.layers} if args.layers else {})
@@ -171,16 +183,18 @@ def batches_of(args: argparse.Namespace) -> list[int]:
 def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> dict[str, Any]:
     driven, stages = build(case, args, world)
     settle_collector()
-    began = time.perf_counter()
+    began, some = time.perf_counter(), max(args.prompts // 4, args.gpus)
     try:
-        driven.prefill(args.gpus, args.length)
+        driven.prefill(some, args.length)
         warm = time.perf_counter() - began
         seconds, steps = driven.prefill(args.prompts, args.length)
         row: dict[str, Any] = {**case, "started_s": stages, "warm_s": warm, "prefill_s": seconds,
                                "prefill_steps": steps, "in_tok_s": args.prompts * args.length / seconds}
         if world.device.type == "cuda":
-            kernels = driven.recorded(min(args.prompts, 2 * args.gpus), args.length)
+            kernels = driven.recorded(some, args.length)
             row |= {"shares": exchange_times(kernels, world), "kernels": longest(kernels)}
+        if args.host:
+            row["host"] = host_times(lambda: driven.prefill(args.prompts, args.length))
         row["decode_ms"] = {}
         for batch in batches_of(args):
             row["decode_ms"][str(batch)] = 1e3 * driven.decode(batch, args.context)

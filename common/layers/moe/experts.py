@@ -24,6 +24,7 @@ class Experts:
 
     def __init__(self, name: str, spec: MoESpec, hidden_size: int, share: ExpertShare, allocate: Allocate):
         self.spec = spec
+        self._group = share.group
         self.hidden_size, self.dtype = hidden_size, allocate.own
         self.places = share.places(spec)
         self.residents = list(range(share.ep_rank * self.places, (share.ep_rank + 1) * self.places))
@@ -61,15 +62,13 @@ class Experts:
 
     def warm_up(self, most_tokens: int) -> None:
         """Compile the kernels for every number of tokens: tiles depend on it, and the first request of a size would
-        wait for them."""
-        tokens = 1
-        while True:
+        wait for them. Each rank begins elsewhere, so that it later finds what the others of its host have compiled."""
+        sizes = [1 << bits for bits in range((most_tokens - 1).bit_length())] + [most_tokens]
+        first = self._group.rank * len(sizes) // self._group.size
+        for tokens in sizes[first:] + sizes[:first]:
             x = self.down.stacks[0].new_zeros((tokens, self.hidden_size), dtype=self.dtype)
             choices = torch.arange(tokens * self.spec.top_k, device=x.device).view(tokens, -1) % self.places
             self(x, choices, torch.ones(choices.shape, device=x.device))
-            if tokens == most_tokens:
-                return
-            tokens = min(2 * tokens, most_tokens)
 
     @property
     def stacks(self) -> list[torch.Tensor]:
