@@ -73,7 +73,7 @@ def run_rank(*given: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen3-30b-a3b,deepseek-v2-lite", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--settings", default="tp,tp+ep,dp+ep", help="tp, dp, tp+ep, dp+ep, dp+ep+a2a, dp+ep+chunk16384")
+    parser.add_argument("--settings", default="tp,tp+ep,dp+ep", help="tp, dp, tp+ep, dp+ep, dp+ep+a2a, tp+chunk16384")
     parser.add_argument("--quantization", default="none", help="none, fp8, fp8_per_block, with commas between")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--layers", type=int, help="of the models, in place of all")
