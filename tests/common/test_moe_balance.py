@@ -100,6 +100,7 @@ def test_kernels_are_warmed_up_for_all_sizes(monkeypatch):
     seen = []
     spec = MoESpec(num_experts=3, top_k=2, intermediate_size=8, layers=(0,))
     made = Experts("experts", spec, 16, ExpertShare(TPGroup()), allocator(torch.float32, torch.device("cpu")))
-    monkeypatch.setattr(experts_module, "moe_experts", lambda x, *rest: seen.append((len(x), int(rest[2].max()))))
+    monkeypatch.setattr(experts_module, "moe_experts",
+                        lambda x, *rest, **others: seen.append((len(x), int(rest[2].max()))))
     made.warm_up(13)
     assert seen == [(1, 1), (2, 2), (4, 2), (8, 2), (13, 2)]
