@@ -54,6 +54,7 @@ class Batcher:
         self.arriving: list[Req] = []
         self._left: int | None = None  # output tokens that those with pages have before them, once counted
         self._run: DecodeRun | None = None  # of the last decode batch; None where requests decoded otherwise since
+        self._run_of: list[Req] = []  # those that ran when it was made
         self.num_retracted = 0
         self.num_preempted = 0
 
@@ -184,20 +185,21 @@ class Batcher:
         """One token of every running request that wants more; ``grow_running`` has made room for them."""
         if self._stages > 1:
             return self._next_share()
-        run = self._current_run()
+        run = self._next_run()
         if run is None:
-            reqs = [req for req in self.running if not req.complete]
-            if not reqs:
-                return None
-            run = self._run = DecodeRun(reqs, self.cache.page_size, self._run)
+            return None
         self.output.decoded()
         return Batch(RunChunks(run), is_decode=True, run=run, ending=run.ending(), positions=run.positions)
 
-    def _current_run(self) -> DecodeRun | None:
-        """That of the last decode batch, where the next one has the same requests."""
+    def _next_run(self) -> DecodeRun | None:
+        """That of the next decode batch, the last one's where requests are the same; None where nobody wants more."""
         run = self._run
-        if run is None or run.gone or run.reqs != self.running or not run.steps_left:
-            return None
+        if run is None or run.gone or not run.steps_left or self._run_of != self.running:
+            self._run_of = self.running.copy()
+            reqs = [req for req in self.running if not req.complete]
+            if not reqs:
+                return None
+            run = self._run = DecodeRun(reqs, self.cache.page_size, run)
         return run
 
     def _next_share(self) -> Batch | None:
@@ -215,8 +217,10 @@ class Batcher:
 
     def grow_running(self) -> bool:
         """Give every running request the page of its next token; False where pages for all are lacking."""
-        run = self._current_run()
-        if run is not None:
+        if self._stages == 1 and not self.args.enable_mixed_chunk:  # else runs are few
+            run = self._next_run()
+            if run is None:
+                return True
             places = run.short()
             if not places or run.add_page_each(self.cache, places):
                 return True

@@ -93,8 +93,11 @@ class DecodeRun:
         self._held[place] = hold.count * self._page_size
 
     def add_page_each(self, cache: KVCacheManager, places: list[int]) -> bool:
-        """A page for each request that is ``short``; False, and no change, where so many are not free."""
-        if not cache.add_page_each([_held_by(self.reqs[place]) for place in places]):
+        """A page for each request that is ``short``; False, and no change, where so many are not free, or where one has
+        got pages that nobody told of."""
+        holds = [_held_by(self.reqs[place]) for place in places]
+        known = [hold.count for hold in holds] == (self._held[places] // self._page_size).tolist()
+        if not known or not cache.add_page_each(holds):
             return False
         self._held[places] += self._page_size
         return True

@@ -116,6 +116,21 @@ def test_pages_of_requests_that_turn_together():
             req.take_pending(7)
 
 
+def test_a_page_that_nobody_told_of_is_not_given_again():
+    """As where requests grew while others were retracted."""
+    place = Place(5)
+    reqs = [place.begun(max_new_tokens=30) for _ in range(2)]
+    run = DecodeRun(reqs, PAGE)
+    while reqs[0] not in [reqs[at] for at in run.short()]:
+        place.grow(run)
+        run.advance()
+    assert place.cache.grow(reqs[0].hold, reqs[0].length)
+    count = reqs[0].hold.count
+    assert not run.add_page_each(place.cache, run.short())
+    place.grow(run)
+    assert reqs[0].hold.count == count and not run.short()
+
+
 def test_a_request_that_returns_with_other_pages_is_a_new_one():
     place = Place(0)
     reqs = [place.begun(max_new_tokens=30) for _ in range(3)]
