@@ -9,6 +9,7 @@ this use of a room from every earlier one; ``instance`` is a process's random id
     Hello(who, where its memory is)      ->
                                          <-    Welcome, or Refused(why)
     Reserve(room, stamp, destination)    ->                                (after Welcome; any number)
+                                         <-    Landing(room, stamp, bell)  every write is on its way
                                          <-    Result(room, stamp)         every write is complete
     Taken(room, stamp)                   ->                                the first token is on its way to the client
     Decline(room, error)                 ->                                it will not reserve for this room
@@ -20,7 +21,7 @@ this use of a room from every earlier one; ``instance`` is a process's random id
 History: version 1 is the first. Version 2 has seals (seal.py), checksums (checksum.py) and lanes
 (lanes.py): a decode rank has sessions with all prefill ranks that it has lanes from, reserves with each, and waits for
 the result of each. Version 3 has Taken, until which prefill keeps what another attempt at the request would need, and
-Decline. A prefill server may
+Decline. Landing is sent only to peers whose memory has bells, which know it. A prefill server may
 have stages: its ranks then have some of the layers each, which an older peer refuses by their number.
 """
 
@@ -132,6 +133,18 @@ class Result(msgspec.Struct, tag="result", frozen=True):
     checksum: int = 0
 
 
+class Landing(msgspec.Struct, tag="landing", frozen=True):
+    """The result, before its pages: they have landed when the receiver's bell at ``place`` shows ``value``. The sender
+    rings no other with that value, and sends the Result all the same."""
+
+    room: int
+    stamp: int
+    instance: str
+    result: PrefillResult
+    place: int
+    value: int
+
+
 class Taken(msgspec.Struct, tag="taken", frozen=True):
     room: int
     stamp: int
@@ -180,7 +193,7 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
 
 
 ToSender = Hello | Reserve | Decline | Taken | Abort | Pong | Bye
-ToReceiver = Welcome | Refused | Result | Abort | Stopped | Ping | Gone
+ToReceiver = Welcome | Refused | Landing | Result | Abort | Stopped | Ping | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 _to_sender = msgspec.msgpack.Decoder(ToSender)

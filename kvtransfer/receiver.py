@@ -44,6 +44,7 @@ class KVReceiver:
         self._checksum = make_checksum(named, num_pages)
         self._extent = extent_of(args.kv_checksum, named)
         self._backend = backend
+        self._bells = backend.bells()
         self._context: zmq.Context[Socket] = zmq.Context()
         self._secret = secret_of(args.cluster_secret)
         self._timing = Timing.of(args)
@@ -74,7 +75,11 @@ class KVReceiver:
 
     def phase(self, room: int) -> Phase:
         self._driver.io.check()
-        return self._core.rooms[room].phase
+        half = self._core.rooms[room]
+        if half.landings and self._bells is not None:
+            with self._driver.lock:
+                self._core.look(half, self._bells, time.monotonic())
+        return half.phase
 
     def error(self, room: int) -> ServingError:
         """Why the room failed; valid in ABORTING (the pages are not free yet) and FAILED."""

@@ -140,6 +140,16 @@ class ReceiverCore:
         if not link.welcome and self.ways.wanted(link.address):
             self.unreachable(link.address, "its engine does not accept connections", now)
 
+    def look(self, half: RecvRoom, bells: np.ndarray, now: float) -> None:
+        """Whether the last pages of a room have landed, before its Result tells: see messages.Landing."""
+        for link_id, told in list(half.landings.items()):
+            if half.phase is Phase.RESERVED and 0 <= told.place < len(bells) and bells[told.place] == told.value:
+                del half.landings[link_id]
+                if (link := self.ways.links.get(link_id)) is not None and half.room in link.rooms:
+                    link.landed.add(told.stamp)
+                    half.accept(told.result)
+                    self._quiet(half, link_id, now)
+
     def verified(self, half: RecvRoom, matches: bool, now: float) -> None:
         """The room's pages were compared with the sender's. Its result has proven that nothing is written any more."""
         if half.phase.terminal:
@@ -213,9 +223,12 @@ class ReceiverCore:
         self._break(link, error, now, quiet_at=now)
         self.effects.append(Close(link.id))
 
-    def _about_room(self, link: Link, message: m.Result | m.Abort | m.Stopped, now: float) -> None:
+    def _about_room(self, link: Link, message: m.Landing | m.Result | m.Abort | m.Stopped, now: float) -> None:
         half = link.rooms.get(message.room)
-        if half is None or half.reserve.stamp != message.stamp:
+        if message.stamp in link.landed:  # it has ended here already
+            if not isinstance(message, m.Abort):
+                link.landed.remove(message.stamp)
+        elif half is None or half.reserve.stamp != message.stamp:
             self.counters["kv_messages_dropped"] += 1
         elif isinstance(message, m.Abort):
             self._fail(half, message.error, now, told_by=link.id)
@@ -225,8 +238,11 @@ class ReceiverCore:
             self._quiet(half, link.id, now)
         elif message.instance != link.instance:
             self.counters["kv_messages_dropped"] += 1
+        elif isinstance(message, m.Landing):
+            if self.checksum == "off":
+                half.landings[link.id] = message
         else:
-            half.accept(message)
+            half.accept(message.result, message.checksum)
             self._quiet(half, link.id, now)
 
     def _quiet(self, half: RecvRoom, link_id: bytes, now: float) -> None:

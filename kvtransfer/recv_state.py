@@ -27,6 +27,7 @@ class RecvRoom:
     parts: int = 1  # of our pages, that a page of theirs holds the tokens of
     writers: Writers = field(default_factory=Writers)
     dp_rank: int | None = None  # the sender's data-parallel rank; None: by room
+    landings: dict[bytes, m.Landing] = field(default_factory=dict)  # by link, of those that are awaited
 
     def dp_rank_of(self, dp_size: int) -> int:
         """The data-parallel rank, of ``dp_size``, that computes the prompt."""
@@ -39,10 +40,10 @@ class RecvRoom:
             link.rooms[self.room] = self
             self.writers.add(link.id, link.instance)
 
-    def accept(self, told: m.Result) -> None:
-        """The result of one of the sender's ranks; before DONE, since readers take no lock."""
-        self.result = told.result.told_before(self.result)
-        self.checksum = (self.checksum + told.checksum) % 2**64
+    def accept(self, result: m.PrefillResult, checksum: int = 0) -> None:
+        """Of one of the sender's ranks; before DONE, since readers take no lock."""
+        self.result = result.told_before(self.result)
+        self.checksum = (self.checksum + checksum) % 2**64
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Link:
     retired: bool = False
     dp_rank: int = 0  # that the sender is part of
     rooms: dict[int, RecvRoom] = field(default_factory=dict)
+    landed: set[int] = field(default_factory=set)  # stamps of reservations whose last word is still to come
 
 
 @dataclass

@@ -49,6 +49,7 @@ class SendRoom:
     result: m.PrefillResult | None = None
     queued: int = 0
     in_flight: int = 0
+    announced: bool = False  # that the last writes are on their way
     untaken: set[tuple[bytes, int]] = field(default_factory=set)  # session and stamp of each destination without Taken
 
     def destination_of(self, rank: int) -> Destination | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -166,6 +167,7 @@ class KVSender:
         self._driver.carry_out()
         self._post_writes()
         self._poll_writes()
+        self._announce()
         self._driver.carry_out()
         if self._in_flight:
             return min(BUSY_INTERVAL, (time.monotonic() - self._in_flight[0].posted) * LATENESS)
@@ -235,6 +237,20 @@ class KVSender:
             else:
                 self._written(posting)
         self._in_flight = pending
+
+    def _announce(self) -> None:
+        """Tell receivers of rooms whose last writes are on their way where to look for their end."""
+        if any(posting.failed for posting in self._in_flight):
+            return
+        for half in {id(posting.write.room): posting.write.room for posting in self._in_flight}.values():
+            with self._driver.lock:
+                destinations = self._core.landing(half)
+            for destination in destinations:
+                value = secrets.randbits(63)
+                place = self._backend.ring(destination.session.peer, value)
+                if place is not None and half.result is not None:
+                    with self._driver.lock:
+                        self._core.announce(destination, half.result, place, value)
 
     def _written(self, posting: _Posting) -> None:
         with self._driver.lock:

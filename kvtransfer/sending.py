@@ -16,7 +16,7 @@ from ..common.api.errors import Aborted, ServingError, TransferFailed
 from . import messages as m
 from .failures import count_failure, fail, room_in_use
 from .lobby import Lobby
-from .send_state import Dismiss, Effect, SendRoom, Session, Write
+from .send_state import Destination, Dismiss, Effect, SendRoom, Session, Write
 from .sessions import Sessions
 from .states import SENDER, Event, Phase, step
 from .timing import Timing
@@ -113,6 +113,21 @@ class SenderCore:
             session.confirm(message.time, now, self.timing.lease)
         else:
             self._end(session, TransferFailed("the decode server shut down", cause="shutdown"), now)
+
+    def landing(self, half: SendRoom) -> list[Destination]:
+        """Where to ring when the room's last writes, which are on their way, have landed; call ``announce`` for each.
+        Nothing is told twice, nor what is large or has a checksum to wait for."""
+        result = half.result
+        if half.phase is not Phase.WRITING or half.announced or half.queued or result is None:
+            return []
+        half.announced = True
+        if result.prompt_logprobs is not None or result.hidden_states is not None:
+            return []
+        return [destination for destination in half.destinations if destination.session.checksum == "off"]
+
+    def announce(self, destination: Destination, result: m.PrefillResult, place: int, value: int) -> None:
+        self.sessions.tell(destination.session, m.Landing(
+            destination.room, destination.stamp, self.info.instance, result, place, value))
 
     def written(self, write: Write, ok: bool, now: float, checksum: int = 0) -> None:
         """A write from the queue ended: its bytes are visible at the target, or (not ok) will never be written now.

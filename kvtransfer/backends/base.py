@@ -64,6 +64,14 @@ class Backend(Protocol):
     def poll(self, write: Write) -> WriteState:
         """DONE only when the bytes are visible at the target. DONE and FAILED release the handle: poll no more."""
 
+    def ring(self, peer: Peer, value: int) -> int | None:
+        """Once all that was written to the peer so far has landed, ``value`` stands in one of its bells; returns the
+        place of that one. It may be overwritten by a later ring. None: the peer has no bells that we reach."""
+
+    def bells(self) -> np.ndarray | None:
+        """Where peers ring: ``[places]`` int64 in our memory, zeros at first. Valid after ``register``. None: they
+        cannot."""
+
     def progress(self) -> None:
         """Give the transport a moment at the target, where it has no thread of its own: connections are set up in it,
         and over TCP also the bytes move."""

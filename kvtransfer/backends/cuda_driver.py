@@ -16,6 +16,7 @@ import torch
 _ENABLE_PEER_ACCESS = 1
 _DISABLE_TIMING = 2
 _NOT_READY = 600
+_PORTABLE, _MAPPED = 1, 2
 
 
 class DriverError(Exception):
@@ -72,6 +73,19 @@ class Driver:
     def close(self, begin: int) -> None:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(begin))
 
+    def map_host(self, address: int, num_bytes: int) -> int:
+        """Host memory's address on the GPU."""
+        if not hasattr(self._quick, "cuStreamWriteValue64_v2"):
+            raise DriverError("the driver writes no values")
+        there = ctypes.c_uint64()
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes),
+                   ctypes.c_uint(_PORTABLE | _MAPPED))
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(there), ctypes.c_void_p(address), ctypes.c_uint(0))
+        return there.value
+
+    def unmap_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
     # -- the stream -----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
@@ -103,6 +117,11 @@ class Driver:
         self._check(self._quick.cuLaunchKernel(
             ctypes.c_void_p(kernel.function), programs, 1, 1, kernel.metadata.num_warps * 32, 1, 1,
             kernel.metadata.shared, self._stream, parameters, None))
+
+    def put(self, address: int, value: int) -> None:
+        """Behind the stream's work so far, and when all of that can be seen."""
+        self._check(self._quick.cuStreamWriteValue64_v2(self._stream, ctypes.c_uint64(address), ctypes.c_uint64(value),
+                                                        ctypes.c_uint(0)))
 
     def stage(self, count: int) -> Staging:
         """Room for ``count`` integers of 64 bits. It is the stream's, or what has used the memory before may still."""

@@ -129,6 +129,12 @@ class FakeBackend:
             del peer.writes[write.number]
         return state
 
+    def ring(self, peer: object, value: int) -> None:
+        return None
+
+    def bells(self) -> None:
+        return None
+
     def progress(self) -> None:
         pass  # the landing thread does it
 

@@ -13,6 +13,7 @@ is unmapped. So nothing of ours lands afterwards.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Sequence
@@ -24,12 +25,15 @@ import msgspec
 import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
+from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle, shared_bytes
 from .base import Region, WriteState
 
 logger = logging.getLogger(__name__)
 
 _PROCESS = secrets.token_hex(8)
 """Tells this process from others; a PID means something only within its namespace."""
+_PLACES = 4096
+"""Bells of a process; a ring that nobody has looked at may be overwritten when so many more have come."""
 
 
 class Copy(Protocol):
@@ -57,6 +61,17 @@ class Memory(Protocol):
     def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> Copy:
         """Start to copy blocks ``src_ids[i]`` from address ``src`` on to ``dst_ids[i]`` from ``dst`` on."""
 
+    def enroll(self, bells: np.ndarray) -> int:
+        """Host memory of a peer, whose ``ring`` reaches it at the address returned. Raises TransferFailed where none
+        does."""
+
+    def dismiss(self, bells: np.ndarray) -> None:
+        """Undo ``enroll``."""
+
+    def ring(self, address: int, value: int, after: Sequence[Copy]) -> None:
+        """Put ``value`` there when ``after``, all copies to a peer that are under way, are done. Raises TransferFailed
+        when it never will."""
+
     def settle(self) -> None:
         """Returns when no copy is running any more."""
 
@@ -67,6 +82,7 @@ class _Metadata(msgspec.Struct):
     regions: list[tuple[int, int, int]]
     num_pages: int
     handles: list[bytes]
+    bells: HostHandle | None = None
 
 
 @dataclass(eq=False)
@@ -74,7 +90,9 @@ class _Peer:
     addresses: list[int]
     src_blocks: Sequence[int]
     dst_blocks: Sequence[int]
-    copies: set[int] = field(default_factory=set)  # ids of writes under way
+    copies: dict[int, Copy] = field(default_factory=dict)  # under way, by the ids of their writes
+    bells: np.ndarray | None = None
+    bells_address: int = 0
     removed: bool = False
 
 
@@ -98,16 +116,20 @@ class IpcBackend:
         self._num_pages = 0
         self._handles: list[bytes] = []
         self._peers: list[_Peer] = []
+        self._bells: np.ndarray | None = None
+        self._places = itertools.count(secrets.randbelow(_PLACES))
 
     def register(self, regions: Sequence[Region], num_pages: int) -> None:
         self._host = _host()
         self._memory = _memory_of(regions)
         self._handles = [self._memory.export(region) for region in regions]
         self._regions, self._num_pages = list(regions), num_pages
+        self._bells = shared_bytes(8 * _PLACES).view(np.int64)
 
     def local_metadata(self) -> bytes:
         regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
-        return msgspec.msgpack.encode(_Metadata(self._host, _PROCESS, regions, self._num_pages, self._handles))
+        bells = None if self._bells is None else handle_of(self._bells.ctypes.data, self._bells.nbytes)
+        return msgspec.msgpack.encode(_Metadata(self._host, _PROCESS, regions, self._num_pages, self._handles, bells))
 
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
@@ -130,6 +152,8 @@ class IpcBackend:
         except TransferFailed:
             self._detach(peer)
             raise
+        if description.bells is not None:
+            self._enroll(peer, description.bells)
         self._peers.append(peer)
         return peer
 
@@ -138,7 +162,7 @@ class IpcBackend:
             return
         peer.removed = True
         self._peers.remove(peer)
-        if peer.copies:
+        if peer.copies or peer.bells is not None:  # a ring may be behind the last of them
             self._reach.settle()
         self._detach(peer)
 
@@ -149,7 +173,7 @@ class IpcBackend:
         block_bytes = region.num_bytes // (self._num_pages * peer.src_blocks[src_group])
         copy = self._reach.copy(region.address, peer.addresses[dst_group], src_ids, dst_ids, block_bytes)
         write = _Write(peer, copy)
-        peer.copies.add(id(write))
+        peer.copies[id(write)] = copy
         return write
 
     def poll(self, write: _Write) -> WriteState:
@@ -157,8 +181,22 @@ class IpcBackend:
             return WriteState.FAILED
         state = write.copy.poll()
         if state is not WriteState.PENDING:
-            write.peer.copies.remove(id(write))
+            del write.peer.copies[id(write)]
         return state
+
+    def ring(self, peer: _Peer, value: int) -> int | None:
+        if peer.removed or peer.bells is None:
+            return None
+        place = next(self._places) % len(peer.bells)
+        try:
+            self._reach.ring(peer.bells_address + 8 * place, value, list(peer.copies.values()))
+        except TransferFailed as error:
+            logger.warning("A peer is not rung at: %s", error.message)
+            return None
+        return place
+
+    def bells(self) -> np.ndarray | None:
+        return self._bells
 
     def progress(self) -> None:
         pass  # the target takes no part
@@ -172,7 +210,19 @@ class IpcBackend:
         assert self._memory is not None, "register comes first"
         return self._memory
 
+    def _enroll(self, peer: _Peer, handle: HostHandle) -> None:
+        try:
+            bells = map_handle(handle, 8 * _PLACES).view(np.int64)
+            peer.bells_address = self._reach.enroll(bells)
+        except (OSError, TransferFailed) as error:
+            logger.info("A peer's bells are out of reach, so that it learns of pages by messages alone: %s", error)
+            return
+        peer.bells = bells
+
     def _detach(self, peer: _Peer) -> None:
+        if peer.bells is not None:
+            self._reach.dismiss(peer.bells)
+            peer.bells = None
         for address in peer.addresses:
             self._reach.detach(address)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -83,6 +84,26 @@ class CudaMemory:
                 self._driver.close(begin)
         except DriverError as error:
             logger.warning("GPU memory of a peer stays mapped: %s", error)
+
+    def enroll(self, bells: np.ndarray) -> int:
+        try:
+            return self._driver.map_host(bells.ctypes.data, bells.nbytes)
+        except DriverError as error:
+            raise TransferFailed(f"the GPU does not reach host memory of the peer: {error}") from None
+
+    def dismiss(self, bells: np.ndarray) -> None:
+        try:
+            self._driver.unmap_host(bells.ctypes.data)
+        except DriverError as error:
+            logger.warning("Host memory of a peer stays mapped: %s", error)
+
+    def ring(self, address: int, value: int, after: Sequence[object]) -> None:
+        """The stream's order is enough."""
+        try:
+            self._driver.enter()
+            self._driver.put(address, value)
+        except DriverError as error:
+            raise TransferFailed(f"the GPU writes no value: {error}") from error
 
     def prepare(self, block_bytes: int) -> None:
         """Compile the kernel now, which the first prompt would wait for, and make room for a few copies."""

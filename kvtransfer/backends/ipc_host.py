@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,6 +47,20 @@ class HostMemory:
     def prepare(self, block_bytes: int) -> None:
         pass
 
+    def enroll(self, bells: np.ndarray) -> int:
+        address: int = bells.ctypes.data
+        return address
+
+    def dismiss(self, bells: np.ndarray) -> None:
+        pass
+
+    def ring(self, address: int, value: int, after: Sequence[Any]) -> None:
+        bell = _Bell(address, value, len(after))
+        for copy in after:
+            copy.bells.append(bell)
+        if not after:
+            bell.ring()
+
     def copy(self, src: int, dst: int, src_ids: np.ndarray, dst_ids: np.ndarray, block_bytes: int) -> _HostCopy:
         return _HostCopy(_blocks_at(src, src_ids, block_bytes), _blocks_at(dst, dst_ids, block_bytes), src_ids, dst_ids)
 
@@ -51,17 +68,37 @@ class HostMemory:
         pass  # a copy that is not polled does not go on
 
 
+@dataclass
+class _Bell:
+    address: int
+    value: int
+    awaited: int  # copies
+
+    def ring(self) -> None:
+        ctypes.c_int64.from_address(self.address).value = self.value
+
+    def copied(self) -> None:
+        self.awaited -= 1
+        if self.awaited == 0:
+            self.ring()
+
+
 class _HostCopy:
     def __init__(self, src: np.ndarray, dst: np.ndarray, src_ids: np.ndarray, dst_ids: np.ndarray):
         self._src, self._dst, self._src_ids, self._dst_ids = src, dst, src_ids, dst_ids
         self._step = max(1, _STEP_BYTES // src.shape[1])
         self._done = 0
+        self.bells: list[_Bell] = []
 
     def poll(self) -> WriteState:
         now = slice(self._done, self._done + self._step)
         self._dst[self._dst_ids[now]] = self._src[self._src_ids[now]]
         self._done += self._step
-        return WriteState.DONE if self._done >= len(self._src_ids) else WriteState.PENDING
+        if self._done < len(self._src_ids):
+            return WriteState.PENDING
+        for bell in self.bells:
+            bell.copied()
+        return WriteState.DONE
 
 
 def _blocks_at(address: int, ids: np.ndarray, block_bytes: int) -> np.ndarray:

@@ -128,6 +128,12 @@ class MooncakeBackend:
         ok = write.future.exception() is None and write.future.result() == 0 and not write.peer.removed
         return WriteState.DONE if ok else WriteState.FAILED
 
+    def ring(self, peer: object, value: int) -> None:
+        return None
+
+    def bells(self) -> None:
+        return None
+
     def progress(self) -> None:
         pass  # the engine has threads of its own
 

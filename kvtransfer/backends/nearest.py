@@ -78,6 +78,14 @@ class NearestBackend:
         state: WriteState = write.backend.poll(write.handle)
         return state
 
+    def ring(self, peer: Peer, value: int) -> int | None:
+        place: int | None = peer.backend.ring(peer.handle, value)
+        return place
+
+    def bells(self) -> np.ndarray | None:
+        """Those of the nearest backend that has any."""
+        return next((bells for backend in self._backends if (bells := backend.bells()) is not None), None)
+
     def progress(self) -> None:
         for backend in self._backends:
             backend.progress()

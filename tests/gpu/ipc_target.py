@@ -24,5 +24,5 @@ def main(device: int, pipe: Connection) -> None:
     backend.register([region_of(pool)], PAGES)
     torch.cuda.synchronize()
     pipe.send(backend.local_metadata())
-    while pipe.recv() is not None:
-        pipe.send(pool.cpu().numpy().tobytes())
+    while (asked := pipe.recv()) is not None:
+        pipe.send((pool.cpu().numpy() if asked == "content" else backend.bells()).tobytes())

@@ -38,6 +38,10 @@ class Target:
         self.pipe.send("content")
         return np.frombuffer(self.pipe.recv(), np.uint8).reshape(PAGES, PAGE_BYTES)
 
+    def bells(self) -> np.ndarray:
+        self.pipe.send("bells")
+        return np.frombuffer(self.pipe.recv(), np.int64)
+
 
 @pytest.fixture(scope="module")
 def source():
@@ -137,6 +141,24 @@ def test_writes_that_overlap_all_arrive(source):
         writes.append(backend.write(peer, 0, src, 0, dst))
     assert ended(backend, writes) == [WriteState.DONE] * len(writes)
     assert np.array_equal(target.content(), expected)
+    target.process.kill()
+    backend.close()
+
+
+@pytest.mark.parametrize("device", range(min(2, torch.cuda.device_count())))
+def test_a_bell_rings_behind_the_writes(source, device):
+    backend, target = IpcBackend(), Target(device)
+    backend.register([region_of(source)], PAGES)
+    peer, ids = backend.add_peer(target.metadata, [1], [1]), over_and_over("scattered")
+    write = backend.write(peer, 0, ids, 0, ids)
+    place, began = backend.ring(peer, 77), time.monotonic()
+    while not target.bells().any():
+        assert time.monotonic() - began < 30, "nobody rang"
+    assert backend.poll(write) is WriteState.DONE
+    assert target.bells()[place] == 77 and np.array_equal(target.content(), source.cpu().numpy())
+    backend.ring(peer, 78)
+    backend.remove_peer(peer)
+    assert np.count_nonzero(target.bells()) == 2
     target.process.kill()
     backend.close()
 
