@@ -48,33 +48,49 @@ def tiles(columns: int, depth: int, warps: int, stages: int, pieces: tuple[int, 
 
 
 def few_rows() -> dict[str, list[SkinnyTile]]:
+    """Of a program's stages all but two or three are on their way from memory: deep ones, or two programs beside each
+    other, keep as much under way as memory's latency asks for."""
+    usual = (0, 16)
     return {
-        "qkv": [*tiles(64, 128, 4, 4, (2,), (0, 16, 32, 64)), *tiles(64, 128, 4, 3, (2, 4), (16, 32, 64)),
-                *tiles(32, 128, 2, 4, (1, 2), (32,)), *tiles(128, 64, 8, 4, (4,), (32, 64))],
-        "o": [*tiles(64, 128, 4, 4, (4,), (16, 32, 64, 128)), *tiles(64, 128, 4, 3, (4,), (16, 32, 64, 128)),
-              *tiles(64, 128, 4, 4, (2,), (64, 128)), *tiles(32, 128, 2, 4, (2,), (32, 64)),
-              *tiles(128, 64, 8, 4, (8,), (32, 128))],
-        "gate_up": [*tiles(64, 128, 4, 4, (1,), (0, 16, 32)), *tiles(64, 128, 4, 3, (1,), (0, 16, 32, 64)),
-                    *tiles(64, 64, 4, 5, (1,), (0, 16, 32)), *tiles(128, 64, 8, 4, (1,), (0, 32, 64)),
-                    *tiles(128, 64, 4, 4, (1,), (32,)), *tiles(128, 128, 8, 3, (1,), (32, 64))],
-        "down": [*tiles(64, 128, 4, 4, (4,), (0, 16, 32, 64)), *tiles(64, 128, 4, 3, (4,), (16, 32, 64)),
-                 *tiles(64, 128, 4, 4, (2,), (64,)), *tiles(128, 64, 8, 4, (8,), (32, 64))],
+        "qkv": [*tiles(64, 128, 4, 4, (2, 4), (16,)), *tiles(64, 128, 4, 3, (4,), (16,)),
+                *tiles(64, 128, 4, 5, (1, 2), (16,)), *tiles(64, 128, 4, 10, (1,), usual),
+                *tiles(64, 64, 4, 5, (4,), (0,)), *tiles(64, 64, 4, 10, (2,), usual),
+                *tiles(64, 64, 4, 7, (4,), (0,)), *tiles(32, 128, 2, 8, (1,), usual),
+                *tiles(32, 128, 4, 8, (1,), (16,)), *tiles(128, 64, 8, 10, (2,), (16,))],
+        "o": [*tiles(64, 128, 4, 4, (4,), (16,)), *tiles(64, 128, 4, 10, (1, 2), usual),
+              *tiles(64, 128, 4, 5, (4,), usual), *tiles(64, 64, 4, 10, (4,), usual),
+              *tiles(64, 64, 4, 5, (8,), (0,)), *tiles(32, 128, 2, 8, (1, 2), usual),
+              *tiles(32, 128, 4, 16, (1,), usual), *tiles(32, 256, 4, 8, (1,), usual)],
+        "gate_up": [*tiles(64, 128, 4, 4, (1,), (0, 16)), *tiles(64, 128, 4, 5, (1,), usual),
+                    *tiles(64, 64, 4, 5, (1,), usual), *tiles(64, 64, 4, 6, (1,), (0,)),
+                    *tiles(64, 64, 4, 7, (1,), usual), *tiles(64, 64, 4, 10, (1,), usual),
+                    *tiles(128, 64, 8, 5, (1,), usual), *tiles(128, 64, 8, 6, (1,), usual),
+                    *tiles(128, 128, 8, 6, (1,), (0,)), *tiles(32, 128, 2, 6, (1,), (0,)),
+                    *tiles(64, 128, 4, 10, (1,), (0,))],
+        "down": [*tiles(64, 128, 4, 4, (4,), (0, 16)), *tiles(64, 128, 4, 5, (4,), usual),
+                 *tiles(64, 128, 4, 10, (2,), usual), *tiles(64, 64, 4, 10, (4,), usual),
+                 *tiles(64, 64, 4, 5, (8,), (0,)), *tiles(32, 128, 4, 16, (1,), usual),
+                 *tiles(32, 256, 4, 8, (1,), usual), *tiles(128, 64, 8, 10, (4,), (16,)),
+                 *tiles(128, 64, 8, 5, (8,), (16,))],
     }
 
 
 def one_row() -> dict[str, list[SkinnyTile]]:
-    narrow = [*tiles(8, 1024, 4, 3, (1,), (0, 16, 32, 64)), *tiles(4, 2048, 4, 3, (1,), (0, 16, 32))]
-    return {name: narrow + [tile for tile in found if tile.columns == 64 and tile.ahead >= 16 * KIB]
-            for name, found in few_rows().items()}
+    narrow = [*tiles(8, 1024, 4, 3, (1,), (0, 16)), *tiles(8, 1024, 4, 4, (1,), (0,)),
+              *tiles(4, 2048, 4, 3, (1,), (0, 16)), *tiles(4, 2048, 4, 4, (1,), (0,)),
+              *tiles(8, 2048, 8, 3, (1,), (0,)), *tiles(16, 1024, 8, 3, (1,), (0,))]
+    return {name: narrow + found for name, found in few_rows().items()}
 
 
 def many_rows() -> dict[str, list[SkinnyTile]]:
-    wide = {"qkv": (2, 4), "o": (4, 8), "gate_up": (1,), "down": (4, 8)}
-    found = {name: [*tiles(128, 64, 8, 4, pieces, (0, 32, 64)), *tiles(128, 64, 4, 4, pieces, (0, 32)),
-                    *tiles(128, 64, 8, 3, pieces, (32,)), *tiles(128, 128, 8, 2, pieces, (32,)),
-                    *tiles(64, 128, 4, 3, pieces[:1], (0, 32))] for name, pieces in wide.items()}
-    for name, count in (("qkv", 5), ("o", 8), ("gate_up", 1), ("down", 8)):
-        found[name] += tiles(256, 64, 8, 4, (count,), (0, 64))
+    found = {}
+    for name, few, more in (("qkv", (1, 2), (2, 4)), ("o", (2,), (4, 8)), ("gate_up", (1,), (1,)),
+                            ("down", (2,), (4, 8))):
+        found[name] = [*tiles(64, 64, 4, 6, more[:1], (0, 16)), *tiles(64, 64, 4, 5, more[:1], (0,)),
+                       *tiles(64, 128, 4, 3, more[:1], (0, 16)), *tiles(64, 64, 4, 13, few, (0,)),
+                       *tiles(64, 128, 4, 6, few, (0,)), *tiles(128, 64, 8, 9, more[:1], (0, 16)),
+                       *tiles(128, 64, 8, 4, more, (0,)), *tiles(128, 128, 8, 4, more[:1], (0,)),
+                       *tiles(256, 64, 8, 5, more[-1:], (0,))]
     return found
 
 
@@ -82,9 +98,11 @@ def candidates(rows: int) -> dict[str, list[Any]]:
     products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
     found: dict[str, list[Any]] = {name: [None, *some] for name, some in products.items()}
     usual = pieces_of(128, 2)
-    found["attention"] = [(None, usual), (Tile(64, 4, 3), usual), (Tile(64, 4, 3), usual | {"programs": 2}),
-                          (Tile(64, 4, 2), usual), (Tile(32, 2, 4, 4), usual), (Tile(32, 2, 4, 0), usual),
-                          (Tile(32, 4, 4), usual), (None, usual | {"shortest": 64})]
+    found["attention"] = [(None, usual), (Tile(64, 4, 2), usual), (Tile(64, 4, 3), usual | {"programs": 3}),
+                          (Tile(64, 4, 3), usual | {"programs": 2}), (Tile(64, 4, 4), usual | {"programs": 2}),
+                          (Tile(64, 2, 3), usual | {"programs": 3}), (Tile(32, 2, 3), usual),
+                          (Tile(32, 2, 3), usual | {"programs": 5}), (Tile(64, 4, 2, 1), usual),
+                          (Tile(128, 4, 2), usual | {"programs": 2})]
     return found
 
 
@@ -123,7 +141,8 @@ class Search:
         self.told: list[dict[str, Any]] = []
         print(f"{rows} rows: {self.best:.1f} us with {ways}", flush=True)
 
-    def part(self, name: str, options: list[Any]) -> None:
+    def part(self, name: str, options: list[Any]) -> list[Any]:
+        """The fastest few of them."""
         trials = []
         for option in options:
             if option == self.ways[name] or time.monotonic() > self._until:
@@ -138,6 +157,7 @@ class Search:
               + "; ".join(f"{us:.1f} {short(option)}" for us, option in trials[:7]), flush=True)
         if trials and trials[0][0] < self.best:
             self.best, self.ways = trials[0][0], self.ways | {name: trials[0][1]}
+        return [option for _, option in trials[:4]]
 
 
 def short(option: Any) -> str:
@@ -147,9 +167,10 @@ def short(option: Any) -> str:
 
 def usual_ways(rows: int) -> Ways:
     shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-    few = most_rows(torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16))
-    return {name: tile_for(rows, *shape, torch.bfloat16) if rows <= few else None for name, shape in shapes.items()} | {
-        "gated": False, "attention": (None, pieces_of(128, 2))}
+    few = {name: most_rows(torch.empty(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes.items()}
+    return {name: tile_for(rows, *shape, torch.bfloat16) if rows <= few[name] else None
+            for name, shape in shapes.items()} | {
+        "gated": True, "attention": (None, pieces_of(128, 2))}
 
 
 Job = tuple[int, SkinnyTile, bool] | Tile
@@ -212,8 +233,11 @@ def search(rows: int, context: int, copy: float, seconds: float) -> dict[str, An
     options = candidates(rows)
     found = Search(batch, rows, usual_ways(rows), time.monotonic() + seconds)
     before = found.best
-    for name in ("o", "gate_up", "down", "qkv", "gated", "attention", "o", "down"):
-        found.part(name, [False, True] if name == "gated" else options[name])
+    options["gated"] = [False, True]
+    for name in ("gate_up", "down", "qkv", "o", "attention", "gated"):
+        options[name] = [found.ways[name], *found.part(name, options[name])]
+    for name in ("gate_up", "down", "qkv", "o"):  # once more, beside what has been found since
+        found.part(name, options[name])
     floor = (4 * rows * context * shape.kv_heads * shape.dim + 2 * shape.layer_values) / copy / 1e6
     print(f"{rows} rows: {before:.1f} us before, {found.best:.1f} now, floor {floor:.1f}, "
           f"{found.best / floor:.3f} of it (before {before / floor:.3f})\n  "
