@@ -5,7 +5,8 @@
 Scheduling, building the batch, choosing (greedy, over a vocabulary of 32), taking in the results of the step before
 and telling the front, with steps overlapped as on a GPU; ``encode`` is the message to the front as bytes. Medians of
 this thread's time, as milliseconds and as microseconds a request. ``--sampled`` lets every request draw with top-p,
-``--changing`` ends requests and sends new ones, so that prefill and decode steps take turns.
+``--changing`` ends requests and sends new ones, so that prefill and decode steps take turns. ``--life`` tells the mean
+over all steps of a batch that begins together and ends after so many: turns of pages and ends are among them.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class FreeModel:
         self._likeliest = self._logits.argmax(-1)
         self._inputs = DecodeInputs(512, 1 << 20, 0, self.device)
 
+    def accompany(self) -> None:
+        """Nobody else."""
+
     def meet(self, num_tokens: int, num_scored: int, *, decodes: bool) -> bool:
         return True
 
@@ -70,7 +74,8 @@ class FreeModel:
 
 class Bench:
     def __init__(self, batch: int, context: int, steps: int, sampled: bool, changing: bool = False):
-        """``changing``: about one request ends in every decode step, and a new one comes."""
+        """``changing``: about one request ends in every decode step, and a new one comes. Else they want 40 tokens more
+        than ``steps``."""
         pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
         self.sent: FromEngine | None = None
         self.ledger = Ledger(self._take, eos_ids=frozenset({1}), max_request_tokens=1 << 20, max_requests=4096,
@@ -106,6 +111,15 @@ class Bench:
         self.scheduler.step(0.0)
         self.ledger.flush()
 
+    def life(self) -> list[float]:
+        """Milliseconds of each step until no request is left."""
+        times = []
+        while not self.scheduler.idle:
+            begin = time.thread_time()
+            self.step()
+            times.append(1e3 * (time.thread_time() - begin))
+        return times
+
     def refill(self) -> None:
         while self._changing and len(self.ledger.live) < self._batch:
             self._add(self._batch)
@@ -128,6 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--changing", action="store_true", help="a request ends and another comes in every other step")
+    parser.add_argument("--life", type=int, help="so many tokens of each request")
     parser.add_argument("--profile", action="store_true", help="show where the time goes, for the largest batch")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -135,13 +150,18 @@ def main() -> None:
     rows = []
     print("| batch | step ms | us a request | encode ms |\n|---|---|---|---|")
     for batch in map(int, args.batches.split(",")):
+        if args.life:
+            step = float(np.mean(Bench(batch, args.context, args.life - 40, args.sampled).life()))
+            rows.append({"batch": batch, "life": args.life, "step_ms": step})
+            print(f"| {batch} | {step:.3f} | {1e3 * step / batch:.2f} | - |", flush=True)
+            continue
         bench = Bench(batch, args.context, 2 * args.steps, args.sampled, args.changing)
         step = median_ms(bench.step, args.steps, bench.refill)
         message = bench.sent
         encode = median_ms(lambda message=message: msgspec.msgpack.encode(message), 50)
         rows.append({"batch": batch, "step_ms": step, "encode_ms": encode})
         print(f"| {batch} | {step:.3f} | {1e3 * step / batch:.2f} | {encode:.3f} |", flush=True)
-    if args.profile:
+    if args.profile and not args.life:
         with cProfile.Profile() as profile:
             for _ in range(args.steps):
                 bench.refill()
