@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..common.api.errors import DeadlineExceeded, InvalidRequest, ServingError, TransferFailed
+from ..common.api.errors import InvalidRequest, ServingError, TransferFailed
 from . import messages as m
 from .checksum import Extent
 from .failures import count_failure, fail, room_in_use
@@ -142,13 +142,12 @@ class ReceiverCore:
 
     def look(self, half: RecvRoom, bells: np.ndarray, now: float) -> None:
         """Whether the last pages of a room have landed, before its Result tells: see messages.Landing."""
-        for link_id, told in list(half.landings.items()):
-            if half.phase is Phase.RESERVED and 0 <= told.place < len(bells) and bells[told.place] == told.value:
-                del half.landings[link_id]
-                if (link := self.ways.links.get(link_id)) is not None and half.room in link.rooms:
-                    link.landed.add(told.stamp)
-                    half.accept(told.result)
-                    self._quiet(half, link_id, now)
+        for link_id, told in half.landed(bells):
+            link = self.ways.links.get(link_id)
+            if half.phase is Phase.RESERVED and link is not None and half.room in link.rooms:
+                link.landed.add(told.stamp)
+                half.accept(told.result)
+                self._quiet(half, link_id, now)
 
     def verified(self, half: RecvRoom, matches: bool, now: float) -> None:
         """The room's pages were compared with the sender's. Its result has proven that nothing is written any more."""
@@ -281,16 +280,9 @@ class ReceiverCore:
         self.ways.unroute(link, now)
 
     def _check_deadlines(self, half: RecvRoom, now: float) -> None:
-        timing = self.timing
-        if half.phase is Phase.RESERVING and now >= half.began + timing.bootstrap_timeout:
-            search = self.ways.searches.get(half.address)
-            because = f": {search.reason}" if search is not None and search.reason else ""
-            self._fail(half, DeadlineExceeded(
-                f"decode found no way to the prefill server at {half.address[0]}:{half.address[1]} within "
-                f"{timing.bootstrap_timeout:g} s{because}"), now)
-        elif half.phase is Phase.RESERVED and now >= half.began + timing.transfer_timeout:
-            self._fail(half, DeadlineExceeded(
-                f"the KV cache did not arrive within {timing.transfer_timeout:g} s (--kv-transfer-timeout)"), now)
+        search = self.ways.searches.get(half.address)
+        if (error := half.overdue(now, self.timing, "" if search is None else search.reason)) is not None:
+            self._fail(half, error, now)
         elif half.phase is Phase.ABORTING:
             for link_id in half.writers.overdue(now):
                 self._quiet(half, link_id, now)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..common.api.errors import ServingError
+import numpy as np
+
+from ..common.api.errors import DeadlineExceeded, ServingError
 from . import messages as m
 from .states import RECEIVER, Event, Phase, step
+from .timing import Timing
 from .writers import Writers
 
 Address = tuple[str, int]  # host and port of a prefill server's bootstrap server
@@ -44,6 +47,25 @@ class RecvRoom:
         """Of one of the sender's ranks; before DONE, since readers take no lock."""
         self.result = result.told_before(self.result)
         self.checksum = (self.checksum + checksum) % 2**64
+
+    def landed(self, bells: np.ndarray) -> list[tuple[bytes, m.Landing]]:
+        """The landings that have been rung for since they were awaited, each once."""
+        rung = [(link_id, told) for link_id, told in self.landings.items()
+                if 0 <= told.place < len(bells) and bells[told.place] == told.value]
+        for link_id, _ in rung:
+            del self.landings[link_id]
+        return rung
+
+    def overdue(self, now: float, timing: Timing, reason: str) -> DeadlineExceeded | None:
+        """Why the room must fail now; ``reason`` is why no way to its sender was found yet."""
+        if self.phase is Phase.RESERVING and now >= self.began + timing.bootstrap_timeout:
+            return DeadlineExceeded(
+                f"decode found no way to the prefill server at {self.address[0]}:{self.address[1]} within "
+                f"{timing.bootstrap_timeout:g} s" + (f": {reason}" if reason else ""))
+        if self.phase is Phase.RESERVED and now >= self.began + timing.transfer_timeout:
+            return DeadlineExceeded(
+                f"the KV cache did not arrive within {timing.transfer_timeout:g} s (--kv-transfer-timeout)")
+        return None
 
 
 @dataclass
