@@ -61,6 +61,16 @@ class SlowDriver:
 
         self.asked.append(run)
 
+    def map_host(self, address: int, num_bytes: int) -> int:
+        if self.broken:
+            raise DriverError("out of memory")
+        return address
+
+    def put(self, address: int, value: int) -> None:
+        if self.broken:
+            raise DriverError("out of order")
+        self.asked.append(lambda: setattr(ctypes.c_int64.from_address(address), "value", value))
+
     def work(self, steps: int) -> None:
         for _ in range(min(steps, len(self.asked))):
             self.asked.popleft()()
@@ -130,6 +140,25 @@ def test_a_copy_that_cannot_start_leaves_none_under_way(memory, pools):
         copy(memory, pools, [7, 3], [4, 9])
     assert not memory._driver.asked and before.poll() is WriteState.DONE
     assert np.array_equal(pools[1][[2, 0]], pools[0][[1, 5]]) and not pools[1][[4, 9]].any()
+
+
+def test_a_bell_rings_behind_the_copies(memory, pools):
+    bells = np.zeros(4, np.int64)
+    address = memory.enroll(bells)
+    copy(memory, pools, [1, 5], [2, 0])
+    memory.ring(address + 16, 77, [])
+    memory._driver.work(3)  # ids, kernel, event
+    assert not bells.any() and pools[1][2].any()
+    memory._driver.work(1)
+    assert bells.tolist() == [0, 0, 77, 0]
+
+
+def test_a_bell_out_of_reach_is_told(memory):
+    memory._driver.broken = True
+    with pytest.raises(TransferFailed, match="out of memory"):
+        memory.enroll(np.zeros(4, np.int64))
+    with pytest.raises(TransferFailed, match="out of order"):
+        memory.ring(0, 77, [])
 
 
 def test_settled_copies_have_ended(memory, pools):
