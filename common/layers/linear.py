@@ -84,7 +84,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """``[T, in / size] -> [T, out]``, summed over the ranks; the bias is added once, after the sum."""
+    """``[T, in / size] -> [T, out]``, summed over the ranks, the bias once."""
 
     def __init__(self, name: str, in_features: int, out_features: int, bias: bool, tp: TPGroup, allocate: Allocate):
         self.name = name
@@ -103,9 +103,9 @@ class RowLinear:
 
     def pending(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
         """The same, its sum left to the norm that follows where there is one to make."""
-        if self.tp.size == 1 or self.bias is not None:
+        if self.tp.size == 1:
             return self(x, gated=gated)
-        return PendingSum(self.partial(x, gated=gated), self.tp)
+        return PendingSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
 
     def partial(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         """This rank's summand, without the bias: for callers that add more before the ranks are summed."""
