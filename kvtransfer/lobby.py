@@ -56,16 +56,15 @@ class Lobby:
 
     def reserve(self, session: Session, reserve: m.Reserve, now: float) -> None:
         """A rank of decode's half has come."""
-        half = self.rooms.get(reserve.room)
-        present = half.destination_of(session.info.rank) if half is not None else None
-        present = present or self.early.get((reserve.room, session.info.rank))
-        if present is not None and present.session is session and present.stamp == reserve.stamp:
+        if reserve.stamp <= session.stamp:  # a receiver's stamps grow: this one has come before
             self.counters["kv_messages_dropped"] += 1
             return
+        session.stamp = reserve.stamp
+        half, waiting = self.rooms.get(reserve.room), self.early.get((reserve.room, session.info.rank))
         destination = Destination.of(session, reserve, now + self.timing.bootstrap_timeout)
         if (flaw := destination.flaw) is not None:
             self._refuse(destination, TransferFailed(flaw, cause="mismatch"))
-        elif present is not None or (half is not None and half.destinations):
+        elif waiting is not None or (half is not None and half.destinations):
             self._refuse(destination, room_in_use(reserve.room))
         elif (error := self._error_of(reserve.room)) is not None:
             self._refuse(destination, error)

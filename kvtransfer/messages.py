@@ -2,8 +2,9 @@
 
 A receiver's DEALER socket is a *session*: it has a fresh random identity, never reconnects, and begins with Hello.
 Within a session ZMQ neither reorders nor duplicates; a broken session is never continued, so a lost message
-means a lost session. ``stamp`` is the receiver's number of one reservation, unique within its instance, and tells
-this use of a room from every earlier one; ``instance`` is a process's random id (its epoch).
+means a lost session. ``stamp`` is the receiver's number of one reservation, unique within its instance and greater than
+all before, so that it tells this use of a room from every earlier one, and a Reserve that comes again from a new one;
+``instance`` is a process's random id (its epoch).
 
     receiver                                   sender
     Hello(who, where its memory is)      ->

@@ -26,6 +26,7 @@ class Session:
     checksum: Extent = "off"
     peer: Any = None
     lease: float = 0.0  # until when writes may be posted
+    stamp: int = -1  # of the last Reserve
     rooms: dict[int, SendRoom] = field(default_factory=dict)
 
     def confirm(self, sent: float, now: float, lease: float) -> None:
@@ -51,10 +52,6 @@ class SendRoom:
     in_flight: int = 0
     announced: bool = False  # that the last writes are on their way
     untaken: set[tuple[bytes, int]] = field(default_factory=set)  # session and stamp of each destination without Taken
-
-    def destination_of(self, rank: int) -> Destination | None:
-        """That of a decode rank, once the room has joined."""
-        return next((destination for destination in self.destinations if destination.rank == rank), None)
 
     def differs(self, destination: Destination) -> str | None:
         """Why the destination is for another prompt than this; None: it is for this one."""

@@ -4,7 +4,7 @@ The cores are the real ones, of several ranks on both sides. The world delivers,
 a random schedule says, and holds memory to account: every destination page belongs to one request or is free, and a
 write that lands in a page of another owner is the bug that all of this exists to prevent. What a connection may do is
 what ZMQ and TCP do: keep its order, and lose its end. Between connections, and between messages and writes, any order
-is possible.
+is possible. Messages that come twice, which ZMQ does not do, are played as well.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Wire:
     receiver: int
     to_sender: deque = field(default_factory=deque)
     to_receiver: deque = field(default_factory=deque)
+    past: list = field(default_factory=list)  # all that was ever said, with its direction
 
 
 @dataclass
@@ -311,6 +312,13 @@ class World:
         elif wire.to_sender and wire.sender not in self.prefill.stopped:
             self.prefill.cores[wire.sender].receive(link, wire.to_sender.popleft(), self.now)
 
+    def repeat(self, n: int) -> None:
+        """A message comes once more, however late. ZMQ does not do that; nothing may depend on it."""
+        said = [past for wire in self.wires.values() for past in wire.past]
+        if said:
+            queue, message = said[n % len(said)]
+            queue.append(message)
+
     def read_inbox(self, n: int) -> None:
         for place, (rank, link, message) in enumerate(self.inbox):
             if rank not in self.prefill.stopped:
@@ -484,7 +492,9 @@ class World:
             self.sender_of[effect.link.id] = sender
         elif isinstance(effect, recv_state.Send):
             if effect.link in self.wires:
-                self.wires[effect.link].to_sender.append(effect.message)
+                wire = self.wires[effect.link]
+                wire.to_sender.append(effect.message)
+                wire.past.append((wire.to_sender, effect.message))
         elif isinstance(effect, recv_state.Verify):
             self.unverified.append((core, effect))
         else:
@@ -493,7 +503,9 @@ class World:
     def sender_effect(self, core: sending.SenderCore, effect: send_state.Effect) -> None:
         if isinstance(effect, send_state.Send):
             if effect.session in self.wires:
-                self.wires[effect.session].to_receiver.append(effect.message)
+                wire = self.wires[effect.session]
+                wire.to_receiver.append(effect.message)
+                wire.past.append((wire.to_receiver, effect.message))
         elif isinstance(effect, send_state.Admit):
             core.sessions.admitted(effect.session, effect.session.id, self.now)
         else:
@@ -530,7 +542,8 @@ class World:
 COMMON = ["meet", "meet", "expect", "reserve", "push", "push", "finish", "work", "verify", "run_rank",
           *["deliver"] * 4, *["post"] * 2, *["land"] * 2, *["flow"] * 3, "poll_prefill", "poll_decode"]
 RARE = ["abort_prefill", "abort_decode", "decline", "fail_write", "advance", "advance", "advance", "cut",
-        "kill_prefill", "kill_decode", "stop", "outage", "outage", "read_inbox", "land_late", "land_late"]
+        "kill_prefill", "kill_decode", "stop", "outage", "outage", "read_inbox", "land_late", "land_late",
+        "repeat", "repeat"]
 _NAMES = COMMON * 6 + RARE
 
 

@@ -125,6 +125,17 @@ def test_a_repeated_reserve_is_dropped(sender):
     assert sent(sender) == [] and sender.rooms[1].phase is Phase.WRITING
 
 
+def test_a_reserve_that_comes_again_after_its_room_has_ended_is_not_the_next_one(sender):
+    writing(sender)
+    sender.receive(b"s", m.Abort(1, 5, "request_aborted", "left"), 10.0)
+    sender.forget(1)
+    sent(sender)
+    sender.receive(b"s", reserve(), 10.0)
+    assert sent(sender) == [] and not sender.lobby.early
+    sender.receive(b"s", reserve(stamp=6), 10.0)
+    assert list(sender.lobby.early) == [(1, 0)]
+
+
 @pytest.mark.parametrize("bad, words", [
     ({"page_ids": (3,)}, "1 pages from page 0 on for a prompt of 2 pages"),
     ({"page_ids": (3, 8)}, "outside its pool of 8"),
