@@ -80,11 +80,12 @@ class EmbeddingScheduler:
     def _pooled(self, batch: Batch) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
         self._runner.meet(batch.num_tokens, 0, decodes=False)
-        hidden = self._runner.hidden(self._build(batch))
+        wanted = _pooled_rows(batch)
+        hidden = self._runner.hidden(self._build(batch, [row for rows in wanted for row in rows]))
         pooled, offset = [], 0
-        for chunk in batch.chunks:
-            rows = hidden[offset:offset + chunk.stop - chunk.start]
-            offset += len(rows)
+        for chunk, places in zip(batch.chunks, wanted):
+            rows = hidden[offset:offset + len(places)]
+            offset += len(places)
             if chunk.req.pooling == "mean":
                 total = self._sums.pop(chunk.req, 0) + rows.sum(0, dtype=torch.float32)
                 if chunk.samples:
@@ -97,11 +98,20 @@ class EmbeddingScheduler:
             return []
         return [vector.tobytes() for vector in self._runner.score(torch.stack(pooled)).cpu().numpy()]
 
-    def _build(self, batch: Batch) -> ForwardBatch:
+    def _build(self, batch: Batch, wanted: list[int]) -> ForwardBatch:
         page_size = self._runner.layout.page_size
         rows = []
         for chunk in batch.chunks:
             assert chunk.req.hold is not None
             rows.append(Row(chunk.req.tokens.view(chunk.start, chunk.stop), chunk.start, chunk.req.hold.ids))
-        num_tokens = sum(row.num_tokens for row in rows)
-        return build_forward_batch(rows, page_size, self._runner.device, False, list(range(num_tokens)))
+        return build_forward_batch(rows, page_size, self._runner.device, False, wanted)
+
+
+def _pooled_rows(batch: Batch) -> list[range]:
+    """Of each chunk the batch's rows whose hidden states are pooled: the mean's are all, the last token's is one."""
+    found, end = [], 0
+    for chunk in batch.chunks:
+        begin, end = end, end + chunk.stop - chunk.start
+        first = begin if chunk.req.pooling == "mean" else end - chunk.samples
+        found.append(range(first, end))
+    return found
