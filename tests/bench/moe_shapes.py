@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.forms import Scales
+from ...kernels.forms import ExpertBiases, Scales
 from .device_time import captured, run_seconds
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One rank's part of a layer."""
+    """One rank's part of a layer. With a ``gate_limit`` it has gpt-oss's gate and biases."""
 
     hidden: int
     experts: int
     top_k: int
     size: int
+    gate_limit: float = 0.0
 
     @property
     def expert_bytes(self) -> int:
@@ -38,7 +39,7 @@ SHAPES = {
     "mixtral-8x7b-tp2": Shape(4096, 8, 2, 7168),
     "deepseek-v2-lite": Shape(2048, 64, 6, 1408),
     "deepseek-v3-ep8": Shape(7168, 32, 8, 2048),
-    "gpt-oss-20b": Shape(2880, 32, 4, 2880),
+    "gpt-oss-20b": Shape(2880, 32, 4, 2880, 7.0),
     "tiny": Shape(64, 8, 2, 64),  # for a look at these scripts on a CPU, under Triton's interpreter
 }
 
@@ -52,6 +53,10 @@ class Layer:
         self.dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self.gate_up = self._random(shape.experts, 2 * shape.size, shape.hidden, dtype=dtype)
         self.down = self._random(shape.experts, shape.hidden, shape.size, dtype=dtype)
+        self.biases: ExpertBiases | None = None
+        if shape.gate_limit:
+            self.biases = ExpertBiases(self._random(shape.experts, 2 * shape.size, dtype=self.dtype),
+                                       self._random(shape.experts, shape.hidden, dtype=self.dtype))
         self.scales: Scales | None = None
         if dtype.itemsize == 1:
             self.scales = Scales(*(torch.ones(len(w), *(-(-n // 128) for n in w.shape[1:]), device=device)

@@ -63,9 +63,11 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
         yield tiles.gate_up if gated else tiles.down
 
 
-def suits(tile: Tile, depth: int, by_block: bool) -> bool:
-    """Whether a product of this depth is cut into whole steps of the tile."""
-    return depth % tile.depth == 0 if tile.rows in FEW_ROWS else fits(tile, depth, depth, by_block)
+def suits(tile: Tile, depth: int, layer: Layer) -> bool:
+    """Whether a product of the layer with this depth is cut into whole steps of the tile, by a kernel that it has."""
+    if layer.biases is not None and tile.by_warpgroups:
+        return False
+    return depth % tile.depth == 0 if tile.rows in FEW_ROWS else fits(tile, depth, depth, layer.scales is not None)
 
 
 class Products:
@@ -73,6 +75,7 @@ class Products:
 
     def __init__(self, layer: Layer, tokens: int, rows: int):
         self.layer = layer
+        self.up_bias, self.down_bias = layer.biases or (None, None)
         self.x, self.places, self.weights = layer.tokens(tokens)
         self.rows = rows
         self.aligned: Alignment = moe_align(self.places, layer.shape.experts, rows)
@@ -89,21 +92,24 @@ class Products:
         scale = None if layer.scales is None else layer.scales.gate_up
         if self.rows in MANY_ROWS:
             return moe_up(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile, layer.dtype,
-                          self.given_scale, scale)
+                          self.given_scale, scale, self.up_bias, layer.shape.gate_limit)
         return moe_gemm(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile, layer.dtype,
-                        gated=True, a_scale=self.given_scale, b_scale=scale)
+                        gated=True, a_scale=self.given_scale, b_scale=scale, bias=self.up_bias,
+                        limit=layer.shape.gate_limit)
 
     def down(self, tile: Tile) -> torch.Tensor:
         layer, total = self.layer, self.places.numel()
         scale = None if layer.scales is None else layer.scales.down
         if self.rows in MANY_ROWS:
-            return moe_down(self.between, layer.down, self.aligned, total, tile, layer.dtype, self.between_scale, scale)
+            return moe_down(self.between, layer.down, self.aligned, total, tile, layer.dtype, self.between_scale, scale,
+                            self.down_bias)
         return moe_gemm(self.between, layer.down, self.aligned, 1, total, tile, layer.dtype,
-                        a_scale=self.between_scale, b_scale=scale)
+                        a_scale=self.between_scale, b_scale=scale, bias=self.down_bias)
 
     def whole(self, tiles: Tiles) -> torch.Tensor:
         layer = self.layer
-        return moe_experts(self.x, layer.gate_up, layer.down, self.places, self.weights, layer.scales, tiles)
+        return moe_experts(self.x, layer.gate_up, layer.down, self.places, self.weights, layer.scales, tiles,
+                           layer.biases, layer.shape.gate_limit)
 
     def others(self) -> tuple[float, float]:
         """Microseconds of the alignment and, of sorted rows, of the sum."""
@@ -113,24 +119,29 @@ class Products:
                 micros(lambda: moe_sum(made, self.places, count, self.weights, self.aligned.positions, out)))
 
 
-def compile_one(job: tuple[str, Tile, bool]) -> str:
+Job = tuple[str, Tile, bool, float]
+"""A type, a tile, whether of the gated product, and the gate's limit."""
+
+
+def compile_one(job: Job) -> str:
     """In a process of its own: one expert of the shape is enough for the kernel."""
-    name, tile, gated = job
+    name, tile, gated, limit = job
     dtype, device = getattr(torch, name), "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        products = Products(Layer(Shape(2048, 1, 1, 768), dtype, device), 16, tile.rows)
+        products = Products(Layer(Shape(2048, 1, 1, 768, limit), dtype, device), 16, tile.rows)
         products.up(tile) if gated else products.down(tile)
     except Exception as error:  # what a device cannot hold is not compiled; the measurement finds it again
         return f"{job}: {type(error).__name__} {str(error)[:200]}"
     return ""
 
 
-def all_candidates(dtypes: list[str], most_rows: int) -> list[tuple[str, Tile, bool]]:
-    return [(name, tile, gated) for name in dtypes for gated in (True, False) for rows in FEW_ROWS + MANY_ROWS
-            for tile in candidates(rows, getattr(torch, name), gated) if rows <= most_rows]
+def all_candidates(dtypes: list[str], most_rows: int, limits: set[float]) -> list[Job]:
+    return [(name, tile, gated, limit) for name in dtypes for gated in (True, False) for rows in FEW_ROWS + MANY_ROWS
+            for tile in candidates(rows, getattr(torch, name), gated) if rows <= most_rows for limit in limits
+            if not (limit and tile.by_warpgroups)]
 
 
-def compile_all(jobs: list[tuple[str, Tile, bool]]) -> None:
+def compile_all(jobs: list[Job]) -> None:
     """Of each job's type the product with this tile, gated or not, in as many processes as there are cores."""
     began = time.perf_counter()
     jobs = sorted(jobs, key=lambda job: -job[1].rows)  # the longest first
@@ -167,7 +178,7 @@ def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
     for rows in FEW_ROWS + MANY_ROWS:
         if rows > 16 and (rows > most_rows or each < rows / 8) or rows < 64 and each > 8 * rows:
             continue
-        suiting = [[tile for tile in candidates(rows, dtype, gated) if suits(tile, depth, layer.scales is not None)]
+        suiting = [[tile for tile in candidates(rows, dtype, gated) if suits(tile, depth, layer)]
                    for gated, depth in ((True, shape.hidden), (False, shape.size))]
         if not all(suiting):
             continue
@@ -205,7 +216,8 @@ def main() -> None:
     args = parser.parse_args()
     name, dtypes = device_name(DEVICE), args.dtypes.split(",")
     if DEVICE.type == "cuda":
-        compile_all(all_candidates(dtypes, args.most_rows))
+        limits = {SHAPES[shape].gate_limit for shape in args.shapes.split(",")}
+        compile_all(all_candidates(dtypes, args.most_rows, limits))
     measured = dict(moe_tiles.table(name))
     args.folder.mkdir(exist_ok=True, parents=True)
     file = args.folder / f"{name.replace(' ', '_')}.json"
