@@ -20,13 +20,14 @@ import numpy as np
 from baton.common.api.errors import Aborted, TransferFailed
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer import receiving, recv_state, send_state, sending
+from baton.kvtransfer.checksum import Extent
 from baton.kvtransfer.messages import PrefillResult, RankInfo
 from baton.kvtransfer.states import Phase
 from baton.kvtransfer.timing import Timing
 
 TIMING = Timing(bootstrap_timeout=8.0, transfer_timeout=20.0, peer_timeout=3.0)
 ADDRESS = ("prefill", 1)
-HEADS, NUM_PAGES, ROOMS, TICK = 2, 8, 3, 0.1
+HEADS, NUM_PAGES, ROOMS, TICK, BELLS = 2, 8, 3, 0.1, 4
 SHAPES = ((1, 1), (1, 2), (2, 1), (2, 2))  # ranks of prefill and of decode
 
 
@@ -45,7 +46,7 @@ class Wire:
     past: list = field(default_factory=list)  # all that was ever said, with its direction
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """A posted write for the request ``serial``. ``lost``: it cannot land."""
 
@@ -58,6 +59,22 @@ class Flight:
     @property
     def session(self) -> bytes:
         return self.write.session.id
+
+
+@dataclass
+class Ring:
+    """``value`` shall stand in a bell of decode's memory ``bells``, behind the flights ``after``."""
+
+    bells: np.ndarray
+    place: int
+    value: int
+    after: list[Flight]
+
+    def landed(self, flight: Flight) -> None:
+        if flight in self.after:
+            self.after.remove(flight)
+            if not self.after:
+                self.bells[self.place] = self.value
 
 
 @dataclass
@@ -106,16 +123,19 @@ class Group:
 
 
 class World:
-    def __init__(self, prefill_ranks: int = 1, decode_ranks: int = 1, lingering: float = 0.0) -> None:
-        """``lingering``: how long the backend's writes may still land that it has given up."""
-        self.now, self.lingering = 100.0, lingering
+    def __init__(self, prefill_ranks: int = 1, decode_ranks: int = 1, lingering: float = 0.0,
+                 checksum: Extent = "sampled") -> None:
+        """``lingering``: how long the backend's writes may still land that it has given up. Decode's bells tell it what
+        has landed where ``checksum`` is off."""
+        self.now, self.lingering, self.checksum = 100.0, lingering, checksum
+        self.rings: list[Ring] = []
         self.late: list[tuple[float, Flight]] = []  # given up, with the time until which each may land
         self.instances, self.serials = itertools.count(), itertools.count()
         self.wires: dict[bytes, Wire] = {}
         self.flights: list[Flight] = []
         self.inbox: list[tuple[int, bytes, object]] = []  # at a sender's host, of connections that are gone
         self.unverified: deque[tuple[receiving.ReceiverCore, recv_state.Verify]] = deque()
-        self.completed = self.failed = 0
+        self.completed = self.failed = self.rung = 0
         self.serial_of: dict[tuple[str, int], int] = {}  # by a receiver's instance, and its stamp
         self.gone_on: set[int] = set()  # requests that decode has taken over, or that were aborted there
         self.ranks = prefill_ranks, decode_ranks
@@ -131,8 +151,9 @@ class World:
 
     def start_decode(self) -> None:
         self.decode = Group([
-            receiving.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum="sampled",
+            receiving.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum=self.checksum,
                                    lingering=self.lingering) for rank in range(self.ranks[1])])
+        self.bells = [np.zeros(BELLS, np.int64) for _ in range(self.ranks[1])]
         self.requests: dict[int, Request] = {}
         self.owner: dict[int, int | None] = dict.fromkeys(range(NUM_PAGES))  # page -> serial
         self.written: dict[tuple[int, int], set[int]] = {}  # rank and page -> senders that wrote it for its owner
@@ -233,6 +254,11 @@ class World:
 
     def poll_decode(self, n: int = 0) -> None:
         self.decode.run_all()
+        for core, bells in zip(self.decode.cores, self.bells):
+            for half in core.rooms.values():
+                if half.landings and half.room in self.requests:
+                    core.look(half, bells, self.now)
+                    self.rung += half.phase is Phase.DONE
         for request in list(self.requests.values()):
             halves = [core.rooms[request.room] for core in self.decode.cores]
             if min(half.phase for half in halves) <= Phase.ABORTING and not request.answered:
@@ -334,6 +360,19 @@ class World:
                 info = write.session.info
                 alive = self.decode.cores[info.rank].info.instance == info.instance
                 self.flights.append(Flight(write, self.serial(write.destination), rank, info.rank, lost=not alive))
+            self.announce(rank, core)
+
+    def announce(self, rank: int, core: sending.SenderCore) -> None:
+        """As the sender's I/O thread does: it rings behind all that is on its way to the peer."""
+        mine = [flight for flight in self.flights if flight.sender == rank]
+        for half in {id(flight.write.room): flight.write.room for flight in mine}.values():
+            for destination in core.landing(half):
+                value, info = next(self.serials) + 1, destination.session.info
+                after = [flight for flight in mine if flight.session == destination.session.id]
+                ring = Ring(self.bells[info.rank], value % BELLS, value, after)
+                if after and self.decode.cores[info.rank].info.instance == info.instance:
+                    self.rings.append(ring)
+                core.announce(destination, half.result, ring.place, value)
 
     def land(self, n: int) -> None:
         moving = [flight for flight in self.flights if flight.sender not in self.prefill.stopped]
@@ -363,6 +402,9 @@ class World:
             assert self.owner[page] == flight.serial, (
                 f"a late write for request {flight.serial} landed in page {page} of {self.owner[page]}")
             self.written[flight.receiver, page].add(flight.sender)
+        for ring in self.rings:
+            ring.landed(flight)
+        self.rings = [ring for ring in self.rings if ring.after]
 
     def advance(self, n: int) -> None:
         for _ in range((1, 3, 10, 40)[n % 4]):
@@ -550,7 +592,8 @@ _NAMES = COMMON * 6 + RARE
 def run_seed(seed: int) -> World:
     """One schedule, which is all in its seed. An AssertionError names it, whatever went wrong."""
     rng = Random(seed)
-    world = World(*SHAPES[seed % len(SHAPES)], lingering=(0.0, 10.0)[seed // len(SHAPES) % 2])
+    world = World(*SHAPES[seed % len(SHAPES)], lingering=(0.0, 10.0)[seed // len(SHAPES) % 2],
+                  checksum=("sampled", "off")[seed // len(SHAPES) // 2 % 2])
     schedule = [(rng.choice(_NAMES), rng.randrange(1024)) for _ in range(rng.randrange(10, 120))]
     try:
         return world.run(schedule)
