@@ -68,6 +68,8 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
+    if message.reasoning_content and not plain["content"]:  # gpt-oss's template has another word, and refuses both
+        plain["thinking"] = message.reasoning_content
     return plain
 
 

@@ -11,6 +11,7 @@ from reading_cases import of_pieces
 
 from baton.common.api.errors import ConfigError, InvalidRequest
 from baton.common.http.chat_prompt import chat_prompt
+from baton.common.openai.chat import template_messages
 from baton.common.openai.parts import Arguments, CallBegun
 from baton.common.openai.protocol import decode_chat
 from baton.common.openai.reading import Reading
@@ -126,3 +127,12 @@ def test_parts_that_are_no_text(tokenizer: Tokenizer, part: dict[str, Any]) -> N
 def test_unknown_names_are_one_sentence(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="^Cannot read --chat-template nobody: No such file.*chatml.*qwen.$"):
         tokenizer.with_chat_template("nobody")
+
+
+def test_thoughts_between_calls_have_the_name_that_gpt_oss_s_template_knows() -> None:
+    """It refuses thoughts beside content."""
+    thought = {"role": "assistant", "reasoning_content": "Hm", "tool_calls": CALLED[4]["tool_calls"]}
+    request = decode_chat(json.dumps({"messages": [*CHAT, thought, CALLED[5], {**thought, "content": "So"}]}).encode())
+    silent, _, spoken = template_messages(request)[4:]
+    assert silent["thinking"] == silent["reasoning_content"] == spoken["reasoning_content"] == "Hm"
+    assert "thinking" not in spoken and silent["content"] == ""
