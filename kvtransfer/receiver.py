@@ -106,7 +106,7 @@ class KVReceiver:
     def decline(self, room: int, peer: Address, error: ServingError) -> None:
         """Tell prefill that a room is not going to be reserved, so that its half need not wait for a deadline."""
         with self._driver as core:
-            core.decline(room, peer, error, time.monotonic())
+            core.ways.decline(room, peer, error, time.monotonic())
 
     def forget(self, room: int) -> None:
         """Drop a room that is DONE or FAILED."""
@@ -140,7 +140,7 @@ class KVReceiver:
         with self._driver.lock:
             if self._core.idle:
                 return None
-            interval = self._backend.progress_interval if self._core.expecting else None
+            interval = self._backend.progress_interval if self._core.ways.expecting else None
             return self._timing.tick if interval is None else interval
 
     def _carry_out(self, effect: Effect) -> None:

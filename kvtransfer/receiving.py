@@ -61,12 +61,8 @@ class ReceiverCore:
     def abort(self, room: int, error: ServingError, now: float) -> None:
         if (half := self.rooms.get(room)) is not None:
             if half.phase is Phase.RESERVING:
-                self.decline(room, half.address, error, now)
+                self.ways.decline(room, half.address, error, now)
             self._fail(half, error, now)
-
-    def decline(self, room: int, address: Address, error: ServingError, now: float) -> None:
-        """Tell the sender that nothing will be reserved for a room."""
-        self.ways.decline(address, m.Decline(room, error.code, error.message), now)
 
     def taken(self, room: int) -> None:
         """Tell the senders of a room that is DONE that they need not keep anything for another attempt."""
@@ -175,11 +171,6 @@ class ReceiverCore:
     def idle(self) -> bool:
         """Nothing has a deadline."""
         return not (self.rooms or self.ways)
-
-    @property
-    def expecting(self) -> bool:
-        """Whether anybody may be writing to us."""
-        return any(link.rooms for link in self.ways.links.values())
 
     def shut_down(self, now: float) -> None:
         """Say goodbye. Our memory goes away with us, so nothing waits for the writers."""

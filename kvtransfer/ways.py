@@ -42,6 +42,11 @@ class Ways:
         """Whether anything here has a deadline."""
         return bool(self.links or self.searches or self.declines)
 
+    @property
+    def expecting(self) -> bool:
+        """Whether anybody may be writing to us."""
+        return any(link.rooms for link in self.links.values())
+
     def send(self, link: Link, message: m.ToSender) -> None:
         self.effects.append(Send(link.id, message))
 
@@ -110,8 +115,9 @@ class Ways:
 
     # -- words for rooms that were never published -------------------------------------------------------------------
 
-    def decline(self, address: Address, decline: m.Decline, now: float) -> None:
-        """Tell the senders there, at once or as soon as there is a way to them."""
+    def decline(self, room: int, address: Address, error: ServingError, now: float) -> None:
+        """Tell the senders there that nothing will be reserved for a room, at once or as soon as there is a way."""
+        decline = m.Decline(room, error.code, error.message)
         if (route := self.way_to(address)) is not None:
             for link in route.links.values():
                 self.send(link, decline)

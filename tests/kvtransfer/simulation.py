@@ -13,6 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from random import Random
 
 import numpy as np
@@ -108,7 +109,7 @@ class Group:
 
     def call(self, name: str, *arguments: object) -> None:
         for queue in self.todo:
-            queue.append(lambda core: getattr(core, name)(*arguments))
+            queue.append(lambda core: attrgetter(name)(core)(*arguments))
 
     def run(self, rank: int) -> None:
         if rank not in self.stopped and self.todo[rank]:
@@ -194,7 +195,7 @@ class World:
 
     def decline(self, n: int) -> None:
         if n % ROOMS not in self.requests:
-            self.decode.call("decline", n % ROOMS, ADDRESS, Aborted("by decode, early"), self.now)
+            self.decode.call("ways.decline", n % ROOMS, ADDRESS, Aborted("by decode, early"), self.now)
 
     def push(self, n: int) -> None:
         """A chunk of one page or more, once the group agrees that both halves have met."""
