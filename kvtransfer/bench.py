@@ -11,15 +11,16 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..common.api.errors import ConfigError
+from ..common.bench.report import check_writable, write_text
 from ..common.config.cli import parse
 from ..common.kvcache.layout import KVLayout
 from .bench_args import BenchArgs, sizes_of
+from .bench_plot import draw
 from .bench_worker import Place, Worker, main_of
 
 
@@ -51,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: BenchArgs) -> int:
-    """Measure and report; 1 when pages arrived wrong."""
+    """Measure and report; 1 when pages arrived wrong. Raises ConfigError."""
+    check_writable(args.output, "--output")
+    check_writable(args.plot, "--plot")
     figures: list[Figure] = []
     ceiling: dict[str, Any] = {}
     for case in args.tp:
@@ -67,11 +70,11 @@ def run(args: BenchArgs) -> int:
                         print(_row(figures[-1]), flush=True)
                 fleet.close_layout()
                 print(f"{'':12}set-up {set_up:.2f} s", flush=True)
-    if args.output:
+    if args.output is not None:
         record = {"settings": asdict(args), "copy_ceiling_gb_s": ceiling, "figures": [asdict(f) for f in figures]}
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if args.plot:
-        _draw(args.plot, figures, ceiling)
+        write_text(args.output, json.dumps(record, indent=1) + "\n", "--output")
+    if args.plot is not None:
+        write_text(args.plot, draw(figures, ceiling), "--plot")
     return 0 if all(figure.right for figure in figures) else 1
 
 
@@ -176,23 +179,6 @@ class _Fleet:
         """``[layer groups][pages][heads]``, whatever the number of ranks."""
         ranks = self._all(halves, "digest")
         return [np.concatenate(groups, axis=1).tolist() for groups in zip(*ranks)]
-
-
-def _draw(path: str, figures: list[Figure], ceiling: dict[str, float]) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; leave the flag out or install it.") from None
-    drawing, axes = pyplot.subplots(figsize=(8, 5))
-    for tokens, order in dict.fromkeys((figure.prompt_tokens, figure.order) for figure in figures):
-        line = [(f.descriptor_kib, f.gb_s) for f in figures if (f.prompt_tokens, f.order) == (tokens, order)]
-        axes.plot(*zip(*line), marker="o", label=f"{tokens} tokens, {order}")
-    for name, value in ceiling.items():
-        axes.axhline(value, linestyle="--", color="grey", linewidth=1)
-        axes.annotate(name, (figures[0].descriptor_kib, value), fontsize=8)
-    axes.set(xscale="log", xlabel="descriptor, KiB", ylabel="GB/s", ylim=(0, None), title="KV pages between processes")
-    axes.legend(fontsize=8)
-    drawing.savefig(path, dpi=150, bbox_inches="tight")
 
 
 if __name__ == "__main__":

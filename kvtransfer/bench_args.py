@@ -34,7 +34,7 @@ class BenchArgs:
         "element type of the cache"))
     kv_checksum: Literal["sampled", "full", "off"] = flag("off", help="as the servers' flag")
     output: str | None = flag(None, help="write settings and figures to this JSON file")
-    plot: str | None = flag(None, help="draw the figures into this PNG file (needs matplotlib)")
+    plot: str | None = flag(None, help="draw the figures into this SVG file")
 
     def __post_init__(self) -> None:
         if min(*self.prompt_tokens, *self.descriptor_kib, *self.page_size, self.repeat) < 1:

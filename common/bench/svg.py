@@ -10,7 +10,8 @@ from html import escape
 WIDTH, HEIGHT = 460, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 44
 _TICKS = 5
-_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706")
+_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#57534e")
+_MARKED = 16  # points of a line, at most, that are marked: so few are measurements, and one alone makes no line
 _TEXT = 'font-family="sans-serif" font-size="11" fill="#333"'
 
 
@@ -64,6 +65,9 @@ def _chart(chart: Chart) -> list[str]:
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(f"{_LEFT + across * x / x_end:.1f},{_TOP + down * (1 - y / y_end):.1f}" for x, y in line.points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        if len(line.points) <= _MARKED:
+            parts += [f'<circle cx="{place.partition(",")[0]}" cy="{place.partition(",")[2]}" r="2.5" fill="{colour}"/>'
+                      for place in path.split()]
         if line.name:
             parts.append(f'<text x="{_LEFT + across - 4}" y="{_TOP + 14 + 14 * number}" {_TEXT} text-anchor="end" '
                          f'style="fill:{colour}">{escape(line.name)}</text>')

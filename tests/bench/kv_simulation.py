@@ -1,6 +1,6 @@
 """Runs random schedules of the KV transfer protocol, 100,000 by default; no machine but this one's CPU is needed.
 
-    python -m baton.tests.bench.kv_simulation                      # about ten minutes on one core
+    python -m baton.tests.bench.kv_simulation                      # about four minutes on one core
     python -m baton.tests.bench.kv_simulation --first 4711 --schedules 1
 
 A schedule that breaks a promise of the protocol is told by its seed, which is its number, and shown again by the second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ TINY = ["--num-layers", "4", "--num-kv-heads", "2", "--head-dim", "8", "--page-s
 
 
 def test_every_case_has_a_figure(tmp_path, capsys):
-    output = tmp_path / "figures.json"
+    output, plot = tmp_path / "figures.json", tmp_path / "figures.svg"
     with pytest.raises(SystemExit) as exit:
-        bench.main([*TINY, "--backend", "ipc", "--tp", "2:1", "--prompt-tokens", "7", "64", "--output", str(output)])
+        bench.main([*TINY, "--backend", "ipc", "--tp", "2:1", "--prompt-tokens", "7", "64", "--output", str(output),
+                    "--plot", str(plot)])
     assert exit.value.code == 0
     record = json.loads(output.read_text())
     assert record["settings"]["backend"] == "ipc" and min(record["copy_ceiling_gb_s"].values()) > 0
@@ -29,6 +31,10 @@ def test_every_case_has_a_figure(tmp_path, capsys):
         assert figure["right"] and 0 < figure["gb_s"] <= figure["best_gb_s"]
         assert 0 < figure["p50_ms"] <= figure["p99_ms"]
     assert capsys.readouterr().out.count("right") == 4
+    drawn = ElementTree.parse(plot).getroot()
+    words = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "2->1, pages of 4 tokens, scattered" in words and "2->1, pages of 4 tokens, contiguous" in words
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}polyline"))) == 2 * (1 + len(record["copy_ceiling_gb_s"]))
 
 
 def test_descriptor_sizes_become_layer_groups():
@@ -50,7 +56,7 @@ def test_a_page_that_differs_has_another_checksum():
 
 @pytest.mark.parametrize("argv, words", [
     (["--repeat", "0"], "must be 1 or more"), (["--tp", "3:1"], "both dividing"), (["--tp", "2"], "as in 2:1"),
-    (["--backend", "pigeon"], "invalid choice")])
+    (["--backend", "pigeon"], "invalid choice"), (["--plot", "/no/such/folder/figures.svg"], "Cannot write --plot")])
 def test_settings_that_make_no_sense_are_sentences(argv, words, capsys):
     with pytest.raises(SystemExit) as exit:
         bench.main(argv)
