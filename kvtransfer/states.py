@@ -8,7 +8,9 @@ so the tables below must be safe whatever is late, lost, repeated or cut off.
 
 * The receiver starts in RESERVING: its pages are allocated, and nobody else knows of them. To **publish** is to
   send their ids to the sender; from then on (RESERVED) the sender may write into them at any moment. The
-  receiver does not observe the writing itself: the next thing it hears is the result (DONE) or a failure.
+  receiver does not observe the writing itself: the next thing it hears is the result (DONE) or a failure. Where its
+  memory has bells, the result comes ahead of the last pages, as a Landing; the room is DONE when the bell that it names
+  shows its value, and what the sender says of this reservation afterwards counts no more.
 * The sender starts in RESERVING: it knows the prompt and waits for the destination. When the destination has
   come and agrees with the prompt, the halves have **joined** (RESERVED). The first write makes it WRITING. When every
   write is complete at the target and the result is on its way, the room is DONE.
