@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from operator import attrgetter
 from random import Random
 
 import numpy as np
@@ -25,102 +22,16 @@ from baton.kvtransfer.checksum import Extent
 from baton.kvtransfer.messages import PrefillResult, RankInfo
 from baton.kvtransfer.states import Phase
 from baton.kvtransfer.timing import Timing
+from baton.tests.kvtransfer.simulated import BELLS, Flight, Group, Job, Memory, Request, Ring, Wire
 
 TIMING = Timing(bootstrap_timeout=8.0, transfer_timeout=20.0, peer_timeout=3.0)
 ADDRESS = ("prefill", 1)
-HEADS, NUM_PAGES, ROOMS, TICK, BELLS = 2, 8, 3, 0.1, 4
+HEADS, NUM_PAGES, ROOMS, TICK = 2, 8, 3, 0.1
 SHAPES = ((1, 1), (1, 2), (2, 1), (2, 2))  # ranks of prefill and of decode
 
 
 def layout(ranks: int) -> KVLayout:
     return KVLayout(groups=(1,), num_kv_heads=HEADS // ranks, head_dim=1, page_size=1, dtype="float32")
-
-
-@dataclass
-class Wire:
-    """One connection: what is on its way in each direction."""
-
-    sender: int
-    receiver: int
-    to_sender: deque = field(default_factory=deque)
-    to_receiver: deque = field(default_factory=deque)
-    past: list = field(default_factory=list)  # all that was ever said, with its direction
-
-
-@dataclass(eq=False)
-class Flight:
-    """A posted write for the request ``serial``. ``lost``: it cannot land."""
-
-    write: send_state.Write
-    serial: int
-    sender: int
-    receiver: int
-    lost: bool = False
-
-    @property
-    def session(self) -> bytes:
-        return self.write.session.id
-
-
-@dataclass
-class Ring:
-    """``value`` shall stand in a bell of decode's memory ``bells``, behind the flights ``after``."""
-
-    bells: np.ndarray
-    place: int
-    value: int
-    after: list[Flight]
-
-    def landed(self, flight: Flight) -> None:
-        if flight in self.after:
-            self.after.remove(flight)
-            if not self.after:
-                self.bells[self.place] = self.value
-
-
-@dataclass
-class Request:
-    """Decode's half. ``answered``: its one terminal event is out."""
-
-    serial: int
-    room: int
-    page_ids: list[int]
-    answered: bool = False
-
-
-@dataclass
-class Job:
-    """Prefill's half."""
-
-    room: int
-    num_tokens: int
-    pushed: int = 0
-    finished: bool = False
-    answered: bool = False
-
-
-class Group:
-    """The ranks of one server: what its scheduler calls reaches each of them a little earlier or later."""
-
-    def __init__(self, cores: list) -> None:
-        self.cores = cores
-        self.todo: list[deque[Callable]] = [deque() for _ in cores]
-        self.stopped: dict[int, float] = {}  # rank -> since when
-
-    def call(self, name: str, *arguments: object) -> None:
-        for queue in self.todo:
-            queue.append(lambda core: attrgetter(name)(core)(*arguments))
-
-    def run(self, rank: int) -> None:
-        if rank not in self.stopped and self.todo[rank]:
-            self.todo[rank].popleft()(self.cores[rank])
-
-    def run_all(self) -> bool:
-        """Before ranks compare what they see, each has done what it was told; a stopped one holds up all."""
-        for rank, queue in enumerate(self.todo):
-            while queue and rank not in self.stopped:
-                self.run(rank)
-        return not self.stopped
 
 
 class World:
@@ -129,7 +40,6 @@ class World:
         """``lingering``: how long the backend's writes may still land that it has given up. Decode's bells tell it what
         has landed where ``checksum`` is off."""
         self.now, self.lingering, self.checksum = 100.0, lingering, checksum
-        self.rings: list[Ring] = []
         self.late: list[tuple[float, Flight]] = []  # given up, with the time until which each may land
         self.instances, self.serials = itertools.count(), itertools.count()
         self.wires: dict[bytes, Wire] = {}
@@ -154,10 +64,8 @@ class World:
         self.decode = Group([
             receiving.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum=self.checksum,
                                    lingering=self.lingering) for rank in range(self.ranks[1])])
-        self.bells = [np.zeros(BELLS, np.int64) for _ in range(self.ranks[1])]
+        self.memory = Memory(NUM_PAGES, self.ranks[1])
         self.requests: dict[int, Request] = {}
-        self.owner: dict[int, int | None] = dict.fromkeys(range(NUM_PAGES))  # page -> serial
-        self.written: dict[tuple[int, int], set[int]] = {}  # rank and page -> senders that wrote it for its owner
         self.unverified.clear()
 
     def identity(self, rank: int, ranks: int) -> RankInfo:
@@ -175,15 +83,12 @@ class World:
 
     def reserve(self, n: int) -> None:
         room, num_tokens = n % ROOMS, 1 + n % ROOMS
-        free = [page for page, owner in self.owner.items() if owner is None]
+        free = self.memory.free
         first_page = n // 9 % (num_tokens + 1)
         if room in self.requests or len(free) < num_tokens - first_page:
             return
         request = self.requests[room] = Request(next(self.serials), room, free[:num_tokens - first_page])
-        for page in request.page_ids:
-            self.owner[page] = request.serial
-            for rank in range(self.ranks[1]):
-                self.written[rank, page] = set()
+        self.memory.give(request)
         pages, now = np.array(request.page_ids, dtype=np.int64), self.now
 
         def on_rank(core: receiving.ReceiverCore) -> None:
@@ -255,7 +160,7 @@ class World:
 
     def poll_decode(self, n: int = 0) -> None:
         self.decode.run_all()
-        for core, bells in zip(self.decode.cores, self.bells):
+        for core, bells in zip(self.decode.cores, self.memory.bells):
             for half in core.rooms.values():
                 if half.landings and half.room in self.requests:
                     core.look(half, bells, self.now)
@@ -306,15 +211,14 @@ class World:
         del self.requests[request.room]
         self.decode.call("forget", request.room)
         self.decode.run_all()
-        for page in request.page_ids:
-            self.owner[page] = None
+        self.memory.take_back(request)
 
     def check_content(self, request: Request, halves: list) -> None:
         for rank, half in enumerate(halves):
             assert half.result == PrefillResult(request.room, 0)
-            writers = {self.sender_of[link] for link in half.writers.instances}
+            carriers = self.carriers(rank, {self.sender_of[link] for link in half.writers.instances})
             for page in request.page_ids:
-                assert self.written[rank, page] == self.carriers(rank, writers), "DONE without the page's content"
+                assert self.memory.written[rank, page] == carriers, "DONE without the page's content"
 
     def carriers(self, rank: int, writers: set[int]) -> set[int]:
         """Those of the prefill ranks whose lanes to a decode rank carry heads."""
@@ -370,10 +274,9 @@ class World:
             for destination in core.landing(half):
                 value, info = next(self.serials) + 1, destination.session.info
                 after = [flight for flight in mine if flight.session == destination.session.id]
-                ring = Ring(self.bells[info.rank], value % BELLS, value, after)
                 if after and self.decode.cores[info.rank].info.instance == info.instance:
-                    self.rings.append(ring)
-                core.announce(destination, half.result, ring.place, value)
+                    self.memory.rings.append(Ring(info.rank, value, after))
+                core.announce(destination, half.result, value % BELLS, value)
 
     def land(self, n: int) -> None:
         moving = [flight for flight in self.flights if flight.sender not in self.prefill.stopped]
@@ -381,7 +284,7 @@ class World:
             flight = moving[n % len(moving)]
             self.flights.remove(flight)
             if not flight.lost:
-                self.touch(flight)
+                self.memory.touch(flight)
             self.prefill.cores[flight.sender].written(flight.write, not flight.lost, self.now)
 
     def fail_write(self, n: int) -> None:
@@ -396,16 +299,7 @@ class World:
         """What was given up lands after all, on the last occasion or before."""
         self.late = [(until, flight) for until, flight in self.late if self.now < until and not flight.lost]
         if self.late:
-            self.touch(self.late.pop(n % len(self.late))[1])
-
-    def touch(self, flight: Flight) -> None:
-        for page in flight.write.dst_ids.tolist():
-            assert self.owner[page] == flight.serial, (
-                f"a late write for request {flight.serial} landed in page {page} of {self.owner[page]}")
-            self.written[flight.receiver, page].add(flight.sender)
-        for ring in self.rings:
-            ring.landed(flight)
-        self.rings = [ring for ring in self.rings if ring.after]
+            self.memory.touch(self.late.pop(n % len(self.late))[1])
 
     def advance(self, n: int) -> None:
         for _ in range((1, 3, 10, 40)[n % 4]):
@@ -434,7 +328,7 @@ class World:
         """All ranks die and others start at the same address. Posted writes land at once, or never."""
         for number, flight in enumerate(self.flights):
             if n >> number % 8 & 1 and not flight.lost:
-                self.touch(flight)
+                self.memory.touch(flight)
         self.flights.clear()
         self.late.clear()
         self.inbox.clear()
@@ -571,7 +465,7 @@ class World:
         self.post()
         assert not self.jobs and not self.requests, "a room that never ends"
         assert not any(core.rooms for core in (*self.prefill.cores, *self.decode.cores))
-        assert all(owner is None for owner in self.owner.values()), "a page leaked"
+        assert len(self.memory.free) == NUM_PAGES, "a page leaked"
         assert not self.flights and not any(core.queue for core in self.prefill.cores)
 
     def run(self, schedule: list[tuple[str, int]]) -> World:

@@ -1,0 +1,132 @@
+"""What the simulated world consists of: connections, writes on their way, memory, and each side's requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+
+from baton.kvtransfer import send_state
+
+BELLS = 4
+
+
+@dataclass
+class Wire:
+    """One connection: what is on its way in each direction."""
+
+    sender: int
+    receiver: int
+    to_sender: deque = field(default_factory=deque)
+    to_receiver: deque = field(default_factory=deque)
+    past: list = field(default_factory=list)  # all that was ever said, with its direction
+
+
+@dataclass(eq=False)
+class Flight:
+    """A posted write for the request ``serial``. ``lost``: it cannot land."""
+
+    write: send_state.Write
+    serial: int
+    sender: int
+    receiver: int
+    lost: bool = False
+
+    @property
+    def session(self) -> bytes:
+        return self.write.session.id
+
+
+@dataclass
+class Ring:
+    """``value`` shall stand in a bell of a decode rank, behind the flights ``after``."""
+
+    receiver: int
+    value: int
+    after: list[Flight]
+
+
+@dataclass
+class Request:
+    """Decode's half. ``answered``: its one terminal event is out."""
+
+    serial: int
+    room: int
+    page_ids: list[int]
+    answered: bool = False
+
+
+@dataclass
+class Job:
+    """Prefill's half."""
+
+    room: int
+    num_tokens: int
+    pushed: int = 0
+    finished: bool = False
+    answered: bool = False
+
+
+class Group:
+    """The ranks of one server: what its scheduler calls reaches each of them a little earlier or later."""
+
+    def __init__(self, cores: list) -> None:
+        self.cores = cores
+        self.todo: list[deque[Callable]] = [deque() for _ in cores]
+        self.stopped: dict[int, float] = {}  # rank -> since when
+
+    def call(self, name: str, *arguments: object) -> None:
+        for queue in self.todo:
+            queue.append(lambda core: attrgetter(name)(core)(*arguments))
+
+    def run(self, rank: int) -> None:
+        if rank not in self.stopped and self.todo[rank]:
+            self.todo[rank].popleft()(self.cores[rank])
+
+    def run_all(self) -> bool:
+        """Before ranks compare what they see, each has done what it was told; a stopped one holds up all."""
+        for rank, queue in enumerate(self.todo):
+            while queue and rank not in self.stopped:
+                self.run(rank)
+        return not self.stopped
+
+
+class Memory:
+    """Decode's, of all ranks. Every page belongs to one request or is free."""
+
+    def __init__(self, num_pages: int, ranks: int) -> None:
+        self.ranks = ranks
+        self.owner: dict[int, int | None] = dict.fromkeys(range(num_pages))  # page -> serial
+        self.written: dict[tuple[int, int], set[int]] = {}  # rank and page -> senders that wrote it for its owner
+        self.bells = [np.zeros(BELLS, np.int64) for _ in range(ranks)]
+        self.rings: list[Ring] = []
+
+    @property
+    def free(self) -> list[int]:
+        return [page for page, owner in self.owner.items() if owner is None]
+
+    def give(self, request: Request) -> None:
+        for page in request.page_ids:
+            self.owner[page] = request.serial
+            for rank in range(self.ranks):
+                self.written[rank, page] = set()
+
+    def take_back(self, request: Request) -> None:
+        for page in request.page_ids:
+            self.owner[page] = None
+
+    def touch(self, flight: Flight) -> None:
+        """A write lands, and what rings behind it."""
+        for page in flight.write.dst_ids.tolist():
+            assert self.owner[page] == flight.serial, (
+                f"a late write for request {flight.serial} landed in page {page} of {self.owner[page]}")
+            self.written[flight.receiver, page].add(flight.sender)
+        for ring in self.rings:
+            if flight in ring.after:
+                ring.after.remove(flight)
+                if not ring.after:
+                    self.bells[ring.receiver][ring.value % BELLS] = ring.value
+        self.rings = [ring for ring in self.rings if ring.after]
