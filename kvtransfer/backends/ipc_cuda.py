@@ -25,9 +25,9 @@ from .cuda_driver import Driver, DriverError, Staging
 
 logger = logging.getLogger(__name__)
 
-RUN_BYTES = 4 << 20
-"""Blocks go in runs from this length on, on the average: there a run's start is a tenth of its time."""
-_MOST_RUNS = 64  # the host takes 2 us for each
+RUN_BYTES = 32 << 20
+"""Blocks go in runs from this length on, on the average. A run costs a copy engine 6 us beside its bytes: between two
+H200s runs of 4 MiB go at 225 GB/s, of 16 at 319, a single one at 389; the kernel copies at 348."""
 
 Run = tuple[int, int]  # the place of its first block, and how many there are
 
@@ -118,7 +118,7 @@ class CudaMemory:
             slot = self._idle.pop() if self._idle else _Slot(self._driver)
             copy = _CudaCopy(self, slot)
             self._running.add(copy)
-            runs = runs_of(src_ids, dst_ids, min(_MOST_RUNS, max(1, len(src_ids) * block_bytes // RUN_BYTES)))
+            runs = runs_of(src_ids, dst_ids, max(1, len(src_ids) * block_bytes // RUN_BYTES))
             if runs is None:
                 self._scatter(slot, src, dst, src_ids, dst_ids, block_bytes)
             else:

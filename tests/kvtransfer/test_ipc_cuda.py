@@ -83,6 +83,7 @@ class SlowDriver:
 def memory(monkeypatch):
     monkeypatch.setattr(ipc_cuda, "Driver", SlowDriver)
     monkeypatch.setattr(ipc_cuda, "_SLOT_IDS", 4)
+    monkeypatch.setattr(ipc_cuda, "RUN_BYTES", 4 * BLOCK)
     monkeypatch.setattr(_triton, "AVAILABLE", True)
     monkeypatch.setattr(ipc_cuda, "compiled",
                         lambda shape, device: SimpleNamespace(block_bytes=shape.words * shape.word_bytes))
