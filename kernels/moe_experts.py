@@ -35,7 +35,7 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, plac
     out = torch.empty_like(x)
     if not tokens:
         return out
-    tiles = tiles or _tiles_of(x, gate_up, down, choices, scales, biases is None and not limit)
+    tiles = tiles or _tiles_of(x, gate_up, down, choices, scales)
     aligned = moe_align(places, num_places, tiles.gate_up.rows)
     by_block = scales is not None and scales.by == "block"
     in_order = not (tiles.sorted and fits(tiles.gate_up, hidden, size, by_block)
@@ -67,7 +67,7 @@ def _sorted_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     given, given_scale = _quantized(x, scales)
     if given_scale is not None and tiles.gate_up.by_warpgroups:
         given, given_scale = moe_up_in_float8(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype,
-                                              given_scale, up_scale)
+                                              given_scale, up_scale, biases[0], limit)
     else:
         between = moe_up(given, gate_up, aligned, choices, total, tiles.gate_up, x.dtype, given_scale, up_scale,
                          biases[0], limit)
@@ -75,12 +75,13 @@ def _sorted_products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     return moe_down(given, down, aligned, total, tiles.down, x.dtype, given_scale, down_scale, biases[1])
 
 
-def _tiles_of(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, choices: int, scales: Scales | None,
-              plain: bool) -> Tiles:
-    """What ``moe_tiles`` has for this layer. ``plain``: without biases and with the usual gate, which warp groups want,
-    as they want float8 scaled by blocks."""
+def _tiles_of(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, choices: int,
+              scales: Scales | None) -> Tiles:
+    """What ``moe_tiles`` has for this layer. Warp groups know of float8 only scales by blocks, and of tokens whose
+    rows begin at whole 16 bytes."""
     hidden, size, dtype = x.shape[1], down.shape[2], gate_up.dtype
-    warpgroups = plain and (scales is None or scales.by == "block") and takes_warpgroups(x.device, hidden, size, dtype)
+    warpgroups = (scales is None or scales.by == "block") and takes_warpgroups(x.device, hidden, size, dtype) and (
+        x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0)
     return tiles_for(len(x), len(gate_up), hidden, size, choices, dtype, device_name(x.device), warpgroups)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ._triton import pdl, start_next, tl, triton, wait_for_last
+from ._triton import AVAILABLE, pdl, start_next, tl, triton, wait_for_last
 from .gate import gate_times
 from .moe_align import Alignment
 from .moe_gemm import SCALE_GROUP
@@ -191,13 +191,9 @@ def _grouped_product() -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def _has_warpgroups(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        _grouped_product()
-    except ImportError:  # another Triton's Gluon has other names
-        return False
-    return True
+    # Gluon is young: other versions of Triton may name things otherwise, and then the products of this file serve.
+    known = AVAILABLE and triton.__version__.startswith("3.6.")
+    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
@@ -214,8 +210,8 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
     assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
     assert fits(tile, depth, columns, how == "block")
     if tile.by_warpgroups:
-        assert how != "row" and bias is None and not limit
-        return _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale)
+        assert how != "row"
+        return _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, bias, limit)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
     _moe_up_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
@@ -229,12 +225,13 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
 
 def moe_up_in_float8(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
                      dtype: torch.dtype, a_scale: torch.Tensor, b_scale: torch.Tensor | None,
-                     ) -> tuple[torch.Tensor, torch.Tensor]:
+                     bias: torch.Tensor | None, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What ``quantize_groups`` makes of ``moe_up``'s result, without a way through memory; ``tile.by_warpgroups``."""
     columns = b.shape[1] // 2
     assert fits(tile, b.shape[2], columns, True) and columns % SCALE_GROUP == 0
     scale = torch.empty((len(aligned.rows), columns // SCALE_GROUP), dtype=torch.float32, device=a.device)
-    return _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, scale), scale
+    made = _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, bias, limit, scale)
+    return made, scale
 
 
 def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, tile: Tile, dtype: torch.dtype,
@@ -249,8 +246,8 @@ def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, t
     assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.rows
     assert fits(tile, depth, columns, how == "block")
     if tile.by_warpgroups:
-        assert how != "row" and bias is None
-        return _grouped_product()(a, b, aligned, 1, total, tile, dtype, False, a_scale, b_scale)
+        assert how != "row"
+        return _grouped_product()(a, b, aligned, 1, total, tile, dtype, False, a_scale, b_scale, bias)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
     _moe_down_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("tiles")
-WARPGROUPS_FROM = 96
+WARPGROUPS_FROM = 64
 """Rows an expert from which on the rule takes moe_warpgroups.py's kernel."""
 
 
