@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -73,17 +73,43 @@ class TokenExchange:
             return PendingRows(*summands(x.rows), self._across)
         if not self.spans:
             return self._within(partial(x))
-        y, own, largest = partial(self.gather(x)), self._counts[self._across.rank], max(self._counts)
+        y, own = partial(self.gather(x)), self._counts[self._across.rank]
         if self._padded:
-            if self._kept is not None:
-                padded = y.new_zeros(largest * self._across.size, y.shape[1])
-                padded[self._kept] = y
-                y = padded
-            mine = self._across.reduce_scatter_rows(y)[:own]
+            mine = self._across.reduce_scatter_rows(self._apart(y))[:own]
         else:
             first = sum(self._counts[:self._across.rank])
             mine = self._across.all_reduce(y)[first:first + own]
         return self._within(mine)
+
+    def summed_in_stages(self, partial: Compute, x: torch.Tensor) -> Generator[None, None, Summed]:
+        """``summed`` of padded parts, which yields while rows travel: what is enqueued until it goes on runs beside."""
+        assert self._padded
+        gathered = self._across.start_gather(self._filled(x))
+        yield
+        rows = gathered.rows()
+        y = partial(rows if self._kept is None else rows[self._kept])
+        scattered = self._across.start_scatter(self._apart(y))
+        del gathered, rows, y  # room for the other half's
+        yield
+        return self._within(scattered.rows()[:self._counts[self._across.rank]])
+
+    @property
+    def padded(self) -> bool:
+        """Whether the parts are padded to the largest."""
+        return self._padded
+
+    def _apart(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of all groups as padded parts."""
+        if self._kept is None:
+            return rows
+        padded = rows.new_zeros(max(self._counts) * self._across.size, rows.shape[1])
+        padded[self._kept] = rows
+        return padded
+
+    def _filled(self, x: torch.Tensor) -> torch.Tensor:
+        """This group's rows as a padded part."""
+        lacking = max(self._counts) - x.shape[0]
+        return pad(x, (0, 0, 0, lacking)) if lacking else x  # pad copies in any case
 
     def _within(self, part: torch.Tensor) -> Summed:
         return PendingSum(part, self._attention) if self._attention.size > 1 else part
@@ -93,8 +119,7 @@ class TokenExchange:
         own = self._counts[self._across.rank]
         assert x.shape[0] == own, f"{x.shape[0]} rows where {own} were told"
         if self._padded:
-            lacking = max(self._counts) - own
-            rows = self._across.all_gather_rows(pad(x, (0, 0, 0, lacking)) if lacking else x)  # pad copies in any case
+            rows = self._across.all_gather_rows(self._filled(x))
             return rows if self._kept is None else rows[self._kept]
         first = sum(self._counts[:self._across.rank])
         rows = x.new_zeros(sum(self._counts), x.shape[1])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from .expert_share import ExpertShare
 from .stages import Stages, Way
 from .tp import TPGroup, init_tp
 
+BESIDE_CTAS = 16
+"""Multiprocessors of an exchange that runs beside other work."""
 _PAIR_CTAS = 8
 """Multiprocessors of a send or a receive at most: with 8 of an H200's 132, two stages were 1.88 times as fast as one
 GPU, which is all that filling and draining leave."""
@@ -36,9 +39,9 @@ class Parallel:
 
     def __init__(self, world: TPGroup | None = None, attention: TPGroup | None = None, across: TPGroup | None = None,
                  experts: ExpertShare | None = None, *, dp_head: bool = False, stages: Stages | None = None,
-                 everyone: TPGroup | None = None):
+                 everyone: TPGroup | None = None, beside: TPGroup | None = None):
         """Without arguments a single rank; with a world alone, tensor parallelism over all of it. ``dp_head``: every
-        attention group has the model's head for itself."""
+        attention group has the model's head for itself. ``beside``: ``across`` once more, see ``exchange_beside``."""
         self.world = world or TPGroup()
         self.stages = stages or Stages()
         self.everyone = everyone or self.world
@@ -48,9 +51,14 @@ class Parallel:
         share = experts or ExpertShare(self.world)
         self.tokens = TokenExchange(self.across, self.attention, low_latency=apart and share.a2a == "low_latency")
         self.experts = replace(share, apart=apart, meeting=self.tokens.decode)
+        self.beside = beside or self.across
         self.head = self.attention if dp_head else self.world
         self.scored = TokenExchange(TPGroup() if dp_head else self.across)
         assert self.attention.size * self.across.size == self.world.size
+
+    def exchange_beside(self) -> TokenExchange:
+        """One like ``tokens``, of prompts and with counts of its own, by messages that leave GPUs room to compute."""
+        return TokenExchange(self.beside, self.attention)
 
     @property
     def mlp(self) -> TPGroup:
@@ -78,7 +86,8 @@ class Parallel:
 
 def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
                   timeout: float = 600.0, *, experts: Callable[[TPGroup], ExpertShare] = ExpertShare,
-                  dp_head: bool = False, pp_size: int = 1, pp_partition: Sequence[int] = ()) -> Parallel:
+                  dp_head: bool = False, pp_size: int = 1, pp_partition: Sequence[int] = (),
+                  beside: bool = False) -> Parallel:
     """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp``,
     ``ExpertShare`` and ``Parallel``. With ``pp_size`` stages, neighbouring ranks are one; ``dp_size`` is 1 then."""
     world = init_tp(rank, size, init_method, device, timeout)
@@ -95,7 +104,9 @@ def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: 
     # Every rank makes all groups, in one order: new_group is a collective of the whole world.
     attention = [_subgroup(world, ranks, limit) for ranks in rows]
     across = [_subgroup(world, ranks, limit) for ranks in columns]
-    return Parallel(world, attention[rank // width], across[rank % width], share, dp_head=dp_head)
+    others = [group_beside(world, ranks, limit) for ranks in columns] if beside else [None] * width
+    return Parallel(world, attention[rank // width], across[rank % width], share, dp_head=dp_head,
+                    beside=others[rank % width])
 
 
 def _init_stages(everyone: TPGroup, count: int, partition: Sequence[int], experts: Callable[[TPGroup], ExpertShare],
@@ -124,11 +135,25 @@ def _pair(device: torch.device, ranks: list[int], limit: timedelta) -> dist.Proc
     return dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
 
 
-def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta) -> TPGroup:
-    """A group of these ranks of the world; only its members may use it."""
+def group_beside(world: TPGroup, ranks: list[int], limit: timedelta, ctas: int = BESIDE_CTAS) -> TPGroup:
+    """As ``_subgroup``, for messages that travel while the GPUs compute: they take ``ctas`` multiprocessors, and these
+    as soon as one is free, not behind all that is enqueued."""
+    options = None
+    if world.device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = limit
+        options.config.max_ctas = ctas
+    return _subgroup(world, ranks, limit, options)
+
+
+def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta,
+              options: Any = None) -> TPGroup:
+    """A group of these ranks of the world; only its members may use it. ``options``: ProcessGroupNCCL's."""
     place = ranks.index(world.rank) if world.rank in ranks else -1
     if len(ranks) == 1:
         return TPGroup(0, 1, world.device)
     host = dist.new_group(ranks, backend="gloo", timeout=limit)
-    device = dist.new_group(ranks, backend="nccl", timeout=limit) if world.device.type == "cuda" else None
+    device = None
+    if world.device.type == "cuda":
+        device = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
     return TPGroup(place, len(ranks), world.device, host_group=host, device_group=device)

@@ -54,6 +54,21 @@ class SmallSums(Protocol):
         [ranks * n, hidden]."""
 
 
+class Arriving:
+    """Rows that a group's collective is bringing; what is enqueued meanwhile runs beside it."""
+
+    def __init__(self, rows: torch.Tensor, work: dist.Work | None):
+        self._rows = rows
+        self._work = work
+
+    def rows(self) -> torch.Tensor:
+        """For what is enqueued from now on; a CPU waits here."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._rows
+
+
 class TPGroup:
     """Ranks that work in lockstep: every rank makes the same calls in the same order.
 
@@ -108,6 +123,20 @@ class TPGroup:
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor))
         return rows
+
+    def start_gather(self, tensor: torch.Tensor) -> Arriving:
+        """``all_gather_rows``, which returns before it is done."""
+        if self.size == 1:
+            return Arriving(tensor, None)
+        rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        return Arriving(rows, _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
+
+    def start_scatter(self, tensor: torch.Tensor) -> Arriving:
+        """``reduce_scatter_rows``, which returns before it is done."""
+        if self.size == 1:
+            return Arriving(tensor, None)
+        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        return Arriving(rows, _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
 
     def all_to_all_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Rows ``[sum(sent), ...]``, the first ``sent[0]`` for rank 0 and so on, to ``[sum(received), ...]``, those of

@@ -88,7 +88,7 @@ def build_forward_batch(rows: list[Row], page_size: int, device: torch.device, i
     starts = np.array([row.start for row in rows])
     assert lengths.min() > 0 and (not is_decode or lengths.max() == 1)
     pages = -((starts + lengths) // -page_size)
-    qo_indptr, kv_indptr = _indptr(lengths), _indptr(pages)
+    qo_indptr, kv_indptr = indptr_of(lengths), indptr_of(pages)
     kv_indices = np.concatenate([np.asarray(row.page_ids[:count], np.int32) for row, count in zip(rows, pages)])
     assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
     positions = np.arange(qo_indptr[-1]) + np.repeat(starts - qo_indptr[:-1], lengths)
@@ -121,7 +121,7 @@ def _ends(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
         return None
     requests, count = requests - 1, len(rows)
     pages = np.diff(batch.kv_indptr_cpu)[requests]
-    table = {"qo_indptr": np.arange(count + 1, dtype=np.int32), "kv_indptr": _indptr(pages),
+    table = {"qo_indptr": np.arange(count + 1, dtype=np.int32), "kv_indptr": indptr_of(pages),
              "kv_last_page_len": batch.kv_last_page_len_cpu[requests]}
     within = np.arange(table["kv_indptr"][-1]) - np.repeat(table["kv_indptr"][:-1], pages)
     table["kv_indices"] = batch.kv_indices_cpu[np.repeat(batch.kv_indptr_cpu[requests], pages) + within]
@@ -130,7 +130,7 @@ def _ends(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
     per_row = {name: getattr(batch, name)[index] for name in ("input_ids", "positions", "page_of_token",
                                                               "offset_in_page")}
     return ForwardBatch(
-        is_decode=True, logits_rows=None, **per_row, **_to_device(table, index.device),
+        is_decode=True, logits_rows=None, **per_row, **to_device(table, index.device),
         qo_indptr_cpu=table["qo_indptr"], kv_indptr_cpu=table["kv_indptr"], kv_indices_cpu=table["kv_indices"],
         kv_last_page_len_cpu=table["kv_last_page_len"])
 
@@ -160,7 +160,7 @@ def build_decode_batch(rows: DecodeRows, page_size: int, device: torch.device, l
     """``build_forward_batch`` of a decode step without embeddings. Of 256 rows it takes a third of the time."""
     positions = np.array(rows.starts, np.int64)
     in_request, offsets = np.divmod(positions, page_size)
-    kv_indptr = _indptr(in_request + 1)
+    kv_indptr = indptr_of(in_request + 1)
     parts = [ids[:count] for ids, count in zip(rows.page_ids, (in_request + 1).tolist())]
     kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
     assert len(kv_indices) == kv_indptr[-1], "a row's pages do not cover its tokens"
@@ -191,7 +191,7 @@ def _arrays(table: DecodeTable, token_ids: np.ndarray, logits_rows: np.ndarray) 
 def _send(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,
           previous: torch.Tensor | None) -> ForwardBatch:
     """A batch of the arrays; tokens of ``pending_rows`` are ``previous[sources]``."""
-    sent = _to_device(host, device)
+    sent = to_device(host, device)
     pending_rows, sources = sent.pop("pending_rows"), sent.pop("sources")
     if len(host["sources"]):
         assert previous is not None, "a row's token comes from a step that was not given"
@@ -220,13 +220,15 @@ def _known_ids(row: Row) -> np.ndarray:
     return ids
 
 
-def _indptr(counts: np.ndarray) -> np.ndarray:
+def indptr_of(counts: np.ndarray) -> np.ndarray:
+    """``[n]`` counts to where each begins and the last ends, ``[n + 1]`` int32."""
     indptr = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
     return indptr
 
 
-def _to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+def to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of int32 and int64 arrays, in one transfer that does not wait for the device."""
     if device.type != "cuda":
         return {name: torch.from_numpy(array) for name, array in host.items()}
     # Triton compiles a kernel anew for pointers that are not 16-byte aligned, so every array starts aligned.

@@ -16,13 +16,14 @@ class Turn:
     ``scored`` rows of its head. A group without work takes part with rows that nobody reads, one or as many as others.
 
     ``steady``: every group decodes or has no work, so that all may replay a graph. ``size``: all do, each the one that
-    was captured for so many rows.
+    was captured for so many rows. ``fewest``: where all with work compute prompts, tokens of the one with the fewest.
     """
 
     tokens: list[int]
     scored: list[int]
     steady: bool = False
     size: int | None = None
+    fewest: int = 0
 
     @staticmethod
     def of_rows_each(groups: int, rows: int) -> Turn:
@@ -68,4 +69,6 @@ class Meeting:
             self._wait_ms = int(told[:, 2].min())
             return None
         self._wait_ms = 0
-        return Turn(np.maximum(told[:, 0], 1).tolist(), told[:, 1].tolist(), bool(told[:, 3].all()))
+        working = told[told[:, 0] > 0]
+        fewest = 0 if working[:, 3].any() else int(working[:, 0].min())
+        return Turn(np.maximum(told[:, 0], 1).tolist(), told[:, 1].tolist(), bool(told[:, 3].all()), fewest=fewest)

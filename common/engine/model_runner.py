@@ -23,6 +23,7 @@ from ..distributed.parallel import Parallel
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
+from ..models.halves import Half
 from ..models.registry import build_model
 from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from ..quantization.methods import check_device, check_float8
@@ -32,6 +33,7 @@ from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
 from .forward_batch import AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
+from .two_batches import TwoBatches
 
 _MANY_ROWS = 64
 """Of a prompt whose products and norms are other kernels than those of a few rows."""
@@ -72,6 +74,8 @@ class ModelRunner:
             "weights": DeviceMemory((slot.target for slot in model.slots()), keep=True),
             "kv_cache": DeviceMemory(pool.groups, keep=False),
         }
+        self._two: TwoBatches | None = None
+        self._cut = False  # this turn's step
         self._group_ending = {last - 1: group for group, last in enumerate(accumulate(pool.layout.groups))}
 
     @classmethod
@@ -104,9 +108,11 @@ class ModelRunner:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
-        attention = _attention(config, spec, pool, spec.num_heads // parallel.attention.size, dtype,
-                               parallel.stages.layers(spec.num_layers))
-        runner = cls(config, spec, model, pool, attention, device, parallel)
+        of_pool = (config, spec, pool, spec.num_heads // parallel.attention.size, dtype,
+                   parallel.stages.layers(spec.num_layers))
+        runner = cls(config, spec, model, pool, _attention(*of_pool), device, parallel)
+        if config.data_parallel.enable_two_batch_overlap:
+            runner._overlap(_attention(*of_pool))
         if device.type == "cuda":
             runner._warm_up(progress)
             decodes = config.mode != "prefill" and not config.model.is_embedding
@@ -203,8 +209,18 @@ class ModelRunner:
             self._begin(turn.replayed(self._graphs.size_for) if self._graphs else turn)
         return turn is not None
 
+    def _overlap(self, attention: Planned) -> None:
+        """Compute prompts in halves from now on, the second one with ``attention``. Raises ConfigError."""
+        if not self._model.halves:
+            raise ConfigError("--enable-two-batch-overlap is for --moe-a2a-backend none, and for MLPs without a bias: "
+                              "leave it out.")
+        exchanges = (self._parallel.exchange_beside(), self._parallel.exchange_beside())
+        self._two = TwoBatches((self._attention, attention), exchanges, self.layout.page_size, self._parallel.dp_rank,
+                               self._config.data_parallel.two_batch_min_tokens)
+
     def _begin(self, turn: Turn) -> None:
         self._turn = turn
+        self._cut = self._two is not None and self._two.begin(turn)
         self._parallel.tokens.begin(turn.tokens, decodes=turn.steady)
         self._parallel.scored.begin(turn.scored)
 
@@ -216,7 +232,7 @@ class ModelRunner:
         """
         decodes = not self._config.model.is_embedding
         if self.meet(0, 0, decodes=decodes):
-            rows = self.padding(0) or [Row([0], 0, np.array([self.num_pages]))]
+            rows = self.padding(0) or [Row([0], 0, np.array([self.num_pages]))] * (1 + self._cut)
             batch = build_forward_batch(rows, self.layout.page_size, self.device, decodes, [])
             if decodes:
                 self.forward(batch)
@@ -234,8 +250,7 @@ class ModelRunner:
         if batch.is_decode and self._graphs is not None and self._replayed_size(batch.num_reqs) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
-        self._attention.plan(batch)
-        return self._model.forward(batch, self._attention, self._telling(after_group)).float()
+        return self._model.forward(batch, self._attention, self._telling(after_group), self._plan(batch)).float()
 
     @torch.inference_mode()
     def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -255,16 +270,21 @@ class ModelRunner:
         """``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
         ``[R - num_logits, hidden]`` of the others behind the last norm. Runs without CUDA graphs, which keep none."""
         self._between_steps()
-        self._attention.plan(batch)
-        hidden = self._model.hidden(batch, self._attention, self._telling(after_group))
+        hidden = self._model.hidden(batch, self._attention, self._telling(after_group), self._plan(batch))
         return self._model.scores(hidden[:num_logits]).float(), hidden[num_logits:]
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows``, behind the model's last norm."""
         self._between_steps()
+        return self._model.hidden(batch, self._attention, self._telling(None), self._plan(batch))
+
+    def _plan(self, batch: ForwardBatch) -> list[Half]:
+        """Plan its attention; the halves of a step that is cut."""
+        if self._two is not None and self._cut:
+            return self._two.plan(batch)
         self._attention.plan(batch)
-        return self._model.hidden(batch, self._attention, self._telling(None))
+        return []
 
     def _between_steps(self) -> None:
         """Experts move here. Every rank comes here once a step, whether it replays a graph or not."""
@@ -388,7 +408,7 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
-    workspaces = 1 << 30
+    workspaces = 1 << 30 << config.data_parallel.enable_two_batch_overlap  # of the halves' attentions
     return rows * row + logits + workspaces
 
 

@@ -169,7 +169,8 @@ def join_groups(spec: RankSpec) -> Parallel:
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
                          experts=partial(ExpertShare.of, spec.config.parallel),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
-                         pp_partition=spec.config.parallel.pp_layer_partition)
+                         pp_partition=spec.config.parallel.pp_layer_partition,
+                         beside=spec.config.data_parallel.enable_two_batch_overlap)
 
 
 def _device(spec: RankSpec) -> torch.device:

@@ -3,7 +3,7 @@ passed in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from ..layers.norm import RMSNorm, as_they_are
 from ..layers.rotary import rotary_table
 from ..layers.vocab import VocabTable
 from ..weights.slots import Allocate, Slot, allocator
+from .halves import Half, in_turns
 
 
 class SelfAttention:
@@ -156,6 +157,17 @@ class DecoderLayer:
         normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
         return self.mlp_of_groups(normed), residual
 
+    def stages(self, x: Summed, residual: torch.Tensor | None, half: Half,
+               cos_sin: torch.Tensor) -> Generator[None, None, tuple[Summed, torch.Tensor]]:
+        """The same of a half of the step, with a yield while rows travel to the MLP, and one while they come back. At
+        the first its keys and values have been enqueued."""
+        normed, residual = self.input_norm.add_for(self.attention.form, x, residual)
+        heads = self.attention(normed, half.attention, cos_sin, None)
+        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
+        assert isinstance(normed, torch.Tensor)
+        x = yield from half.tokens.summed_in_stages(self.mlp.partial, normed)
+        return x, residual
+
     def slots(self) -> Iterator[Slot]:
         for module in (self.input_norm, self.attention, self.mlp_norm, self.mlp):
             yield from module.slots()
@@ -194,11 +206,16 @@ class DenseDecoder:
         self._scores_ends = self.stages.last and not (parallel.tokens.spans or parallel.experts.counted)
         self.cos_sin = rotary_table(spec, device)
 
-    def forward(self, batch: ForwardBatch, attention: Planned,
-                after_layer: Callable[[int], None]) -> torch.Tensor:
+    @property
+    def halves(self) -> bool:
+        """Whether a step can be computed in halves: every MLP must be a sum over ranks."""
+        return self.stages.size == 1 and all(layer.mlp.sums and not layer.mlp.own_tokens for layer in self.layers)
+
+    def forward(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
+                halves: Sequence[Half] = ()) -> torch.Tensor:
         """Logits ``[R, vocab]`` of ``batch.logits_rows`` in the engine's type, see ``hidden``; none of a stage before
         the last."""
-        hidden = self.hidden(batch, attention, after_layer)
+        hidden = self.hidden(batch, attention, after_layer, halves)
         return self.scores(hidden) if self.stages.last else hidden
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -208,10 +225,10 @@ class DenseDecoder:
             return self.head.scores(hidden)
         return self.scored.around(self.head.scores, hidden)
 
-    def hidden(self, batch: ForwardBatch, attention: Planned,
-               after_layer: Callable[[int], None]) -> torch.Tensor:
+    def hidden(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
+               halves: Sequence[Half] = ()) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows`` behind the last norm. ``attention`` has planned
-        ``batch``.
+        ``batch``, or each of ``halves`` its own rows.
 
         ``after_layer(i)`` is called once layer i of those here has been enqueued: its keys and values are in the pool
         by then. A stage before the last one hands what it has computed to the next, and returns no rows.
@@ -221,10 +238,13 @@ class DenseDecoder:
             self.tokens.decode.mark(batch.live)
         x, residual = self._begin(batch)
         ends = self._scores_ends and batch.ends is not None and attention.attends_ends
-        for index, layer in enumerate(self.layers):
-            last = batch if ends and index == len(self.layers) - 1 else None
-            x, residual = layer(x, residual, attention, self.cos_sin, last)
-            after_layer(index)
+        if halves:
+            x, residual = self._in_halves(x, halves, after_layer)
+        else:
+            for index, layer in enumerate(self.layers):
+                last = batch if ends and index == len(self.layers) - 1 else None
+                x, residual = layer(x, residual, attention, self.cos_sin, last)
+                after_layer(index)
         assert residual is not None
         if not self.stages.last:
             x = x if isinstance(x, torch.Tensor) else x.total()
@@ -235,6 +255,22 @@ class DenseDecoder:
             x = x[batch.logits_rows] if isinstance(x, torch.Tensor) else x.rows(batch.logits_rows)
             residual = residual[batch.logits_rows]
         return self.norm.add(x, residual)[0]
+
+    def _in_halves(self, x: torch.Tensor, halves: Sequence[Half],
+                   after_layer: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers. The last half comes to each of them when the others' keys and values are on their way."""
+        def through(half: Half) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+            made: Summed = x[half.begin:half.end]
+            residual: torch.Tensor | None = None
+            for index, layer in enumerate(self.layers):
+                made, residual = yield from layer.stages(made, residual, half, self.cos_sin)
+                if half is halves[-1]:
+                    after_layer(index)
+            assert residual is not None
+            return made if isinstance(made, torch.Tensor) else made.total(), residual
+
+        parts = in_turns([through(half) for half in halves])
+        return torch.cat([made for made, _ in parts]), torch.cat([residual for _, residual in parts])
 
     def _begin(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What enters the first layer here, and its residual."""

@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ...common.bench.parts import recorder
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
 from ...common.distributed.expert_share import ExpertShare
-from ...common.distributed.parallel import Parallel
+from ...common.distributed.parallel import BESIDE_CTAS, Parallel, group_beside
 from ...common.distributed.peers import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
 from ...common.engine.collector import settle_collector
@@ -135,8 +136,9 @@ def host_times(work: Callable[[], object], most: int = 40) -> list[tuple[str, in
     """
     profile = cProfile.Profile()
     profile.runcall(work)
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     found = [(f"{Path(file).name}:{number} {name}", calls, 1e3 * own, 1e3 * total)
-             for (file, number, name), (_, calls, own, total, _) in pstats.Stats(profile).stats.items()]
+             for (file, number, name), (_, calls, own, total, _) in stats.items()]
     return sorted(found, key=lambda row: -row[2])[:most]
 
 
@@ -171,9 +173,16 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         parallel = Parallel(world, experts=share)
         if groups > 1:
             parallel = Parallel(world, TPGroup(device=world.device), world, share,
-                                dp_head=config.data_parallel.enable_dp_lm_head)
+                                dp_head=config.data_parallel.enable_dp_lm_head, beside=beside(case["setting"], world))
         engine = HandEngine(config, parallel, progress)
     return Driven(engine, world, groups, world.rank if groups > 1 else 0), stages
+
+
+def beside(setting: str, world: TPGroup) -> TPGroup | None:
+    """What the exchanges of two batches go by; None without them."""
+    given = next((part[3:] for part in setting.split("+") if part.startswith("two")), "0")
+    ctas = int(given or BESIDE_CTAS)
+    return group_beside(world, list(range(world.size)), timedelta(seconds=120), ctas) if ctas else None
 
 
 def batches_of(args: argparse.Namespace) -> list[int]:

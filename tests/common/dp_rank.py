@@ -3,7 +3,8 @@
 A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine, ``sizes`` among them: of the
 decode steps that are padded, on a GPU those of CUDA graphs, of which there are none without it. OUT gets the tokens of
 every prompt of this rank, and what was seen on the way. With ``peers`` the GPUs exchange rows through each other's
-memory, from that case on, and ranks on a CPU have HostPeers.
+memory, from that case on, and ranks on a CPU have HostPeers. With ``halves`` steps of
+prompts are cut in two.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from baton.common.api.messages import Outputs
-from baton.common.config.server import KernelArgs
+from baton.common.config.server import DataParallelArgs, KernelArgs, ParallelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel, init_parallel
 from baton.common.distributed.peers import connect_all
@@ -28,7 +29,8 @@ from baton.tests.rank_processes import end_rank
 
 def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
-    joined = init_parallel(rank, size, dp_size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120)
+    joined = init_parallel(rank, size, dp_size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120,
+                           beside=True)
     seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
     torch.save(seen, out)
     end_rank(joined.world)
@@ -62,7 +64,7 @@ def check_exchange(parallel: Parallel) -> list[bool]:
 def run(case: dict, joined: Parallel) -> dict:
     experts = ExpertShare(joined.world, *case.pop("experts", ()))
     parallel = Parallel(joined.world, joined.attention, joined.across, experts,
-                        dp_head=case.pop("dp_head", False))
+                        dp_head=case.pop("dp_head", False), beside=joined.beside)
     if case.pop("peers", False):
         if joined.device.type == "cpu":
             joined.across.peers = HostPeers(joined.across)
@@ -72,7 +74,11 @@ def run(case: dict, joined: Parallel) -> dict:
     prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
     backend = "triton" if parallel.device.type == "cuda" else "auto"
     kernels = KernelArgs(backend, disable_cuda_graph=not sizes, cuda_graph_bs=sizes)
-    engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, **case)
+    groups = DataParallelArgs(True, parallel.dp_size, enable_two_batch_overlap=case.pop("halves", False),
+                              two_batch_min_tokens=4)
+    engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, groups=groups,
+                    parts=ParallelArgs(parallel.world.size), **case)
+    cut = watch_halves(engine)
     replayed = watch_replays(engine, sizes)
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
@@ -86,7 +92,7 @@ def run(case: dict, joined: Parallel) -> dict:
     outputs = [item for message in engine.sent if isinstance(message, Outputs) for item in message.items]
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
-            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting}
+            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting, "cut": cut}
 
 
 def watch_meeting(parallel: Parallel) -> list[list[int]]:
@@ -103,6 +109,21 @@ def watch_meeting(parallel: Parallel) -> list[list[int]]:
 
     decode.normed = watched
     return met
+
+
+def watch_halves(engine: Engine) -> list[list[int]]:
+    """Rows of the halves of every step that will be cut."""
+    seen: list[list[int]] = []
+    if engine.runner._two is not None:
+        plan = engine.runner._two.plan
+
+        def watched(batch):
+            halves = plan(batch)
+            seen.append([half.end - half.begin for half in halves])
+            return halves
+
+        engine.runner._two.plan = watched
+    return seen
 
 
 def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:

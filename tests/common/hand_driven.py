@@ -8,6 +8,7 @@ from baton.common.api.sampling import SamplingParams
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
     CacheArgs,
+    DataParallelArgs,
     DisaggregationArgs,
     HttpArgs,
     KernelArgs,
@@ -34,17 +35,17 @@ class Engine:
     def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
                  policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
                  load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
-                 kv_cache_dtype="auto", line=None, parts=None):
+                 kv_cache_dtype="auto", line=None, parts=None, groups=None):
         """``schedule``: further fields of ScheduleArgs. Nothing is reserved for output unless it says so, so that small
         pools see retractions. ``vocabulary``: what grammars are made over. ``line``: between stages, of which ``parts``
-        (ParallelArgs) tell."""
+        (ParallelArgs) tell. ``groups``: DataParallelArgs."""
         cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
                                kv_cache_dtype=kv_cache_dtype)
         schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
                                 max_running_requests=max_running, schedule_policy=policy)
         model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format, quantization=quantization)
         config = ServerConfig(model, cache_args, schedule, parts or ParallelArgs(), kernels or KernelArgs(),
-                              DisaggregationArgs(), HttpArgs())
+                              DisaggregationArgs(), HttpArgs(), data_parallel=groups or DataParallelArgs())
         spec = load_model_spec(config.model)
         self.config, self.parallel = config, parallel or Parallel()
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)

@@ -17,6 +17,7 @@ from baton.common.distributed.low_latency import LowLatency
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.balancer import Balancer
 from baton.common.engine.states import merged
+from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.gpt_oss_models import save_gpt_oss
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import save_model
@@ -54,11 +55,12 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
-    dense, tied, moe = (tmp_path / name for name in ("dense", "tied", "moe"))
+    dense, tied, moe, latent = (tmp_path / name for name in ("dense", "tied", "moe", "latent"))
     model = save_model(dense, "Qwen2")
     save_model(tied, "Qwen3", tie_word_embeddings=True)
     save_moe(moe, "Qwen3Moe")
     save_gpt_oss(tmp_path / "windowed", eos_token_id=None)
+    save_deepseek(latent, 3)
     prompts = make_prompts(1)
     variants = [
         (dense, {}),
@@ -70,9 +72,11 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (dense, {"sizes": [2]}),  # decode steps as CUDA graphs have them, of four requests none
         (moe, {"sizes": [1, 4], "dp_head": True}),
         (tmp_path / "windowed", {"experts": (size,), "chunk": 16}),
+        (moe, {"halves": True, "experts": (size,)}),  # the middle is within a request
+        (latent, {"halves": True, "chunk": 32, "overlap": True}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
-    cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]]})  # rank 0 only accompanies
+    cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]], "halves": True})  # rank 0 only accompanies
     ranks = run_groups(size, tmp_path, cases)
     for rank, seen in enumerate(ranks):
         group = rank // (size // 2)
@@ -82,6 +86,9 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         assert (seen["cases"][2]["retracted"] > 0) == (group == 0)
         for case in (6, 7):
             assert seen["cases"][case]["replayed"] == ranks[0]["cases"][case]["replayed"]
+        assert seen["cases"][9]["cut"] == [[38, 41], [14, 17]][group:group + 1], "all prompts are in one step"
+        assert len(seen["cases"][10]["cut"]) == len(ranks[0]["cases"][10]["cut"]) > 0
+        assert seen["cases"][-1]["cut"] == [[[1, 1]], [[14, 17]]][group]
         turns = {other["cases"][0]["turns"] for other in ranks}
         assert len(turns) == 1, "all ranks meet in every turn"
         assert seen["cases"][-1]["tokens"] == (alone(dense, prompts[1]) if group else [])

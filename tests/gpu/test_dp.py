@@ -24,6 +24,7 @@ def test_two_groups_on_two_gpus(tmp_path):
         (dense, {}), (dense, {"dp_head": True, "chunk": 16, "overlap": True}), (moe, {"overlap": True}),
         (dense, {"sizes": [2, 4], "overlap": True}), (dense, {"sizes": [1, 8], "dp_head": True}),
         (moe, {"sizes": [2], "overlap": True}),  # three and four requests run eagerly
+        (moe, {"halves": True, "overlap": True}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, "page_size": 16, **options}
              for folder, options in variants]
@@ -40,6 +41,7 @@ def test_two_groups_on_two_gpus(tmp_path):
         assert all(seen["exchanges"])
         for (folder, _), found in zip(variants, seen["cases"]):
             assert found["tokens"] == wanted[folder, group], (group, folder)
+        assert seen["cases"][len(variants) - 1]["cut"]
         by_nccl, by_peers, exchanged, met = seen["cases"][-4:]
         assert by_nccl["tokens"] == by_peers["tokens"], "sums of two have no order"
         same = [one == other for one, other in zip(exchanged["tokens"], met["tokens"])]

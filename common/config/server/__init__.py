@@ -81,6 +81,10 @@ class ServerConfig:
         if self.parallel.moe_a2a_backend == "low_latency" and not 1 < self.dp_size == self.parallel.tp_size:
             raise ConfigError("--moe-a2a-backend low_latency is for several ranks that each have tokens of their own: "
                               "set --enable-dp-attention, and --dp-size and --tp-size to the same number of 2 or more.")
+        two, chunk = self.data_parallel.two_batch_min_tokens, self.schedule.chunked_prefill_size
+        if self.data_parallel.enable_two_batch_overlap and 0 < min(chunk, self.schedule.max_prefill_tokens) < two:
+            raise ConfigError(f"--enable-two-batch-overlap cuts steps of --two-batch-min-tokens {two}, and no step has "
+                              "as many: raise --chunked-prefill-size and --max-prefill-tokens to as many or more.")
         if self.data_parallel.dp_size > 1 and self.events.kv_events_port:
             raise ConfigError("--kv-events-port tells of one prefix cache, and every attention group of "
                               "--enable-dp-attention has its own: leave it out.")

@@ -93,6 +93,12 @@ class DataParallelArgs:
         "attention groups of --enable-dp-attention; it divides --tp-size, which counts all ranks"))
     enable_dp_lm_head: bool = flag(False, help=(
         "let every attention group hold the whole output head, instead of gathering what it is to score"))
+    enable_two_batch_overlap: bool = flag(False, help=(
+        "compute a step of prompts in two halves: the rows of one travel between attention groups while the GPU works "
+        "on the other"))
+    two_batch_min_tokens: int = flag(16384, help=(
+        "tokens in a step of an attention group from which --enable-two-batch-overlap cuts it: the host takes twice as "
+        "long for halves"))
     load_balance_method: Literal["round_robin", "shortest_queue", "minimum_tokens"] = flag("round_robin", help=(
         "which attention group takes a request that names no data_parallel_rank; a prefill server goes by its room"))
 
@@ -104,6 +110,11 @@ class DataParallelArgs:
                               "servers behind the router (launch_cluster --dp-size does).")
         if self.dp_size == 1 and (self.enable_dp_attention or self.enable_dp_lm_head):
             raise ConfigError("--enable-dp-attention and --enable-dp-lm-head need a --dp-size above 1.")
+        if self.two_batch_min_tokens < 4:
+            raise ConfigError(f"--two-batch-min-tokens must be 4 or more, not {self.two_batch_min_tokens}.")
+        if self.enable_two_batch_overlap and self.dp_size == 1:
+            raise ConfigError("--enable-two-batch-overlap hides what attention groups exchange: it needs "
+                              "--enable-dp-attention and a --dp-size above 1.")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Prompts' steps in two halves, behind one of which the exchanges of the other are hidden."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..attention.base import Planned
+from ..distributed.exchange import TokenExchange
+from ..models.halves import Half
+from .forward_batch import ForwardBatch, indptr_of, to_device
+from .meeting import Turn
+
+
+class TwoBatches:
+    """Cuts a step into halves of as many tokens, a request in two where the middle is within it: its second part
+    attends to the first, which is stored before. All ranks cut the same steps: those in which every attention group
+    computes prompts or has no work; one without takes part with a row in either half."""
+
+    def __init__(self, attentions: tuple[Planned, Planned], exchanges: tuple[TokenExchange, TokenExchange],
+                 page_size: int, group: int, least: int):
+        """``group``: this rank's attention group. ``least``: tokens of one from which its step is cut."""
+        self._attentions = attentions
+        self._exchanges = exchanges
+        self._page_size = page_size
+        self._group = group
+        self._least = least
+        self._middle = 0
+
+    def begin(self, turn: Turn) -> bool:
+        """Whether this turn's step is cut."""
+        if turn.fewest < self._least:
+            return False
+        # Even, so that pointers to the second half's rows are aligned as kernels were compiled for.
+        first = [max(count // 4 * 2, 1) for count in turn.tokens]
+        second = [max(count - before, 1) for count, before in zip(turn.tokens, first)]
+        for exchange, counts in zip(self._exchanges, (first, second)):
+            exchange.begin(counts)
+        self._middle = first[self._group]
+        return all(exchange.padded for exchange in self._exchanges)
+
+    def plan(self, batch: ForwardBatch) -> list[Half]:
+        """The halves of this turn's batch, which is cut."""
+        bounds = ((0, self._middle), (self._middle, batch.num_tokens))
+        for attention, (begin, end) in zip(self._attentions, bounds):
+            attention.plan(rows_of(batch, begin, end, self._page_size))
+        return [Half(begin, end, attention, tokens)
+                for (begin, end), attention, tokens in zip(bounds, self._attentions, self._exchanges)]
+
+
+def rows_of(batch: ForwardBatch, begin: int, end: int, page_size: int) -> ForwardBatch:
+    """Token rows ``begin:end`` of ``batch`` as a batch of their own, which is not to be scored."""
+    starts, ends = batch.qo_indptr_cpu[:-1], batch.qo_indptr_cpu[1:]
+    requests = np.flatnonzero((starts < end) & (ends > begin))
+    starts, ends = starts[requests], ends[requests]
+    pages = np.diff(batch.kv_indptr_cpu)[requests]
+    lengths = (pages - 1) * page_size + batch.kv_last_page_len_cpu[requests] - np.maximum(ends - end, 0)
+    pages = -(lengths // -page_size)
+    kv_indptr = indptr_of(pages)
+    within = np.arange(kv_indptr[-1]) - np.repeat(kv_indptr[:-1], pages)
+    table = {
+        "qo_indptr": indptr_of(np.minimum(ends, end) - np.maximum(starts, begin)),
+        "kv_indptr": kv_indptr,
+        "kv_indices": batch.kv_indices_cpu[np.repeat(batch.kv_indptr_cpu[requests], pages) + within],
+        "kv_last_page_len": (lengths - (pages - 1) * page_size).astype(np.int32),
+    }
+    rows: dict[str, torch.Tensor] = {name: getattr(batch, name)[begin:end] for name in (
+        "input_ids", "positions", "page_of_token", "offset_in_page")}
+    return ForwardBatch(
+        is_decode=batch.is_decode, logits_rows=None, **rows, **to_device(table, batch.positions.device),
+        qo_indptr_cpu=table["qo_indptr"], kv_indptr_cpu=table["kv_indptr"], kv_indices_cpu=table["kv_indices"],
+        kv_last_page_len_cpu=table["kv_last_page_len"])
