@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .forward_batch import DecodeTable
+from .forward_batch import NO_ROWS, DecodeTable
 
 _INT64 = ("positions", "page_of_token", "offset_in_page")
 _INT32 = ("kv_indptr", "kv_last_page_len")
@@ -39,8 +39,7 @@ class DecodeInputs:
         self._turn = 0
         self._pages: _Pages | None = None  # that ``tensors`` have, once the copies on their way have run
         self.tensors["kv_indices"].fill_(scratch)
-        none = np.empty(0, np.int64)
-        self.fill(DecodeTable(none, none, none, np.zeros(1, np.int32), none, none), largest)
+        self.fill(NO_ROWS, largest)
 
     def fill(self, table: DecodeTable, size: int) -> dict[str, np.ndarray]:
         """Put ``table`` there, with padding up to ``size`` rows, without waiting for the device; returns host copies,

@@ -94,7 +94,7 @@ class DecodeGraphs:
         batch.kv_last_page_len_cpu = host["kv_last_page_len"]
         self._attention.refresh(batch)
         self._graphs[size].replay()
-        self._fed = size
+        self._fed = size if len(table.positions) else None  # padding's tokens are nobody's
         return logits, likeliest
 
     def _rows_of(self, size: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

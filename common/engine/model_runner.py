@@ -30,7 +30,7 @@ from ..quantization.methods import check_device, check_float8
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
-from .forward_batch import AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
+from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
 from .two_batches import TwoBatches
@@ -74,6 +74,7 @@ class ModelRunner:
             "weights": DeviceMemory((slot.target for slot in model.slots()), keep=True),
             "kv_cache": DeviceMemory(pool.groups, keep=False),
         }
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._two: TwoBatches | None = None
         self._cut = False  # this turn's step
         self._group_ending = {last - 1: group for group, last in enumerate(accumulate(pool.layout.groups))}
@@ -232,7 +233,10 @@ class ModelRunner:
         """
         decodes = not self._config.model.is_embedding
         if self.meet(0, 0, decodes=decodes):
-            rows = self.padding(0) or [Row([0], 0, np.array([self.num_pages]))] * (1 + self._cut)
+            if self._graphs is not None and self._replayed_size(0) is not None:
+                self.decode(NO_ROWS, self._no_ids)
+                return
+            rows = [Row([0], 0, np.array([self.num_pages]))] * (1 + self._cut)
             batch = build_forward_batch(rows, self.layout.page_size, self.device, decodes, [])
             if decodes:
                 self.forward(batch)
