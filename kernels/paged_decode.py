@@ -26,14 +26,18 @@ class Tile(NamedTuple):
     """Tokens that one turn of the loop takes, and how the compiler is to run it. ``ahead``: tiles that are asked for
     while the kernel ahead is at work."""
 
-    tokens: int = 32
-    warps: int = 2
-    stages: int = 4
-    ahead: int = 2
+    tokens: int = 64
+    warps: int = 4
+    stages: int = 2
+    ahead: int = 1
 
 
 TILE = Tile()
-# Float8 makes the tiles half as large, and to make it the queries' type takes more threads.
+"""Four programs of it fit a multiprocessor."""
+_FEW = Tile(tokens=64, warps=4, stages=3, ahead=2)
+_FEW_HEADS = 264
+"""KV heads of all requests that give an H200's multiprocessors two programs each at most: longer pieces, of which more
+is under way, then take less than four programs to a multiprocessor."""
 _FLOAT8 = Tile(tokens=64, warps=4, stages=3)
 # Of these the registers, or the shared memory of more than one program, hold no larger one.
 _WIDE = Tile(tokens=32, warps=4, stages=3)
@@ -150,19 +154,25 @@ def _fetch_lines(pointers):
                               dtype=tl.int32, is_pure=False, pack=1)
 
 
-def tile_of(dim: int, itemsize: int, cache_itemsize: int) -> Tile:
-    """The tile for queries of ``dim`` values of ``itemsize`` bytes, and pages of ``cache_itemsize``."""
+def tile_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> Tile:
+    """The tile for queries of ``dim`` values of ``itemsize`` bytes, pages of ``cache_itemsize``, and ``heads`` KV heads
+    of all requests together."""
     if itemsize > 2:
         return _FLOAT32
     if dim > 128:
         return _WIDE
-    return TILE if cache_itemsize > 1 else _FLOAT8
+    if cache_itemsize == 1:
+        return _FLOAT8
+    return _FEW if heads <= _FEW_HEADS else TILE
 
 
-def pieces_of(dim: int, itemsize: int) -> dict[str, int]:
-    """What ``plan_decode`` is to be told for this kernel: as many pieces as programs that run at once, and twice that
-    for mixed lengths."""
-    return {"programs": 4, "shortest": 128, "turns": 2} if dim <= 128 and itemsize <= 2 else {}
+def pieces_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> dict[str, int]:
+    """What ``plan_decode`` is to be told for the tile of the same: as many pieces as programs that run at once, and
+    twice that for mixed lengths."""
+    if dim > 128 or itemsize > 2:
+        return {}
+    few = cache_itemsize > 1 and heads <= _FEW_HEADS
+    return {"programs": 2 if few else 4, "shortest": 128, "turns": 2}
 
 
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
@@ -193,7 +203,7 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         most = len(plan.owners)
         parts = torch.empty((most, num_q_heads, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((most, num_q_heads), dtype=torch.float32, device=q.device)
-    tile = tile or tile_of(dim, q.element_size(), k_pages.element_size())
+    tile = tile or tile_of(dim, q.element_size(), k_pages.element_size(), requests * num_kv_heads)
     early = pdl(q) if settled else {"PDL": False}
     _paged_decode_kernel[(num_kv_heads, most)](
         q, k_pages, v_pages, sinks, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,

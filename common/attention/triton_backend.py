@@ -72,9 +72,10 @@ class TritonBackend:
         k_scale, v_scale = self._pool.layout.scales_of(layer)
         if batch.is_decode:
             if self._plan is None:
-                self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
-                                         self._pool.layout.num_kv_heads, self._processors, self._longest,
-                                         **pieces_of(q.shape[-1], q.element_size()), window=self._window)
+                kv_heads = self._pool.layout.num_kv_heads
+                pieces = pieces_of(q.shape[-1], q.element_size(), k_pages.element_size(), len(q) * kv_heads)
+                self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size, kv_heads,
+                                         self._processors, self._longest, **pieces, window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
                                 settled=settled, window=self._window, sinks=sinks)
         assert self._blocks is not None

@@ -97,11 +97,12 @@ def many_rows() -> dict[str, list[SkinnyTile]]:
 def candidates(rows: int) -> dict[str, list[Any]]:
     products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
     found: dict[str, list[Any]] = {name: [None, *some] for name, some in products.items()}
-    usual = pieces_of(128, 2)
-    found["attention"] = [(None, usual), (Tile(64, 4, 2), usual), (Tile(64, 4, 3), usual | {"programs": 3}),
+    usual = pieces_of(128, 2, 2, rows * 8)
+    found["attention"] = [(None, usual), (Tile(64, 4, 2), usual | {"programs": 4}),
+                          (Tile(64, 4, 3), usual | {"programs": 3}),
                           (Tile(64, 4, 3), usual | {"programs": 2}), (Tile(64, 4, 4), usual | {"programs": 2}),
-                          (Tile(64, 2, 3), usual | {"programs": 3}), (Tile(32, 2, 3), usual),
-                          (Tile(32, 2, 3), usual | {"programs": 5}), (Tile(64, 4, 2, 1), usual),
+                          (Tile(64, 2, 3), usual | {"programs": 3}), (Tile(32, 2, 4), usual | {"programs": 4}),
+                          (Tile(32, 2, 3), usual | {"programs": 5}), (Tile(64, 4, 2, 1), usual | {"programs": 4}),
                           (Tile(128, 4, 2), usual | {"programs": 2})]
     return found
 
@@ -170,7 +171,7 @@ def usual_ways(rows: int) -> Ways:
     few = {name: most_rows(torch.empty(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes.items()}
     return {name: tile_for(rows, *shape, torch.bfloat16) if rows <= few[name] else None
             for name, shape in shapes.items()} | {
-        "gated": True, "attention": (None, pieces_of(128, 2))}
+        "gated": True, "attention": (None, pieces_of(128, 2, 2, rows * 8))}
 
 
 Job = tuple[int, SkinnyTile, bool] | Tile
@@ -186,7 +187,7 @@ def compile_attention(tile: Tile, device: str = "cuda") -> None:
     pool = torch.zeros(4, LAYERS, 2, 8, 16, 128, device=device, dtype=torch.bfloat16)
     indptr = torch.tensor([0, 4], dtype=torch.int32, device=device)
     q, last = pool.new_zeros(1, 48, 128)[:, :32], torch.full((1,), 16, dtype=torch.int32, device=device)
-    plan = plan_decode(indptr, last, 16, 8, processors_of(pool.device), 2048, **pieces_of(128, 2))
+    plan = plan_decode(indptr, last, 16, 8, processors_of(pool.device), 2048, **pieces_of(128, 2, 2, 8))
     for settled in (False, True):
         paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=settled)
 

@@ -32,7 +32,6 @@ POOL_BYTES = 24 << 30
 GRID = [(1, 2048), (8, 2048), (16, 2048), (64, 2048), (256, 2048), (1, 8192), (8, 8192), (16, 8192), (64, 8192),
         (1, 32768), (8, 32768), (16, 32768)]
 TILES = [TILE, TILE._replace(ahead=0), Tile(64, 4, 2), Tile(64, 4, 3), Tile(64, 4, 4), Tile(64, 4, 5), Tile(64, 2, 3)]
-PIECES = pieces_of(DIM, 2)
 STORED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -95,12 +94,11 @@ def main() -> None:
     args = parser.parse_args()
     copy = ceilings.copy_tb_s() * 1e3
     torch.cuda.empty_cache()
-    ways = [PIECES]
+    ways: list[dict[str, int]] = []
     if args.sweep:
-        ways += [{"programs": programs, "shortest": shortest, "turns": turns} for programs in (2, 3, 4, 8)
+        ways = [{"programs": programs, "shortest": shortest, "turns": turns} for programs in (2, 3, 4, 8)
                  for shortest in (64, 128, 256) for turns in (1, 2)]
     stored = getattr(torch, args.stored)
-    tiles = TILES if args.sweep else [tile_of(DIM, 2, stored.itemsize)]
     grid = [(batch, context, "") for batch, context in args.grid or GRID]
     if not args.grid:
         grid += [(64, 16384, "mixed"), (256, 8192, "mixed")]
@@ -113,7 +111,9 @@ def main() -> None:
             continue
         case = Case(args.heads, args.kv_heads, mixed(batch, context) if kind else [context] * batch,
                     stored)
-        for pieces, tile in [(pieces, tile) for tile in tiles for pieces in ways]:
+        chosen = (DIM, 2, stored.itemsize, batch * args.kv_heads)
+        swept = [(pieces, tile) for tile in TILES for pieces in ways]
+        for pieces, tile in [(pieces_of(*chosen), tile_of(*chosen)), *swept]:
             if tile.tokens > pieces["shortest"]:
                 continue
             seconds = case.seconds(pieces, tile)

@@ -82,7 +82,7 @@ class Batch:
         self._positions = torch.full((rows,), context - 1, device=device)
         self._cos_sin = torch.rand(context, shape.dim, device=device)
         self._context = context
-        self.pieces = pieces_of(shape.dim, 2)
+        self.pieces = pieces_of(shape.dim, 2, 2, rows * shape.kv_heads)
         self._plan: DecodePlan | None = None
         self._products = [[self._random(out, wide) * 0.02 for out, wide in (
             (self._fused.shape[1], shape.hidden), (shape.hidden, shape.heads * shape.dim),

@@ -96,8 +96,9 @@ def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
                  cache: torch.dtype | None = None, settled: bool = True, window: int | None = None,
                  sinks: bool = False) -> None:
     q = of(requests, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
+    pieces = pieces_of(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
-                 dim**-0.5, plan(requests, kv_heads, **pieces_of(dim, dtype.itemsize), window=window),
+                 dim**-0.5, plan(requests, kv_heads, **pieces, window=window),
                  v_scale=0.5 if cache else 1.0, settled=settled, window=window, sinks=fp32(heads) if sinks else None)
 
 
