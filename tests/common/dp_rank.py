@@ -96,7 +96,8 @@ def run(case: dict, joined: Parallel) -> dict:
 
 
 def watch_meeting(parallel: Parallel) -> list[list[int]]:
-    """Which rows of every norm that brings rows of all groups together are tokens."""
+    """Which rows of every norm that brings rows of all groups together are tokens; of a GPU, which is not asked while it
+    captures, how many there are."""
     met: list[list[int]] = []
     decode = parallel.tokens.decode
     if decode is None:
@@ -104,7 +105,8 @@ def watch_meeting(parallel: Parallel) -> list[list[int]]:
     normed = decode.normed
 
     def watched(*given):
-        met.append([] if decode.live is None else decode.live.int().tolist())
+        live = decode.live
+        met.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
         return normed(*given)
 
     decode.normed = watched
