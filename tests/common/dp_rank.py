@@ -96,8 +96,8 @@ def run(case: dict, joined: Parallel) -> dict:
 
 
 def watch_meeting(parallel: Parallel) -> list[list[int]]:
-    """Which rows of every norm that brings rows of all groups together are tokens; of a GPU, which is not asked while it
-    captures, how many there are."""
+    """Which rows of every norm that brings rows of all groups together are tokens; on a GPU, which is not asked while
+    it captures, how many there are."""
     met: list[list[int]] = []
     decode = parallel.tokens.decode
     if decode is None:
