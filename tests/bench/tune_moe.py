@@ -64,9 +64,7 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
 
 
 def suits(tile: Tile, depth: int, layer: Layer) -> bool:
-    """Whether a product of the layer with this depth is cut into whole steps of the tile, by a kernel that it has."""
-    if layer.biases is not None and tile.by_warpgroups:
-        return False
+    """Whether a product of the layer with this depth is cut into whole steps of the tile."""
     return depth % tile.depth == 0 if tile.rows in FEW_ROWS else fits(tile, depth, depth, layer.scales is not None)
 
 
@@ -137,8 +135,7 @@ def compile_one(job: Job) -> str:
 
 def all_candidates(dtypes: list[str], most_rows: int, limits: set[float]) -> list[Job]:
     return [(name, tile, gated, limit) for name in dtypes for gated in (True, False) for rows in FEW_ROWS + MANY_ROWS
-            for tile in candidates(rows, getattr(torch, name), gated) if rows <= most_rows for limit in limits
-            if not (limit and tile.by_warpgroups)]
+            for tile in candidates(rows, getattr(torch, name), gated) if rows <= most_rows for limit in limits]
 
 
 def compile_all(jobs: list[Job]) -> None:
