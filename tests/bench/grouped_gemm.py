@@ -37,7 +37,8 @@ def measure(layer: Layer, tokens: int, copy_tb_s: float | None, tflops: float | 
 
     def experts() -> None:
         for x, places, weights in draws:
-            moe_experts(x, layer.gate_up, layer.down, places, weights, layer.scales)
+            moe_experts(x, layer.gate_up, layer.down, places, weights, layer.scales, None, layer.biases,
+                        shape.gate_limit)
 
     figures: dict[str, object] = {"tokens": tokens, "experts_us": micros(experts) / DRAWS, **_parts(layer, tokens)}
     if copy_tb_s and tflops:
@@ -67,7 +68,8 @@ def _loop_us(layer: Layer, draws: list) -> float:
 
     def loop() -> None:
         x, places, weights = next(turn)
-        reference.moe_experts(x, layer.gate_up, layer.down, places, weights, layer.scales)
+        reference.moe_experts(x, layer.gate_up, layer.down, places, weights, layer.scales, layer.biases,
+                              layer.shape.gate_limit)
 
     return 1e6 * ceilings._seconds(loop, 5)
 
@@ -80,8 +82,10 @@ def _tiles(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) 
 
 def _compile(shapes: list[str], tokens: list[int], dtype: str) -> None:
     """What the launches will take, side by side: one after the other takes most of a minute."""
-    taken = [_tiles(SHAPES[shape], count, getattr(torch, dtype), DEVICE) for shape in shapes for count in tokens]
-    compile_all(list({(dtype, tile, tile is tiles.gate_up) for tiles in taken for tile in (tiles.gate_up, tiles.down)}))
+    taken = [(_tiles(SHAPES[shape], count, getattr(torch, dtype), DEVICE), SHAPES[shape].gate_limit)
+             for shape in shapes for count in tokens]
+    compile_all(list({(dtype, tile, tile is tiles.gate_up, limit) for tiles, limit in taken
+                      for tile in (tiles.gate_up, tiles.down)}))
 
 
 def main() -> None:
