@@ -75,3 +75,15 @@ def test_tiles_keep_a_gpu_busy_and_have_work_for_every_piece(shape):
         assert tile.pieces == 1 or steps / tile.pieces >= 4
         assert programs >= 64 or steps / tile.pieces < 8 or tile.pieces == 8
         assert not tile.ahead or programs <= 264
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 14336),
+                                   (128256, 4096)])
+def test_tiles_of_large_products_fit_a_multiprocessor_and_sum_alike(shape):
+    """Numbers of rows change how many stages there are, and what is fetched; not how a row is summed up."""
+    some = [(rows, tile_for(rows, *shape, torch.bfloat16)) for rows in (2, 16, 17, 32, 33, 64)]
+    for rows, tile in some:
+        tall = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        assert tile.stages * (tile.columns + tall) * tile.depth * 2 <= 227 << 10
+        assert -(-shape[0] // tile.columns) * tile.pieces <= 132 or tile.pieces == 1
+    assert len({(tile.columns, tile.depth, tile.pieces, tile.warps) for _, tile in some}) == 1
