@@ -72,9 +72,16 @@ def test_rows_are_taken_before_the_sum():
     assert group.sums == 1, "of no rows there is none"
 
 
-def test_what_adds_more_behind_the_sum_makes_it_itself():
+def test_a_bias_is_one_rank_s_summand():
     x = torch.randn(3, HIDDEN)
     biased, plain = (RowLinear("row", 2 * HIDDEN, HIDDEN, bias, Two(), ALLOCATE) for bias in (True, False))
     alone = RowLinear("row", HIDDEN, HIDDEN, False, TPGroup(), ALLOCATE)
-    assert isinstance(plain.pending(x), PendingSum)
-    assert isinstance(biased.pending(x), torch.Tensor) and isinstance(alone.pending(x), torch.Tensor)
+    assert isinstance(plain.pending(x), PendingSum) and isinstance(alone.pending(x), torch.Tensor)
+    for tensor in (biased.method.weight, biased.bias):
+        tensor.normal_()
+    for rank in range(2):
+        biased.tp.rank = rank
+        with_bias = biased.pending(x)
+        assert isinstance(with_bias, PendingSum)
+        bias = biased.bias if rank == 0 else torch.zeros(HIDDEN)
+        torch.testing.assert_close(with_bias.part, biased.partial(x) + bias)
