@@ -124,7 +124,10 @@ class IpcBackend:
         self._memory = _memory_of(regions)
         self._handles = [self._memory.export(region) for region in regions]
         self._regions, self._num_pages = list(regions), num_pages
-        self._bells = shared_bytes(8 * _PLACES).view(np.int64)
+        try:
+            self._bells = shared_bytes(8 * _PLACES).view(np.int64)
+        except OSError as error:
+            logger.info("There is no shared memory for bells, so that messages alone tell of pages: %s", error)
 
     def local_metadata(self) -> bytes:
         regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
