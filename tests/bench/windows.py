@@ -44,7 +44,7 @@ class Sequences:
         """Seconds of a layer."""
         def step() -> None:
             plan = plan_decode(self.table[0], self.table[2], PAGE, KV_HEADS, processors_of(CUDA), self.length,
-                               **pieces_of(DIM, 2), window=window)
+                               **pieces_of(DIM, 2, 2, self.count * KV_HEADS), window=window)
             for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], *self.table, DIM**-0.5, plan,
                              settled=layer > 0, window=window, sinks=sinks)
