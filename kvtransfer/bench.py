@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,25 +20,8 @@ from ..common.bench.report import check_writable, write_text
 from ..common.config.cli import parse
 from ..common.kvcache.layout import KVLayout
 from .bench_args import BenchArgs, sizes_of
-from .bench_plot import draw
+from .bench_plot import Figure, draw
 from .bench_worker import Place, Worker, main_of
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One case. Seconds run from the first push to the receiver's DONE; ``gb_s`` is 1e9 bytes over the median."""
-
-    tp: str
-    page_size: int
-    descriptor_kib: float
-    prompt_tokens: int
-    mib: float
-    order: str
-    gb_s: float
-    best_gb_s: float
-    p50_ms: float
-    p99_ms: float
-    right: bool
 
 
 def main(argv: Sequence[str] | None = None) -> None:

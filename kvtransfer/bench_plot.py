@@ -1,14 +1,28 @@
-"""The figures of ``bench_kvtransfer`` as charts."""
+"""The figures of ``bench_kvtransfer``, and as charts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from ..common.bench.svg import Chart, Line, page
 
-if TYPE_CHECKING:
-    from .bench import Figure
+
+@dataclass(frozen=True)
+class Figure:
+    """One case. Seconds run from the first push to the receiver's DONE; ``gb_s`` is 1e9 bytes over the median."""
+
+    tp: str
+    page_size: int
+    descriptor_kib: float
+    prompt_tokens: int
+    mib: float
+    order: str
+    gb_s: float
+    best_gb_s: float
+    p50_ms: float
+    p99_ms: float
+    right: bool
 
 
 def draw(figures: Sequence[Figure], ceiling: dict[str, float]) -> str:

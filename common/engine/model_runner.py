@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
-import msgspec
 import numpy as np
 import torch
 
@@ -17,15 +16,15 @@ from ..attention.mla_select import choose_latent_decode_backend, select_latent_a
 from ..attention.select import choose_decode_backend, select_attention
 from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec, load_model_spec
-from ..config.server import CacheArgs, ModelArgs, ServerConfig
+from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
-from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
+from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
 from ..models.halves import Half
 from ..models.registry import build_model
-from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
+from ..quantization.kv_scales import KV_DTYPES
 from ..quantization.methods import check_device, check_float8
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
 from .device_memory import DeviceMemory
@@ -33,12 +32,11 @@ from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
 from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
+from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype, scales_of
 from .two_batches import TwoBatches
 
 _MANY_ROWS = 64
 """Of a prompt whose products and norms are other kernels than those of a few rows."""
-_CPU_POOL_TOKENS = 65_536
-_CPU_POOL_BYTES = 2 << 30
 
 
 class ModelRunner:
@@ -100,10 +98,10 @@ class ModelRunner:
         except torch.OutOfMemoryError:
             raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
                               f"smaller --dtype than {dtype}.") from None
-        scales = _kv_scales(config.cache, config.model, spec)
+        scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attention.size, dtype, scales,
                            parallel.stages.layers(spec.num_layers))
-        counted = _count_pages(config, spec, layout, parallel, device)
+        counted = count_pages(config, spec, layout, parallel, device)
         num_pages = int(parallel.everyone.min_reduce(np.array([counted]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
@@ -158,8 +156,8 @@ class ModelRunner:
                      and field.name not in ("dtype", "eos_token_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
-        scales = _kv_scales(self._config.cache, args, spec)
-        if _scales_of(scales, self._parallel.stages.layers(spec.num_layers)) != self.layout.scales:
+        scales = kv_scales(self._config.cache, args, spec)
+        if scales_of(scales, self._parallel.stages.layers(spec.num_layers)) != self.layout.scales:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
         check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings,
@@ -333,14 +331,6 @@ def _load_model(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
     return model
 
 
-def resolve_dtype(config: ServerConfig, spec: ModelSpec, device: torch.device) -> str:
-    """Type of the model, and of its KV cache where --kv-cache-dtype names no other: the flag's, else the checkpoint's
-    on a GPU and float32 on a CPU."""
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return spec.dtype if device.type == "cuda" else "float32"
-
-
 def _check_attention(config: ServerConfig, spec: ModelSpec, device: torch.device, dtype: str) -> None:
     """Raises ConfigError where the backend that the flags name cannot run the model."""
     if spec.mla is None:
@@ -356,76 +346,3 @@ def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: i
     if spec.mla is None:
         return select_attention(config.kernels, device, pool, num_heads, dtype, spec.seen_back(layers))
     return select_latent_attention(config.kernels, device, pool, spec.mla, num_heads, dtype)
-
-
-def _kv_scales(cache: CacheArgs, model: ModelArgs, spec: ModelSpec) -> Scales:
-    if cache.kv_cache_dtype == "auto":
-        return ()
-    return read_kv_scales(cache, None if model.load_format == "dummy" else resolve_checkpoint(model), spec.num_layers)
-
-
-def _scales_of(scales: Scales, layers: range) -> Scales:
-    """Those of some layers, where there are any."""
-    return scales[layers.start:layers.stop]
-
-
-def kv_layout(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, scales: Scales = (),
-              layers: range | None = None) -> KVLayout:
-    """The layout of one rank's pool; ``dtype`` is the model's, ``scales`` those of all layers. ``layers``: those of the
-    rank's stage, where it has not all."""
-    layers = range(spec.num_layers) if layers is None else layers
-    staged = len(layers) < spec.num_layers
-    layout = KVLayout(groups=(len(layers),), num_kv_heads=spec.local_kv_heads(tp_size), head_dim=spec.kv_dim,
-                      page_size=cache.page_size, dtype=KV_DTYPES.get(cache.kv_cache_dtype, dtype),
-                      scales=_scales_of(scales, layers), first_layer=layers.start,
-                      of_layers=spec.num_layers if staged else 0,
-                      form="heads" if spec.mla is None else "latent",
-                      windows=spec.windows[layers.start:layers.stop])
-    groups = split_layers(len(layers), layout.layer_page_bytes, cache.num_layer_groups)
-    return msgspec.structs.replace(layout, groups=groups)
-
-
-def _count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
-                 device: torch.device) -> int:
-    wanted = config.cache.max_total_tokens
-    if wanted is not None:
-        if wanted < layout.page_size:
-            raise ConfigError(f"--max-total-tokens {wanted} holds no page of {layout.page_size} tokens.")
-        return wanted // layout.page_size
-    if device.type != "cuda":
-        return min(_CPU_POOL_TOKENS // layout.page_size, _CPU_POOL_BYTES // layout.page_bytes)
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    # The share is this process's own, so that servers which share a GPU need not start one after the other.
-    share = total * config.cache.mem_fraction_static - torch.cuda.memory_allocated(device)
-    return int(min(share, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
-
-
-def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,
-                      device: torch.device) -> int:
-    """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
-    schedule = config.schedule
-    local = _attention_values(spec) // parallel.attention.size
-    local += parallel.dp_size * _mlp_values(spec, parallel.mlp.size)  # of all attention groups' tokens
-    values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
-    row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
-    rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
-    logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
-    workspaces = 1 << 30 << config.data_parallel.enable_two_batch_overlap  # of the halves' attentions
-    return rows * row + logits + workspaces
-
-
-def _attention_values(spec: ModelSpec) -> int:
-    """Queries and results of one row, of all heads; of long contexts latent attention adds results up in float32."""
-    if spec.mla is None:
-        return 2 * spec.num_heads * spec.head_dim
-    return spec.num_heads * (spec.mla.qk_dim + 3 * spec.mla.v_dim)
-
-
-def _mlp_values(spec: ModelSpec, ranks: int) -> int:
-    """Values that one row takes within a layer's MLP, at most. Whole experts may all be on one rank."""
-    dense = 3 * spec.intermediate_size // ranks
-    if spec.moe is None:
-        return dense
-    return max(dense, spec.moe.top_k * (3 * spec.moe.intermediate_size + spec.hidden_size))

@@ -19,7 +19,7 @@ from baton.common.attention.mla_select import choose_latent_backend, choose_late
 from baton.common.config.mla import MLASpec
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs, KernelArgs
-from baton.common.engine.model_runner import kv_layout
+from baton.common.engine.pool_plan import kv_layout
 from baton.common.quantization.float8 import dequantize_blocks, quantize_blocks
 from baton.tests.common.deepseek_models import BASE as DEEPSEEK
 from baton.tests.common.deepseek_models import YARN, save_deepseek

@@ -7,7 +7,7 @@ import pytest
 from baton.common.api.errors import ConfigError
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs
-from baton.common.engine.model_runner import kv_layout
+from baton.common.engine.pool_plan import kv_layout
 from baton.tests.common.small_models import load_runner, save_model, server_config
 
 

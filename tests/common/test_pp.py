@@ -14,7 +14,7 @@ from baton.common.config.cli import parse
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import CacheArgs, ParallelArgs, ServerConfig
 from baton.common.distributed.stages import Stages
-from baton.common.engine.model_runner import kv_layout
+from baton.common.engine.pool_plan import kv_layout
 from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.gpt_oss_models import save_gpt_oss
 from baton.tests.common.hand_driven import Engine, tokens_of
