@@ -226,6 +226,8 @@ def test_the_same_address_with_a_restarted_prefill(pair):
     pair.until(2, Phase.RESERVED, half=pair.receiver)
     pair.sender.close()
     pair.sender = pair.make_sender(pair.source)
+    if pair.backend == "mooncake":  # its late writes may land until a successor answers, which a request looks up
+        pair.transfer(4)
     assert pair.until(2, Phase.FAILED, half=pair.receiver) < 3.5
     assert isinstance(pair.receiver.error(2), TransferFailed)
     pair.transfer(3)
