@@ -25,8 +25,8 @@ TESTS = Path(__file__).parent.parent
 PYTEST = ["-m", "pytest", "-q", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
 LEAST_SECONDS = 20.0
 """A step is not begun with less."""
-AT_ONCE = 10
-"""Tests beside each other."""
+AT_ONCE = 8
+"""Tests beside each other, most of which compile: two of a machine's cores for each."""
 
 
 class Step(NamedTuple):
@@ -55,13 +55,14 @@ PLANS: dict[str, list[Step]] = {
         tests("engine", 240), tests("attention", 240), tests("mla", 240), tests("fp8", 240), tests("moe", 240),
         tests("grammar", 240), tests("kernels", 240), tests("skinny-matmul", 120), tests("peer-sum", 240),
         tests("scheduling", 240), tests("kv-ipc", 120), tests("models-sampler", 240), tests("models", 240),
+        tests("gpt-oss", 240), tests("peer-rows", 120),
         tests("one-batch", 90, alone=True), tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
         bench("small_model", 60, json="--out"), bench("prefix_cache", 150, json="--out"), bench("grammar", 120),
         bench("kernel_profile", 90, "--batches", "1,64,256", tail=70),
         bench("paged_decode", 60, json="--out", tail=20), bench("sampling", 60, json="--out"),
-        bench("skinny_matmul", 60, json="--output", tail=50),
+        bench("skinny_matmul", 60, json="--output", tail=50), bench("windows", 60, tail=20),
         bench("fp8_gemm", 60, json="--output", tail=24), bench("fp8_serving", 90, json="--out", tail=6),
         bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
         bench("tune_moe", 300),
