@@ -11,6 +11,10 @@ from ...kernels.rope_and_store import rope_and_store
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 
+ANY_LENGTH = 1 << 30
+"""``plan``'s ``max_length`` for ends: pieces of requests are joined whatever they need, so that a server's warm-up
+compiles that."""
+
 
 class Planned(Protocol):
     """Any backend, as code sees it that runs none itself."""

@@ -13,10 +13,9 @@ from ...kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
+from .base import ANY_LENGTH
 from .mla_base import absorb, gather, store, values_of
 
-_ANY_LENGTH = 1 << 30
-"""Of ends: as in triton_backend.py."""
 _EXPANDED_BYTES = 256 << 20
 """Of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
 
@@ -79,7 +78,7 @@ class MLATritonBackend:
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         if not batch.ends.num_reqs:
             return q.new_empty(0, q.shape[1], self._mla.v_dim)
-        self.plan(batch.ends, _ANY_LENGTH)
+        self.plan(batch.ends, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], up)
 
     def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,7 @@ from ...kernels.paged_decode import paged_decode, pieces_of
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
-from .base import store
-
-_ANY_LENGTH = 1 << 30
-"""Of ends: pieces of requests are joined whatever they need, so that a server's warm-up compiles that."""
+from .base import ANY_LENGTH, store
 
 
 class TritonBackend:
@@ -60,7 +57,7 @@ class TritonBackend:
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         if not batch.ends.num_reqs:
             return q[:0]
-        self.plan(batch.ends, _ANY_LENGTH)
+        self.plan(batch.ends, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None,

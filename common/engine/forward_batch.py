@@ -119,20 +119,28 @@ def _ends(batch: ForwardBatch, rows: np.ndarray) -> ForwardBatch | None:
     if 2 * len(rows) > batch.num_tokens or np.any(batch.qo_indptr_cpu[requests] != rows + 1) or np.any(
             np.diff(rows) <= 0):
         return None
-    requests, count = requests - 1, len(rows)
-    pages = np.diff(batch.kv_indptr_cpu)[requests]
-    table = {"qo_indptr": np.arange(count + 1, dtype=np.int32), "kv_indptr": indptr_of(pages),
-             "kv_last_page_len": batch.kv_last_page_len_cpu[requests]}
-    within = np.arange(table["kv_indptr"][-1]) - np.repeat(table["kv_indptr"][:-1], pages)
-    table["kv_indices"] = batch.kv_indices_cpu[np.repeat(batch.kv_indptr_cpu[requests], pages) + within]
-    index = batch.logits_rows
-    assert index is not None
-    per_row = {name: getattr(batch, name)[index] for name in ("input_ids", "positions", "page_of_token",
-                                                              "offset_in_page")}
+    requests = requests - 1
+    assert batch.logits_rows is not None
+    return part_of(batch, batch.logits_rows, requests, np.arange(len(rows) + 1, dtype=np.int32),
+                   np.diff(batch.kv_indptr_cpu)[requests], batch.kv_last_page_len_cpu[requests], is_decode=True)
+
+
+def part_of(batch: ForwardBatch, rows: slice | torch.Tensor, requests: np.ndarray, qo_indptr: np.ndarray,
+            pages: np.ndarray, last_page_len: np.ndarray, *, is_decode: bool) -> ForwardBatch:
+    """``rows`` of ``batch`` as a batch of their own, which is not to be scored. They are of its ``requests`` [n], those
+    of each where ``qo_indptr`` [n + 1] says; each request has its first ``pages`` [n] of pages, the last of them
+    filled with ``last_page_len`` [n] tokens. ``qo_indptr`` and ``last_page_len`` are int32."""
+    kv_indptr = indptr_of(pages)
+    within = np.arange(kv_indptr[-1]) - np.repeat(kv_indptr[:-1], pages)
+    table = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr,
+             "kv_indices": batch.kv_indices_cpu[np.repeat(batch.kv_indptr_cpu[requests], pages) + within],
+             "kv_last_page_len": last_page_len}
+    per_row = {name: getattr(batch, name)[rows] for name in ("input_ids", "positions", "page_of_token",
+                                                             "offset_in_page")}
     return ForwardBatch(
-        is_decode=True, logits_rows=None, **per_row, **to_device(table, index.device),
-        qo_indptr_cpu=table["qo_indptr"], kv_indptr_cpu=table["kv_indptr"], kv_indices_cpu=table["kv_indices"],
-        kv_last_page_len_cpu=table["kv_last_page_len"])
+        is_decode=is_decode, logits_rows=None, **per_row, **_to_device(table, batch.positions.device),
+        qo_indptr_cpu=qo_indptr, kv_indptr_cpu=kv_indptr, kv_indices_cpu=table["kv_indices"],
+        kv_last_page_len_cpu=last_page_len)
 
 
 class DecodeRows(NamedTuple):
@@ -200,7 +208,7 @@ def _arrays(table: DecodeTable, token_ids: np.ndarray, logits_rows: np.ndarray) 
 def _send(host: dict[str, np.ndarray], device: torch.device, *, is_decode: bool,
           previous: torch.Tensor | None) -> ForwardBatch:
     """A batch of the arrays; tokens of ``pending_rows`` are ``previous[sources]``."""
-    sent = to_device(host, device)
+    sent = _to_device(host, device)
     pending_rows, sources = sent.pop("pending_rows"), sent.pop("sources")
     if len(host["sources"]):
         assert previous is not None, "a row's token comes from a step that was not given"
@@ -236,7 +244,7 @@ def indptr_of(counts: np.ndarray) -> np.ndarray:
     return indptr
 
 
-def to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+def _to_device(host: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     """Copies of int32 and int64 arrays, in one transfer that does not wait for the device."""
     if device.type != "cuda":
         return {name: torch.from_numpy(array) for name, array in host.items()}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from ..attention.base import Planned
 from ..distributed.exchange import TokenExchange
 from ..models.halves import Half
-from .forward_batch import ForwardBatch, indptr_of, to_device
+from .forward_batch import ForwardBatch, indptr_of, part_of
 from .meeting import Turn
 
 
@@ -56,17 +55,5 @@ def rows_of(batch: ForwardBatch, begin: int, end: int, page_size: int) -> Forwar
     pages = np.diff(batch.kv_indptr_cpu)[requests]
     lengths = (pages - 1) * page_size + batch.kv_last_page_len_cpu[requests] - np.maximum(ends - end, 0)
     pages = -(lengths // -page_size)
-    kv_indptr = indptr_of(pages)
-    within = np.arange(kv_indptr[-1]) - np.repeat(kv_indptr[:-1], pages)
-    table = {
-        "qo_indptr": indptr_of(np.minimum(ends, end) - np.maximum(starts, begin)),
-        "kv_indptr": kv_indptr,
-        "kv_indices": batch.kv_indices_cpu[np.repeat(batch.kv_indptr_cpu[requests], pages) + within],
-        "kv_last_page_len": (lengths - (pages - 1) * page_size).astype(np.int32),
-    }
-    rows: dict[str, torch.Tensor] = {name: getattr(batch, name)[begin:end] for name in (
-        "input_ids", "positions", "page_of_token", "offset_in_page")}
-    return ForwardBatch(
-        is_decode=batch.is_decode, logits_rows=None, **rows, **to_device(table, batch.positions.device),
-        qo_indptr_cpu=table["qo_indptr"], kv_indptr_cpu=table["kv_indptr"], kv_indices_cpu=table["kv_indices"],
-        kv_last_page_len_cpu=table["kv_last_page_len"])
+    return part_of(batch, slice(begin, end), requests, indptr_of(np.minimum(ends, end) - np.maximum(starts, begin)),
+                   pages, (lengths - (pages - 1) * page_size).astype(np.int32), is_decode=batch.is_decode)

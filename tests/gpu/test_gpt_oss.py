@@ -14,7 +14,6 @@ import torch
 
 from baton.common.attention.base import AttentionBackend
 from baton.common.attention.select import select_backend
-from baton.common.config.server import KernelArgs
 from baton.common.engine.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
@@ -22,9 +21,9 @@ from baton.kernels import reference
 from baton.kernels.forms import ExpertBiases
 from baton.kernels.moe_experts import moe_experts
 from baton.tests.common.gpt_oss_models import save_gpt_oss
-from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.gpu.test_attention import fused
+from baton.tests.gpu.whole_models import check_bfloat16, check_graphs_and_overlap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -127,31 +126,9 @@ def test_float32_logits_equal_transformers(tmp_path):
 @pytest.mark.parametrize("backend", ["triton", pytest.param("flashinfer", marks=[FLASHINFER, pytest.mark.slow])])
 def test_bfloat16_stays_as_close_as_transformers(tmp_path, backend):
     """Against float32: our bfloat16 error is at most that of transformers in bfloat16, give or take a half."""
-    model = save_gpt_oss(tmp_path, head_dim=64, num_attention_heads=8, hidden_size=256)
-    tokens = np.random.default_rng(0).integers(0, 97, 100)
-    exact = expected_logits(model, tokens)
-    model = model.to("cuda", torch.bfloat16)
-    with torch.inference_mode():
-        theirs = model(torch.from_numpy(tokens)[None].cuda()).logits[0].float().cpu()
-    runner = load_runner(server_config(tmp_path, backend=backend, dtype="bfloat16"), device="cuda:0")
-    pages = scattered_pages(runner, 1, 100)[0]
-    ours = torch.cat([part.cpu() for part in (
-        forward(runner, [(tokens[:61], 0, pages)]), forward(runner, [(tokens[61:99], 61, pages)]),
-        forward(runner, [(tokens[99:], 99, pages)], is_decode=True))])
-    assert (ours - exact).square().mean().sqrt() <= 1.5 * (theirs - exact).square().mean().sqrt()
+    check_bfloat16(save_gpt_oss(tmp_path, head_dim=64, num_attention_heads=8, hidden_size=256), tmp_path, backend)
 
 
 def test_graphs_and_overlap_change_no_token(tmp_path):
     save_gpt_oss(tmp_path, eos_token_id=None, hidden_size=64, intermediate_size=32, head_dim=32)
-    prompts = [[(7 * i + count) % 97 for i in range(count)] for count in (3, 20, 41, 8, 17)]
-
-    def answers(**options) -> list[list[int]]:
-        engine = Engine(tmp_path, page_size=16, device="cuda", **options)
-        for rid, prompt in enumerate(prompts):
-            engine.start(str(rid), prompt, max_new_tokens=24)
-        found = tokens_of(engine.run())
-        return [found[str(rid)] for rid in range(len(prompts))]
-
-    plain = answers(kernels=KernelArgs(attention_backend="torch", disable_cuda_graph=True))
-    assert answers(kernels=KernelArgs(disable_cuda_graph=True)) == plain
-    assert answers(kernels=KernelArgs(), overlap=True) == plain
+    check_graphs_and_overlap(tmp_path)

@@ -19,6 +19,7 @@ from baton.tests.common.small_models import (
     scattered_pages,
     server_config,
 )
+from baton.tests.gpu.whole_models import check_bfloat16
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -73,16 +74,7 @@ def test_the_last_layer_of_ends_equals_that_of_all_rows(tmp_path, backend):
 def test_bfloat16_stays_as_close_as_transformers(tmp_path, backend):
     """Against float32: our bfloat16 error is at most that of transformers in bfloat16, give or take a half."""
     model = save_model(tmp_path, "Llama", head_dim=64, num_attention_heads=8, hidden_size=256)
-    tokens = np.random.default_rng(0).integers(0, 97, 100)
-    exact = expected_logits(model, tokens)
-    model = model.to("cuda", torch.bfloat16)
-    with torch.inference_mode():
-        theirs = model(torch.from_numpy(tokens)[None].cuda()).logits[0].float().cpu()
-    runner = load_runner(server_config(tmp_path, backend=backend, dtype="bfloat16"), device="cuda:0")
-    pages = scattered_pages(runner, 1, 100)[0]
-    ours = torch.cat([forward(runner, [(tokens[:61], 0, pages)]), forward(runner, [(tokens[61:99], 61, pages)]),
-                      forward(runner, [(tokens[99:], 99, pages)], is_decode=True)]).cpu()
-    assert (ours - exact).square().mean().sqrt() <= 1.5 * (theirs - exact).square().mean().sqrt()
+    check_bfloat16(model, tmp_path, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from baton.common.config.moe import MoESpec
-from baton.common.config.server import KernelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe import MoE
@@ -21,11 +20,11 @@ from baton.kernels.forms import ExpertBiases, Scales
 from baton.kernels.moe_experts import moe_experts
 from baton.kernels.moe_sorted import takes_warpgroups
 from baton.kernels.moe_tiles import default_tiles, warpgroup_tiles
-from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.moe_rank import TOKENS
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.common.small_moe import FAMILIES, save_moe
 from baton.tests.common.test_moe_ranks import MOE_RANK
+from baton.tests.gpu.whole_models import check_graphs_and_overlap
 from baton.tests.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -153,18 +152,7 @@ def test_float32_logits_equal_transformers(tmp_path, family):
 
 def test_graphs_and_overlap_change_no_token(tmp_path):
     save_moe(tmp_path, "Qwen3Moe", eos_token_id=None, head_dim=32)
-    prompts = [[(7 * i + count) % 97 for i in range(count)] for count in (3, 20, 41, 8, 17)]
-
-    def answers(**options) -> list[list[int]]:
-        engine = Engine(tmp_path, page_size=16, device="cuda", **options)
-        for rid, prompt in enumerate(prompts):
-            engine.start(str(rid), prompt, max_new_tokens=24)
-        found = tokens_of(engine.run())
-        return [found[str(rid)] for rid in range(len(prompts))]
-
-    plain = answers(kernels=KernelArgs(attention_backend="torch", disable_cuda_graph=True))
-    assert answers(kernels=KernelArgs(disable_cuda_graph=True)) == plain
-    assert answers(kernels=KernelArgs(), overlap=True) == plain
+    check_graphs_and_overlap(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from baton.common.kvcache.layout import KVLayout
-from baton.decode.rank import _make_scheduler as make_decode
 from baton.kvtransfer.lanes import Side as Ranks
 from baton.kvtransfer.lanes import why_not
-from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.common.gpt_oss_models import WINDOW, save_gpt_oss
-from baton.tests.integration.test_deepseek_relay import check_servers, make_unified
-from baton.tests.integration.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
+from baton.tests.integration.test_deepseek_relay import check_servers, pair_equal_to_unified
+from baton.tests.integration.test_relay_in_process import VOCAB, bootstrap_port
 
 __all__ = ["bootstrap_port"]
 
@@ -23,30 +21,8 @@ def test_disaggregated_tokens_equal_unified(tmp_path, bootstrap_port):  # noqa: 
     save_gpt_oss(tmp_path, vocab_size=VOCAB, eos_token_id=None)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in (3, WINDOW - 1, WINDOW, 40, 70)]
-    unified = Side(tmp_path, make_unified, "null", 0, "fake")
-    for i, prompt in enumerate(prompts):
-        unified.start(str(i), prompt)
-    run(unified)
-    expected = tokens_of(unified.take()[0])
-    assert len({tuple(tokens) for tokens in expected.values()}) == len(prompts), "the model answers all alike"
-
-    prefill = Side(tmp_path, make_prefill, "prefill", bootstrap_port, "fake", chunk=23)
-    decode = Side(tmp_path, make_decode, "decode", bootstrap_port, "fake")
-    try:
-        for attempt in range(2):
-            for i, prompt in enumerate(prompts):
-                for side in (prefill, decode):
-                    side.start(str(i), prompt, room=1000 * attempt + i, port=bootstrap_port)
-            run(prefill, decode)
-            outputs, failures = decode.take()
-            assert not failures and tokens_of(outputs) == expected
-            assert not prefill.take()[1]
-            prefill.assert_clean()
-            decode.assert_clean()
+    with pair_equal_to_unified(tmp_path, prompts, bootstrap_port, "fake") as (_, decode):
         assert decode.scheduler.receiver.info.layout.windows == (WINDOW, None, WINDOW, None)
-    finally:
-        prefill.scheduler.close()
-        decode.scheduler.close()
 
 
 @pytest.mark.slow
