@@ -1,9 +1,8 @@
 """Continuous batching over paged KV: which requests compute which tokens in the next step.
 
-This is the part that the unified, prefill and decode schedulers share. It owns the waiting queue, the
-requests in prefill and in decode, their pages and the retraction of requests when pages run out; it does no I/O
-and reads no clock, so that tensor-parallel ranks fed the same calls take the same decisions. What it decides by is
-in ``scheduling/``.
+This is the part that the unified, prefill and decode schedulers share. It owns the places where requests stand, their
+pages and the retraction of requests when pages run out; it does no I/O and reads no clock, so that tensor-parallel
+ranks fed the same calls take the same decisions. What it decides by is in ``scheduling/``.
 """
 
 from __future__ import annotations
@@ -18,9 +17,12 @@ from .decode_run import DecodeRun
 from .req import Req
 from .scheduling.orders import Order
 from .scheduling.output_reserve import OutputReserve, left_of, one_less
+from .scheduling.places import Places
 from .scheduling.policies import order_maker
 from .scheduling.prefill_budget import PrefillBudget
 from .scheduling.priorities import Priorities
+from .scheduling.retraction import Retraction
+from .scheduling.room import Room
 from .scheduling.waiting import WaitingQueue
 
 if TYPE_CHECKING:
@@ -28,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class Batcher:
-    """Requests of one rank between admission and their last token.
-
-    waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode). Of
-    a decode server ``arriving`` ones have pages, which another server is filling.
-    """
+    """Requests of one rank between admission and their last token; where they stand, Places tells."""
 
     def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
                  swap: Swap | None = None, stages: int = 1, most: int | None = None):
@@ -44,29 +42,22 @@ class Batcher:
         self.args = args
         self.swap = swap
         self.priorities = Priorities.of(args)
-        self.output = OutputReserve(args.schedule_conservativeness if decodes else 0.0)
         self._seed = seed
         self._stages, self._most = stages, most
         self._queues: list[WaitingQueue] = []
-        self.waiting = self.make_queue()
-        self.prefilling: list[Req] = []
-        self.running: list[Req] = []
-        self.arriving: list[Req] = []
-        self._left: int | None = None  # output tokens that those with pages have before them, once counted
+        self.places = Places(self.make_queue())
+        self.waiting, self.prefilling = self.places.waiting, self.places.prefilling
+        self.running, self.arriving = self.places.running, self.places.arriving
+        self.room = Room(cache, OutputReserve(args.schedule_conservativeness if decodes else 0.0), self.places)
+        self.retraction = Retraction(self.places, self.room, self.priorities, swap, self.detach)
         self._run: DecodeRun | None = None  # of the last decode batch; None where requests decoded otherwise since
         self._run_of: list[Req] = []  # those that ran when it was made
-        self.num_retracted = 0
-        self.num_preempted = 0
 
     def __repr__(self) -> str:
-        return (f"Batcher(waiting {len(self.waiting)}, prefilling {len(self.prefilling)}, "
-                f"running {len(self.running)}, arriving {len(self.arriving)}, {self.cache})")
+        return f"Batcher({self.places}, {self.cache})"
 
     def __iter__(self) -> Iterator[Req]:
-        yield from self.waiting
-        yield from self.prefilling
-        yield from self.running
-        yield from self.arriving
+        return iter(self.places)
 
     @property
     def idle(self) -> bool:
@@ -75,7 +66,7 @@ class Batcher:
     @property
     def has_slot(self) -> bool:
         """Whether ``max_running_requests`` allows one more."""
-        return len(self.prefilling) + len(self.running) + len(self.arriving) < self.args.max_running_requests
+        return self.places.num_with_pages < self.args.max_running_requests
 
     def make_queue(self) -> WaitingQueue:
         """An empty queue of the policy, and of each that is set later."""
@@ -133,7 +124,7 @@ class Batcher:
                 return
             self.waiting.remove(req)
             self._begin(req)
-            self._count_left(left_of(req))
+            self.places.count_left(left_of(req))
             if req.length - req.num_computed_tokens == 1 and req.num_output_tokens:  # all of it came from the host
                 self.running.append(req)
             else:
@@ -153,31 +144,8 @@ class Batcher:
             self.swap.restore(req)
 
     def reserve(self, req: Req, num_tokens: int, prefix_limit: int) -> bool:
-        """Borrow the cached prefix and allocate the other pages of the first ``num_tokens`` tokens.
-
-        Leaves those that run pages to grow into; False, and no change, where that does not fit.
-        """
-        hold = self.cache.begin_private() if req.embeds is not None else self.cache.begin(req.tokens.view(),
-                                                                                         prefix_limit)
-        lacking = self._pages_lacking(req, hold.count, num_tokens)
-        if lacking > 0 or not self.cache.grow(hold, num_tokens):
-            self.cache.release(hold)
-            return False
-        req.hold = hold
-        return True
-
-    def _pages_lacking(self, req: Req, num_cached_pages: int, num_tokens: int) -> int:
-        """Pages that must become free before ``req`` is admitted, 0 or less where it can be."""
-        missing = self.cache.pages_for(num_tokens) - num_cached_pages
-        return missing + self._pages_to_leave(req) - self.cache.num_available
-
-    def _pages_to_leave(self, req: Req) -> int:
-        """A page for each running request, and for the output to expect; a request alone needs no more than itself."""
-        if not (self.prefilling or self.running or self.arriving):
-            return 0
-        if self._left is None:
-            self._left = sum(left_of(one) for place in (self.prefilling, self.running, self.arriving) for one in place)
-        return len(self.running) + self.cache.pages_for(self.output.tokens(self._left + left_of(req)))
+        """Room.reserve."""
+        return self.room.reserve(req, num_tokens, prefix_limit)
 
     # -- decode ----------------------------------------------------------------------------------
 
@@ -188,7 +156,7 @@ class Batcher:
         run = self._next_run()
         if run is None:
             return None
-        self.output.decoded()
+        self.room.output.decoded()
         return Batch(RunChunks(run), is_decode=True, run=run, ending=run.ending(), positions=run.positions)
 
     def _next_run(self) -> DecodeRun | None:
@@ -212,7 +180,7 @@ class Batcher:
             free = [req for req in free if not req.num_pending][:most]
         if not free:
             return None
-        self.output.decoded()
+        self.room.output.decoded()
         return Batch([Chunk(req, req.num_computed_tokens, req.length, True) for req in free], is_decode=True)
 
     def grow_running(self) -> bool:
@@ -228,85 +196,43 @@ class Batcher:
             return all(grown)
         page_size = self.cache.page_size
         short = [req for req in self.running if req.hold is None or req.hold.count * page_size < req.length]
-        grown = [self._grow(req) for req in short]
+        grown = [self.room.grow(req) for req in short]
         return all(grown)
 
     def _grow_place(self, run: DecodeRun, place: int) -> bool:
-        grown = self._grow(run.reqs[place])
+        grown = self.room.grow(run.reqs[place])
         run.grown(place)
         return grown
 
-    def retract_for_room(self) -> None:
-        """Retract the least urgent running requests, of these the youngest, until the others can grow. No token may be
-        pending."""
-        short = [req for req in self.running if not self._grow(req)]
-        if not short:
-            return
-        while short:
-            victim = self._least(self.running)
-            self._retract(victim)
-            short = [req for req in short if req is not victim and not self._grow(req)]
-        self.output.retracted(self.running)
-
-    def _grow(self, req: Req) -> bool:
-        assert req.hold is not None
-        return req.complete or self.cache.grow(req.hold, req.length)
-
     # -- giving way ------------------------------------------------------------------------------
 
+    @property
+    def num_retracted(self) -> int:
+        return self.retraction.num_retracted
+
+    @property
+    def num_preempted(self) -> int:
+        return self.retraction.num_preempted
+
+    def retract_for_room(self) -> None:
+        """Retraction.for_room."""
+        self.retraction.for_room()
+
     def blocked(self, req: Req, num_tokens: int, prefix_limit: int) -> bool:
-        """Whether ``req``, for which ``reserve`` would be called with the same, lacks what less urgent ones hold."""
-        givers = self._givers(req)
-        if not givers:
-            return False
-        lacking = self._lacking(req, num_tokens, prefix_limit)
-        held = sum(one.hold.count for one in givers if one.hold is not None)
-        return lacking <= held and (lacking > 0 or not self.has_slot)
+        """Retraction.blocked."""
+        return self.retraction.blocked(req, num_tokens, prefix_limit, has_slot=self.has_slot)
 
     def make_way(self, req: Req, num_tokens: int, prefix_limit: int) -> None:
         """Retract requests that give way to ``req`` until it is not ``blocked``. No token may be pending."""
         while self.blocked(req, num_tokens, prefix_limit):
-            self._retract(self._least(self._givers(req)))
-            self.num_preempted += 1
-
-    def _givers(self, req: Req) -> list[Req]:
-        if not self.priorities.enabled:
-            return []
-        return [one for place in (self.running, self.prefilling) for one in place
-                if self.priorities.may_preempt(req, one)]
-
-    def _lacking(self, req: Req, num_tokens: int, prefix_limit: int) -> int:
-        if req.embeds is not None:
-            return self._pages_lacking(req, 0, num_tokens)
-        hold = self.cache.begin(req.tokens.view(), prefix_limit)  # what is locked cannot be evicted
-        lacking = self._pages_lacking(req, hold.count, num_tokens)
-        self.cache.release(hold)
-        return lacking
-
-    def _least(self, reqs: list[Req]) -> Req:
-        """The least urgent, and of these the youngest."""
-        return min(reqs, key=lambda req: (self.priorities.urgency(req), -req.arrived))
-
-    def _retract(self, req: Req) -> None:
-        """Give the request's pages back; it waits before its equals and goes on later.
-
-        Its full pages go to the prefix cache, so that whatever is not evicted until then need not be recomputed; and
-        all of them to host memory, where that is cheaper.
-        """
-        if self.swap is not None:
-            req.saved = self.swap.save(req)
-        self.detach(req)
-        self._release(req, keep=True)
-        req.num_retractions += 1
-        self.waiting.put_back(req)
-        self.num_retracted += 1
+            self.retraction.preempt_for(req)
 
     # -- results ---------------------------------------------------------------------------------
 
     def launched(self, batch: Batch) -> None:
         """Record that the step is on its way: requests whose prompt it completes join the running ones."""
         if batch.run is not None:
-            self._count_left(-one_less(batch.run.left))
+            self.places.count_left(-one_less(batch.run.left))
             batch.run.advance()
             return
         if batch.is_decode or batch.num_riding:
@@ -315,7 +241,7 @@ class Batcher:
             before = left_of(chunk.req)
             chunk.req.num_computed_tokens = chunk.stop
             chunk.req.num_pending += chunk.samples
-            self._count_left(left_of(chunk.req) - before)
+            self.places.count_left(left_of(chunk.req) - before)
         for chunk in batch.prompts:
             req = chunk.req
             assert req.hold is not None
@@ -327,43 +253,26 @@ class Batcher:
     def expect(self, req: Req) -> None:
         """Another server fills the pages that were reserved for the request; ``adopt`` it then, or ``finish`` it."""
         self.arriving.append(req)
-        self._count_left(left_of(req))
+        self.places.count_left(left_of(req))
 
     def adopt(self, req: Req) -> None:
         """Take in an expected request: its prompt was computed elsewhere and its first token is known."""
         self.arriving.remove(req)
         self.running.append(req)
-        self._left = None  # it takes its first token without a step
+        self.places.recount()  # it takes its first token without a step
 
     def detach(self, req: Req) -> None:
         """Take a request out of wherever it stands; it keeps its pages."""
         if self._run is not None:
             self._run.leave(req)
-        if req in self.waiting:
-            self.waiting.remove(req)
-            return
-        for place in (self.prefilling, self.running, self.arriving):
-            if req in place:
-                place.remove(req)
-                self._count_left(-left_of(req))
-                return
-
-    def _count_left(self, tokens: int) -> None:
-        if self._left is not None:
-            self._left += tokens
+        self.places.take_out(req)
 
     def finish(self, req: Req, keep: bool = True) -> None:
         """Take a request out and free its pages; ``keep`` leaves the full ones in the prefix cache."""
         self.detach(req)
-        self._release(req, keep)
+        self.room.release(req, keep)
         if self.swap is not None:
             self.swap.drop(req)
-
-    def _release(self, req: Req, keep: bool) -> None:
-        if req.hold is not None:
-            self.cache.release(req.hold, req.computed if keep else None)
-        req.hold = None
-        req.num_computed_tokens = 0
 
     def _order_maker(self) -> Callable[[], Order]:
         return order_maker(self.args.schedule_policy, self.cache.prefix_cache, self._seed)
