@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
@@ -12,27 +11,23 @@ import torch
 from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..attention.base import Planned
-from ..attention.mla_select import choose_latent_decode_backend, select_latent_attention
-from ..attention.select import choose_decode_backend, select_attention
-from ..config.checkpoint import resolve_checkpoint
-from ..config.model import ModelSpec, load_model_spec
+from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
 from ..distributed.parallel import Parallel
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
-from ..models.decoder import DenseDecoder
 from ..models.halves import Half
-from ..models.registry import build_model
-from ..quantization.kv_scales import KV_DTYPES
 from ..quantization.methods import check_device, check_float8
-from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
+from ..weights.loader import Progress
+from .attention_choice import AttentionChoice
 from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
 from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
-from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype, scales_of
+from .model_weights import ModelWeights
+from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
 from .two_batches import TwoBatches
 
 _MANY_ROWS = 64
@@ -46,21 +41,21 @@ class ModelRunner:
     and a last one that takes what the padding of decode batches writes.
     """
 
-    def __init__(self, config: ServerConfig, spec: ModelSpec, model: DenseDecoder, pool: KVPool,
-                 attention: Planned, device: torch.device, parallel: Parallel | None = None):
+    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: Planned,
+                 device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
-        self._elsewhere = self._parallel.stages.elsewhere(spec.num_layers)
         self.meeting = Meeting(self._parallel)
         self._turn = Turn.of_rows_each(self._parallel.dp_size, 1)
         self._config = config
-        self.spec = spec
+        self.spec = weights.spec
         self.device = device
         self.pool = pool
         self.layout: KVLayout = pool.layout
         self.num_pages = pool.num_pages - 1
         self._captures = False
         self._graphs: DecodeGraphs | None = None
-        self._model = model
+        self._weights = weights
+        self._model = model = weights.model
         self._attention = attention
         counts = ExpertCounts(model) if self._parallel.experts.counted else None
         self.expert_record = ExpertRecord(counts)
@@ -92,12 +87,9 @@ class ModelRunner:
         check_device(spec.quantization, dtype, device)
         if config.cache.kv_cache_dtype != "auto":
             check_float8(device, "--kv-cache-dtype auto")
-        _check_attention(config, spec, device, dtype)  # refuse before loading
-        try:
-            model = _load_model(config, spec, parallel, getattr(torch, dtype), device, progress)
-        except torch.OutOfMemoryError:
-            raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
-                              f"smaller --dtype than {dtype}.") from None
+        attention = AttentionChoice(config, spec, parallel, dtype)
+        attention.check(device)  # refuse before loading
+        weights = ModelWeights.load(config, spec, parallel, dtype, device, progress)
         scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attention.size, dtype, scales,
                            parallel.stages.layers(spec.num_layers))
@@ -107,11 +99,9 @@ class ModelRunner:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
         pool = KVPool(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
-        of_pool = (config, spec, pool, spec.num_heads // parallel.attention.size, dtype,
-                   parallel.stages.layers(spec.num_layers))
-        runner = cls(config, spec, model, pool, _attention(*of_pool), device, parallel)
+        runner = cls(config, weights, pool, attention.over(pool), device, parallel)
         if config.data_parallel.enable_two_batch_overlap:
-            runner._overlap(_attention(*of_pool))
+            runner._overlap(attention.over(pool))
         if device.type == "cuda":
             runner._warm_up(progress)
             decodes = config.mode != "prefill" and not config.model.is_embedding
@@ -149,26 +139,11 @@ class ModelRunner:
 
     def check_weights(self, model_path: str, revision: str | None) -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
-        args = dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
-        spec = load_model_spec(args)
-        differing = [field.name for field in dataclasses.fields(spec)
-                     if getattr(spec, field.name) != getattr(self.spec, field.name)
-                     and field.name not in ("dtype", "eos_token_ids")]
-        if differing:
-            raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
-        scales = kv_scales(self._config.cache, args, spec)
-        if scales_of(scales, self._parallel.stages.layers(spec.num_layers)) != self.layout.scales:
-            raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
-                              "peers know: start servers with it, or give all --quantization-param-path.")
-        check_safetensors(resolve_checkpoint(args), self._model.slots(), tied=self.spec.tie_word_embeddings,
-                          unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=spec.stacked_experts)
+        self._weights.check(model_path, revision, self.layout.scales)
 
-    @torch.no_grad()
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
-        args = dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
-        load_safetensors(resolve_checkpoint(args), self._model.slots(), _silent, tied=self.spec.tie_word_embeddings,
-                         unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=self.spec.stacked_experts)
+        self._weights.update(model_path, revision)
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Give device memory back. No step is in flight, and none may run until ``resume``."""
@@ -317,32 +292,3 @@ class ModelRunner:
 
 def _silent(stage: str, fraction: float) -> None:
     """Nobody waits for the progress."""
-
-
-def _load_model(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device,
-                progress: Progress) -> DenseDecoder:
-    model = build_model(spec, parallel, dtype, device)
-    if config.model.load_format == "dummy":
-        load_dummy(model.slots(), config.model.random_seed, progress)
-    else:
-        load_safetensors(resolve_checkpoint(config.model), model.slots(), progress, tied=spec.tie_word_embeddings,
-                         unused=spec.unused_names, elsewhere=parallel.stages.elsewhere(spec.num_layers),
-                         stacked=spec.stacked_experts)
-    return model
-
-
-def _check_attention(config: ServerConfig, spec: ModelSpec, device: torch.device, dtype: str) -> None:
-    """Raises ConfigError where the backend that the flags name cannot run the model."""
-    if spec.mla is None:
-        choose_decode_backend(config.kernels, device, dtype, spec.head_dim)
-    else:
-        stored = KV_DTYPES.get(config.cache.kv_cache_dtype, dtype)
-        choose_latent_decode_backend(config.kernels, device, spec.mla, dtype, stored)
-
-
-def _attention(config: ServerConfig, spec: ModelSpec, pool: KVPool, num_heads: int, dtype: str,
-               layers: range) -> Planned:
-    device = pool.groups[0].device
-    if spec.mla is None:
-        return select_attention(config.kernels, device, pool, num_heads, dtype, spec.seen_back(layers))
-    return select_latent_attention(config.kernels, device, pool, spec.mla, num_heads, dtype)
