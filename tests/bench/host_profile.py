@@ -15,6 +15,7 @@ import argparse
 import cProfile
 import dataclasses
 import json
+import os
 import pstats
 import statistics
 import subprocess
@@ -130,6 +131,11 @@ def watch_classes() -> None:
     PARTS.wrap(torch.cuda.CUDAGraph, "replay", "replay")
 
 
+def _first_gpu() -> list[str]:
+    """nvidia-smi's argument: it tells of cards that this process does not see, too."""
+    return ["-i", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"]
+
+
 class Clocks:
     """The GPU's clock in MHz and power in W, sampled meanwhile."""
 
@@ -137,7 +143,8 @@ class Clocks:
         self.samples: list[tuple[float, str]] = []
         try:
             self._process: subprocess.Popen[str] | None = subprocess.Popen(
-                ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active,temperature.gpu",
+                ["nvidia-smi", *_first_gpu(),
+                 "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active,temperature.gpu",
                  "--format=csv,noheader,nounits", "-lms", "50"], stdout=subprocess.PIPE, text=True)
         except OSError:
             self._process = None
