@@ -28,6 +28,7 @@ from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
 from .model_weights import ModelWeights
 from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
+from .predictors import Predictors
 from .two_batches import TwoBatches
 
 _MANY_ROWS = 64
@@ -144,6 +145,11 @@ class ModelRunner:
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
         self._weights.update(model_path, revision)
+
+    def load_predictors(self, progress: Progress) -> Predictors:
+        """The checkpoint's layers of multi-token prediction, beside this model. Raises ConfigError."""
+        return Predictors.load(self._config, self.spec, self._parallel, self._model, self.pool.num_pages, self.device,
+                               progress)
 
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Give device memory back. No step is in flight, and none may run until ``resume``."""

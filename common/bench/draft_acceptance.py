@@ -1,0 +1,165 @@
+"""``bench_draft_acceptance``: how often a checkpoint's layers of multi-token prediction foretell what its model writes.
+
+Speculative decoding that drafts with them makes one token a step, and one more for each draft that is right: what is
+told here is what it could gain, before what its longer steps cost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from ..api.errors import ConfigError
+from ..config.cli import parse
+from ..config.model import load_model_spec
+from ..config.server import ServerConfig
+from ..distributed.parallel import Parallel
+from ..engine.forward_batch import Row, build_forward_batch
+from ..engine.model_runner import ModelRunner
+from ..engine.predictors import Predictors
+from ..engine.rank import join_groups
+from ..engine.ranks import RankSpec
+from ..tokenizer.tokenizer import load_tokenizer
+from .command import reported
+from .datasets import make_workload
+from .draft_args import BenchDraft
+from .progress import Progress
+from .report import append_line, check_writable
+from .vocabulary import Vocabulary
+from .workload import Turn
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(BenchDraft, argv, prog="bench_draft_acceptance", description=(
+        "Measure how often a model's layers of multi-token prediction are right."))
+    sys.exit(reported("bench_draft_acceptance", lambda: run(config)))
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of ``steps`` places in the model's greedy answers, ``accepted[k]`` had their first k + 1 drafts right."""
+
+    steps: int
+    accepted: tuple[int, ...]
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        return Acceptance(self.steps + other.steps, tuple(a + b for a, b in zip(self.accepted, other.accepted)))
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 1 + sum(self.accepted) / max(self.steps, 1)
+
+
+def run(config: BenchDraft) -> int:
+    check_writable(config.draft.output_file, "--output-file")
+    spec = load_model_spec(config.model)
+    turns = [conversation.turns[0] for conversation in make_workload(config.dataset, _vocabulary(config))]
+    longest = max(turn.prompt.num_tokens + turn.output_len for turn in turns)
+    if longest > spec.context_length:
+        raise ConfigError(f"{longest} tokens of prompt and answer are more than the model's context of "
+                          f"{spec.context_length}; shorten them, or set --context-length.")
+    drafting = Drafting.load(config.server(longest))
+    progress = Progress("answers", len(turns), disabled=config.draft.disable_progress)
+    found = Acceptance(0, (0,) * drafting.depth)
+    for turn in turns:
+        found += drafting.measure(turn)
+        progress.advance(f"{found.tokens_per_step:.2f} tokens a step")
+    progress.close()
+    print(_table(config, found), flush=True)
+    if config.draft.output_file is not None:
+        append_line(config.draft.output_file, {
+            "tag": config.draft.tag, "model_path": config.model.model_path, **asdict(config.dataset),
+            **asdict(found), "tokens_per_step": found.tokens_per_step})
+    return 0
+
+
+def _vocabulary(config: BenchDraft) -> Vocabulary:
+    """Prompts are token ids. Raises ConfigError."""
+    size, model = load_model_spec(config.model).vocab_size, config.model
+    if config.dataset.dataset_name == "random-ids":
+        return Vocabulary(size, None, as_ids=True)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.model_path, model.revision)
+    return Vocabulary(min(size, tokenizer.size), tokenizer, as_ids=True)
+
+
+def _table(config: BenchDraft, found: Acceptance) -> str:
+    lines = [f"{config.model.model_path}: {found.steps:,} places in greedy answers"]
+    for depth, accepted in enumerate(found.accepted, 1):
+        lines.append(f"drafts right, first {depth:<4}{accepted / max(found.steps, 1):8.1%}")
+    return "\n".join([*lines, f"tokens a step         {found.tokens_per_step:8.2f}"])
+
+
+class Drafting:
+    """A model and its predictors over one sequence at a time, on pages that begin at 0."""
+
+    def __init__(self, runner: ModelRunner, predictors: Predictors, chunk: int):
+        self._runner = runner
+        self._predictors = predictors
+        self._chunk = chunk
+        self._pages = np.arange(runner.num_pages, dtype=np.int32)
+
+    @classmethod
+    def load(cls, config: ServerConfig, parallel: Parallel | None = None) -> Drafting:
+        """Raises ConfigError. ``parallel``: this process's place among ranks, all of which do the same."""
+        spec = load_model_spec(config.model)
+        parallel = parallel or join_groups(RankSpec(config, 0, 1, "", "", ""))
+        runner = ModelRunner.load(config, spec, parallel, parallel.everyone.device, _silent)
+        return cls(runner, runner.load_predictors(_silent), config.schedule.largest_prefill(spec.context_length))
+
+    @property
+    def depth(self) -> int:
+        """Drafts of a step."""
+        return len(self._predictors)
+
+    def measure(self, turn: Turn) -> Acceptance:
+        """Over the model's own answer of ``turn.output_len`` tokens."""
+        assert turn.prompt.ids is not None
+        prompt = list(turn.prompt.ids)
+        ids = np.array(self._answered(prompt, turn.output_len), np.int64)
+        guessed = self._guesses(ids)  # [depth, len(ids)]
+        # A step stands at the last token that is known, and makes the next one; its drafts are of those behind that.
+        places = np.arange(len(prompt) - 1, len(ids) - 1 - self.depth)
+        right = np.array([guesses[places] == ids[places + 2 + k] for k, guesses in enumerate(guessed)], bool)
+        together = np.logical_and.accumulate(right, axis=0)
+        return Acceptance(len(places), tuple(int(count) for count in together.sum(axis=1)))
+
+    def _answered(self, ids: list[int], count: int) -> list[int]:
+        """``ids`` and ``count`` tokens more, the likeliest ones."""
+        ids = list(ids)
+        at = 0
+        for _ in range(count):
+            while len(ids) - at > self._chunk:
+                self._logits(ids[at:at + self._chunk], at)
+                at += self._chunk
+            ids.append(int(self._logits(ids[at:], at).argmax()))
+            at = len(ids) - 1
+        return ids
+
+    def _logits(self, ids: list[int], start: int) -> torch.Tensor:
+        decodes = start > 0 and len(ids) == 1
+        batch = build_forward_batch([Row(ids, start, self._pages)], self._runner.layout.page_size,
+                                    self._runner.device, decodes)
+        return self._runner.forward(batch)[-1]
+
+    def _guesses(self, ids: np.ndarray) -> np.ndarray:
+        """``[depth, len(ids)]``: what each predictor thinks stands so far behind every token; zeros stand for what
+        comes after the last one."""
+        depth = self.depth
+        behind = np.concatenate([ids, np.zeros(depth, np.int64)])
+        parts = []
+        for start in range(0, len(ids), self._chunk):
+            part = ids[start:start + self._chunk]
+            batch = build_forward_batch([Row(part, start, self._pages)], self._runner.layout.page_size,
+                                        self._runner.device, False, list(range(len(part))))
+            following = np.stack([behind[start + 1 + k:start + 1 + k + len(part)] for k in range(depth)])
+            hidden = self._runner.hidden(batch)
+            parts.append(self._predictors.guesses(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())
+        return torch.cat(parts, dim=1).numpy()
+
+
+def _silent(stage: str, fraction: float) -> None:
+    """The command tells of answers alone."""
