@@ -49,8 +49,8 @@ def save_deepseek(folder: Path, version: int, **changes: Any) -> Any:
 
 def save_with_predictors(folder: Path, count: int, *, echo: float = 0.0, **changes: Any) -> list[Any]:
     """A V3 model of three layers with ``count`` layers of multi-token prediction. Returns transformers' model, then
-    ``foretell`` of each predictor: ``(hidden [T, hidden], following ids [T]) -> rows [T, hidden]``. The larger ``echo``,
-    the rather is what comes next foretold to come once more."""
+    ``foretell`` of each predictor: ``(hidden [T, hidden], following ids [T]) -> rows [T, hidden]``. The larger
+    ``echo``, the rather is what comes next foretold to come once more."""
     model = save_deepseek(folder, 3, num_hidden_layers=3 + count, **changes)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -62,7 +62,8 @@ def save_with_predictors(folder: Path, count: int, *, echo: float = 0.0, **chang
         with torch.no_grad():
             block.norm.weight.uniform_(0.5, 1.5)
             own = {"enorm.weight": torch.rand(48) + 0.5, "hnorm.weight": torch.rand(48) + 0.5,
-                   "eh_proj.weight": torch.randn(48, 96) * 0.1 + echo * torch.eye(96)[48:], "shared_head.norm.weight": block.norm.weight.clone()}
+                   "eh_proj.weight": torch.randn(48, 96) * 0.1 + echo * torch.eye(96)[48:],
+                   "shared_head.norm.weight": block.norm.weight.clone()}
         shared = {"embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
                   "shared_head.head.weight": model.lm_head.weight.detach().clone()}
         tensors |= {f"model.layers.{index}.{name}": value.contiguous() for name, value in (own | shared).items()}
