@@ -20,6 +20,20 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return silu_and_mul(y) if gated else y
 
 
+MANY_ROWS = 1024
+"""From so many on a pass over a product's result, and the power it takes, is worth sparing."""
+
+
+def adds_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether ``add_product`` is the quicker way to what ``dense_matmul`` makes and a sum behind it."""
+    return x.is_cuda and len(x) >= MANY_ROWS and weight.itemsize == 2
+
+
+def add_product(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """``total`` [T, out], contiguous, ``+= x @ weight.T``, rounded once."""
+    total.addmm_(x, weight.T)
+
+
 def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
     """Compile what products of few rows with it take, so that no request waits for it; its values do not matter."""
     for rows in (1, 2, 17, 33):

@@ -1,4 +1,4 @@
-"""A sum over ranks that is left to who needs it, who may do more in the same pass."""
+"""A sum, over ranks or of a product, that is left to who needs it, who may do more in the same pass."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.dense_matmul import add_product, dense_matmul
+from ...kernels.rmsnorm import rmsnorm
 from .tp import TPGroup
 
 
@@ -60,5 +62,26 @@ class PendingRows:
         return self.group.peers.scatter_normed(self.part, self.more, residual, weight, eps)
 
 
-Summed = torch.Tensor | PendingSum | PendingRows
+@dataclass(frozen=True)
+class PendingProduct:
+    """``factor @ weight.T`` [T, hidden], on one rank: where a residual waits for it, it is added as it is made."""
+
+    factor: torch.Tensor
+    weight: torch.Tensor
+
+    def total(self) -> torch.Tensor:
+        return dense_matmul(self.factor, self.weight)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        return dense_matmul(self.factor[index], self.weight)
+
+    norms = True
+
+    def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(total + residual) * weight, total + residual)``; ``residual`` becomes the latter."""
+        add_product(residual, self.factor, self.weight)
+        return rmsnorm(residual, weight, eps)
+
+
+Summed = torch.Tensor | PendingSum | PendingRows | PendingProduct
 """Rows of hidden states, or the sum that they are."""

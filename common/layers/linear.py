@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.forms import Float8Form, Float8Rows
-from ..distributed.pending import PendingSum, Summed
+from ..distributed.pending import PendingProduct, PendingSum, Summed
 from ..distributed.tp import TPGroup
 from ..quantization.methods import Plain, linear_method
 from ..quantization.shards import Shard
@@ -102,8 +102,10 @@ class RowLinear:
         return y if self.bias is None else y + self.bias
 
     def pending(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
-        """The same, its sum left to the norm that follows where there is one to make."""
+        """The same, its sum left to the norm that follows where there is one to make, over ranks or with a residual."""
         if self.tp.size == 1:
+            if isinstance(self.method, Plain) and self.bias is None and not gated and self.method.adds(x):
+                return PendingProduct(x, self.method.weight)
             return self(x, gated=gated)
         return PendingSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.common.quantization import methods
 from baton.tests.common.small_models import (
     FAMILIES,
     check_chunks,
@@ -64,6 +65,13 @@ def test_equals_transformers(tmp_path, family, shape):
     if family == "Qwen2":
         changes.pop("head_dim", None)
     model = save_model(tmp_path, family, **changes)
+    check_whole_and_decode(load_runner(server_config(tmp_path)), model)
+
+
+def test_products_added_as_they_are_made_equal_transformers(tmp_path, monkeypatch):
+    """As a GPU computes many rows."""
+    monkeypatch.setattr(methods, "adds_products", lambda x, weight: True)
+    model = save_model(tmp_path, FAMILIES[0])
     check_whole_and_decode(load_runner(server_config(tmp_path)), model)
 
 

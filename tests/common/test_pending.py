@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.common.distributed.pending import PendingSum
+from baton.common.distributed.pending import PendingProduct, PendingSum
 from baton.common.distributed.tp import TPGroup
 from baton.common.layers.linear import RowLinear
 from baton.common.layers.norm import RMSNorm
+from baton.common.quantization import methods
 from baton.common.weights.slots import allocator
 from baton.kernels import reference
 
@@ -85,3 +86,19 @@ def test_a_bias_is_one_rank_s_summand():
         assert isinstance(with_bias, PendingSum)
         bias = biased.bias if rank == 0 else torch.zeros(HIDDEN)
         torch.testing.assert_close(with_bias.part, biased.partial(x) + bias)
+
+
+def test_a_product_is_added_as_it_is_made(norm, monkeypatch):
+    """On a GPU, of many rows; a float8 weight, or one with a bias, has no such product."""
+    monkeypatch.setattr(methods, "adds_products", lambda x, weight: len(x) >= 5)
+    alone, biased = (RowLinear("row", 2 * HIDDEN, HIDDEN, bias, TPGroup(), ALLOCATE) for bias in (False, True))
+    for tensor in (alone.method.weight, biased.method.weight, biased.bias):
+        tensor.normal_()
+    x, residual = torch.randn(6, 2 * HIDDEN), torch.randn(6, HIDDEN)
+    assert isinstance(alone.pending(x[:4]), torch.Tensor) and isinstance(biased.pending(x), torch.Tensor)
+    pending = alone.pending(x)
+    assert isinstance(pending, PendingProduct)
+    wanted = norm.add(alone(x), residual)
+    torch.testing.assert_close(norm.add(pending, residual.clone()), wanted)
+    torch.testing.assert_close(norm.add(pending, None), norm.add(alone(x), None))
+    torch.testing.assert_close(pending.rows(torch.tensor([5, 1])), alone(x[[5, 1]]))

@@ -16,6 +16,7 @@ import torch
 
 from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
+from baton.kernels.dense_warpgroups import dense_product
 from baton.kernels.draw import draw
 from baton.kernels.forms import ExpertBiases, Float8Form, HeadNorms, Scales
 from baton.kernels.fp8_block_matmul import block_matmul
@@ -33,6 +34,7 @@ from baton.kernels.paged_decode import paged_decode, pieces_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.peer_rows import peer_norm_gather, peer_scatter_norm
 from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, peer_scatter, peer_sum, peer_sum_norm
+from baton.kernels.peer_tokens import Areas, PeerAreas, peer_combine, peer_dispatch, peer_parts
 from baton.kernels.per_head_matmul import per_head_matmul
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
@@ -177,6 +179,10 @@ def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool 
         skinny_matmul(of(rows, width), of(out, width), gated=gated)
 
 
+def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16) -> None:
+    dense_product(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), gated=gated)
+
+
 def drawn(count: int, vocab: int, truncates: bool) -> None:
     draw(fp32(count, vocab), fp32(count), int64(7, count), truncates)
 
@@ -197,6 +203,18 @@ def met_and_normed(tokens: int, width: int, world: int) -> None:
     rows, _ = peer_norm_gather(of(tokens, width), of(tokens, width), of(width), 1e-5, peers(world))
     for more in (None, rows):
         peer_scatter_norm(rows, more, of(tokens, width), of(width), 1e-5, peers(world))
+
+
+def exchanged(tokens: int, width: int, world: int, float8: bool = False, choices: int = 8) -> None:
+    areas = Areas(world, 8192, width, choices, float8)
+    peers, most = PeerAreas(1, areas, of(areas.nbytes, dtype=torch.uint8), int64(world)), tokens + 1
+    numbers, rows = int64(tokens, choices), of(tokens, width)
+    peer_dispatch(rows, numbers, fp32(tokens, choices), most, 128 // world, peers)
+    for positions in (None, int32(world * most * choices)):
+        peer_combine(of(20_000, width), positions, most, 128 // world, peers)
+    for more in (None, rows):
+        peer_parts(numbers, 128 // world, peers, more)
+        peer_parts(numbers, 128 // world, peers, more, rows, of(width), 1e-5)
 
 
 def peers(world: int) -> Peers:
@@ -316,6 +334,9 @@ CASES: dict[str, Callable[[], object]] = {
     "fp8_matmul 60 rows, deep": lambda: by_rows(60, 4096, 14336),
     "fp8_matmul 100 rows": lambda: by_rows(100, 4096, 4096),
     "fp8_matmul 100 rows, wide": lambda: by_rows(100, 28672, 4096),
+    "dense_product Llama": lambda: many_rows(8192, 4096, 14336),
+    "dense_product Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
+    "dense_product float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
     "skinny_matmul one row": lambda: few_rows(1, 4096, 4096),
     "skinny_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
     "skinny_matmul 7 rows": lambda: few_rows(7, 4096, 4096),
@@ -349,6 +370,10 @@ CASES: dict[str, Callable[[], object]] = {
     "peer_norm_gather and peer_scatter_norm 2048 of 2": lambda: met_and_normed(7, 2048, 2),
     "peer_norm_gather and peer_scatter_norm 7168 of 2": lambda: met_and_normed(7, 7168, 2),
     "peer_norm_gather and peer_scatter_norm 7168 of 8": lambda: met_and_normed(7, 7168, 8),
+    "peer_tokens 2048 of 2": lambda: exchanged(7, 2048, 2),
+    "peer_tokens 2048 of 2, float8": lambda: exchanged(7, 2048, 2, True),
+    "peer_tokens 7168 of 8": lambda: exchanged(7, 7168, 8),
+    "peer_tokens 7168 of 8, float8": lambda: exchanged(7, 7168, 8, True),
     "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
@@ -359,12 +384,12 @@ CASES: dict[str, Callable[[], object]] = {
 FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
-       "moe_topk Qwen3", "moe_experts Qwen3, by warp groups",
+       "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "dense_product Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
        "skinny_matmul one row", "skinny_matmul 7 rows of float8", "greatest of bfloat16", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
        "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2",
-       "peer_norm_gather and peer_scatter_norm 2048 of 2", "copy_blocks 4 KiB"]
+       "peer_norm_gather and peer_scatter_norm 2048 of 2", "peer_tokens 2048 of 2", "copy_blocks 4 KiB"]
 """Each kernel once; test_compiles_for_hopper.py says which one is missing."""
 
 OTHER_SIZES: dict[str, Callable[[int], object]] = {
@@ -388,6 +413,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
+    "dense_product Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
     "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
     "greatest of bfloat16": lambda n: widened_and_greatest(of(n, 128256)),
@@ -397,6 +423,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "peer_sum_norm 4096 of 2": lambda n: summed_and_normed(n, 4096, 2, False),
     "peer_gather and peer_scatter of 2": lambda n: met(n, 2),
     "peer_norm_gather and peer_scatter_norm 2048 of 2": lambda n: met_and_normed(n, 2048, 2),
+    "peer_tokens 2048 of 2": lambda n: exchanged(n, 2048, 2),
     "copy_blocks 4 KiB": lambda n: copied(n, 4096),
 }
 """Cases by the size of their batch: what was compiled for the case serves ``SIZES`` too, while requests wait."""
