@@ -60,6 +60,32 @@ def peer_scatter_norm(parts: list[torch.Tensor], residual: torch.Tensor, weight:
     return rmsnorm(peer_sum(parts).chunk(len(parts))[rank], weight, eps, residual)
 
 
+def peer_dispatch(rows: list[torch.Tensor], numbers: list[torch.Tensor], most: int, places: int,
+                  rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [ranks * most, width] and places [ranks * most, K] that come to ``rank``, zeros and -1 where nothing does;
+    see ``kernels.peer_tokens.peer_dispatch``."""
+    tokens, found = rows[0].new_zeros(len(rows), most, rows[0].shape[1]), []
+    for source, (own, number) in enumerate(zip(rows, numbers)):
+        place = number - rank * places
+        place = torch.where((place >= 0) & (place < places), place, -1)
+        wanted = (place >= 0).any(1)
+        tokens[source, :len(own)][wanted] = own[wanted]
+        found.append(torch.nn.functional.pad(place, (0, 0, 0, most - len(own)), value=-1))
+    return tokens.flatten(0, 1), torch.cat(found)
+
+
+def peer_combine(made: torch.Tensor, positions: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor,
+                 places: int) -> torch.Tensor:
+    """``[tokens, width]``: the sums that a rank sends, zeros of those it has no part in; see
+    ``kernels.peer_tokens.peer_combine``."""
+    total = torch.zeros(len(ids), made.shape[1], device=made.device)
+    rows = torch.arange(ids.numel(), device=ids.device) if positions is None else positions.long()
+    for choice in range(ids.shape[1]):
+        here = (ids[:, choice] >= 0) & (ids[:, choice] < places)
+        total[here] += made[rows.view(ids.shape)[here, choice]].float() * weights[here, choice, None]
+    return total.to(made.dtype)
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """See ``kernels.silu_and_mul.silu_and_mul``."""
     gate, up = x.float().chunk(2, dim=-1)
