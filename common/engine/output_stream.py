@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..api.errors import ServingError
 from ..api.messages import Generate, Output
 
-if TYPE_CHECKING:
-    from .client import EngineClient
+
+class Engine(Protocol):
+    """Whom a stream's requests are given to, and who then calls its ``put`` and ``fail``."""
+
+    def enter(self, stream: OutputStream, requests: Sequence[Generate]) -> None: ...
+
+    def abandon(self, rid: str) -> None: ...
 
 
 class OutputStream:
@@ -20,7 +25,7 @@ class OutputStream:
     Leaving it aborts, silently, whatever has not ended: a client that left costs the engine nothing more.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[Generate]):
+    def __init__(self, client: Engine, requests: Sequence[Generate]):
         self._client = client
         self._requests = requests
         self._live = {request.rid for request in requests}
