@@ -277,13 +277,14 @@ def _word(dtype: torch.dtype) -> Any:
 
 
 def peer_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, places: int, peers: PeerAreas, *,
-                 patience: int = FOREVER, programs: int = COMBINE_PROGRAMS, num_warps: int = 4) -> None:
+                 patience: int = FOREVER, programs: int = COMBINE_PROGRAMS, tile: int = _COMBINED,
+                 num_warps: int = 4) -> None:
     """Bring this rank's part of every token that has come, ``moe_sum``'s of ``made`` and ``positions``, to where the
     token is from; ``peer_parts`` then has them all."""
     areas = peers.areas
     ids, weights = peers.choices(most)
     assert made.is_contiguous() and made.dtype == peers.dtype and made.shape[1] == areas.width
-    block = min(_COMBINED, triton.next_power_of_2(areas.width))
+    block = min(tile, triton.next_power_of_2(areas.width))
     _peer_combine_kernel[(max(1, min(programs, areas.ranks * most)),)](
         made, ids, weights, positions, peers.bases, most, areas.rows, areas.width, places, areas.parts, patience,
         RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices, BLOCK=block, num_warps=num_warps)
@@ -301,9 +302,9 @@ def peer_parts(numbers: torch.Tensor, places: int, peers: PeerAreas, more: torch
     y = None if weight is None else torch.empty_like(total)
     block = triton.next_power_of_2(areas.width)
     if len(total):
+        parts = peers.view(areas.parts, areas.slots, areas.width, dtype=peers.dtype)
         _peer_parts_kernel[(len(total),)](
-            peers.view(areas.parts, areas.slots, areas.width, dtype=peers.dtype), more, numbers, residual, weight, total,
-            y, areas.rows, areas.width, places, eps, WORLD=areas.ranks, CHOICES=areas.choices,
-            BLOCK_CHOICES=triton.next_power_of_2(areas.choices), BLOCK=block,
+            parts, more, numbers, residual, weight, total, y, areas.rows, areas.width, places, eps, WORLD=areas.ranks,
+            CHOICES=areas.choices, BLOCK_CHOICES=triton.next_power_of_2(areas.choices), BLOCK=block,
             num_warps=max(1, min(16, block // 256)))
     return total, y
