@@ -40,6 +40,12 @@ def may_capture(parallel: Parallel) -> bool:
     return fine
 
 
+def may_capture_prompts(parallel: Parallel) -> bool:
+    """Whether pieces of prompts' steps can be captured where ``may_capture``: not where rows of padding would be
+    counted by expert, or sent to one that has moved."""
+    return not (parallel.experts.counted or parallel.experts.movable)
+
+
 def _trouble(group: TPGroup) -> str | None:
     """Capture sums and gathers, replay them twice and compare. Nobody replays unless all have captured."""
     graph, trouble = torch.cuda.CUDAGraph(), None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+import torch
 
 from ..api.errors import ConfigError
 from ..config.moe import MoESpec
 from ..config.server import ParallelArgs
+from .live_rows import LiveRows
 from .low_latency import LowLatency
 from .tp import TPGroup
 
@@ -21,7 +24,7 @@ class ExpertShare:
 
     ``a2a`` says how tokens reach the experts of other ranks: ``none`` computes every token on every rank that holds
     one of its experts, and adds the results up; ``alltoall`` sends each token to the ranks of its experts and back;
-    ``low_latency`` is ``none`` but for decode steps, which go by ``meeting``.
+    ``low_latency`` is ``none`` but for decode steps, which go by ``meeting``. ``padded``: of prompts' steps.
     ``apart``: every rank is an attention group of its own, with its own tokens.
 
     With ``movable`` experts change their ranks while they serve (then each is whole on its ranks), and ``redundant``
@@ -36,6 +39,7 @@ class ExpertShare:
     redundant: int = 0
     movable: bool = False
     counted: bool = False
+    padded: LiveRows = field(default_factory=LiveRows)
 
     @staticmethod
     def of(args: ParallelArgs, group: TPGroup) -> ExpertShare:
@@ -48,6 +52,13 @@ class ExpertShare:
     def own_tokens(self) -> bool:
         """Whether a rank gives its layers its own tokens, in place of all tokens that there are."""
         return self.apart and self.a2a == "alltoall"
+
+    @property
+    def live(self) -> torch.Tensor | None:
+        """Rows of the step that are tokens; None: all."""
+        if self.meeting is not None and self.meeting.live is not None:
+            return self.meeting.live
+        return self.padded.rows
 
     @property
     def split(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..distributed.parallel import Parallel
 from ..kvcache.layout import KVLayout
 from ..kvcache.pool import KVPool
 from ..models.halves import Half
+from ..models.pieces import Pieces
 from ..quantization.methods import check_device, check_float8
 from ..weights.loader import Progress
 from .attention_choice import AttentionChoice
@@ -29,6 +30,7 @@ from .meeting import Meeting, Turn
 from .model_weights import ModelWeights
 from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
 from .predictors import Predictors
+from .prefill_graphs import GraphRecorder, PrefillGraphs, Recorder, prompt_sizes
 from .two_batches import TwoBatches
 
 _MANY_ROWS = 64
@@ -55,6 +57,8 @@ class ModelRunner:
         self.num_pages = pool.num_pages - 1
         self._captures = False
         self._graphs: DecodeGraphs | None = None
+        self._prompt_sizes: list[int] = []
+        self._prompt_graphs: PrefillGraphs | None = None
         self._weights = weights
         self._model = model = weights.model
         self._attention = attention
@@ -106,9 +110,10 @@ class ModelRunner:
         if device.type == "cuda":
             runner._warm_up(progress)
             decodes = config.mode != "prefill" and not config.model.is_embedding
-            runner._captures = decodes and not config.kernels.disable_cuda_graph and may_capture(parallel)
-            if runner._captures:
-                runner._capture(progress)
+            sizes = prompt_sizes(config, spec, parallel)
+            if (decodes or sizes) and not config.kernels.disable_cuda_graph and may_capture(parallel):
+                runner._captures, runner._prompt_sizes = decodes, sizes
+            runner._capture_all(progress)
         progress("ready", 1.0)
         return runner
 
@@ -127,6 +132,21 @@ class ModelRunner:
             compute(batch)
             torch.cuda.synchronize(self.device)
             progress("kernels", done / len(steps))
+
+    def _capture_all(self, progress: Progress) -> None:
+        if self._prompt_sizes:
+            self.record_prompts(self._prompt_sizes, GraphRecorder(self.device), progress)
+        if self._captures:
+            self._capture(progress)
+
+    @torch.inference_mode()
+    def record_prompts(self, sizes: Sequence[int], recorder: Recorder, progress: Progress) -> None:
+        """Steps of prompts of up to so many tokens replay what is recorded, from now on. All ranks together."""
+        groups = self._parallel.dp_size
+        self._prompt_graphs = PrefillGraphs(
+            self._model, sizes, groups, self._parallel.experts.padded, recorder,
+            lambda size: self._begin(Turn([size] * groups, [1] * groups)),
+            lambda share: progress("CUDA graphs of prompts", share))
 
     @torch.inference_mode()
     def _capture(self, progress: Progress) -> None:
@@ -154,15 +174,15 @@ class ModelRunner:
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Give device memory back. No step is in flight, and none may run until ``resume``."""
         for kind in kinds:
-            self._graphs = None  # they hold addresses
+            self._graphs = self._prompt_graphs = None  # they hold addresses
             self._memory[kind].release()
 
     def resume(self, kinds: Iterable[MemoryKind], *, complete: bool) -> None:
         """Take memory again; ``complete``: afterwards nothing is released, so that steps may run."""
         for kind in kinds:
             self._memory[kind].resume()
-        if complete and self._captures:
-            self._capture(_silent)
+        if complete:
+            self._capture_all(_silent)
 
     def padding(self, num_reqs: int) -> list[Row]:
         """Rows that bring a decode batch of ``num_reqs`` to the size it runs at; none without CUDA graphs. Called after
@@ -233,7 +253,8 @@ class ModelRunner:
         if batch.is_decode and self._graphs is not None and self._replayed_size(batch.num_reqs) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
-        return self._model.forward(batch, self._attention, self._telling(after_group), self._plan(batch)).float()
+        return self._model.forward(batch, self._attention, self._telling(after_group), self._plan(batch),
+                                   self._pieces(batch)).float()
 
     @torch.inference_mode()
     def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -253,14 +274,16 @@ class ModelRunner:
         """``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
         ``[R - num_logits, hidden]`` of the others behind the last norm. Runs without CUDA graphs, which keep none."""
         self._between_steps()
-        hidden = self._model.hidden(batch, self._attention, self._telling(after_group), self._plan(batch))
+        hidden = self._model.hidden(batch, self._attention, self._telling(after_group), self._plan(batch),
+                                    self._pieces(batch))
         return self._model.scores(hidden[:num_logits]).float(), hidden[num_logits:]
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows``, behind the model's last norm."""
         self._between_steps()
-        return self._model.hidden(batch, self._attention, self._telling(None), self._plan(batch))
+        return self._model.hidden(batch, self._attention, self._telling(None), self._plan(batch),
+                                  self._pieces(batch))
 
     def _plan(self, batch: ForwardBatch) -> list[Half]:
         """Plan its attention; the halves of a step that is cut."""
@@ -268,6 +291,15 @@ class ModelRunner:
             return self._two.plan(batch)
         self._attention.plan(batch)
         return []
+
+    def _pieces(self, batch: ForwardBatch) -> Pieces | None:
+        """What is recorded of this step; all ranks decide alike."""
+        together = self._parallel.dp_size > 1
+        if self._prompt_graphs is None or self._cut or (self._turn.steady if together else batch.is_decode):
+            return None
+        tokens = self._turn.tokens if together else [batch.num_tokens]
+        size = self._prompt_graphs.size_for(tokens)
+        return None if size is None else self._prompt_graphs.step(size, tokens, batch.num_tokens)
 
     def _between_steps(self) -> None:
         """Experts move here. Every rank comes here once a step, whether it replays a graph or not."""

@@ -25,6 +25,7 @@ from ..layers.rotary import rotary_table
 from ..layers.vocab import VocabTable
 from ..weights.slots import Allocate, Slot, allocator
 from .halves import Half, in_turns
+from .pieces import Pieces, Projected
 
 
 class SelfAttention:
@@ -38,6 +39,7 @@ class SelfAttention:
             Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
         ], spec.attention_bias, allocate)
         self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, spec.o_bias, tp, allocate)
+        self.width = q_size // tp.size
         self.sinks: Slot | None = None
         if spec.sinks:
             heads = spec.num_heads // tp.size
@@ -52,9 +54,13 @@ class SelfAttention:
         """See LinearMethod."""
         return self.qkv.form(rows)
 
-    def __call__(self, x: Rows, attention: AttentionBackend, cos_sin: torch.Tensor,
-                 last: ForwardBatch | None) -> torch.Tensor:
-        parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
+    def project(self, x: Rows) -> Projected:
+        return (self.qkv(x),)
+
+    def attend(self, projected: Projected, attention: AttentionBackend, cos_sin: torch.Tensor,
+               last: ForwardBatch | None) -> torch.Tensor:
+        (qkv,) = projected
+        parts = qkv.split(self.qkv.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, head_dim]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -72,7 +78,10 @@ class SelfAttention:
 
 
 class LayerAttention(Protocol):
-    """What stands before a layer's MLP, by the backend that it is made for; ``output`` brings its heads together."""
+    """What stands before a layer's MLP, by the backend that it is made for; ``output`` brings its heads together, of
+    which this rank's make ``width`` values a row."""
+
+    width: int
 
     @property
     def output(self) -> RowLinear: ...
@@ -80,9 +89,13 @@ class LayerAttention(Protocol):
     def form(self, rows: int) -> Float8Form | None:
         """Of its input, see LinearMethod."""
 
-    def __call__(self, x: Any, attention: Any, cos_sin: torch.Tensor, last: ForwardBatch | None) -> torch.Tensor:
-        """Heads' results side by side, ``[T, hidden] -> [T, heads * values]``; in the last layer of the batch ``last``
-        those of its ``ends`` alone."""
+    def project(self, x: Any) -> Projected:
+        """What ``attend`` is given of the layer's input ``[T, hidden]``, row by row."""
+
+    def attend(self, projected: Projected, attention: Any, cos_sin: torch.Tensor,
+               last: ForwardBatch | None) -> torch.Tensor:
+        """Heads' results side by side, ``[T, width]``; in the last layer of the batch ``last`` those of its ``ends``
+        alone. May overwrite ``projected``."""
 
     def slots(self) -> Iterator[Slot]: ...
 
@@ -148,21 +161,36 @@ class DecoderLayer:
                  last: ForwardBatch | None = None) -> tuple[Summed, torch.Tensor]:
         """Every sum over ranks is made by the norm behind it, the last one by the next layer's. As the last layer of
         the batch ``last`` it goes on with the rows of its ``ends`` once it has the keys and values of all."""
+        projected, residual = self.enter(x, residual)
+        heads = self.attention.attend(projected, attention, cos_sin, last)
+        del projected  # room for the MLP's
+        return self.finish(heads, residual, last)
+
+    def enter(self, x: Summed, residual: torch.Tensor | None) -> tuple[Projected, torch.Tensor]:
+        """What stands before its attention, and the residual that goes past it."""
         normed, residual = self.input_norm.add_for(self.attention.form, x, residual)
-        heads = self.attention(normed, attention, cos_sin, last)
+        return self.attention.project(normed), residual
+
+    def leave(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[Summed, torch.Tensor]:
+        """What stands behind its attention."""
+        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
+        return self.mlp_of_groups(normed), residual
+
+    def finish(self, heads: torch.Tensor, residual: torch.Tensor,
+               last: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
+        """``leave``; of ``last`` with the rows that ``heads`` are of."""
         if last is not None:
             residual = residual[last.logits_rows]
             if not len(residual):  # chunks in the middle of their prompts
                 return residual, residual
-        normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
-        return self.mlp_of_groups(normed), residual
+        return self.leave(heads, residual)
 
     def stages(self, x: Summed, residual: torch.Tensor | None, half: Half,
                cos_sin: torch.Tensor) -> Generator[None, None, tuple[Summed, torch.Tensor]]:
         """The same of a half of the step, with a yield while rows travel to the MLP, and one while they come back. At
         the first its keys and values have been enqueued."""
-        normed, residual = self.input_norm.add_for(self.attention.form, x, residual)
-        heads = self.attention(normed, half.attention, cos_sin, None)
+        projected, residual = self.enter(x, residual)
+        heads = self.attention.attend(projected, half.attention, cos_sin, None)
         normed, residual = self.mlp_norm.add_for(self.mlp_form, self.attention.output.pending(heads), residual)
         assert isinstance(normed, torch.Tensor)
         x = yield from half.tokens.summed_in_stages(self.mlp.partial, normed)
@@ -183,7 +211,7 @@ class DenseDecoder:
                  make_mlp: MakeMLP = dense_mlp, make_attention: MakeAttention = SelfAttention):
         allocate = allocator(dtype, device, spec.quantization)
         self.stages = parallel.stages
-        self._width, self._dtype = spec.hidden_size, dtype
+        self.width, self.dtype = spec.hidden_size, dtype
         self.embedding: VocabTable | None = None
         self.norm: RMSNorm | None = None
         self.labels: LabelHead | None = None
@@ -212,10 +240,10 @@ class DenseDecoder:
         return self.stages.size == 1 and all(layer.mlp.sums and not layer.mlp.own_tokens for layer in self.layers)
 
     def forward(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
-                halves: Sequence[Half] = ()) -> torch.Tensor:
+                halves: Sequence[Half] = (), pieces: Pieces | None = None) -> torch.Tensor:
         """Logits ``[R, vocab]`` of ``batch.logits_rows`` in the engine's type, see ``hidden``; none of a stage before
         the last."""
-        hidden = self.hidden(batch, attention, after_layer, halves)
+        hidden = self.hidden(batch, attention, after_layer, halves, pieces)
         return self.scores(hidden) if self.stages.last else hidden
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -226,9 +254,9 @@ class DenseDecoder:
         return self.scored.around(self.head.scores, hidden)
 
     def hidden(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
-               halves: Sequence[Half] = ()) -> torch.Tensor:
+               halves: Sequence[Half] = (), pieces: Pieces | None = None) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows`` behind the last norm. ``attention`` has planned
-        ``batch``, or each of ``halves`` its own rows.
+        ``batch``, or each of ``halves`` its own rows. ``pieces``: what is recorded is not computed here.
 
         ``after_layer(i)`` is called once layer i of those here has been enqueued: its keys and values are in the pool
         by then. A stage before the last one hands what it has computed to the next, and returns no rows.
@@ -240,6 +268,8 @@ class DenseDecoder:
         ends = self._scores_ends and batch.ends is not None and attention.attends_ends
         if halves:
             x, residual = self._in_halves(x, halves, after_layer)
+        elif pieces is not None:
+            x, residual = self._in_pieces(x, pieces, attention, after_layer, batch if ends else None)
         else:
             for index, layer in enumerate(self.layers):
                 last = batch if ends and index == len(self.layers) - 1 else None
@@ -272,10 +302,34 @@ class DenseDecoder:
         parts = in_turns([through(half) for half in halves])
         return torch.cat([made for made, _ in parts]), torch.cat([residual for _, residual in parts])
 
+    def between(self, index: int, rows: torch.Tensor,
+                residual: torch.Tensor | None) -> tuple[Projected, torch.Tensor]:
+        """What stands between the attentions of layers ``index`` - 1 and ``index`` of those here, row by row: ``rows``
+        are heads' results of the one, or in front of the first layer what enters it."""
+        made: Summed = rows
+        if index:
+            assert residual is not None
+            made, residual = self.layers[index - 1].leave(rows, residual)
+        return self.layers[index].enter(made, residual)
+
+    def _in_pieces(self, x: torch.Tensor, pieces: Pieces, attention: Planned, after_layer: Callable[[int], None],
+                   last: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
+        """All layers; of the last one only what stands before its attention is recorded."""
+        final = len(self.layers) - 1
+        for index in range(final):
+            projected, _ = pieces.before(index, x)
+            x = self.layers[index].attention.attend(projected, attention, self.cos_sin, None)
+            after_layer(index)
+        projected, residual = pieces.before(final, x)
+        heads = self.layers[final].attention.attend(projected, attention, self.cos_sin, last)
+        made = self.layers[final].finish(heads, residual, last)
+        after_layer(final)
+        return made
+
     def _begin(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What enters the first layer here, and its residual."""
         if not self.stages.first:
-            return self.stages.receive(batch.num_tokens, self._width, self._dtype, batch.input_ids.device)
+            return self.stages.receive(batch.num_tokens, self.width, self.dtype, batch.input_ids.device)
         assert self.embedding is not None
         x = self.embedding.embed(batch.input_ids)
         if batch.embeds is not None:

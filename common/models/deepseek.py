@@ -19,6 +19,7 @@ from ..layers.norm import RMSNorm
 from ..weights.slots import Allocate, Slot
 from .decoder import DenseDecoder
 from .moe import mixed_mlp
+from .pieces import Projected
 
 _NORM_EPS = 1e-6
 """Of the latents' norms, whatever the config gives the others: as in DeepSeek's own code."""
@@ -81,17 +82,22 @@ class LatentSelfAttention:
         self.up = DenseWeight(Columns.shard(f"{name}.kv_b_proj", heads * (self.mla.nope_dim + self.mla.v_dim), tp),
                               self.mla.kv_lora_rank, allocate)
         self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, spec.o_bias, tp, allocate)
+        self.width = heads * self.mla.v_dim // tp.size
 
     def form(self, rows: int) -> Float8Form | None:
         """See LinearMethod."""
         return self.queries.form(rows)
 
-    def __call__(self, x: Rows, attention: LatentBackend, cos_sin: torch.Tensor,
-                 last: ForwardBatch | None) -> torch.Tensor:
+    def project(self, x: Rows) -> Projected:
         q, latent = self.queries(x)
         latent, k_rope = latent.split([self.mla.kv_lora_rank, self.mla.rope_dim], dim=-1)
+        return q, self.norm(latent), k_rope
+
+    def attend(self, projected: Projected, attention: LatentBackend, cos_sin: torch.Tensor,
+               last: ForwardBatch | None) -> torch.Tensor:
+        q, latent, k_rope = projected
         up = self.up.weight.unflatten(0, (-1, self.mla.nope_dim + self.mla.v_dim))  # [H, N + V, L]
-        parts = (self.layer, q, self.norm(latent), k_rope, up, cos_sin)
+        parts = (self.layer, q, latent, k_rope, up, cos_sin)
         return (attention.run(*parts) if last is None else attention.run_ends(last, *parts)).flatten(1)
 
     def slots(self) -> Iterator[Slot]:

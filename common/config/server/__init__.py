@@ -111,6 +111,14 @@ class ServerConfig:
         """Decode batch that runs as a CUDA graph at most."""
         return min(self.kernels.cuda_graph_max_bs, self.schedule.max_running_requests)
 
+    def captured_prompts(self, context_length: int) -> int:
+        """Tokens of a step of prompts that runs as CUDA graphs at most, of each attention group; 0: none does."""
+        kernels = self.kernels
+        if kernels.disable_cuda_graph or not kernels.enable_piecewise_cuda_graph:
+            return 0
+        return min(max(kernels.piecewise_cuda_graph_tokens, default=kernels.piecewise_cuda_graph_max_tokens),
+                   self.schedule.largest_prefill(context_length))
+
     @property
     def dp_size(self) -> int:
         return self.data_parallel.dp_size

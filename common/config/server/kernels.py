@@ -20,4 +20,9 @@ class KernelArgs:
     disable_custom_all_reduce: bool = flag(False, help=(
         "leave small sums of a host's GPUs to NCCL, too, in place of writing them into each other's memory"))
     cuda_graph_max_bs: int = flag(256, help="largest decode batch that runs as a CUDA graph")
+    enable_piecewise_cuda_graph: bool = flag(False, help=(
+        "run prompts' steps as CUDA graphs, too, but for their attention"))
+    piecewise_cuda_graph_max_tokens: int = flag(8192, help="largest step of prompts that runs as CUDA graphs")
+    piecewise_cuda_graph_tokens: tuple[int, ...] = flag((), help=(
+        "tokens of a step to capture, instead of a list up to the largest"))
     cuda_graph_bs: tuple[int, ...] = flag((), help="decode batch sizes to capture, instead of a list up to the largest")

@@ -82,8 +82,7 @@ class MoE:
         assert self.sums
         first = self.share.ep_rank * self.experts.places
         if self.counts is None and self.placement is None:
-            meeting = self.share.meeting
-            places, weights = self.router(x, None if meeting is None else meeting.live, first)
+            places, weights = self.router(x, self.share.live, first)
         else:
             ids, weights = self.router(x)
             numbers = self._numbers(ids)

@@ -1,0 +1,18 @@
+"""A step in pieces: what layers compute row by row is recorded for a number of rows, attention between it is not."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+Projected = tuple[torch.Tensor, ...]
+"""What a layer's attention is given, a row of each tensor for a row of the step."""
+
+
+class Pieces(Protocol):
+    """Of one step, whose layers come in their order."""
+
+    def before(self, index: int, x: torch.Tensor) -> tuple[Projected, torch.Tensor]:
+        """``DenseDecoder.between`` of the step's rows ``x``, its second result being kept from piece to piece. What is
+        returned holds until the next call."""
