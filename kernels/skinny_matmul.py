@@ -15,7 +15,7 @@ from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .last_piece import counts_of, last_piece
 from .silu_and_mul import silu_times
-from .skinny_tiles import SkinnyTile, tile_for
+from .skinny_tiles import SkinnyTile, StreamedTile, tile_for
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def _skinny_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
 
 def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
                   x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
-                  dtype: torch.dtype | None = None, tile: SkinnyTile | None = None,
+                  dtype: torch.dtype | None = None, tile: SkinnyTile | StreamedTile | None = None,
                   gated: bool = False) -> torch.Tensor:
     """``x @ weight.T + bias``: ``[T, out]`` in ``dtype`` (that of ``x`` without it), summed in float32; or
     ``silu_and_mul`` of that, ``[T, out / 2]``, where it is ``gated``.
@@ -154,6 +154,10 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     if tile is None:
         tile = tile_for(rows, out, width, weight.dtype)
     assert x.stride(1) == 1 and x.dtype == weight.dtype
+    if isinstance(tile, StreamedTile):
+        from .streamed_matmul import streamed_matmul  # not there without Triton
+
+        return streamed_matmul(x, weight, bias, tile, gated)
     columns = triton.cdiv(out, tile.columns)
     split = max(1, 32 * tile.warps // tile.columns)
     bytes_each = tile.ahead // tile.columns // split

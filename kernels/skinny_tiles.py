@@ -35,6 +35,22 @@ class SkinnyTile:
     ahead: int = 0
 
 
+@dataclass(frozen=True)
+class StreamedTile:
+    """One turn of a program that stays (streamed_matmul.py): ``block`` rows of the weight seen as ``split`` times as
+    many, by steps of ``depth``, of which ``stages`` are under way."""
+
+    block: int
+    split: int
+    depth: int
+    stages: int
+    programs: int = 1
+
+    def tall(self, rows: int) -> int:
+        """Rows as the tensor cores take them."""
+        return max(8, 1 << (rows - 1).bit_length())
+
+
 def most_rows(weight: torch.Tensor) -> int:
     """How many rows make a product with ``weight`` [out, in] one of few rows: with more, the library's is faster. 0
     where the kernel does not run, would read no whole vectors, or would find no tensor cores."""

@@ -28,7 +28,7 @@ from ...kernels.decode_plan import plan_decode, processors_of
 from ...kernels.paged_decode import Tile, paged_decode, pieces_of
 from ...kernels.silu_and_mul import silu_and_mul
 from ...kernels.skinny_matmul import skinny_matmul
-from ...kernels.skinny_tiles import SkinnyTile, most_rows, tile_for
+from ...kernels.skinny_tiles import SkinnyTile, StreamedTile, most_rows, tile_for
 from . import ceilings
 from .device_time import captured, run_seconds
 from .small_kernels import LAYERS, SHAPES, Batch
@@ -75,6 +75,18 @@ def few_rows() -> dict[str, list[SkinnyTile]]:
     }
 
 
+def streamed(rows: int) -> dict[str, list[StreamedTile]]:
+    """Rings of weights that as much shared memory holds as there is, or half of it for two programs."""
+    tall, found = max(8, 1 << (rows - 1).bit_length()), []
+    for block, split, depth in ((64, 1, 64), (64, 2, 64), (64, 2, 128), (64, 4, 64), (128, 1, 64), (128, 2, 64),
+                                (128, 4, 64)):
+        step = (block + tall * split) * depth * 2
+        if tall * split <= 128 and block * tall * split <= 1 << 14:
+            found += [StreamedTile(block, split, depth, count, programs)
+                      for count, programs in ((216 * KIB // step, 1), (160 * KIB // step, 1), (104 * KIB // step, 2))]
+    return dict.fromkeys(("qkv", "o", "gate_up", "down"), found)
+
+
 def one_row() -> dict[str, list[SkinnyTile]]:
     narrow = [*tiles(8, 1024, 4, 3, (1,), (0, 16)), *tiles(8, 1024, 4, 4, (1,), (0,)),
               *tiles(4, 2048, 4, 3, (1,), (0, 16)), *tiles(4, 2048, 4, 4, (1,), (0,)),
@@ -96,7 +108,7 @@ def many_rows() -> dict[str, list[SkinnyTile]]:
 
 def candidates(rows: int) -> dict[str, list[Any]]:
     products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
-    found: dict[str, list[Any]] = {name: [None, *some] for name, some in products.items()}
+    found: dict[str, list[Any]] = {name: [None, *streamed(rows)[name], *some] for name, some in products.items()}
     usual = pieces_of(128, 2, 2, rows * 8)
     found["attention"] = [(None, usual), (Tile(64, 4, 2), usual | {"programs": 4}),
                           (Tile(64, 4, 3), usual | {"programs": 3}),
@@ -107,7 +119,8 @@ def candidates(rows: int) -> dict[str, list[Any]]:
     return found
 
 
-def product(tile: SkinnyTile | None, gated: bool, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(tile: SkinnyTile | StreamedTile | None, gated: bool, x: torch.Tensor,
+            weight: torch.Tensor) -> torch.Tensor:
     if tile is not None:
         return skinny_matmul(x, weight, tile=tile, gated=gated)
     return silu_and_mul(linear(x, weight)) if gated else linear(x, weight)
@@ -162,7 +175,8 @@ class Search:
 
 
 def short(option: Any) -> str:
-    return str(option).replace("SkinnyTile", "").replace("columns=", "").replace("depth=", "").replace(
+    return str(option).replace("SkinnyTile", "").replace("StreamedTile", "streamed").replace("block=", "").replace(
+        "split=", "/").replace("programs=", "n").replace("columns=", "").replace("depth=", "").replace(
         "pieces=", "p").replace("warps=", "w").replace("stages=", "s").replace("ahead=", "a")
 
 
@@ -174,11 +188,11 @@ def usual_ways(rows: int) -> Ways:
         "gated": True, "attention": (None, pieces_of(128, 2, 2, rows * 8))}
 
 
-Job = tuple[int, SkinnyTile, bool] | Tile
+Job = tuple[int, SkinnyTile | StreamedTile, bool] | Tile
 """A product's rows, tile, and whether it is gated; or attention's tile."""
 
 
-def compile_product(rows: int, tile: SkinnyTile, gated: bool, device: str = "cuda") -> None:
+def compile_product(rows: int, tile: SkinnyTile | StreamedTile, gated: bool, device: str = "cuda") -> None:
     weight = torch.zeros(256, 4096, device=device, dtype=torch.bfloat16)
     skinny_matmul(weight.new_zeros(rows, 4096), weight, tile=tile, gated=gated)
 
@@ -213,6 +227,9 @@ def jobs(batches: list[int]) -> list[Job]:
             for option in options:
                 if name == "attention" and option[0]:
                     found[option[0]] = None
+                elif isinstance(option, StreamedTile):
+                    for gated in (False, True)[:1 + (name == "gate_up")]:
+                        found[rows, replace(option, programs=1), gated] = None
                 elif name != "attention" and option:
                     narrow = rows == 1 and option.pieces == 1 and option.columns <= 16
                     tall = 1 if narrow else 8 if rows <= 16 else rows

@@ -11,6 +11,7 @@ from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_quantize import quantize
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
+from baton.kernels.skinny_tiles import StreamedTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -86,6 +87,49 @@ def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
         got = x
         for weight in chain:
             got = weight.times(got)
+    for _ in range(10):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+                            reason="needs a Hopper GPU")
+STREAMED = [StreamedTile(64, 1, 64, 8), StreamedTile(64, 2, 64, 20), StreamedTile(64, 2, 128, 4, 2),
+            StreamedTile(128, 4, 64, 5), StreamedTile(64, 4, 64, 8)]
+
+
+@hopper
+@pytest.mark.parametrize("tile", STREAMED)
+@pytest.mark.parametrize("width,out", [(4096, 6144), (14336, 4096), (2048, 1024), (1056, 144), (64, 24)])
+def test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number(width, out, tile):
+    """Of whole tiles and of others, of fewer steps than are under way, and ending in the activation."""
+    weight = random(out, width, seed=1).mul(width**-0.5).bfloat16()
+    x, bias = random(32, width).bfloat16(), random(out, seed=2).bfloat16()
+    two = skinny_matmul(x[:2], weight, bias, tile=tile)
+    for rows in (1, 2, 7, 8, 9, 16, 32):
+        got = skinny_matmul(x[:rows], weight, bias, tile=tile)
+        want = reference.skinny_matmul(x[:rows], weight, bias)
+        assert rms(got - want) < 0.01 * rms(want)
+        assert torch.equal(got[:2], two[:rows])
+        assert torch.equal(skinny_matmul(x[:rows], weight, bias, tile=tile, gated=True), silu_and_mul(got))
+
+
+@hopper
+@pytest.mark.parametrize("tile", STREAMED)
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_streamed_products_in_a_chain_equal_launches_one_by_one(rows, tile):
+    """Each asks for its weights before the last one's result is there."""
+    weights = [random(4096, 4096, seed=seed).div(64).bfloat16() for seed in range(4)] * 6
+    want = x = random(rows, 4096).bfloat16()
+    for weight in weights:
+        want = skinny_matmul(want, weight, tile=tile)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = x
+        for weight in weights:
+            got = skinny_matmul(got, weight, tile=tile)
     for _ in range(10):
         got.zero_()
         graph.replay()

@@ -41,6 +41,7 @@ from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.scale_by_sinks import scale_by_sinks
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
+from baton.kernels.skinny_tiles import StreamedTile
 from baton.kernels.widen_pages import widen_pages
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -172,11 +173,12 @@ def by_rows(rows: int, out: int, width: int) -> None:
     fp8_matmul(fp8(rows, width), fp32(rows, 1), fp8(out, width), fp32(out), "row", BF16)
 
 
-def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool = False) -> None:
+def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool = False,
+             tile: StreamedTile | None = None) -> None:
     if float8:
         skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(rows, 1), scale=fp32(out), dtype=BF16)
     else:
-        skinny_matmul(of(rows, width), of(out, width), gated=gated)
+        skinny_matmul(of(rows, width), of(out, width), tile=tile, gated=gated)
 
 
 def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16) -> None:
@@ -346,6 +348,9 @@ CASES: dict[str, Callable[[], object]] = {
     "skinny_matmul 7 rows, narrow": lambda: few_rows(7, 1024, 2048),
     "skinny_matmul 7 rows, odd width": lambda: few_rows(7, 4096, 4100),
     "skinny_matmul 30 rows": lambda: few_rows(30, 4096, 14336),
+    "skinny_matmul 7 rows, streamed": lambda: few_rows(7, 4096, 4096, tile=StreamedTile(64, 2, 64, 20)),
+    "skinny_matmul 7 rows, streamed and gated": lambda: few_rows(7, 28672, 4096, gated=True,
+                                                                 tile=StreamedTile(64, 1, 64, 24)),
     "skinny_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
     "skinny_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
     "skinny_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
@@ -386,7 +391,8 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "dense_product Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
-       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "greatest of bfloat16", "draw, truncated",
+       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "skinny_matmul 7 rows, streamed",
+       "greatest of bfloat16", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
        "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2",
        "peer_norm_gather and peer_scatter_norm 2048 of 2", "peer_tokens 2048 of 2", "copy_blocks 4 KiB"]
