@@ -37,13 +37,15 @@ DISPATCH_PROGRAMS, COMBINE_PROGRAMS = 132, 528
 @dataclass(frozen=True)
 class Areas:
     """What lies where in every rank's buffer, in bytes: counters; of each slot the places and weights of its token's
-    choices, scales, and the row; and of each rank's part of a sum the rows. ``rows``: of a rank at most."""
+    choices, scales, and the row of ``width`` values of ``dtype``, in ``float8`` on the way; and of each rank's part of
+    a sum the rows. ``rows``: of a rank at most."""
 
     ranks: int
     rows: int
     width: int
     choices: int
     float8: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def slots(self) -> int:
@@ -67,11 +69,11 @@ class Areas:
 
     @cached_property
     def parts(self) -> int:
-        return _whole(self.tokens + self.slots * self.width * (1 if self.float8 else 2))
+        return _whole(self.tokens + self.slots * self.width * (1 if self.float8 else self.dtype.itemsize))
 
     @property
     def nbytes(self) -> int:
-        return _whole(self.parts + self.slots * self.width * 2)
+        return _whole(self.parts + self.slots * self.width * self.dtype.itemsize)
 
 
 def _whole(size: int) -> int:
@@ -81,14 +83,16 @@ def _whole(size: int) -> int:
 @dataclass(frozen=True)
 class PeerAreas:
     """What the ranks share. ``own`` [areas.nbytes] uint8 is this rank's buffer, at first zeros; ``bases`` [ranks]
-    int64, on the device, the addresses of all ranks' as this one sees them. ``places`` are the experts of each rank.
-    """
+    int64, on the device, the addresses of all ranks' as this one sees them."""
 
     rank: int
     areas: Areas
     own: torch.Tensor
     bases: torch.Tensor
-    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.areas.dtype
 
     def view(self, begin: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Of this rank's buffer."""
@@ -273,7 +277,7 @@ def peer_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor,
 
 
 def _word(dtype: torch.dtype) -> Any:
-    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
 def peer_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, places: int, peers: PeerAreas, *,

@@ -19,10 +19,10 @@ class Ranks:
     """Of one process, one after the other: to each all others have come before it looks."""
 
     def __init__(self, size: int, width: int, *, float8: bool = False):
-        areas = Areas(size, max(COUNTS[size]) + 2, width, CHOICES, float8)
+        areas = Areas(size, max(COUNTS[size]) + 2, width, CHOICES, float8, torch.float16)
         buffers = [torch.zeros(areas.nbytes, dtype=torch.uint8) for _ in range(size)]
         bases = torch.tensor([buffer.data_ptr() for buffer in buffers])
-        self.all = [PeerAreas(rank, areas, buffer, bases, torch.float16) for rank, buffer in enumerate(buffers)]
+        self.all = [PeerAreas(rank, areas, buffer, bases) for rank, buffer in enumerate(buffers)]
         self.counts, self.most = COUNTS[size], max(COUNTS[size])
 
     def counters(self, rank: int) -> torch.Tensor:
