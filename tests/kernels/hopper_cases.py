@@ -42,6 +42,8 @@ from baton.kernels.scale_by_sinks import scale_by_sinks
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
 from baton.kernels.skinny_tiles import StreamedTile
+from baton.kernels.split_tiles import SplitTile
+from baton.kernels.split_warpgroups import split_matmul
 from baton.kernels.widen_pages import widen_pages
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -78,6 +80,10 @@ def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     """A layer's key and value pages, strided as the engine's pool has them."""
     pages = of(PAGES, LAYERS, 2, kv_heads, PAGE, dim, dtype=dtype)
     return pages[:, 1, 0], pages[:, 1, 1]
+
+
+def split(rows: int, out: int, tile: SplitTile, gated: bool = False) -> object:
+    return split_matmul(of(rows, 4096), of(out, 4096), tile, gated=gated)
 
 
 def latents(dtype: torch.dtype) -> torch.Tensor:
@@ -382,6 +388,8 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
+    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitTile(256, 2, 64, 64, 4), True),
+    "split_matmul 256 rows in pieces": lambda: split(256, 4096, SplitTile(256, 3, 64, 64, 3, 6)),
     "copy_blocks 24 bytes": lambda: copied(7, 24),
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
@@ -391,7 +399,8 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "dense_product Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
-       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "skinny_matmul 7 rows, streamed",
+       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "split_matmul 256 rows, gated",
+       "skinny_matmul 7 rows, streamed",
        "greatest of bfloat16", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
        "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2",
@@ -421,6 +430,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
     "dense_product Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
     "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
+    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitTile(256, 2, 64, 64, 4), True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
     "greatest of bfloat16": lambda n: widened_and_greatest(of(n, 128256)),
     "draw, truncated": lambda n: drawn(n, 128256, True),
