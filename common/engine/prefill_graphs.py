@@ -169,6 +169,7 @@ class GraphRecorder:
         # A tensor would keep its memory for itself, and that of all layers and sizes is several GiB.
         storage = tensor.untyped_storage()
         whole = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        assert whole.data_ptr() == storage.data_ptr()
         return whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

@@ -53,7 +53,8 @@ def shape_of(model: str) -> dict[str, Any]:
 
 def setting_flags(name: str, gpus: int) -> list[str]:
     """Of a server: ``tp``, ``dp``, ``tp+ep`` or ``dp+ep``; behind that ``+a2a`` or ``+ll``, ``+two`` batches (``two8``:
-    exchanges have 8 multiprocessors, ``two0``: as ever), and ``+chunk16384``."""
+    exchanges have 8 multiprocessors, ``two0``: as ever), ``+pieces`` for prompts in CUDA graphs, and ``+chunk16384``.
+    """
     parts, count = name.split("+"), str(gpus)
     return ["--tp-size", count, *(["--dp-size", count, "--enable-dp-attention"] if "dp" in parts else []),
             *(["--ep-size", count] if "ep" in parts else []),
@@ -61,6 +62,7 @@ def setting_flags(name: str, gpus: int) -> list[str]:
             *(["--moe-a2a-backend", "low_latency"] if "ll" in parts else []),
             *(["--enable-dp-lm-head"] if "head" in parts else []),
             *(["--enable-two-batch-overlap"] if "+two" in name else []),
+            *(["--enable-piecewise-cuda-graph"] if "pieces" in parts else []),
             *(word for part in parts if part.startswith("chunk")
               for word in ("--chunked-prefill-size", part[5:], "--max-prefill-tokens", part[5:]))]
 

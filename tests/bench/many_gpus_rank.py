@@ -156,7 +156,7 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         sizes = sorted({-(-batch // groups) for batch in batches})
         flags += ["--cuda-graph-bs", *map(str, sizes)]
     else:
-        flags += ["--disable-cuda-graph"]
+        flags += ["--cuda-graph-bs", "1"] if "pieces" in case["setting"] else ["--disable-cuda-graph"]
     if case["quantization"] != "none":
         flags += ["--quantization", case["quantization"]]
     stages: dict[str, float] = {}

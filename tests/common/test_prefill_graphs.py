@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from baton.common.engine.forward_batch import Row, build_forward_batch
 from baton.common.engine.prefill_graphs import PrefillGraphs, default_sizes
 from baton.tests.common.deepseek_models import save_deepseek
-from baton.tests.common.prompts_again import record_again
-from baton.tests.common.small_models import load_runner, save_model, scattered_pages, server_config
+from baton.tests.common.prompts_again import PADDED, SIZES, record_again, steps_of
+from baton.tests.common.small_models import load_runner, save_model, server_config
 from baton.tests.common.small_moe import save_moe
 
-SIZES = [16, 48, 64]
+SAVE = {"Llama": lambda folder: save_model(folder, "Llama"), "Qwen3Moe": lambda folder: save_moe(folder, "Qwen3Moe"),
+        "DeepseekV3": lambda folder: save_deepseek(folder, 3)}
 
 
-def save(folder, family: str) -> None:
-    if family.startswith("Deepseek"):
-        save_deepseek(folder, int(family[-1]))
-    elif family.endswith("Moe"):
-        save_moe(folder, family)
-    else:
-        save_model(folder, family)
-
-
-def steps_of(runner, tokens: np.ndarray, told: list | None = None) -> list[torch.Tensor]:
-    """Logits of chunks of three prompts, of which one ends in each step, and of a decode step behind them."""
-    pages = scattered_pages(runner, 3, 70)
-    steps = [([(0, 0, 13)], None), ([(0, 13, 40), (1, 0, 9), (2, 0, 12)], None), ([(2, 12, 60)], None),
-             ([(1, 9, 50)], []), ([(1, 50, 57)], list(range(7)))]
-    found = []
-    for parts, wanted in steps:
-        rows = [Row(tokens[req, start:stop], start, pages[req]) for req, start, stop in parts]
-        batch = build_forward_batch(rows, runner.layout.page_size, runner.device, False, wanted)
-        groups: list[int] = []
-        found.append(runner.forward(batch, lambda group, event: groups.append(group)).clone())  # noqa: B023
-        assert groups == list(range(len(runner.layout.groups)))
-    rows = [Row(tokens[req, 60:61], 60 if req else 40, pages[req]) for req in (0, 2)]
-    return [*found, runner.forward(build_forward_batch(rows, runner.layout.page_size, runner.device, True))]
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe", "DeepseekV2"])
+@pytest.mark.parametrize("family", SAVE)
 def test_pieces_equal_whole_steps(tmp_path, family):
-    """Padded and not, over prefixes and in the middle of prompts; rows of padding have what steps before left there."""
-    save(tmp_path, family)
+    """Padded and not; rows of padding attend to what steps before have left there."""
+    SAVE[family](tmp_path)
     runner = load_runner(server_config(tmp_path, page_size=4, num_layer_groups=3))
-    tokens = np.random.default_rng(1).integers(0, 90, (3, 70))
-    whole = steps_of(runner, tokens)
+    whole = steps_of(runner)
     replayed = record_again(runner, SIZES)
-    found = steps_of(runner, tokens)
-    layers = runner.spec.num_layers
-    assert replayed == [size for size in (16, 48, 48, 48, 16) for _ in range(layers)]
+    found = steps_of(runner)
+    assert replayed == [size for size in PADDED for _ in range(runner.spec.num_layers)]
     for mine, wanted in zip(found, whole):
         torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-5)
-    assert [len(logits) for logits in found] == [1, 3, 1, 0, 7, 2]
 
 
 def test_sizes():

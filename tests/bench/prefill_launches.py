@@ -1,0 +1,149 @@
+"""What launching a step of one prompt costs the host, eager and in CUDA graphs, with a dummy model in this process.
+
+    python -m baton.tests.bench.prefill_launches [--model 8b|0.6b] [--tokens 128,1024,8192] [--layers 32] [--out FILE]
+    python -m baton.tests.bench.prefill_launches --model tiny      # on a CPU: does the bench itself run?
+
+For each number of tokens: the host's milliseconds until a step has been launched, milliseconds until its logits are
+there, and TTFT of one prompt by the engine's loop (medians). Then the host's microseconds of single calls, launched
+back to back, and what it took to record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...common.bench.hand_engine import HandEngine
+from ...common.engine.collector import settle_collector
+from ...common.engine.forward_batch import Row, build_forward_batch
+from ...common.engine.prefill_graphs import GraphRecorder, default_sizes
+from ...kernels.rmsnorm import rmsnorm
+from . import dummy_engine
+from .relay import LLAMA_8B
+
+SHAPES = {"8b": LLAMA_8B, "0.6b": dummy_engine.QWEN3_06B, "tiny": dummy_engine.TINY}
+REPEATS = 9
+
+
+def median_ms(work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    found = [work() for _ in range(REPEATS)][2:]
+    return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
+
+
+def steps(engine: HandEngine, counts: list[int]) -> dict[int, dict[str, float]]:
+    runner = engine._parts.runner
+    table = {}
+    for count in counts:
+        row = Row(np.arange(count) % 97, 0, np.arange(runner.layout.pages_for(count), dtype=np.int32))
+
+        def step(row: Row = row) -> tuple[float, float]:
+            engine.synchronize()
+            began = time.perf_counter()
+            runner.forward(build_forward_batch([row], runner.layout.page_size, runner.device, False))
+            launched = time.perf_counter()
+            engine.synchronize()
+            return 1e3 * (launched - began), 1e3 * (time.perf_counter() - began)
+
+        def ttft(count: int = count) -> tuple[float, float]:
+            engine.start(1, count, 1)
+            engine.synchronize()
+            began = time.perf_counter()
+            while not engine.idle:
+                engine.step()
+            took = 1e3 * (time.perf_counter() - began)
+            engine.finish()
+            return took, took
+
+        host, wall = median_ms(step)
+        table[count] = {"host ms": host, "wall ms": wall, "ttft ms": median_ms(ttft)[0]}
+    return table
+
+
+def single_calls(engine: HandEngine) -> dict[str, float]:
+    """Microseconds of the host, of calls that the device does faster than they come."""
+    runner = engine._parts.runner
+    layer = runner._model.layers[0]
+    device, dtype = runner.device, runner._model.dtype
+    x = torch.zeros(32, runner._model.width, dtype=dtype, device=device)
+    row = Row([1] * 32, 0, np.arange(runner.layout.pages_for(32), dtype=np.int32))
+    runner._attention.plan(build_forward_batch([row], runner.layout.page_size, device, False))
+    projected, residual = layer.enter(x, x)
+    heads = layer.attention.attend(projected, runner._attention, runner._model.cos_sin, None)
+    calls: dict[str, Callable[[], Any]] = {
+        "rmsnorm (Triton)": lambda: rmsnorm(x, layer.mlp_norm.weight, 1e-5, x),
+        "a product": lambda: torch.nn.functional.linear(x, layer.input_norm.weight[None]),
+        "copy_": lambda: heads.copy_(heads),
+        "empty": lambda: torch.empty_like(x),
+        "a slice": lambda: x[:16],
+        "a layer's attention": lambda: layer.attention.attend(projected, runner._attention, runner._model.cos_sin,
+                                                               None),
+        "a layer between attentions": lambda: runner._model.between(1, heads, residual),
+    }
+    graphs = runner._prompt_graphs
+    if graphs is not None:
+        calls["the same in a graph"] = graphs._pieces[32][1].replay
+    found = {}
+    for name, call in calls.items():
+        best = float("inf")
+        for _ in range(5):
+            engine.synchronize()
+            began = time.perf_counter()
+            for _ in range(20):
+                call()
+            best = min(best, (time.perf_counter() - began) / 20)
+        found[name] = 1e6 * best
+    return found
+
+
+def record(engine: HandEngine, largest: int) -> dict[str, float]:
+    runner = engine._parts.runner
+    sizes = default_sizes(largest)
+    engine.synchronize()
+    torch.cuda.empty_cache()
+    before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
+    runner.record_prompts(sizes, GraphRecorder(runner.device), lambda what, share: None)
+    engine.synchronize()
+    torch.cuda.empty_cache()
+    return {"sizes": len(sizes), "seconds": time.perf_counter() - began,
+            "GiB": (before - torch.cuda.mem_get_info()[0]) / 2**30}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="8b")
+    parser.add_argument("--tokens", default="32,128,256,512,1000,1024,2048,4096,8192")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--largest", type=int, default=8192, help="to record")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    shape = SHAPES[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    cuda = torch.cuda.is_available()
+    counts = [int(count) for count in args.tokens.split(",")]
+    engine = dummy_engine.make(2 * max(counts) + 64, 8, shape=shape, sizes=(1,), device="cuda" if cuda else "cpu")
+    settle_collector()
+    result: dict[str, Any] = {}
+    with torch.inference_mode():
+        result["eager"] = steps(engine, counts)
+        if cuda:
+            result["recording"] = record(engine, args.largest)
+            result["pieces"] = steps(engine, counts)
+        result["calls us"] = single_calls(engine)
+    for name in ("eager", "pieces"):
+        for count, row in result.get(name, {}).items():
+            print(f"{name:7} {count:6} tokens: " + ", ".join(f"{what} {took:.2f}" for what, took in row.items()))
+    print({what: round(took, 2) for what, took in result.get("recording", {}).items()})
+    print("host us: " + ", ".join(f"{what} {took:.1f}" for what, took in result["calls us"].items()), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
