@@ -84,7 +84,7 @@ class PrefillScheduler:
     def abort(self, req: Req, error: ServingError) -> None:
         half = self.rooms.of(req)
         assert half is not None
-        self.batcher.detach(req)
+        self.batcher.detach([req])
         self.rooms.abort(half, error)
         # An abort of ours may be the router's, which tries again with another decode server.
         self._kept.failed(half.room, self._now, wanted=True)
@@ -146,7 +146,7 @@ class PrefillScheduler:
                 self.abort(gain.req, gain.error)
                 self.ledger.fail(gain.req, gain.error)
             elif half is not None and half.stage is Stage.COMPUTING:
-                self.batcher.detach(gain.req)
+                self.batcher.detach([gain.req])
                 req = gain.req
                 hidden = None if req.hidden is None else req.hidden.take()
                 self._hand_over(half, req.take_pending(gain.token_id), PrefillResult(

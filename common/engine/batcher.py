@@ -7,7 +7,7 @@ ranks fed the same calls take the same decisions. What it decides by is in ``sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..config.server import ScheduleArgs
@@ -261,18 +261,25 @@ class Batcher:
         self.running.append(req)
         self.places.recount()  # it takes its first token without a step
 
-    def detach(self, req: Req) -> None:
-        """Take a request out of wherever it stands; it keeps its pages."""
+    def detach(self, reqs: Sequence[Req]) -> None:
+        """Take requests out of wherever they stand; they keep their pages."""
+        if not reqs:
+            return
         if self._run is not None:
-            self._run.leave(req)
-        self.places.take_out(req)
+            self._run.leave(reqs)
+        self.places.take_out(reqs)
 
     def finish(self, req: Req, keep: bool = True) -> None:
         """Take a request out and free its pages; ``keep`` leaves the full ones in the prefix cache."""
-        self.detach(req)
-        self.room.release(req, keep)
+        self.finish_each([req], keep)
+
+    def finish_each(self, reqs: Sequence[Req], keep: bool = True) -> None:
+        """``finish`` of many costs little more than of one."""
+        self.detach(reqs)
+        self.room.release(reqs, keep=keep)
         if self.swap is not None:
-            self.swap.drop(req)
+            for req in reqs:
+                self.swap.drop(req)
 
     def _order_maker(self) -> Callable[[], Order]:
         return order_maker(self.args.schedule_policy, self.cache.prefix_cache, self._seed)

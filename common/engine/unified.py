@@ -12,6 +12,8 @@ until then it may write into them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
 from .batcher import Batch, Batcher
@@ -84,27 +86,24 @@ class UnifiedScheduler:
 
     def report(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
         """Tell the front of tokens that ``req`` has gained, and free it where they were the last."""
+        self._tell(req, token_ids, logprobs)
+        if req.finish is not None:
+            self._free([req])
+
+    def _tell(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
         if failure := req.failure:
             self.ledger.fail(req, failure)
         else:
             if not req.reported and req.bootstrap is None:
                 req.mark("prefill")
             self.ledger.gain(req, token_ids, logprobs)
-        if req.finish is not None:
-            self._free(req)
 
-    def _fail(self, req: Req, error: ServingError) -> None:
-        req.finish = Finish("abort")
-        self.ledger.fail(req, error)
-        self._free(req)
-
-    def _free(self, req: Req) -> None:
-        """The request has ended: its pages are free when no step writes into them any more."""
+    def _free(self, reqs: Sequence[Req]) -> None:
+        """The requests have ended: their pages are free when no step writes into them any more."""
         in_flight = self._pipeline.in_flight
-        if in_flight is None or req not in in_flight.sampling:
-            self.batcher.finish(req)
-        else:
-            self.batcher.detach(req)
+        writing: set[Req] = set() if in_flight is None else set(reqs).intersection(in_flight.sampling)
+        self.batcher.detach([req for req in reqs if req in writing])
+        self.batcher.finish_each([req for req in reqs if req not in writing])
 
     def close(self) -> None:
         """Nothing to let go of beside the process's memory."""
@@ -136,14 +135,24 @@ class UnifiedScheduler:
             gains = step.gains()
         if self._rate is not None:
             self._rate.end()
+        beyond, ended = [], []
         for gain in gains:
             req = gain.req
             if req.finish is not None:  # it ended with the step before, and this one's token is beyond its end
-                self.batcher.finish(req)
-            elif gain.error is not None:
-                self._fail(req, gain.error)
+                beyond.append(req)
+                continue
+            if gain.error is not None:
+                req.finish = Finish("abort")
+                self.ledger.fail(req, gain.error)
             else:
-                self.report(req, req.take_pending(gain.token_id), gain.logprobs)
+                self._tell(req, req.take_pending(gain.token_id), gain.logprobs)
+            if req.finish is not None:
+                ended.append(req)
+        if ended:
+            self.ledger.flush()  # who waits for the last tokens need not wait until their pages are free
+            self._free(ended)
+        if beyond:
+            self.batcher.finish_each(beyond)
 
     def _take_in_plain(self, step: Step | StageStep, token_ids: list[int]) -> list[Gain]:
         """Take in the tokens of a run's requests that go on with them; the gains of the others."""

@@ -200,18 +200,29 @@ class KVCacheManager:
         """Nobody will ask for it again; its page is free once nobody reads it."""
         self.allocator.free(self.tails.drop(tail))
 
+    def publishes(self, hold: PageHold) -> bool:
+        """Whether the full pages of ``hold`` may stay in the prefix cache."""
+        return self.prefix_cache is not None and hold.node is not None
+
     def release(self, hold: PageHold, tokens: np.ndarray | None = None) -> None:
         """End a hold. ``tokens``, where given, are the computed ones: their full pages stay in the cache."""
-        if tokens is not None:
-            self.commit(hold, tokens)
-        own = hold.ids[hold.own]
+        self.release_each([(hold, tokens)])
+
+    def release_each(self, ending: Sequence[tuple[PageHold, np.ndarray | None]]) -> None:
+        """``release`` one after the other; what is free by it is entered at once."""
+        freed: list[np.ndarray] = []
+        for hold, tokens in ending:
+            if tokens is not None:
+                self.commit(hold, tokens)
+            freed.append(hold.ids[hold.own])
+            if self.prefix_cache is not None and hold.node is not None:
+                self.prefix_cache.unlock(hold.node)
+            if hold.tail is not None:
+                self.allocator.free(self.tails.done(hold.tail))
+            hold.node, hold.count, hold.tail = None, 0, None
+        own = freed[0] if len(freed) == 1 else np.concatenate(freed[::-1]) if freed else np.empty(0, np.int64)
         self.allocator.free(own)
         self._num_held -= len(own)
-        if self.prefix_cache is not None and hold.node is not None:
-            self.prefix_cache.unlock(hold.node)
-        if hold.tail is not None:
-            self.allocator.free(self.tails.done(hold.tail))
-        hold.node, hold.count, hold.tail = None, 0, None
 
     def flush(self) -> None:
         """Empty the prefix cache; the caller has made sure that no request holds a lock."""

@@ -80,7 +80,7 @@ def test_arrays_are_those_of_the_requests(seed):
         if place.rng.random() < 0.2 and len(reqs) > 2:  # one is retracted, and may come back with other pages
             gone.append(reqs[int(place.rng.integers(len(reqs)))])
         for req in gone:
-            run.leave(req)
+            run.leave([req])
             if req in reqs:
                 reqs.remove(req)
             place.cache.release(req.hold)
@@ -159,7 +159,7 @@ def test_what_is_watched():
     assert run.watched([5, 5, 5, 5], []) == []
     assert run.watched([5, 1, 5, 5], []) == [1]  # an end-of-sequence token
     assert run.watched([5, 5, 5, 5], [2]) == [2]
-    run.leave(reqs[3])
+    run.leave([reqs[3]])
     assert run.watched([1, 5, 5, 5], []) == [0, 3]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..req import Req
 from .output_reserve import left_of
@@ -57,13 +57,19 @@ class Places:
         """Nobody has told how much ``left`` is now."""
         self._left = None
 
-    def take_out(self, req: Req) -> None:
-        """Wherever it stands; it may stand nowhere."""
-        if req in self.waiting:
-            self.waiting.remove(req)
-            return
+    def take_out(self, reqs: Sequence[Req]) -> None:
+        """Wherever they stand; they may stand nowhere."""
+        leaving = {req for req in reqs if req not in self.waiting}
+        for req in reqs:
+            if req not in leaving:
+                self.waiting.remove(req)
         for place in (self.prefilling, self.running, self.arriving):
-            if req in place:
-                place.remove(req)
-                self.count_left(-left_of(req))
+            if not leaving:
                 return
+            found = [req for req in leaving if req in place] if len(leaving) == 1 else leaving.intersection(place)
+            if len(found) == 1:
+                place.remove(*found)
+            elif found:
+                place[:] = [req for req in place if req not in found]
+            self.count_left(-sum(map(left_of, found)))
+            leaving.difference_update(found)

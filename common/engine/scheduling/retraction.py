@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..req import Req
@@ -18,8 +18,8 @@ class Retraction:
     """Says who gives way and takes its pages; it waits before its equals, and goes on later."""
 
     def __init__(self, places: Places, room: Room, priorities: Priorities, swap: Swap | None,
-                 detach: Callable[[Req], None]):
-        """``swap``: where their pages may go. ``detach`` takes a request out of wherever it stands."""
+                 detach: Callable[[Sequence[Req]], None]):
+        """``swap``: where their pages may go. ``detach`` takes requests out of wherever they stand."""
         self._places = places
         self._room = room
         self._priorities = priorities
@@ -74,8 +74,8 @@ class Retraction:
         recomputed; and all of them to host memory, where that is cheaper."""
         if self._swap is not None:
             req.saved = self._swap.save(req)
-        self._detach(req)
-        self._room.release(req, keep=True)
+        self._detach([req])
+        self._room.release([req], keep=True)
         req.num_retractions += 1
         self._places.waiting.put_back(req)
         self.num_retracted += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...kvcache.manager import KVCacheManager
 from ..req import Req
 from .output_reserve import OutputReserve, left_of
@@ -58,9 +60,10 @@ class Room:
         assert req.hold is not None
         return req.complete or self.cache.grow(req.hold, req.length)
 
-    def release(self, req: Req, keep: bool) -> None:
-        """Free the request's pages; ``keep`` leaves the full ones in the prefix cache."""
-        if req.hold is not None:
-            self.cache.release(req.hold, req.computed if keep else None)
-        req.hold = None
-        req.num_computed_tokens = 0
+    def release(self, reqs: Sequence[Req], *, keep: bool) -> None:
+        """Free the requests' pages; ``keep`` leaves the full ones in the prefix cache."""
+        self.cache.release_each([(req.hold, req.computed if keep and self.cache.publishes(req.hold) else None)
+                                 for req in reqs if req.hold is not None])
+        for req in reqs:
+            req.hold = None
+            req.num_computed_tokens = 0

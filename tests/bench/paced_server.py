@@ -1,0 +1,103 @@
+"""A server whose steps take the time that an H200 took for them, on a CPU: front, scheduler and channel are a server's,
+the model costs nothing and each step's tokens are there when its time is over.
+
+    python -m baton.tests.bench.paced_server --model-path FOLDER --tokenizer-path tinychat [any flags of a server]
+
+Costs are those of ``tests/common/simulated_server.py``. ``PACE`` (environment) multiplies them, for a machine with
+fewer cores than the server's parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from typing import Any, cast
+
+from ...common.api.messages import Ready
+from ...common.config.cli import parse
+from ...common.config.server import ServerConfig
+from ...common.engine.ranks import RankSpec
+from ...common.http.server import run_server
+
+POOL_TOKENS = 400_000
+
+
+class PacedExecutor:
+    """An Executor, whose steps run one behind the other on a device that takes ``milliseconds(batch)`` for each."""
+
+    asynchronous = True
+
+    def __init__(self, executor: Any, milliseconds: Any):
+        self._executor = executor
+        self._milliseconds = milliseconds
+        self._free = 0.0
+
+    def launch(self, batch: Any, after_group: Any = None) -> Any:
+        step = self._executor.launch(batch, after_group)
+        self._free = max(self._free, time.perf_counter()) + self._milliseconds(batch) / 1e3
+        return dataclasses.replace(step, sampled=_Tokens(step.sampled, self._free))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
+class _Tokens:
+    """A step's tokens, there at ``end``."""
+
+    def __init__(self, sampled: Any, end: float):
+        self._sampled = sampled
+        self._end = end
+
+    def token_ids(self) -> Any:
+        return self._then(self._sampled.token_ids)
+
+    def wait(self) -> Any:
+        return self._then(self._sampled.wait)
+
+    def _then(self, found: Any) -> Any:
+        if (rest := self._end - time.perf_counter()) > 0:
+            time.sleep(rest)
+        return found()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampled, name)
+
+
+def rank_main(spec: RankSpec) -> None:
+    import torch
+
+    from ...common.distributed.parallel import Parallel
+    from ...common.engine.batcher import Batcher
+    from ...common.engine.channel import FrontChannel, Ticker
+    from ...common.engine.collector import settle_collector
+    from ...common.engine.control import Control
+    from ...common.engine.executor import Executor
+    from ...common.engine.ledger import Ledger
+    from ...common.engine.loop import EngineLoop
+    from ...common.engine.sampler import Sampler
+    from ...common.engine.unified import UnifiedScheduler
+    from ...common.kvcache.manager import KVCacheManager
+    from ..common.simulated_server import H200
+    from .step_host import PAGE, VOCAB, FreeModel
+
+    torch.set_num_threads(1)
+    pace = float(os.environ.get("PACE", "1"))
+    channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
+    cache = KVCacheManager(POOL_TOKENS // PAGE, PAGE, not spec.config.cache.disable_radix_cache)
+    ledger = Ledger(channel.send, eos_ids=frozenset({1}), max_request_tokens=POOL_TOKENS, max_requests=4096,
+                    timeout=600.0)
+    batcher = Batcher(cache, spec.config.schedule)
+    model = cast(Any, FreeModel())
+    executor = PacedExecutor(Executor(model, Sampler(VOCAB, "cpu", 0)), lambda batch: pace * H200.of(batch))
+    scheduler = UnifiedScheduler(batcher, cast(Executor, executor), ledger, overlap=True)
+    control = Control(spec.config, Parallel().everyone, model, batcher)
+    channel.send(Ready(POOL_TOKENS, 16384))
+    settle_collector()
+    EngineLoop(Ticker(channel, Parallel().world), ledger, scheduler, cache, control, channel.send).run()
+    channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_server(parse(ServerConfig, prog="paced_server", description="Server of fixed step times."), rank_main))
