@@ -19,12 +19,13 @@ def may_capture(parallel: Parallel) -> bool:
     """Whether a decode step of these ranks can be captured: tried with several ranks, once, by all of them together.
 
     Not where the host decides in every step what is sent: with experts by all-to-all; nor between the stages of a
-    pipeline; nor where attention groups' tokens are counted by expert, for padding to a common size would count too.
+    pipeline; nor where attention groups' tokens are counted by expert, for padding to a common size would count too;
+    nor through host memory.
     Experts that move do so in place, between steps. A sentence in the log tells of a trial that failed. All ranks get
     the same answer.
     """
     experts = parallel.experts
-    if parallel.stages.size > 1:
+    if parallel.stages.size > 1 or parallel.world.through_host:
         return False
     if parallel.world.size == 1:
         return True

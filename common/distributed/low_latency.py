@@ -54,7 +54,8 @@ class LowLatency:
         if not self._told:
             self._told = True
             log.warning("Decode steps of %d rows reach experts over %s: %s.", len(rows),
-                        "NCCL" if rows.is_cuda else "gloo", "the ranks cannot write into each other's memory"
+                        "NCCL" if self._across.device_group is not None else "gloo",
+                        "the ranks cannot write into each other's memory"
                         if peers is None else f"rows of {rows.shape[1]} values of {rows.dtype} do not fit the slots")
         return False
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .exchange import TokenExchange
 from .expert_share import ExpertShare
 from .stages import Stages, Way
-from .tp import TPGroup, init_tp
+from .tp import DistBackend, TPGroup, init_tp
 
 BESIDE_CTAS = 16
 """Multiprocessors of an exchange that runs beside other work."""
@@ -87,10 +87,10 @@ class Parallel:
 def init_parallel(rank: int, size: int, dp_size: int, init_method: str, device: torch.device | str,
                   timeout: float = 600.0, *, experts: Callable[[TPGroup], ExpertShare] = ExpertShare,
                   dp_head: bool = False, pp_size: int = 1, pp_partition: Sequence[int] = (),
-                  beside: bool = False) -> Parallel:
+                  beside: bool = False, backend: DistBackend = "nccl") -> Parallel:
     """Join the engine's groups as ``rank`` of ``size``, which ``dp_size`` divides; see ``init_tp``,
     ``ExpertShare`` and ``Parallel``. With ``pp_size`` stages, neighbouring ranks are one; ``dp_size`` is 1 then."""
-    world = init_tp(rank, size, init_method, device, timeout)
+    world = init_tp(rank, size, init_method, device, timeout, backend)
     if pp_size > 1:
         assert dp_size == 1
         return _init_stages(world, pp_size, pp_partition, experts, timedelta(seconds=timeout))
@@ -115,7 +115,7 @@ def _init_stages(everyone: TPGroup, count: int, partition: Sequence[int], expert
     rows = [list(range(first, first + width)) for first in range(0, everyone.size, width)]
     worlds = [_subgroup(everyone, ranks, limit) for ranks in rows]
     # A group for each pair, so that what a stage sends never waits behind what it receives.
-    ways = [Way(_pair(everyone.device, [rank, rank + width], limit), kept=count + 2)
+    ways = [Way(_pair(everyone, [rank, rank + width], limit), kept=count + 2, through_host=everyone.through_host)
             for rank in range(everyone.size - width)]
     index, world = everyone.rank // width, worlds[everyone.rank // width]
     stages = Stages(index, count, partition=partition, inward=ways[everyone.rank - width] if index else None,
@@ -123,8 +123,8 @@ def _init_stages(everyone: TPGroup, count: int, partition: Sequence[int], expert
     return Parallel(world, experts=experts(world), stages=stages, everyone=everyone)
 
 
-def _pair(device: torch.device, ranks: list[int], limit: timedelta) -> dist.ProcessGroup:
-    if device.type != "cuda":
+def _pair(everyone: TPGroup, ranks: list[int], limit: timedelta) -> dist.ProcessGroup:
+    if everyone.device_group is None:
         return dist.new_group(ranks, backend="gloo", timeout=limit)
     # It warns that sends of one group wait for each other, which is why every pair has its own.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -139,7 +139,7 @@ def group_beside(world: TPGroup, ranks: list[int], limit: timedelta, ctas: int =
     """As ``_subgroup``, for messages that travel while the GPUs compute: they take ``ctas`` multiprocessors, and these
     as soon as one is free, not behind all that is enqueued."""
     options = None
-    if world.device.type == "cuda":
+    if world.device_group is not None:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = limit
         options.config.max_ctas = ctas
@@ -154,6 +154,6 @@ def _subgroup(world: TPGroup, ranks: list[int], limit: timedelta,
         return TPGroup(0, 1, world.device)
     host = dist.new_group(ranks, backend="gloo", timeout=limit)
     device = None
-    if world.device.type == "cuda":
+    if world.device_group is not None:
         device = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
     return TPGroup(place, len(ranks), world.device, host_group=host, device_group=device)

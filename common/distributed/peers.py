@@ -162,7 +162,7 @@ def connect_all(parallel: Parallel, rows: int = 0) -> None:
     if parallel.attention.size > 1:
         groups.append(parallel.across)
     for group in {id(group): group for group in groups}.values():
-        if group.size > 1:
+        if group.device_group is not None:
             group.peers = connect(group, slots)
     if parallel.across.size == parallel.world.size:  # the same ranks
         parallel.across.peers = parallel.world.peers

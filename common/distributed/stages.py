@@ -19,21 +19,23 @@ class Way:
     """From a rank of one stage to the rank in its place of the next, for tensors of one device.
 
     Tensors on a GPU travel over NCCL, behind what the sender's stream computes and ahead of what the receiver's stream
-    computes next: neither host waits. On a CPU they travel over gloo, and the receiver waits for them.
+    computes next: neither host waits. On a CPU they travel over gloo, and the receiver waits for them; so do those on a
+    GPU that go ``through_host`` memory, and the sender waits for its GPU, too.
     """
 
-    def __init__(self, group: dist.ProcessGroup, kept: int):
+    def __init__(self, group: dist.ProcessGroup, kept: int, *, through_host: bool = False):
         """``group`` has two ranks, the sender first. A tensor is kept until ``kept`` more sends have followed; by then
         it must have been received."""
         self._group = group
         self._kept = kept
+        self._through_host = through_host
         self._sent: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Returns at once; nobody may write to the tensors any more."""
         sending = []
         for tag, tensor in enumerate(tensors):
-            tensor = tensor.contiguous()
+            tensor = tensor.cpu().contiguous() if self._through_host else tensor.contiguous()
             work = dist.isend(tensor, group=self._group, tag=tag, group_dst=1)
             assert work is not None
             sending.append((work, tensor))
@@ -44,10 +46,16 @@ class Way:
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fill ``tensors`` with those of a ``send``, which have their shapes and types."""
-        receiving = [dist.irecv(tensor, group=self._group, tag=tag, group_src=0) for tag, tensor in enumerate(tensors)]
+        taken = tensors
+        if self._through_host:
+            taken = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        receiving = [dist.irecv(tensor, group=self._group, tag=tag, group_src=0) for tag, tensor in enumerate(taken)]
         for work in receiving:
             assert work is not None
             work.wait()
+        if self._through_host:
+            for tensor, arrived in zip(tensors, taken):
+                tensor.copy_(arrived)
 
 
 class Stages:

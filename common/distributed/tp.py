@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+DistBackend = Literal["nccl", "gloo"]
+"""What tensors on GPUs travel by; with gloo through host memory."""
 _INLINE_BYTES = 4096
 _HEADER_BYTES = 8
 # The names since torch 2.13, which warns of the older ones.
@@ -74,6 +76,9 @@ class TPGroup:
 
     A group of one rank never touches torch.distributed. Tensors on a GPU travel over NCCL; tensors on a CPU,
     bytes and integers over gloo. ``peers``, where it is set on all ranks, takes small sums.
+
+    Without a ``device_group`` tensors on a GPU are copied to the host, go over gloo and are copied back, and the host
+    waits for each: slow, but ranks may then share a GPU, which NCCL refuses.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu", *,
@@ -87,13 +92,20 @@ class TPGroup:
 
     @property
     def device_group(self) -> dist.ProcessGroup | None:
-        """What tensors on a GPU travel by; None on a CPU, and of one rank."""
+        """What tensors on a GPU travel by; None on a CPU, of one rank, and where they go through host memory."""
         return self._device_group
+
+    @property
+    def through_host(self) -> bool:
+        """Whether tensors on a GPU go through host memory, which no CUDA graph can hold."""
+        return self.size > 1 and self.device.type == "cuda" and self._device_group is None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns ``tensor``."""
         if self.peers is not None and self.peers.takes(tensor):
             self.peers.sum(tensor)
+        elif self.through_host and tensor.is_cuda:
+            tensor.copy_(self.all_reduce(tensor.cpu()))
         elif self.size > 1:
             dist.all_reduce(tensor, group=self._group_of(tensor))
         return tensor
@@ -110,6 +122,8 @@ class TPGroup:
             return tensor
         if self.peers is not None and self.peers.gathers(tensor):
             return self.peers.gather(tensor)
+        if self.through_host and tensor.is_cuda:
+            return self.all_gather_rows(tensor.cpu()).to(tensor.device)
         rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor))
         return rows
@@ -120,6 +134,8 @@ class TPGroup:
             return tensor
         if self.peers is not None and self.peers.scatters(tensor):
             return self.peers.scatter_sum(tensor)
+        if self.through_host and tensor.is_cuda:
+            return self.reduce_scatter_rows(tensor.cpu()).to(tensor.device)
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor))
         return rows
@@ -128,6 +144,8 @@ class TPGroup:
         """``all_gather_rows``, which returns before it is done."""
         if self.size == 1:
             return Arriving(tensor, None)
+        if self.through_host:
+            return Arriving(self.all_gather_rows(tensor), None)
         rows = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         return Arriving(rows, _all_gather(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
 
@@ -135,6 +153,8 @@ class TPGroup:
         """``reduce_scatter_rows``, which returns before it is done."""
         if self.size == 1:
             return Arriving(tensor, None)
+        if self.through_host:
+            return Arriving(self.reduce_scatter_rows(tensor), None)
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         return Arriving(rows, _reduce_scatter(rows, tensor.contiguous(), group=self._group_of(tensor), async_op=True))
 
@@ -143,13 +163,17 @@ class TPGroup:
         rank 0 first. ``received[r]`` is what rank r has sent here."""
         if self.size == 1:
             return rows
+        if self.through_host and rows.is_cuda:
+            return self.all_to_all_rows(rows.cpu(), sent, received).to(rows.device)
         taken = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=self._group_of(rows))
         return taken
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with rank ``src``'s, in place; returns it."""
-        if self.size > 1:
+        if self.through_host and tensor.is_cuda:
+            tensor.copy_(self.broadcast(tensor.cpu(), src))
+        elif self.size > 1:
             dist.broadcast(tensor, group_src=src, group=self._group_of(tensor))
         return tensor
 
@@ -217,10 +241,12 @@ class TPGroup:
         return f"TPGroup(rank {self.rank} of {self.size} on {self.device})"
 
 
-def init_tp(rank: int, size: int, init_method: str, device: torch.device | str, timeout: float = 600.0) -> TPGroup:
+def init_tp(rank: int, size: int, init_method: str, device: torch.device | str, timeout: float = 600.0,
+            backend: DistBackend = "nccl") -> TPGroup:
     """Join the group as ``rank``; waits for the others up to ``timeout`` seconds.
 
     ``init_method`` is torch.distributed's (``tcp://host:port`` or ``file:///path``). One process joins one group.
+    ``backend``: of tensors on GPUs; on a CPU it says nothing.
     """
     group = TPGroup(rank, size, device)
     if group.device.type == "cuda":
@@ -228,7 +254,7 @@ def init_tp(rank: int, size: int, init_method: str, device: torch.device | str, 
     if size == 1:
         return group
     limit = timedelta(seconds=timeout)
-    if group.device.type == "cuda":
+    if group.device.type == "cuda" and backend == "nccl":
         dist.init_process_group("nccl", init_method=init_method, rank=rank, world_size=size, timeout=limit,
                                 device_id=group.device)
         group._device_group = dist.group.WORLD

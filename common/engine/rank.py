@@ -162,7 +162,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
 
 def join_groups(spec: RankSpec) -> Parallel:
     """Raises ConfigError where the rank's device is lacking."""
-    device = _device(spec)
+    device = device_of(spec)
     if device.type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
@@ -170,18 +170,24 @@ def join_groups(spec: RankSpec) -> Parallel:
                          experts=partial(ExpertShare.of, spec.config.parallel),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
-                         beside=spec.config.data_parallel.enable_two_batch_overlap)
+                         beside=spec.config.data_parallel.enable_two_batch_overlap,
+                         backend=spec.config.parallel.dist_backend)
 
 
-def _device(spec: RankSpec) -> torch.device:
+def device_of(spec: RankSpec) -> torch.device:
+    """A GPU of its own, or with --dist-backend gloo its turn among those that there are, or the CPU. Raises ConfigError.
+    """
     wanted = spec.config.model.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    index = spec.config.model.base_gpu_id + spec.local_rank
-    if index >= torch.cuda.device_count():
+    first, count = spec.config.model.base_gpu_id, torch.cuda.device_count()
+    index = first + spec.local_rank
+    if spec.config.parallel.dist_backend == "gloo" and first < count:
+        index = first + spec.local_rank % (count - first)
+    if index >= count:
         raise ConfigError(
-            f"Rank {spec.rank} needs GPU {index}, this host has {torch.cuda.device_count()}; "
-            "lower --tp-size or --base-gpu-id, or use --device cpu.")
+            f"Rank {spec.rank} needs GPU {index}, this host has {count}; lower --tp-size or --base-gpu-id, let ranks "
+            "share GPUs by --dist-backend gloo, or use --device cpu.")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from baton.common.api.errors import ConfigError
+from baton.common.config.cli import parse
+from baton.common.config.server import ServerConfig
 from baton.common.distributed import peers
 from baton.common.distributed.capture import may_capture
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.drawing import PlainDrawing, choose_drawing
+from baton.common.engine.rank import device_of
+from baton.common.engine.ranks import RankSpec
 from baton.common.engine.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -28,6 +32,26 @@ def test_a_cpu_draws_with_torch():
 
 def test_a_rank_that_never_chooses_tries_no_kernels():
     Sampler(40, "cpu", 0, TPGroup(1, 2), backend="triton")
+
+
+@pytest.mark.parametrize("backend,base,wanted", [
+    ("nccl", 0, [0, 1, 2, None]), ("nccl", 2, [2, None]), ("gloo", 0, [0, 1, 2, 0, 1]), ("gloo", 2, [2, 2, 2]),
+    ("gloo", 3, [None]),
+])
+def test_ranks_share_gpus_over_gloo_alone(monkeypatch, backend, base, wanted):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    config = parse(ServerConfig, ["--model-path", "m", "--tp-size", "8", "--dist-backend", backend, "--base-gpu-id",
+                                  str(base)], prog="x", description="")
+    for rank, index in enumerate(wanted):
+        spec = RankSpec(config, rank, 8, "", "", "", rank)
+        if index is None:
+            with pytest.raises(ConfigError, match=f"Rank {rank} needs GPU {base + rank}, this host has 3"):
+                device_of(spec)
+        else:
+            assert device_of(spec) == torch.device("cuda", index) == chosen[-1]
 
 
 class Group(TPGroup):
@@ -48,6 +72,7 @@ def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
     assert may_capture(Parallel(two, TPGroup(), across)) and tried == [two, two, across]
     assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
     assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counted=True)))
+    assert not may_capture(Parallel(Group(0, 2, "cuda:0"))), "it goes through host memory"
     assert len(tried) == 3
 
 

@@ -35,6 +35,9 @@ class ParallelArgs:
     eplb_rebalance_num_iterations: int = flag(1000, help="steps after which --enable-eplb moves experts anew")
     expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
         "stat counts the tokens of every expert, for /start_expert_distribution_record"))
+    dist_backend: Literal["nccl", "gloo"] = flag("nccl", help=(
+        "what tensors travel by between ranks on GPUs: gloo takes them through host memory, without CUDA graphs, where "
+        "NCCL cannot, and lets ranks share GPUs where they are more; for trying a layout out"))
 
     def __post_init__(self) -> None:
         self._check_stages()
