@@ -175,8 +175,7 @@ def join_groups(spec: RankSpec) -> Parallel:
 
 
 def device_of(spec: RankSpec) -> torch.device:
-    """A GPU of its own, or with --dist-backend gloo its turn among those that there are, or the CPU. Raises ConfigError.
-    """
+    """A GPU of its own, with --dist-backend gloo its turn of those that there are, or the CPU. Raises ConfigError."""
     wanted = spec.config.model.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
