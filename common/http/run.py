@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -84,6 +85,7 @@ class Run(Generic[Whole, Chunk]):
                     yield ready
                     ready = []
             yield ready + [*self._answer.end(generation.choices)]
+            await asyncio.sleep(0)  # streams that end in one step tell their last tokens before any of them is closed
 
 
 class Planner(Protocol[Planned]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -38,7 +37,6 @@ async def stream_events(request: web.Request, events: AsyncGenerator[bytes, None
                 raise
             await response.write(event(shown(error).to_openai()))
     assert response is not None, "a stream has at least one event"
-    await asyncio.sleep(0)  # streams that end in one step tell their last tokens before the first of them is closed
     await response.write_eof()
     return response
 
