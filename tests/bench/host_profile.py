@@ -251,6 +251,28 @@ def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, 
     return found
 
 
+def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
+    """A batch that begins together, comes to new pages together and ends together: which steps cost most."""
+    engine.start(batch, context, tokens)
+    while engine.prefilling:
+        engine.step()
+    engine.synchronize()
+    PARTS.on, PARTS.steps = True, []
+    while not engine.idle:
+        PARTS.begin()
+        engine.step()
+        PARTS.end()
+    PARTS.on = False
+    hosts = [1e6 * sum(took for name, took in step.items() if name != "wait") for step in PARTS.steps]
+    print(f"\n## a life of {batch}, {context} + {tokens} tokens: host {statistics.mean(hosts):.0f} us a step (median "
+          f"{statistics.median(hosts):.0f}, {len(hosts)} steps)")
+    for place in sorted(sorted(range(len(hosts)), key=hosts.__getitem__)[-14:]):
+        parts = sorted((-1e6 * took, name) for name, took in PARTS.steps[place].items() if name != "wait")
+        print(f"  step {place}: {hosts[place]:.0f} us: " + ", ".join(f"{name} {-took:.0f}" for took, name in parts[:7]))
+    engine.finish()
+    return {"batch": batch, "context": context, "host_us": hosts}
+
+
 def top(engine: HandEngine, steps: int) -> None:
     with cProfile.Profile() as recorded:
         for _ in range(steps):
@@ -373,7 +395,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--only", help="names of parts, with commas between: prefill,decode of these,decode 256,"
-                        "decode 1,small,by size,mixed,closed loop")
+                        "decode 1,life 256,life 64,small,by size,mixed,closed loop")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tiny = args.tiny
@@ -404,6 +426,9 @@ def main() -> None:
     attempt("decode of these", lambda: decode(engine, many, 0, steps, "8B", detail=False))
     for batch in (wide, 1):
         attempt(f"decode {batch}", lambda batch=batch: decode(engine, batch, 32 if tiny else 512, steps, "8B"))
+
+    for batch in (wide, 64):
+        attempt(f"life {batch}", lambda batch=batch: life(engine, batch, 40 if tiny else 1024, 20 if tiny else 90))
 
     def of_the_small_one() -> dict[str, Any]:
         shape: dict[str, Any] = {"shape": dummy_engine.TINY if tiny else dummy_engine.QWEN3_06B}
