@@ -29,7 +29,8 @@ def may_capture(parallel: Parallel) -> bool:
         return False
     if parallel.world.size == 1:
         return True
-    if experts.a2a == "alltoall" or (parallel.dp_size > 1 and experts.counted):
+    waits = experts.spreads and not (experts.sent is not None and experts.sent.connected)
+    if waits or (parallel.dp_size > 1 and experts.counted):
         return False
     trouble = None
     for group in {id(group): group for group in (parallel.world, parallel.attention, parallel.across)}.values():

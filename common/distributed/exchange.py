@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from .low_latency import LowLatency, Met
 from .pending import PendingRows, PendingSum, Summed
+from .sent_tokens import SentTokens
 from .tp import TPGroup
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -26,8 +27,10 @@ class TokenExchange:
     that decode does not make them all as long.
     """
 
-    def __init__(self, across: TPGroup, attention: TPGroup | None = None, *, low_latency: bool = False):
+    def __init__(self, across: TPGroup, attention: TPGroup | None = None, *, low_latency: bool = False,
+                 sends: bool = False):
         self.decode = LowLatency(across) if low_latency else None  # of decode steps; None: they go as prompts do
+        self.sent = SentTokens(across) if sends else None  # of experts; None: all groups' rows come together
         self._across = across
         self._attention = attention or TPGroup()
         self._counts: list[int] = [0] * across.size
@@ -46,6 +49,8 @@ class TokenExchange:
         assert len(counts) == self._across.size
         if self.decode is not None:
             self.decode.begin(counts if decodes else ())
+        if self.sent is not None:
+            self.sent.begin(counts)
         self._counts = list(counts)
         largest, total = max(counts), sum(counts)
         self._padded = largest * len(counts) <= 2 * total

@@ -12,9 +12,10 @@ from ..config.moe import MoESpec
 from ..config.server import ParallelArgs
 from .live_rows import LiveRows
 from .low_latency import LowLatency
+from .sent_tokens import SentTokens
 from .tp import TPGroup
 
-AllToAll = Literal["none", "alltoall", "low_latency"]
+AllToAll = Literal["none", "alltoall", "low_latency", "peer"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class ExpertShare:
 
     ``a2a`` says how tokens reach the experts of other ranks: ``none`` computes every token on every rank that holds
     one of its experts, and adds the results up; ``alltoall`` sends each token to the ranks of its experts and back;
-    ``low_latency`` is ``none`` but for decode steps, which go by ``meeting``. ``padded``: of prompts' steps.
+    ``low_latency`` is ``none`` but for decode steps, which go by ``meeting``; ``peer`` has these and is ``alltoall``
+    in others, which go by ``sent`` where they can. ``padded``: of prompts' steps.
     ``apart``: every rank is an attention group of its own, with its own tokens.
 
     With ``movable`` experts change their ranks while they serve (then each is whole on its ranks), and ``redundant``
@@ -36,6 +38,7 @@ class ExpertShare:
     a2a: AllToAll = "none"
     apart: bool = False
     meeting: LowLatency | None = None
+    sent: SentTokens | None = None
     redundant: int = 0
     movable: bool = False
     counted: bool = False
@@ -51,7 +54,12 @@ class ExpertShare:
     @property
     def own_tokens(self) -> bool:
         """Whether a rank gives its layers its own tokens, in place of all tokens that there are."""
-        return self.apart and self.a2a == "alltoall"
+        return self.apart and self.spreads
+
+    @property
+    def spreads(self) -> bool:
+        """Whether tokens go to the ranks of their experts alone, but for those that all meet."""
+        return self.a2a in ("alltoall", "peer")
 
     @property
     def live(self) -> torch.Tensor | None:
@@ -81,7 +89,7 @@ class ExpertShare:
         """Raises ConfigError where the experts (None: the model has none) cannot be shared so."""
         ep = self.ep_size
         assert self.group.size % ep == 0
-        assert ep == self.group.size or (self.a2a != "alltoall" and not self.movable and not self.redundant)
+        assert ep == self.group.size or (not self.spreads and not self.movable and not self.redundant)
         if spec is None:
             if ep > 1 or self.a2a != "none" or self.movable or self.counted:
                 raise ConfigError("--ep-size, --moe-a2a-backend, --enable-eplb and --expert-distribution-recorder-mode "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .pending import PendingRows
 from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
@@ -65,3 +66,11 @@ class LowLatency:
         assert self._across.peers is not None
         rows, total = self._across.peers.gather_normed(x, residual, weight, eps)
         return Met(rows), total
+
+    def parted(self, part: torch.Tensor) -> PendingRows:
+        """This rank's rows of the sum of the ranks' ``part`` [ranks * n, hidden]."""
+        return PendingRows(part, None, self._across)
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's part [n, ...] of what has met, a view."""
+        return rows.chunk(self._across.size)[self._across.rank]

@@ -49,8 +49,10 @@ class Parallel:
         self.across = across or TPGroup(device=self.world.device)
         apart = self.attention.size == 1 and self.across.size > 1
         share = experts or ExpertShare(self.world)
-        self.tokens = TokenExchange(self.across, self.attention, low_latency=apart and share.a2a == "low_latency")
-        self.experts = replace(share, apart=apart, meeting=self.tokens.decode)
+        meets = apart and share.a2a in ("low_latency", "peer")
+        self.tokens = TokenExchange(self.across, self.attention, low_latency=meets,
+                                    sends=apart and share.a2a == "peer")
+        self.experts = replace(share, apart=apart, meeting=self.tokens.decode, sent=self.tokens.sent)
         self.beside = beside or self.across
         self.head = self.attention if dp_head else self.world
         self.scored = TokenExchange(TPGroup() if dp_head else self.across)

@@ -8,6 +8,7 @@ import torch
 
 from ...kernels.dense_matmul import add_product, dense_matmul
 from ...kernels.rmsnorm import rmsnorm
+from .sent_tokens import PendingParts
 from .tp import TPGroup
 
 
@@ -83,5 +84,5 @@ class PendingProduct:
         return rmsnorm(residual, weight, eps)
 
 
-Summed = torch.Tensor | PendingSum | PendingRows | PendingProduct
+Summed = torch.Tensor | PendingSum | PendingRows | PendingProduct | PendingParts
 """Rows of hidden states, or the sum that they are."""

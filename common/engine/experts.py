@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 from ..api.errors import InvalidRequest
+from ..config.model import ModelSpec
+from ..config.server import ServerConfig
+from ..distributed.parallel import Parallel
 from ..layers.moe import MoE
 from ..layers.moe.balance import unevenness
 from ..models.decoder import DenseDecoder
@@ -21,6 +24,18 @@ log = logging.getLogger("baton.engine")
 def expert_layers(model: DenseDecoder) -> dict[int, MoE]:
     """The layers whose MLP is a mixture of experts, by their index."""
     return {index: layer.mlp for index, layer in enumerate(model.layers) if isinstance(layer.mlp, MoE)}
+
+
+def connect_experts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, model: DenseDecoder) -> None:
+    """Give the ranks what tokens are sent by, where it is through each other's memory. A collective of all ranks."""
+    sent = parallel.tokens.sent
+    if sent is None or config.nodes.nnodes > 1 or config.kernels.disable_custom_all_reduce:
+        return
+    schedule = config.schedule
+    prompts, decodes = schedule.largest_prefill(spec.context_length), schedule.max_running_requests
+    rows = prompts + decodes if schedule.enable_mixed_chunk else max(prompts, decodes)
+    experts = next(iter(expert_layers(model).values())).experts
+    sent.connect(rows, spec.hidden_size, experts.spec.top_k, experts.dtype, float8=experts.takes_float8)
 
 
 class ExpertCounts:
@@ -38,7 +53,7 @@ class ExpertCounts:
             counts.append(layer.counts)
         joined = torch.stack(counts)
         share = next(iter(self.layers.values())).share
-        if share.a2a == "alltoall":  # else every rank has seen all tokens
+        if share.spreads:  # else every rank has seen all tokens
             share.group.all_reduce(joined)
         return joined.cpu().numpy()
 

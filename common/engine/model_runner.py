@@ -23,7 +23,7 @@ from ..quantization.methods import check_device, check_float8
 from ..weights.loader import Progress
 from .attention_choice import AttentionChoice
 from .device_memory import DeviceMemory
-from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, expert_layers
+from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
 from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
 from .meeting import Meeting, Turn
@@ -95,6 +95,7 @@ class ModelRunner:
         attention = AttentionChoice(config, spec, parallel, dtype)
         attention.check(device)  # refuse before loading
         weights = ModelWeights.load(config, spec, parallel, dtype, device, progress)
+        connect_experts(config, spec, parallel, weights.model)
         scales = kv_scales(config.cache, config.model, spec)
         layout = kv_layout(config.cache, spec, parallel.attention.size, dtype, scales,
                            parallel.stages.layers(spec.num_layers))

@@ -68,6 +68,8 @@ def count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, paralle
     free, total = torch.cuda.mem_get_info(device)
     # The share is this process's own, so that servers which share a GPU need not start one after the other.
     share = total * config.cache.mem_fraction_static - torch.cuda.memory_allocated(device)
+    if parallel.tokens.sent is not None:
+        share -= parallel.tokens.sent.nbytes  # which torch does not count
     return int(min(share, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
 
 

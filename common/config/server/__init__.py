@@ -78,9 +78,13 @@ class ServerConfig:
                               "which counts the ranks of all hosts.")
         if self.parallel.pp_size > 1:
             self._check_stages()
-        if self.parallel.moe_a2a_backend == "low_latency" and not 1 < self.dp_size == self.parallel.tp_size:
-            raise ConfigError("--moe-a2a-backend low_latency is for several ranks that each have tokens of their own: "
+        backend = self.parallel.moe_a2a_backend
+        if backend in ("low_latency", "peer") and not 1 < self.dp_size == self.parallel.tp_size:
+            raise ConfigError(f"--moe-a2a-backend {backend} is for several ranks that each have tokens of their own: "
                               "set --enable-dp-attention, and --dp-size and --tp-size to the same number of 2 or more.")
+        if backend == "peer" and self.data_parallel.enable_two_batch_overlap:
+            raise ConfigError("--enable-two-batch-overlap hides sums over all ranks, and --moe-a2a-backend peer sends "
+                              "tokens to some: leave one of them out.")
         two, chunk = self.data_parallel.two_batch_min_tokens, self.schedule.chunked_prefill_size
         if self.data_parallel.enable_two_batch_overlap and 0 < min(chunk, self.schedule.max_prefill_tokens) < two:
             raise ConfigError(f"--enable-two-batch-overlap cuts steps of --two-batch-min-tokens {two}, and no step has "

@@ -23,11 +23,12 @@ class ParallelArgs:
     ep_size: int = flag(1, names=("--expert-parallel-size", "--ep"), help=(
         "parts that a mixture's experts are spread over; with 1 every rank holds a slice of each expert, with "
         "--tp-size whole ones"))
-    moe_a2a_backend: Literal["none", "alltoall", "low_latency"] = flag("none", help=(
+    moe_a2a_backend: Literal["none", "alltoall", "low_latency", "peer"] = flag("none", help=(
         "how tokens reach the experts of other ranks: none computes each on every rank and adds up, alltoall sends it "
         "to the ranks of its experts and back, low_latency is none but for decode steps, in which attention groups of "
         "one rank each exchange rows through each other's memory within the norms, and rows that only pad reach no "
-        "expert"))
+        "expert; peer is that for decode steps, and in others kernels write each token into the memory of the ranks "
+        "of its experts, once, and the sums back"))
     enable_eplb: bool = flag(False, help=(
         "count the tokens of every expert, and move experts between ranks so that all have as much to do"))
     ep_num_redundant_experts: int = flag(0, help=(
@@ -43,8 +44,8 @@ class ParallelArgs:
         self._check_stages()
         if self.ep_size < 1 or self.tp_size % self.ep_size:
             raise ConfigError(f"--ep-size {self.ep_size} must be 1 or more and divide --tp-size {self.tp_size}.")
-        if self.moe_a2a_backend == "alltoall" and self.ep_size != self.tp_size:
-            raise ConfigError("--moe-a2a-backend alltoall needs whole experts on every rank: set "
+        if self.moe_a2a_backend in ("alltoall", "peer") and self.ep_size != self.tp_size:
+            raise ConfigError(f"--moe-a2a-backend {self.moe_a2a_backend} needs whole experts on every rank: set "
                               f"--ep-size to {self.tp_size}.")
         if self.ep_num_redundant_experts < 0:
             raise ConfigError(f"--ep-num-redundant-experts must be 0 or more, not {self.ep_num_redundant_experts}.")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ....kernels.forms import ExpertBiases, Scales
-from ....kernels.moe_experts import moe_experts
+from ....kernels.forms import ExpertBiases, Float8Rows, Scales
+from ....kernels.moe_experts import moe_experts, moe_products
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
 from ...quantization.shards import Shard
@@ -51,6 +51,17 @@ class Experts:
         """
         return moe_experts(x, self.gate_up.weight, self.down.weight, places, weights, self._scales(),
                            biases=self._biases(), limit=self.spec.gate_limit)
+
+    def products(self, x: torch.Tensor | Float8Rows,
+                 places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows that ``moe_sum`` adds up, and where each choice's is; on a GPU, of one token or more."""
+        return moe_products(x, self.gate_up.weight, self.down.weight, places, self._scales(), biases=self._biases(),
+                            limit=self.spec.gate_limit)
+
+    @property
+    def takes_float8(self) -> bool:
+        """Whether tokens may come in float8, with a scale for each 128 values: they are made so in any case."""
+        return self.gate_up.scale is not None and self.gate_up.by == "block"
 
     def _scales(self) -> Scales | None:
         gate_up, down = self.gate_up.scale, self.down.scale

@@ -10,6 +10,7 @@ import torch
 from ....kernels.forms import Float8Form
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
+from ...distributed.low_latency import Met
 from ...distributed.pending import PendingSum, Summed
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
@@ -44,7 +45,7 @@ class MoE:
         self.shared: SharedExpert | None = None
         if spec.shared_size:
             # Where tokens are spread over the ranks, no other rank would add its part to this one's tokens.
-            tp = TPGroup() if share.a2a == "alltoall" else share.group
+            tp = TPGroup() if share.spreads else share.group
             self.shared = SharedExpert(f"{name}.{spec.shared_name}", spec, hidden_size, tp, allocate)
 
     def form(self, rows: int) -> Float8Form | None:
@@ -55,12 +56,16 @@ class MoE:
         """``x`` and the result are the same on every rank of the group, or with ``own_tokens`` each rank's own."""
         if self.own_tokens:
             return self.spread(x)
-        if self.share.a2a == "alltoall":
+        if self.share.spreads:
             return self._own_rows_gathered(x)
         return self.share.group.all_reduce(self.partial(x))
 
-    def pending(self, x: torch.Tensor) -> Summed:
+    def pending(self, x: torch.Tensor | Met) -> Summed:
         """The same, its sum left to the norm that follows where there is one to make."""
+        if isinstance(x, Met):
+            return self._met(x.rows)
+        if self.own_tokens:
+            return self._sent(x)
         if self.sums and self.share.group.size > 1:
             return PendingSum(self.partial(x), self.share.group)
         return self(x)
@@ -68,7 +73,7 @@ class MoE:
     @property
     def sums(self) -> bool:
         """Whether there is a ``partial``."""
-        return self.share.a2a != "alltoall"
+        return not self.share.spreads
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, to be added to the other ranks'; only without an all-to-all."""
@@ -80,24 +85,52 @@ class MoE:
     def summands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``partial`` as its experts' part and that of the shared expert."""
         assert self.sums
+        return self._by_experts(x), None if self.shared is None else self.shared.partial(x)
+
+    def _by_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts add to all ranks' tokens ``x``."""
         first = self.share.ep_rank * self.experts.places
         if self.counts is None and self.placement is None:
             places, weights = self.router(x, self.share.live, first)
         else:
             ids, weights = self.router(x)
-            numbers = self._numbers(ids)
+            meeting = self.share.meeting
+            numbers = self._numbers(ids, counted=meeting.own(ids) if meeting and self.share.spreads else ids)
             places = numbers - first if first else numbers
-        y = self.experts(x, places, weights)
-        return y, None if self.shared is None else self.shared.partial(x)
+        return self.experts(x, places, weights)
+
+    def _met(self, rows: torch.Tensor) -> Summed:
+        """Of a decode step, whose rows all ranks have; what the tokens share each computes for its own."""
+        meeting = self.share.meeting
+        assert meeting is not None and self.own_tokens
+        y = self._by_experts(rows)
+        if self.shared is not None:
+            meeting.own(y).add_(self.shared.partial(meeting.own(rows)))
+        return meeting.parted(y)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, hidden] are this rank's own tokens, as many as it has (0 too); so is the result. For ``alltoall``
-        only; all ranks of the group call it together."""
-        assert self.share.a2a == "alltoall"
-        ids, weights = self.router(x)
-        numbers = self._numbers(ids, shift=self.share.group.rank)
-        y = compute_by_all_to_all(self.share.group, x, numbers, weights, self.experts.places, self.experts)
-        return y if self.shared is None else y + self.shared.partial(x)
+        """``x`` [T, hidden] are this rank's own tokens, as many as it has (0 too); so is the result. Where tokens are
+        spread only; all ranks of the group call it together."""
+        made = self._sent(x)
+        return made if isinstance(made, torch.Tensor) else made.total()
+
+    def _sent(self, x: torch.Tensor) -> Summed:
+        assert self.share.spreads
+        ids, weights = self.router(x, self._own_live(len(x)))
+        numbers = self._numbers(ids, counted=ids, shift=self.share.group.rank)
+        more = None if self.shared is None else self.shared.partial(x)
+        places, sent = self.experts.places, self.share.sent
+        if sent is not None and sent.takes:
+            return sent.computed(x, numbers, weights, places, self.experts.products, more)
+        y = compute_by_all_to_all(self.share.group, x, numbers, weights, places, self.experts)
+        return y if more is None else y + more
+
+    def _own_live(self, rows: int) -> torch.Tensor | None:
+        """Which of this rank's rows of the step are tokens; None: all."""
+        live = self.share.live
+        if live is None or not self.own_tokens or len(live) != rows * self.share.group.size:
+            return None
+        return live[self.share.group.rank * rows:(self.share.group.rank + 1) * rows]
 
     def _own_rows_gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Each rank computes an equal part of the rows, padded; then all have all."""
@@ -108,10 +141,10 @@ class MoE:
         parts = group.all_gather_last_dim(padded.flatten()).view(group.size * each, x.shape[1])
         return parts[:x.shape[0]]
 
-    def _numbers(self, ids: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
-        """Places, numbered over all ranks, of experts that are computed now."""
+    def _numbers(self, ids: torch.Tensor, *, counted: torch.Tensor, shift: int = 0) -> torch.Tensor:
+        """Places, numbered over all ranks, of experts that are computed now, of which this rank counts ``counted``."""
         if self.counts is not None:
-            self.counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
+            self.counts.scatter_add_(0, counted.flatten(), torch.ones_like(counted).flatten())
         return ids if self.placement is None else self.placement.numbers_of(ids, shift=shift)
 
     def rebalance(self, load: np.ndarray) -> int:
