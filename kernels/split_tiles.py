@@ -20,6 +20,11 @@ class SplitTile:
     programs: int = 132
 
     @property
+    def high(self) -> int:
+        """Of the weight's rows."""
+        return self.groups * self.height
+
+    @property
     def chunk(self) -> int:
         """Rows that are stored at a time."""
         return 64 if self.pieces <= self.rows // 64 else 32

@@ -144,6 +144,16 @@ def _leave(acc, at, HEIGHT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _leave_rows(acc, at, out, HEIGHT: gl.constexpr, ROWS: gl.constexpr):
+    """As rows of ``out`` values: eight of a row are beside each other, as many as memory wants."""
+    chunks = _chunks(acc, HEIGHT, ROWS)
+    for chunk in gl.static_range(ROWS // CHUNK):
+        column = gl.arange(0, HEIGHT, gl.SliceLayout(1, chunks[chunk].type.layout))
+        row = gl.arange(0, CHUNK, gl.SliceLayout(0, chunks[chunk].type.layout)) + chunk * CHUNK
+        gl.store(at + row[None, :] * out + column[:, None], chunks[chunk])
+
+
+@gluon.jit
 def _spin(count_at, COUNT: gl.constexpr):
     seen = gl.atomic_add(count_at, 0, sem="acquire")
     while seen < COUNT:
@@ -185,7 +195,7 @@ def _multiply_shares(out_desc, outs, ring, part_ptr, count_ptr, steps, share, be
 
 
 @gluon.jit
-def _multiply_piece(out_desc, outs, ring, part_ptr, count_ptr, steps, share, begin, end, GROUP: gl.constexpr,
+def _multiply_piece(out_desc, outs, ring, part_ptr, count_ptr, share, begin, end, GROUP: gl.constexpr,
                     ROWS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
                     GATED: gl.constexpr, PIECES: gl.constexpr, WIDTH: gl.constexpr):
     """A multiplying group, where a tile is ``PIECES`` programs' work, of which each ends ``WIDTH`` rows at a time."""
@@ -211,24 +221,34 @@ def _multiply_piece(out_desc, outs, ring, part_ptr, count_ptr, steps, share, beg
 
 
 @gluon.jit
-def _multiply(out_desc, outs, ring, part_ptr, count_ptr, steps, share, begin, end, GROUP: gl.constexpr,
-              ROWS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
-              GATED: gl.constexpr, PIECES: gl.constexpr, WIDTH: gl.constexpr):
-    if PIECES > 1:
-        _multiply_piece(out_desc, outs, ring, part_ptr, count_ptr, steps, share, begin, end, GROUP, ROWS, GROUPS,
-                        HEIGHT, STAGES, GATED, PIECES, WIDTH)
-    else:
-        _multiply_shares(out_desc, outs, ring, part_ptr, count_ptr, steps, share, begin, end, GROUP, ROWS, GROUPS,
-                         HEIGHT, STAGES, GATED)
+def _multiply_left(ring, part_ptr, out, share, begin, end, GROUP: gl.constexpr, ROWS: gl.constexpr,
+                   GROUPS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr):
+    """A multiplying group, where whatever follows adds the pieces up."""
+    acc = _product(ring, 0, end - begin, GROUP, ROWS, GROUPS, HEIGHT, STAGES)
+    column = (share // PIECES * GROUPS + GROUP) * HEIGHT
+    if column < out:
+        _leave_rows(acc, part_ptr + share % PIECES * (ROWS * out) + column, out, HEIGHT, ROWS)
 
 
 @gluon.jit
-def _split_warpgroups_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, steps, tiles, ROWS: gl.constexpr,
+def _multiply(out_desc, outs, ring, part_ptr, count_ptr, out, steps, share, begin, end, GROUP: gl.constexpr,
+              ROWS: gl.constexpr, GROUPS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
+              GATED: gl.constexpr, PIECES: gl.constexpr, WIDTH: gl.constexpr):
+    if out_desc is None:
+        _multiply_left(ring, part_ptr, out, share, begin, end, GROUP, ROWS, GROUPS, HEIGHT, STAGES, PIECES)
+    elif PIECES > 1:
+        _multiply_piece(out_desc, outs.index(GROUP), ring, part_ptr, count_ptr, share, begin, end, GROUP, ROWS,
+                        GROUPS, HEIGHT, STAGES, GATED, PIECES, WIDTH)
+    else:
+        _multiply_shares(out_desc, outs.index(GROUP), ring, part_ptr, count_ptr, steps, share, begin, end, GROUP,
+                         ROWS, GROUPS, HEIGHT, STAGES, GATED)
+
+
+@gluon.jit
+def _split_warpgroups_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, out, steps, tiles, ROWS: gl.constexpr,
                              GROUPS: gl.constexpr, HEIGHT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
                              GATED: gl.constexpr, PIECES: gl.constexpr, WIDTH: gl.constexpr, PDL: gl.constexpr):
     start_next(PDL)
-    outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, WIDTH, HEIGHT // 2 if GATED else HEIGHT],
-                                     out_desc.layout)
     w_bufs = gl.allocate_shared_memory(x_desc.dtype, [GROUPS * STAGES, HEIGHT, DEPTH], x_desc.layout)
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, DEPTH], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -238,26 +258,30 @@ def _split_warpgroups_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, step
         mbarrier.init(empty.index(slot), count=GROUPS)
     fence_async_shared()
     ring = (w_bufs, x_bufs, ready, empty)
+    outs = w_bufs  # pieces are left without
+    if out_desc is not None:
+        outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, WIDTH, HEIGHT // 2 if GATED else HEIGHT],
+                                         out_desc.layout)
     # Programs start in their order: one that waits for another's end of a tile waits for one that started before.
     share = gl.num_programs(0) - 1 - gl.program_id(0)
     begin = share * (tiles * steps) // gl.num_programs(0)
     end = (share + 1) * (tiles * steps) // gl.num_programs(0)
     if GROUPS == 3:
         gl.warp_specialize([
-            (_multiply, (out_desc, outs.index(0), ring, part_ptr, count_ptr, steps, share, begin, end,
+            (_multiply, (out_desc, outs, ring, part_ptr, count_ptr, out, steps, share, begin, end,
                          gl.constexpr(0), ROWS, GROUPS, HEIGHT, STAGES, GATED, PIECES, WIDTH)),
-            (_multiply, (out_desc, outs.index(1), ring, part_ptr, count_ptr, steps, share, begin, end,
+            (_multiply, (out_desc, outs, ring, part_ptr, count_ptr, out, steps, share, begin, end,
                          gl.constexpr(1), ROWS, GROUPS, HEIGHT, STAGES, GATED, PIECES, WIDTH)),
-            (_multiply, (out_desc, outs.index(2), ring, part_ptr, count_ptr, steps, share, begin, end,
+            (_multiply, (out_desc, outs, ring, part_ptr, count_ptr, out, steps, share, begin, end,
                          gl.constexpr(2), ROWS, GROUPS, HEIGHT, STAGES, GATED, PIECES, WIDTH)),
             (_load_all, (w_desc, x_desc, ring, steps, begin, end, ROWS, GROUPS, HEIGHT, DEPTH, STAGES, GATED,
                          PDL)),
         ], [4, 4, 4], [160, 160, 32])
     else:
         gl.warp_specialize([
-            (_multiply, (out_desc, outs.index(0), ring, part_ptr, count_ptr, steps, share, begin, end,
+            (_multiply, (out_desc, outs, ring, part_ptr, count_ptr, out, steps, share, begin, end,
                          gl.constexpr(0), ROWS, GROUPS, HEIGHT, STAGES, GATED, PIECES, WIDTH)),
-            (_multiply, (out_desc, outs.index(1), ring, part_ptr, count_ptr, steps, share, begin, end,
+            (_multiply, (out_desc, outs, ring, part_ptr, count_ptr, out, steps, share, begin, end,
                          gl.constexpr(1), ROWS, GROUPS, HEIGHT, STAGES, GATED, PIECES, WIDTH)),
             (_load_all, (w_desc, x_desc, ring, steps, begin, end, ROWS, GROUPS, HEIGHT, DEPTH, STAGES, GATED,
                          PDL)),
@@ -267,22 +291,40 @@ def _split_warpgroups_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, step
 def split_matmul(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, *, gated: bool = False) -> torch.Tensor:
     """``x`` [T, in] ``@ weight`` [out, in] ``.T``: ``[T, out]``; or, ``gated``, ``silu_and_mul`` of that,
     ``[T, out / 2]``. In 16 bits; T is at most ``tile.rows``, ``in`` a multiple of ``tile.depth``, ``out`` of 16."""
-    (rows, width), out = x.shape, weight.shape[0]
-    high = tile.groups * tile.height
-    assert rows <= tile.rows and not width % tile.depth and not out % 16 and x.stride(1) == 1
-    y = torch.empty((rows, out // 2 if gated else out), dtype=x.dtype, device=x.device)
-    tiles, steps = -(-out // high), width // tile.depth
-    programs = tiles * tile.pieces if tile.pieces > 1 else min(tile.programs, tiles)
+    y = torch.empty((len(x), len(weight) // 2 if gated else len(weight)), dtype=x.dtype, device=x.device)
+    tiles, programs = _programs(weight, tile)
     assert programs <= tile.programs  # those that wait for each other are all there
-    parts = torch.empty((programs, high, tile.rows), dtype=torch.float32, device=x.device)
+    parts = torch.empty((programs, tile.high, tile.rows), dtype=torch.float32, device=x.device)
     wide = tile.height // 2 if gated else tile.height
+    _launch(x, weight, tile, _descriptor(y, [tile.chunk, wide]), parts, tiles, programs, gated)
+    return y
+
+
+def split_pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile) -> torch.Tensor:
+    """``[pieces, tile.rows, out]`` float32, whose sum is ``x @ weight.T`` with rows behind T that say nothing: for a
+    kernel that reads the product anyway. ``out`` is a multiple of ``tile.height``, else as ``split_matmul``."""
+    assert not len(weight) % tile.height
+    tiles, programs = _programs(weight, tile)
+    parts = torch.empty((tile.pieces, tile.rows, len(weight)), dtype=torch.float32, device=x.device)
+    _launch(x, weight, tile, None, parts, tiles, programs, False)
+    return parts
+
+
+def _programs(weight: torch.Tensor, tile: SplitTile) -> tuple[int, int]:
+    """``(tiles, programs)``"""
+    tiles = -(-len(weight) // tile.high)
+    return tiles, tiles * tile.pieces if tile.pieces > 1 else min(tile.programs, tiles)
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, out_desc: TensorDescriptor | None,
+            parts: torch.Tensor, tiles: int, programs: int, gated: bool) -> None:
+    out, width = weight.shape
+    assert len(x) <= tile.rows and not width % tile.depth and not out % 16 and x.stride(1) == 1
     _split_warpgroups_kernel[(programs,)](
         _eights(weight, tile) if gated else _descriptor(weight, [tile.height, tile.depth]),
-        _descriptor(x, [tile.rows, tile.depth]), _descriptor(y, [tile.chunk, wide]), parts, counts_of(x.device), steps,
-        tiles, ROWS=tile.rows, GROUPS=tile.groups, HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages,
-        GATED=gated, PIECES=tile.pieces, WIDTH=tile.chunk, num_warps=4, maxnreg=128 if tile.groups == 3 else 168,
-        **pdl(x))
-    return y
+        _descriptor(x, [tile.rows, tile.depth]), out_desc, parts, counts_of(x.device), out, width // tile.depth, tiles,
+        ROWS=tile.rows, GROUPS=tile.groups, HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages, GATED=gated,
+        PIECES=tile.pieces, WIDTH=tile.chunk, num_warps=4, maxnreg=128 if tile.groups == 3 else 168, **pdl(x))
 
 
 def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
