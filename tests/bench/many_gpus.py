@@ -52,7 +52,7 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 def setting_flags(name: str, gpus: int) -> list[str]:
-    """Of a server: ``tp``, ``dp``, ``tp+ep`` or ``dp+ep``; behind that ``+a2a`` or ``+ll``, ``+two`` batches (``two8``:
+    """Of a server: ``tp``, ``dp``, ``tp+ep`` or ``dp+ep``; behind that ``+a2a``, ``+ll`` or ``+peer``, ``+two`` batches (``two8``:
     exchanges have 8 multiprocessors, ``two0``: as ever), ``+pieces`` for prompts in CUDA graphs, and ``+chunk16384``.
     """
     parts, count = name.split("+"), str(gpus)
@@ -60,6 +60,7 @@ def setting_flags(name: str, gpus: int) -> list[str]:
             *(["--ep-size", count] if "ep" in parts else []),
             *(["--moe-a2a-backend", "alltoall"] if "a2a" in parts else []),
             *(["--moe-a2a-backend", "low_latency"] if "ll" in parts else []),
+            *(["--moe-a2a-backend", "peer"] if "peer" in parts else []),
             *(["--enable-dp-lm-head"] if "head" in parts else []),
             *(["--enable-two-batch-overlap"] if "+two" in name else []),
             *(["--enable-piecewise-cuda-graph"] if "pieces" in parts else []),
