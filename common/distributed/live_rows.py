@@ -17,8 +17,8 @@ class LiveRows:
     @contextmanager
     def of(self, rows: torch.Tensor) -> Generator[None, None, None]:
         """For what is computed meanwhile."""
-        self.rows = rows
+        before, self.rows = self.rows, rows
         try:
             yield
         finally:
-            self.rows = None
+            self.rows = before

@@ -267,7 +267,8 @@ class ModelRunner:
             return self._graphs.decode(table, token_ids, size)
         batch = build_run_batch(table, token_ids, self.device)
         self._attention.plan(batch)
-        return self._model.forward(batch, self._attention, self._telling(None)).float(), None
+        logits = self._model.forward(batch, self._attention, self._telling(None), pieces=self._pieces(batch))
+        return logits.float(), None
 
     @torch.inference_mode()
     def forward_with_hidden(self, batch: ForwardBatch, num_logits: int,

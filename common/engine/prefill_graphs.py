@@ -4,8 +4,8 @@ Between the attentions of two layers nothing depends on how rows belong to reque
 number of rows computes any batch of up to so many. (vLLM and SGLang call them piecewise CUDA graphs.) Of the last layer
 only what stands before its attention is recorded: behind it few rows are left.
 
-Rows of padding begin as zeros, and attend to what steps before have left there. They are not routed to experts, nobody stores their keys, and
-no row that is a token depends on them.
+Rows of padding begin as zeros, and attend to what steps before have left there. They are not routed to experts, nobody
+stores their keys, and no row that is a token depends on them.
 """
 
 from __future__ import annotations

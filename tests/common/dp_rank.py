@@ -4,7 +4,7 @@ A case has a checkpoint, the prompts of each data-parallel rank, and options of 
 decode steps that are padded, on a GPU those of CUDA graphs, of which there are none without it. OUT gets the tokens of
 every prompt of this rank, and what was seen on the way. With ``peers`` the GPUs exchange rows through each other's
 memory, from that case on, and ranks on a CPU have HostPeers. With ``halves`` steps of
-prompts are cut in two.
+prompts are cut in two, with ``pieces`` they replay what is recorded for these sizes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from baton.common.distributed.pending import PendingSum
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.host_peers import HostPeers
 from baton.tests.common.padded_steps import PaddedSteps
-from baton.tests.rank_processes import end_rank
+from baton.tests.common.prompts_again import record_again
+from baton.tests.rank_processes import end_rank, place_of
 
 
 def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
-    joined = init_parallel(rank, size, dp_size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120,
-                           beside=True)
+    place, backend = place_of(rank, device)
+    joined = init_parallel(rank, size, dp_size, init_method, place, timeout=120, beside=True, backend=backend)
     seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
     torch.save(seen, out)
     end_rank(joined.world)
@@ -40,6 +41,7 @@ def check_exchange(parallel: Parallel) -> list[bool]:
     """Whether rows come together in order and part again, for parts of every kind of sizes."""
     found = []
     for counts in ([3, 3], [5, 2], [0, 4], [40, 1], [1, 0]):
+        counts = (counts * parallel.dp_size)[:parallel.dp_size]
         parts = [torch.arange(count * 6.0, device=parallel.device).view(count, 6) + 1000 * i
                  for i, count in enumerate(counts)]
         whole = torch.cat(parts)
@@ -56,7 +58,7 @@ def check_exchange(parallel: Parallel) -> list[bool]:
             summed = summed.total()
         found.append(torch.equal(parallel.tokens.around(compute, mine), mine * 2)
                      and torch.allclose(summed, mine * 2))
-    parallel.tokens.begin([0, 0])
+    parallel.tokens.begin([0] * parallel.dp_size)
     found.append(parallel.tokens.around(lambda x: x, torch.empty(0, 6, device=parallel.device)).shape == (0, 6))
     return found
 
@@ -73,13 +75,16 @@ def run(case: dict, joined: Parallel) -> dict:
     meeting = watch_meeting(parallel)
     prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
     backend = "triton" if parallel.device.type == "cuda" else "auto"
-    kernels = KernelArgs(backend, disable_cuda_graph=not sizes, cuda_graph_bs=sizes)
+    pieces = tuple(case.pop("pieces", ()))
+    kernels = KernelArgs(backend, disable_cuda_graph=not sizes and not pieces, cuda_graph_bs=sizes,
+                         enable_piecewise_cuda_graph=bool(pieces), piecewise_cuda_graph_tokens=pieces)
     groups = DataParallelArgs(True, parallel.dp_size, enable_two_batch_overlap=case.pop("halves", False),
                               two_batch_min_tokens=4)
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, groups=groups,
                     parts=ParallelArgs(parallel.world.size), **case)
     cut = watch_halves(engine)
     replayed = watch_replays(engine, sizes)
+    pieces_of = watch_pieces(engine, list(pieces))
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
     turns = computed = 0
@@ -92,7 +97,8 @@ def run(case: dict, joined: Parallel) -> dict:
     outputs = [item for message in engine.sent if isinstance(message, Outputs) for item in message.items]
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
-            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting, "cut": cut}
+            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting, "cut": cut,
+            "pieces": pieces_of}
 
 
 def watch_meeting(parallel: Parallel) -> list[list[int]]:
@@ -125,6 +131,23 @@ def watch_halves(engine: Engine) -> list[list[int]]:
             return halves
 
         engine.runner._two.plan = watched
+    return seen
+
+
+def watch_pieces(engine: Engine, sizes: list[int]) -> list[tuple[int, list[int]]]:
+    """The size of every step in pieces, and the tokens of all groups in it."""
+    runner, seen = engine.runner, []
+    if not sizes:
+        return seen
+    if runner.device.type == "cpu":
+        record_again(runner, sizes)
+    step = runner._prompt_graphs.step
+
+    def watched(size, tokens, own):
+        seen.append((size, list(tokens)))
+        return step(size, tokens, own)
+
+    runner._prompt_graphs.step = watched
     return seen
 
 

@@ -1,5 +1,5 @@
 """One rank of test_moe_ranks.py: ``moe_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINTS [DEVICE]``; writes what it
-computed to OUT. CHECKPOINTS holds one folder a model family; DEVICE is cpu or cuda, a GPU a rank."""
+computed to OUT. CHECKPOINTS holds one folder a model family; DEVICE is place_of's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from baton.common.engine.experts import ExpertCounts
 from baton.common.layers.moe import MoE
 from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
+from baton.tests.common.prompts_again import record_again
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
-from baton.tests.rank_processes import end_rank
+from baton.tests.rank_processes import end_rank, place_of
 
 SPREAD = MoESpec(num_experts=8, top_k=3, intermediate_size=12, layers=(0,), scoring="sigmoid", num_groups=4,
                  top_groups=2, group_score="top2", correction_bias=True, scaling_factor=2.5, shared_size=20)
@@ -30,7 +31,8 @@ TOKENS = np.random.default_rng(2).integers(0, 97, 30)
 
 def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, device: str = "cpu") -> None:
     torch.set_num_threads(1)
-    world = init_tp(rank, size, init_method, f"cuda:{rank}" if device == "cuda" else "cpu", timeout=120)
+    place, backend = place_of(rank, device)
+    world = init_tp(rank, size, init_method, place, timeout=120, backend=backend)
     shares = {f"ep{ep}": ExpertShare(world, ep) for ep in (1, 2, 4) if ep <= size}
     shares["alltoall"] = ExpertShare(world, size, "alltoall")
     logits = {}
@@ -50,6 +52,10 @@ def model_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
                          parallel.device)
     pages = scattered_pages(runner, 1, 30)[0]
     first = forward(runner, [(TOKENS[:29], 0, pages)])
+    if parallel.experts.a2a == "none" and parallel.device.type == "cpu":
+        replayed = record_again(runner, [40])
+        torch.testing.assert_close(forward(runner, [(TOKENS[:29], 0, pages)]), first, atol=1e-5, rtol=1e-5)
+        assert set(replayed) == {40}
     return torch.cat((first, forward(runner, [(TOKENS[29:], 29, pages)], is_decode=True))).cpu()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.common.distributed.parallel import Parallel
 from baton.common.engine.forward_batch import Row, build_forward_batch
 from baton.tests.common.small_models import scattered_pages
 
@@ -17,16 +18,23 @@ PADDED = [16, 48, 48, 48, 16]
 
 
 class Again:
-    """Records by computing once more into the tensors of the first time. ``replayed`` has the rows of every replay."""
+    """Records by computing once more into the tensors of the first time, with what was exchanged and live then.
+    ``replayed`` has the rows of every replay."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: Parallel) -> None:
+        self._tokens, self._padded = parallel.tokens, parallel.experts.padded
         self.replayed: list[int] = []
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        held = work()
+        held, counts, live = work(), self._tokens._counts, self._padded.rows
+        assert live is not None
 
         def replay() -> None:
-            (projected, residual), (new, new_residual) = held, work()
+            now = self._tokens._counts
+            self._tokens.begin(counts)
+            with self._padded.of(live):
+                (projected, residual), (new, new_residual) = held, work()
+            self._tokens.begin(now)
             for old, made in zip((*projected, residual), (*new, new_residual)):
                 old.copy_(made)
             self.replayed.append(len(residual))
@@ -39,7 +47,7 @@ class Again:
 
 def record_again(runner: Any, sizes: list[int]) -> list[int]:
     """The runner's prompts run in pieces of ``sizes`` from now on; the rows of every piece that will be replayed."""
-    recorder = Again()
+    recorder = Again(runner._parallel)
     runner.record_prompts(sizes, recorder, lambda what, share: None)
     recorder.replayed.clear()
     return recorder.replayed

@@ -27,10 +27,10 @@ from baton.tests.rank_processes import run_ranks
 LENGTHS = [[3, 50, 17, 9], [31]]  # of the prompts of either data-parallel rank
 
 
-def run_groups(size: int, folder: Path, cases: list[dict], device: str = "cpu") -> list[dict]:
-    """Two attention groups of ``size`` ranks together."""
+def run_groups(size: int, folder: Path, cases: list[dict], device: str = "cpu", groups: int = 2) -> list[dict]:
+    """Attention groups of ``size`` ranks together."""
     script = Path(__file__).with_name("dp_rank.py")
-    return run_ranks(script, size, folder, "2", device, *map(json.dumps, cases))
+    return run_ranks(script, size, folder, str(groups), device, *map(json.dumps, cases))
 
 
 def make_prompts(seed: int) -> list[list[list[int]]]:
@@ -74,6 +74,8 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
         (tmp_path / "windowed", {"experts": (size,), "chunk": 16}),
         (moe, {"halves": True, "experts": (size,)}),  # the middle is within a request
         (latent, {"halves": True, "chunk": 32, "overlap": True}),
+        (moe, {"pieces": [48, 80], "chunk": 48, "experts": (size,), "sizes": [1, 4]}),  # rank 1 in part with one row
+        (latent, {"pieces": [32], "chunk": 32, "overlap": True}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, **options} for folder, options in variants]
     cases.append({"checkpoint": str(dense), "prompts": [[], prompts[1]], "halves": True})  # rank 0 only accompanies
@@ -88,6 +90,8 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
             assert seen["cases"][case]["replayed"] == ranks[0]["cases"][case]["replayed"]
         assert seen["cases"][9]["cut"] == [[38, 41], [14, 17]][group:group + 1], "all prompts are in one step"
         assert len(seen["cases"][10]["cut"]) == len(ranks[0]["cases"][10]["cut"]) > 0
+        for case in (11, 12):
+            assert seen["cases"][case]["pieces"] == ranks[0]["cases"][case]["pieces"]
         assert seen["cases"][-1]["cut"] == [[[1, 1]], [[14, 17]]][group]
         turns = {other["cases"][0]["turns"] for other in ranks}
         assert len(turns) == 1, "all ranks meet in every turn"
@@ -96,6 +100,8 @@ def test_groups_compute_their_own_requests_as_one_rank_would(tmp_path, size):
     small, whole = (ranks[0]["cases"][case] for case in (6, 7))
     assert set(small["replayed"]) == {2} and set(whole["replayed"]) == {1, 4}
     assert 0 < len(small["replayed"]) < len(whole["replayed"]) < whole["turns"]
+    assert ranks[0]["cases"][11]["pieces"][:2] == [(48, [48, 31]), (48, [31, 1])]
+    assert ranks[0]["cases"][12]["pieces"][:2] == [(32, [32, 31]), (32, [32, 1])]
     expected = [greedy(model, prompt, 8 + 5 * i) for i, prompt in enumerate(prompts[0])]
     assert ranks[0]["cases"][0]["tokens"] == expected
 

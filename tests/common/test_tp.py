@@ -40,6 +40,8 @@ def test_two_ranks_equal_one(tmp_path, family, changes):
     for rank in ranks:
         torch.testing.assert_close(rank["logits"]["checkpoint"], want, atol=1e-4, rtol=0)
         torch.testing.assert_close(rank["logits"]["dummy"], want_dummy, atol=1e-4, rtol=0)
+        torch.testing.assert_close(rank["pieces"], want, atol=1e-4, rtol=0)
+        assert set(rank["replayed"]) == {48}
         assert rank["heads"] == 1 and rank["bytes_equal"] and rank["least"] == [0, -1, 5]
     assert ranks[0]["tokens"] == ranks[1]["tokens"] and len(set(ranks[0]["tokens"])) > 5
     for rank in ranks:  # a processor fails on the rank that chooses: all know of which rows

@@ -14,6 +14,7 @@ from baton.common.engine.choosing import Choosing, WantedLogprobs
 from baton.common.engine.processors import RequestTokens, RowProcessor
 from baton.common.engine.sampler import Sampler
 from baton.common.engine.token_buffer import TokenBuffer
+from baton.tests.common.prompts_again import record_again
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
 from baton.tests.rank_processes import end_rank
 
@@ -36,12 +37,14 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> N
         last = forward(runner, [(tokens[29:], 29, pages)], is_decode=True)
         none = forward(runner, [(tokens[29:], 29, pages)], every_row=False)[:0]
         results[name] = torch.cat((first, last, none))
+    replayed = record_again(runners["checkpoint"], [16, 48])
+    again = forward(runners["checkpoint"], [(np.random.default_rng(2).integers(0, 97, 30), 0, pages)])
     sampler = Sampler(results["dummy"].shape[1], "cpu", seed=rank, tp=tp)  # unequal seeds: rank 0's choice must win
     rows = [Choosing(SamplingParams(), i, WantedLogprobs(1)) for i in range(30)]
     sampled = sampler.sample(results["dummy"].clone(), rows)
     rows = [Choosing(SamplingParams(), i, processor=failing(rank, i % 2 == 1)) for i in range(30)]
     failed = sampler.sample(results["dummy"].clone(), rows)
-    torch.save({"failed": failed.token_ids, "reasons": dict(failed.failures),
+    torch.save({"pieces": again, "replayed": replayed, "failed": failed.token_ids, "reasons": dict(failed.failures),
                 "logits": results, "heads": runner.layout.num_kv_heads, "bytes_equal": received == messages,
                 "least": least.tolist(), "tokens": sampled.token_ids}, out)
     end_rank(tp)

@@ -31,6 +31,7 @@ def test_two_groups_on_two_gpus(tmp_path):
         (dense, {"sizes": [2, 4], "overlap": True}), (dense, {"sizes": [1, 8], "dp_head": True}),
         (moe, {"sizes": [2], "overlap": True}),  # three and four requests run eagerly
         (moe, {"halves": True, "overlap": True}),
+        (moe, {"pieces": [48, 80], "chunk": 48, "experts": (2,), "sizes": [1, 4], "overlap": True}),
     ]
     cases = [{"checkpoint": str(folder), "prompts": prompts, "page_size": 16, **options}
              for folder, options in variants]
@@ -43,7 +44,7 @@ def test_two_groups_on_two_gpus(tmp_path):
         assert all(seen["exchanges"])
         for (folder, _), found in zip(variants, seen["cases"]):
             assert found["tokens"] == wanted[folder, group], (group, folder)
-        assert seen["cases"][len(variants) - 1]["cut"]
+        assert seen["cases"][6]["cut"] and seen["cases"][7]["pieces"] == ranks[0]["cases"][7]["pieces"] != []
     for case in range(3, 6):
         replayed = ranks[0]["cases"][case]["replayed"]
         assert replayed and replayed == ranks[1]["cases"][case]["replayed"]
