@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from baton.common.distributed.tp import TPGroup
+from baton.common.distributed.tp import DistBackend, TPGroup
 
 
 def run_ranks(script: Path, size: int, folder: Path, *args: str, seconds: float = 240.0) -> list[Any]:
@@ -41,6 +41,13 @@ def run_ranks(script: Path, size: int, folder: Path, *args: str, seconds: float 
             process.kill()
             process.wait()
     return [torch.load(out) for out in outs]
+
+
+def place_of(rank: int, device: str) -> tuple[str, DistBackend]:
+    """A rank's device and what tensors travel by there: ``cpu``, ``cuda`` (a GPU each) or ``shared`` (GPUs in turn)."""
+    if device == "shared":
+        return f"cuda:{rank % torch.cuda.device_count()}", "gloo"
+    return f"cuda:{rank}" if device == "cuda" else "cpu", "nccl"
 
 
 def end_rank(everyone: TPGroup) -> None:
