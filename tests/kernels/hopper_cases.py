@@ -23,7 +23,9 @@ from baton.kernels.fp8_block_matmul import block_matmul
 from baton.kernels.fp8_matmul import fp8_matmul
 from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
+from baton.kernels.fresh_rows import FreshRows
 from baton.kernels.greatest import greatest, widened_and_greatest
+from baton.kernels.joined_rmsnorm import joined_rmsnorm
 from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
@@ -103,12 +105,15 @@ def store_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.d
 
 def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
                  cache: torch.dtype | None = None, settled: bool = True, window: int | None = None,
-                 sinks: bool = False) -> None:
-    q = of(requests, (heads + 2 * kv_heads) * dim, dtype=dtype)[:, :heads * dim].unflatten(-1, (-1, dim))
+                 sinks: bool = False, takes_in: bool = False, norms: bool = False) -> None:
+    q, k, v = of(requests, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
+    weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
+    fresh = FreshRows(k, v, fp32(8192, dim), int64(requests), weights) if takes_in else None
     pieces = pieces_of(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
                  dim**-0.5, plan(requests, kv_heads, **pieces, window=window),
-                 v_scale=0.5 if cache else 1.0, settled=settled, window=window, sinks=fp32(heads) if sinks else None)
+                 v_scale=0.5 if cache else 1.0, settled=settled, window=window, sinks=fp32(heads) if sinks else None,
+                 fresh=fresh)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -252,6 +257,8 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_decode Llama, float8 e5m2": lambda: decode_heads(7, 32, 8, 128, BF16, torch.float8_e5m2),
     "paged_decode Llama, one KV head a rank": lambda: decode_heads(7, 4, 1, 128, BF16),
     "paged_decode Qwen3": lambda: decode_heads(7, 32, 4, 128, BF16),
+    "paged_decode Llama, takes rows in": lambda: decode_heads(7, 32, 8, 128, BF16, takes_in=True),
+    "paged_decode Qwen3, takes rows in": lambda: decode_heads(7, 32, 4, 128, BF16, takes_in=True, norms=True),
     "paged_decode 64 wide": lambda: decode_heads(7, 32, 8, 64, FP16),
     "paged_decode 256 wide": lambda: decode_heads(7, 8, 4, 256, BF16),
     "paged_decode float32": lambda: decode_heads(7, 32, 8, 128, FP32),
@@ -389,6 +396,7 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
     "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitTile(256, 2, 64, 64, 4), True),
+    "joined_rmsnorm of 4": lambda: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(200, 4096)),
     "split_matmul 256 rows in pieces": lambda: split(256, 4096, SplitTile(256, 3, 64, 64, 3, 6)),
     "copy_blocks 24 bytes": lambda: copied(7, 24),
     "copy_blocks 9 bytes": lambda: copied(7, 9),
@@ -399,7 +407,7 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "dense_product Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
-       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "split_matmul 256 rows, gated",
+       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "split_matmul 256 rows, gated", "joined_rmsnorm of 4",
        "skinny_matmul 7 rows, streamed",
        "greatest of bfloat16", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
@@ -417,6 +425,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "silu_and_mul 14336": lambda n: silu_and_mul(of(n, 28672)),
     "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
     "paged_decode Qwen3": lambda n: decode_heads(n, 32, 4, 128, BF16),
+    "paged_decode Qwen3, takes rows in": lambda n: decode_heads(n, 32, 4, 128, BF16, takes_in=True, norms=True),
     "paged_prefill Llama": lambda n: prefill_heads(n * 32, 32, 8, 128, BF16),
     "mla_rope_and_store V2-Lite": lambda n: store_latents(n, 16, BF16),
     "mla_decode V2-Lite": lambda n: decode_latents(n, 16, BF16),
@@ -430,6 +439,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
     "dense_product Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
     "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
+    "joined_rmsnorm of 4": lambda n: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(n, 4096)),
     "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitTile(256, 2, 64, 64, 4), True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
     "greatest of bfloat16": lambda n: widened_and_greatest(of(n, 128256)),

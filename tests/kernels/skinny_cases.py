@@ -11,6 +11,7 @@ from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
 from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_quantize import quantize
+from baton.kernels.joined_rmsnorm import joined_rmsnorm
 from baton.kernels.skinny_matmul import skinny_matmul
 from baton.kernels.skinny_tiles import SkinnyTile, tile_for
 from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, pytestmark, random
@@ -87,3 +88,14 @@ def test_tiles_of_large_products_fit_a_multiprocessor_and_sum_alike(shape):
         assert tile.stages * (tile.columns + tall) * tile.depth * 2 <= 227 << 10
         assert -(-shape[0] // tile.columns) * tile.pieces <= 132 or tile.pieces == 1
     assert len({(tile.columns, tile.depth, tile.pieces, tile.warps) for _, tile in some}) == 1
+
+
+@each_dtype
+@pytest.mark.parametrize("rows,width", [(1, 48), (3, 600)])
+def test_a_norm_adds_up_pieces(rows, width, dtype, atol, rtol):
+    """Of more rows than there are."""
+    parts = random(3, 5, width, dtype=torch.float32)
+    residual, gain = random(rows, width, dtype=dtype, seed=1), random(width, dtype=dtype, seed=2)
+    want = reference.rmsnorm(parts.sum(0)[:rows].to(dtype), gain, 1e-6, residual)
+    for got, wanted in zip(joined_rmsnorm(parts, gain, 1e-6, residual), want):
+        torch.testing.assert_close(got, wanted, atol=4 * atol, rtol=rtol)
