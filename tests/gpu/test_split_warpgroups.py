@@ -1,0 +1,90 @@
+"""Products of 65 to 256 rows whose depth is shared out, on a Hopper GPU, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from baton.kernels import reference
+from baton.kernels.joined_rmsnorm import joined_rmsnorm
+from baton.kernels.split_tiles import SplitTile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
+
+TILES = [SplitTile(256, 2, 64, 64, 4), SplitTile(256, 3, 64, 64, 3), SplitTile(256, 2, 64, 64, 4, 4),
+         SplitTile(256, 3, 64, 64, 3, 6), SplitTile(128, 2, 128, 64, 4), SplitTile(128, 3, 64, 64, 5, 6),
+         SplitTile(128, 2, 64, 64, 6)]
+
+
+def random(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(sizes, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
+
+
+def product(*args, **kw):
+    from baton.kernels.split_warpgroups import split_matmul  # not there without Triton
+    return split_matmul(*args, **kw)
+
+
+def fits(tile: SplitTile, out: int) -> bool:
+    """Whether all pieces of all tiles are on the GPU at once."""
+    return tile.pieces == 1 or -(-out // tile.high) * tile.pieces <= tile.programs
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("out,width", [(28672, 4096), (4096, 14336), (6144, 1024), (1008, 448), (144, 2048)])
+def test_products_equal_torch(out, width, tile):
+    """Plain and gated, of whole tiles and parts of them, in rows that lie in wider ones; the same bits each time; no
+    row's result depends on the others."""
+    if not fits(tile, out):
+        pytest.skip("more pieces than multiprocessors")
+    weight = random(out, width, seed=1) * width**-0.5
+    whole = random(256, width + 64)[:, :width]
+    most = whole[:tile.rows]
+    for gated in (False, True):
+        last = product(most, weight, tile, gated=gated)
+        for rows in (1, tile.rows // 2 + 1, 100, tile.rows - 1, tile.rows):
+            x = most[:rows]
+            want = linear(x.float(), weight.float())
+            if gated:
+                want = reference.silu_and_mul(want)
+            got = product(x, weight, tile, gated=gated)
+            assert (got.float() - want).norm() <= 0.006 * want.norm()
+            assert torch.equal(got, last[:rows])
+
+
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.pieces > 1], ids=str)
+def test_a_norm_adds_up_what_a_product_left(tile):
+    from baton.kernels.split_warpgroups import split_pieces
+    weight, x = random(4096, 4096, seed=1) / 64, random(tile.rows - 3, 4096)
+    residual, gain = random(tile.rows - 3, 4096, seed=2), random(4096, seed=3)
+    parts = split_pieces(x, weight, tile)
+    assert parts.shape == (tile.pieces, tile.rows, 4096)
+    want = reference.rmsnorm(linear(x, weight), gain, 1e-5, residual)
+    for a, b in zip(joined_rmsnorm(parts, gain, 1e-5, residual), want):
+        assert (a.float() - b.float()).norm() <= 0.006 * b.float().norm()
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_chain_of_launches_that_start_early_equals_itself(tile):
+    """In a CUDA graph, each product of what the one before made: replays are equal, and so are launches by hand."""
+    weights = [random(4096, 4096, seed=seed) / 64 for seed in range(4)]
+    x = random(tile.rows, 4096)
+
+    def chain() -> torch.Tensor:
+        y = x
+        for _ in range(4):
+            for weight in weights:
+                y = product(y, weight, tile) + 0.1 * x
+        return y
+
+    want = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain()
+    for _ in range(10):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
