@@ -19,6 +19,7 @@ from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
 from .float8_words import load_quarters, merge_quarters, reads_words
+from .fresh_rows import FreshRows, angles_of, turned
 from .join_pieces import join_pieces
 
 
@@ -49,11 +50,12 @@ _FLOAT32 = Tile(tokens=32, warps=4, stages=2)
 @triton.jit(do_not_specialize=["requests"])
 def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr,
                          kv_indices_ptr, last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, v_scale,
-                         q_stride_t, q_stride_h, stride_page, stride_head, stride_slot, num_q_heads,
-                         PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr,
-                         BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr,
-                         EARLY: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr,
-                         WORDS: tl.constexpr, PDL: tl.constexpr):
+                         q_stride_t, q_stride_h, stride_page, stride_head, stride_slot, num_q_heads, k_ptr, v_ptr,
+                         k_stride_t, k_stride_h, cos_sin_ptr, position_ptr, q_weight_ptr, k_weight_ptr, eps,
+                         FRESH: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+                         BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+                         BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, WINDOW: tl.constexpr,
+                         SINKS: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     start_next(PDL)
@@ -66,7 +68,13 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
                                                       PAGE, BLOCK_TOKENS, WINDOW)
     dim = tl.arange(0, BLOCK_DIM)
     offset = tl.arange(0, BLOCK_TOKENS)
-    page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < end, other=0,
+    stop = end
+    if FRESH:  # of the request's last piece
+        last = piece == tl.load(firsts_ptr + request, cache_modifier=".cg") + pieces - 1
+        stop = tl.where(last, end - 1, end)
+        last_page = tl.load(kv_indices_ptr + first_page + (end - 1) // PAGE, cache_modifier=".cg").to(tl.int64)
+        cos, sin = angles_of(cos_sin_ptr, tl.load(position_ptr + request, cache_modifier=".cg"), DIM, BLOCK_DIM)
+    page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < stop, other=0,
                    cache_modifier=".cg")
     if EARLY:
         _fetch(k_pages_ptr, v_pages_ptr, kv_indices_ptr + first_page, begin, end, kv_head * stride_head, stride_page,
@@ -77,8 +85,12 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
     heads = kv_head * GROUP + group
     in_group = group < GROUP
     in_dim = dim < DIM
-    q = tl.load(q_ptr + request * q_stride_t + heads[:, None] * q_stride_h + dim[None, :],
-                in_group[:, None] & in_dim[None, :], other=0.0)
+    if FRESH:
+        q = turned(q_ptr + request * q_stride_t + heads * q_stride_h, in_group, q_weight_ptr, eps, cos, sin, NORM, DIM,
+                   BLOCK_DIM)
+    else:
+        q = tl.load(q_ptr + request * q_stride_t + heads[:, None] * q_stride_h + dim[None, :],
+                    in_group[:, None] & in_dim[None, :], other=0.0)
     if HALF:
         q = q.to(tl.float16)
     top = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
@@ -92,14 +104,27 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
         first = piece == tl.load(firsts_ptr + request, cache_modifier=".cg")
         top = tl.where(first, sink, top)
         total = tl.where(first, 1.0, total)
-    for start in range(begin, end, BLOCK_TOKENS):
+    if FRESH:
+        one = tl.arange(0, 1)
+        source = request * k_stride_t + kv_head * k_stride_h
+        new_k = turned(k_ptr + source + one, (one == 0) & last, k_weight_ptr, eps, cos, sin, NORM, DIM, BLOCK_DIM)
+        new_v = tl.load(v_ptr + source + dim[None, :], in_dim[None, :] & last, other=0.0)
+        place = (last_page * stride_page + kv_head * stride_head + ((end - 1) % PAGE) * stride_slot) + dim[None, :]
+        tl.store(k_pages_ptr + place, new_k.to(k_pages_ptr.dtype.element_ty), in_dim[None, :] & last)
+        tl.store(v_pages_ptr + place, new_v.to(v_pages_ptr.dtype.element_ty), in_dim[None, :] & last)
+        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
+        new_top = tl.maximum(top, score)
+        total = tl.where(last, total * tl.exp2(top - new_top) + tl.exp2(score - new_top), total)
+        acc = tl.where(last, tl.exp2(score - new_top)[:, None] * new_v.to(tl.float32), acc)
+        top = tl.where(last, new_top, top)
+    for start in range(begin, stop, BLOCK_TOKENS):
         token = start + offset
-        present = token < end
+        present = token < stop
         slot = page.to(tl.int64) * stride_page + kv_head * stride_head + (token % PAGE) * stride_slot
         address = slot[:, None] + dim[None, :]
         inside = present[:, None] & in_dim[None, :]
         # The next turn's: keys that wait for page ids in their own turn are never loaded a turn ahead.
-        page = tl.load(kv_indices_ptr + first_page + (token + BLOCK_TOKENS) // PAGE, token + BLOCK_TOKENS < end,
+        page = tl.load(kv_indices_ptr + first_page + (token + BLOCK_TOKENS) // PAGE, token + BLOCK_TOKENS < stop,
                        other=0)
         k = tl.load(k_pages_ptr + address, inside, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
@@ -178,7 +203,7 @@ def pieces_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> dict[
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
                  tile: Tile | None = None, v_scale: float = 1.0, settled: bool = False, window: int | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
+                 sinks: torch.Tensor | None = None, fresh: FreshRows | None = None) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale`` of each request over all its tokens: ``[B, Hq, D]``.
 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
@@ -187,9 +212,15 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     the same page table, and its pieces are no shorter than ``tile.tokens`` (at most 64 by
     default). ``settled``: plan, page table and the
     pages' tokens but the last of each request were written before the last launch without PDL (kernels/_triton.py), so
-    that they may be read while the kernel ahead is still at work; without it, this is such a launch.
+    that they may be read while the kernel ahead is still at work; without it, this is such a launch. ``fresh``: of each
+    request's last token, which is not in its page yet; it is stored there, and ``q`` is turned as it is. Pages are then
+    of the type of ``q``.
     """
+    assert fresh is None or (k_pages.dtype == q.dtype and fresh.k.stride() == fresh.v.stride())
     if not runs_triton(q):
+        if fresh is not None:
+            reference.rope_and_store(q, fresh.k, fresh.v, k_pages, v_pages, kv_indices[kv_indptr[1:] - 1].long(),
+                                     kv_last_page_len.long() - 1, fresh.cos_sin, fresh.positions, 1.0, 1.0, fresh.norms)
         rows = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
         return reference.paged_attention(q, k_pages, v_pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,
                                          v_scale, window, sinks)
@@ -205,10 +236,13 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         lses = torch.empty((most, num_q_heads), dtype=torch.float32, device=q.device)
     tile = tile or tile_of(dim, q.element_size(), k_pages.element_size(), requests * num_kv_heads)
     early = pdl(q) if settled else {"PDL": False}
+    k, v, cos_sin, positions, norms = fresh or FreshRows(q, q, q, q)
     _paged_decode_kernel[(num_kv_heads, most)](
         q, k_pages, v_pages, sinks, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,
         requests, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0),
-        k_pages.stride(1), k_pages.stride(2), num_q_heads, PAGE=page_size, GROUP=group,
+        k_pages.stride(1), k_pages.stride(2), num_q_heads, k, v, k.stride(0), k.stride(1), cos_sin, positions,
+        norms.q_weight if norms else q, norms.k_weight if norms else q, norms.eps if norms else 0.0,
+        FRESH=fresh is not None, NORM=norms is not None, PAGE=page_size, GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
         BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead, EARLY=early["PDL"], WINDOW=window or 0,
         SINKS=sinks is not None, HALF=q.element_size() == 2 and k_pages.element_size() == 1,

@@ -1,6 +1,6 @@
 """A whole layer of a decode step, in a graph of many: which tiles make it fastest, product by product.
 
-    python -m baton.tests.bench.decode_layer [--batches 1,8,64] [--context 2048] [--seconds 40] [--out FILE]
+    python -m baton.tests.bench.decode_layer [--batches 1,8,64,128,256] [--context 2048] [--seconds 40] [--out FILE]
 
 A product by itself says little of its place in a chain: kernels begin while the ones ahead of them end, and what they
 fetch meanwhile is free. So one part of the layer is changed at a time, the fastest is kept, and all are told; the
@@ -18,17 +18,21 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product as pairs
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
 
 from ...kernels.decode_plan import plan_decode, processors_of
+from ...kernels.fresh_rows import FreshRows
 from ...kernels.paged_decode import Tile, paged_decode, pieces_of
 from ...kernels.silu_and_mul import silu_and_mul
 from ...kernels.skinny_matmul import skinny_matmul
 from ...kernels.skinny_tiles import SkinnyTile, StreamedTile, most_rows, tile_for
+from ...kernels.split_tiles import SplitTile
+from ...kernels.split_warpgroups import split_matmul, split_pieces
 from . import ceilings
 from .device_time import captured, run_seconds
 from .small_kernels import LAYERS, SHAPES, Batch
@@ -37,7 +41,13 @@ CALLS = 32
 KIB = 1024
 Ways = dict[str, Any]
 """Of a part of the layer how it is computed: a product's tile, or None for cuBLAS; ``gated``: whether the activation is
-part of the product; ``attention``: its tile, and what its plan is told."""
+part of the product; ``attention``: its tile, and what its plan is told; ``takes_in``: see Batch."""
+
+
+class Left(NamedTuple):
+    """The product's sums are left in pieces, for the norm."""
+
+    tile: SplitTile
 
 
 def tiles(columns: int, depth: int, warps: int, stages: int, pieces: tuple[int, ...],
@@ -106,9 +116,29 @@ def many_rows() -> dict[str, list[SkinnyTile]]:
     return found
 
 
+def split(rows: int) -> dict[str, list[Any]]:
+    """Of more than 64 rows; the sums of ``o`` and ``down`` may be left to the norm, too."""
+    if rows <= 128:
+        by = {count: [SplitTile(128, groups, height, 64, stages, count) for groups, height, stages in (
+            (2, 64, 6), (3, 64, 5), (2, 128, 4))] for count in (1, 2, 3, 4, 5, 6, 8)}
+    else:
+        by = {count: [SplitTile(256, 2, 64, 64, 4, count), SplitTile(256, 3, 64, 64, 3, count)]
+              for count in (1, 2, 3, 4, 5, 6, 8)}
+    found: dict[str, list[Any]] = {"gate_up": by[1], "qkv": [], "o": [], "down": []}
+    for name, out in (("qkv", 6144), ("o", 4096), ("down", 4096)):
+        here = [max((tile for options in by.values() for tile in options if (tile.groups, tile.height) == shape
+                     and -(-out // tile.high) * tile.pieces <= tile.programs), key=lambda tile: tile.pieces)
+                for shape in ((2, 64), (3, 64), (2, 128)) if rows <= 128 or shape[1] == 64]
+        found[name] = here + ([] if name == "qkv" else [Left(tile) for tile in here])
+    return found
+
+
 def candidates(rows: int) -> dict[str, list[Any]]:
-    products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
-    found: dict[str, list[Any]] = {name: [None, *streamed(rows)[name], *some] for name, some in products.items()}
+    if rows > 64:
+        found: dict[str, list[Any]] = {name: [None, *some] for name, some in split(rows).items()}
+    else:
+        products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
+        found = {name: [None, *streamed(rows)[name], *some] for name, some in products.items()}
     usual = pieces_of(128, 2, 2, rows * 8)
     found["attention"] = [(None, usual), (Tile(64, 4, 2), usual | {"programs": 4}),
                           (Tile(64, 4, 3), usual | {"programs": 3}),
@@ -119,8 +149,12 @@ def candidates(rows: int) -> dict[str, list[Any]]:
     return found
 
 
-def product(tile: SkinnyTile | StreamedTile | None, gated: bool, x: torch.Tensor,
+def product(tile: SkinnyTile | StreamedTile | SplitTile | Left | None, gated: bool, x: torch.Tensor,
             weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(tile, Left):
+        return split_pieces(x, weight, tile.tile)
+    if isinstance(tile, SplitTile):
+        return split_matmul(x, weight, tile, gated=gated)
     if tile is not None:
         return skinny_matmul(x, weight, tile=tile, gated=gated)
     return silu_and_mul(linear(x, weight)) if gated else linear(x, weight)
@@ -131,6 +165,7 @@ def apply(batch: Batch, ways: Ways) -> None:
     one, tile = ways["gated"], ways["gate_up"]
     batch.gated = lambda x, w: product(tile, True, x, w) if one else silu_and_mul(product(tile, False, x, w))
     batch.tile, batch.pieces = ways["attention"]
+    batch.takes_in = ways["takes_in"]
 
 
 def micros(batch: Batch, ways: Ways) -> float:
@@ -175,9 +210,11 @@ class Search:
 
 
 def short(option: Any) -> str:
-    return str(option).replace("SkinnyTile", "").replace("StreamedTile", "streamed").replace("block=", "").replace(
-        "split=", "/").replace("programs=", "n").replace("columns=", "").replace("depth=", "").replace(
-        "pieces=", "p").replace("warps=", "w").replace("stages=", "s").replace("ahead=", "a")
+    for long, brief in (("SkinnyTile", ""), ("SplitTile", "split"), (", programs=132", ""), ("StreamedTile", "streamed"),
+                        ("block=", ""), ("split=", "/"), ("programs=", "n"), ("columns=", ""), ("depth=", ""),
+                        ("pieces=", "p"), ("warps=", "w"), ("stages=", "s"), ("ahead=", "a")):
+        option = str(option).replace(long, brief)
+    return str(option)
 
 
 def usual_ways(rows: int) -> Ways:
@@ -185,25 +222,28 @@ def usual_ways(rows: int) -> Ways:
     few = {name: most_rows(torch.empty(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes.items()}
     return {name: tile_for(rows, *shape, torch.bfloat16) if rows <= few[name] else None
             for name, shape in shapes.items()} | {
-        "gated": True, "attention": (None, pieces_of(128, 2, 2, rows * 8))}
+        "gated": True, "takes_in": True, "attention": (None, pieces_of(128, 2, 2, rows * 8))}
 
 
-Job = tuple[int, SkinnyTile | StreamedTile, bool] | Tile
+Job = tuple[int, SkinnyTile | StreamedTile | SplitTile | Left, bool] | Tile
 """A product's rows, tile, and whether it is gated; or attention's tile."""
 
 
-def compile_product(rows: int, tile: SkinnyTile | StreamedTile, gated: bool, device: str = "cuda") -> None:
-    weight = torch.zeros(256, 4096, device=device, dtype=torch.bfloat16)
-    skinny_matmul(weight.new_zeros(rows, 4096), weight, tile=tile, gated=gated)
+def compile_product(rows: int, tile: SkinnyTile | StreamedTile | SplitTile | Left, gated: bool,
+                    device: str = "cuda") -> None:
+    weight = torch.zeros(384, 4096, device=device, dtype=torch.bfloat16)
+    product(tile, gated, weight.new_zeros(rows, 4096), weight)
 
 
 def compile_attention(tile: Tile, device: str = "cuda") -> None:
     pool = torch.zeros(4, LAYERS, 2, 8, 16, 128, device=device, dtype=torch.bfloat16)
     indptr = torch.tensor([0, 4], dtype=torch.int32, device=device)
-    q, last = pool.new_zeros(1, 48, 128)[:, :32], torch.full((1,), 16, dtype=torch.int32, device=device)
+    q, k, v = pool.new_zeros(1, 48, 128).split([32, 8, 8], 1)
+    last = torch.full((1,), 16, dtype=torch.int32, device=device)
+    fresh = FreshRows(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
     plan = plan_decode(indptr, last, 16, 8, processors_of(pool.device), 2048, **pieces_of(128, 2, 2, 8))
-    for settled in (False, True):
-        paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=settled)
+    for early, rows in pairs((False, True), (None, fresh)):
+        paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=early, fresh=rows)
 
 
 def build(todo: list[Job]) -> list[str]:
@@ -230,6 +270,9 @@ def jobs(batches: list[int]) -> list[Job]:
                 elif isinstance(option, StreamedTile):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
                         found[rows, replace(option, programs=1), gated] = None
+                elif isinstance(option, (SplitTile, Left)):
+                    for gated in (False, True)[:1 + (name == "gate_up")]:
+                        found[rows, option, gated] = None
                 elif name != "attention" and option:
                     narrow = rows == 1 and option.pieces == 1 and option.columns <= 16
                     tall = 1 if narrow else 8 if rows <= 16 else rows
@@ -251,8 +294,8 @@ def search(rows: int, context: int, copy: float, seconds: float) -> dict[str, An
     options = candidates(rows)
     found = Search(batch, rows, usual_ways(rows), time.monotonic() + seconds)
     before = found.best
-    options["gated"] = [False, True]
-    for name in ("gate_up", "down", "qkv", "o", "attention", "gated"):
+    options["gated"] = options["takes_in"] = [False, True]
+    for name in ("gate_up", "down", "qkv", "o", "attention", "gated", "takes_in"):
         options[name] = [found.ways[name], *found.part(name, options[name])]
     for name in ("gate_up", "down", "qkv", "o"):  # once more, beside what has been found since
         found.part(name, options[name])

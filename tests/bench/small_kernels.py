@@ -23,7 +23,9 @@ from torch.nn.functional import linear
 from ...kernels import _triton
 from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import HeadNorms
+from ...kernels.fresh_rows import FreshRows
 from ...kernels.greatest import greatest
+from ...kernels.joined_rmsnorm import joined_rmsnorm
 from ...kernels.paged_decode import Tile, paged_decode, pieces_of
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.rope_and_store import rope_and_store
@@ -61,6 +63,7 @@ class Batch:
     times: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda name, x, w: linear(x, w))
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda x, w: silu_and_mul(linear(x, w)))
     tile: Tile | None = None
+    takes_in = True  # whether attention turns and stores the rows, in place of a kernel before it
 
     def __init__(self, shape: Shape, rows: int, context: int, device: str = "cuda"):
         self.shape, self.rows = shape, rows
@@ -107,13 +110,19 @@ class Batch:
                        self._cos_sin, self._positions, norms=self._norms, settled=self._plan is not None)
         return q
 
-    def _attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, fresh: FreshRows | None = None) -> torch.Tensor:
         settled = self._plan is not None
         if self._plan is None:
             self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, processors_of(self._device),
                                      self._context, **self.pieces)
         return paged_decode(q, self._pool[:, layer, 0], self._pool[:, layer, 1], self._indptr, self._indices,
-                            self._last, self.shape.dim**-0.5, self._plan, self.tile, settled=settled)
+                            self._last, self.shape.dim**-0.5, self._plan, self.tile, settled=settled, fresh=fresh)
+
+    def _attended(self, layer: int, fused: torch.Tensor) -> torch.Tensor:
+        if not self.takes_in:
+            return self._attend(layer, self._rope(layer, fused))
+        q, k, v = self._heads(fused)
+        return self._attend(layer, q, FreshRows(k, v, self._cos_sin, self._positions, self._norms))
 
     def steps(self) -> _Steps:
         q = self._heads(self._fused)[0]
@@ -131,19 +140,26 @@ class Batch:
 
     def small(self, layer: int) -> None:
         _, total = rmsnorm(self.x, self._weight, 1e-5, self.residual)
-        self._attend(layer, self._rope(layer, self._fused))
+        self._attended(layer, self._fused)
         rmsnorm(self.x, self._weight, 1e-5, total)
         silu_and_mul(self._gate_up)
+
+    def _norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.dim() == 3:
+            assert residual is not None
+            return joined_rmsnorm(x, self._weight, 1e-5, residual)
+        return rmsnorm(x, self._weight, 1e-5, residual)
 
     def layer(self, layer: int) -> None:
         self.run(layer, self.x, self.residual)
 
     def run(self, layer: int, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Layer ``layer`` of hidden states [rows, hidden] and their residual: the same of the next."""
+        """Layer ``layer`` of hidden states [rows, hidden], or the pieces that add up to them, and their residual: the
+        same of the next."""
         qkv, out, gate_up, down = self._products[layer]
-        x, residual = rmsnorm(x, self._weight, 1e-5, residual)
-        attended = self._attend(layer, self._rope(layer, self.times("qkv", x, qkv)))
-        x, residual = rmsnorm(self.times("o", attended.flatten(1), out), self._weight, 1e-5, residual)
+        x, residual = self._norm(x, residual)
+        attended = self._attended(layer, self.times("qkv", x, qkv))
+        x, residual = self._norm(self.times("o", attended.flatten(1), out), residual)
         return self.times("down", self.gated(x, gate_up), down), residual
 
 

@@ -10,6 +10,7 @@ import torch
 from baton.kernels import _triton, reference
 from baton.kernels.decode_plan import plan_decode
 from baton.kernels.forms import HeadNorms
+from baton.kernels.fresh_rows import FreshRows
 from baton.kernels.greatest import greatest, widened_and_greatest
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
@@ -142,6 +143,37 @@ def test_paged_decode(heads, kv_heads, dim, page_size, processors, dtype, atol, 
     assert max(counts) > 16 if processors > 1 else max(counts) <= 2
     found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU)
     torch.testing.assert_close(found, want, atol=atol, rtol=rtol)
+
+
+@each_dtype
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors,norm,window", [
+    (4, 2, 16, 4, 100, False, None), (3, 3, 20, 1, 1, True, None), (6, 1, 64, 16, 100, True, 90)])
+def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, processors, norm, window, dtype, atol, rtol):
+    """As rope_and_store and attention behind it; of requests that have no other token, and of new pages and tiles."""
+    lengths = [1, 64, 65, 400]
+    table = page_table(lengths, page_size, 600)
+    fused = random(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angles = torch.rand(400, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
+    turns = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    norms = HeadNorms(random(dim, dtype=dtype, seed=8), random(dim, dtype=dtype, seed=9), 1e-5) if norm else None
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
+                       programs=1 if processors == 1 else 8, window=window)
+    results = []
+    for fresh in (True, False):
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part in
+                   fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+        pool = [x.clone() for x in paged_pool(600, kv_heads, page_size, dim, dtype)]
+        rows = FreshRows(k, v, turns, positions, norms)
+        if fresh:
+            found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU, window=window, fresh=rows)
+        else:
+            reference.rope_and_store(q, k, v, *pool, table[1][table[0][1:] - 1].long(), table[2].long() - 1, turns,
+                                     positions, norms=norms)
+            found = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, dim**-0.5, 1.0, window)
+        results.append((found, *pool))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("lengths,kv_heads,processors", [
