@@ -13,7 +13,9 @@ import torch
 from baton.common.config.moe import MoESpec
 from baton.common.config.server import KernelArgs, ParallelArgs, ServerConfig
 from baton.common.distributed.expert_share import AllToAll, ExpertShare
+from baton.common.distributed.low_latency import Met
 from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.pending import PendingRows
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.common.engine.experts import ExpertCounts
 from baton.common.layers.moe import MoE
@@ -42,7 +44,8 @@ def main(rank: int, size: int, init_method: str, out: str, checkpoints: str, dev
             logits[folder.name, name] = model_logits(folder, Parallel(world, experts=share))
     balanced = {"none": while_experts_move(folders[0], world, "none"),
                 "alltoall": while_experts_move(folders[-1], world, "alltoall")}
-    torch.save({"logits": logits, "spread": spread(world), "balanced": balanced}, out)
+    torch.save({"logits": logits, "spread": spread(world), "apart": apart(world),
+                "balanced": balanced}, out)
     end_rank(world)
 
 
@@ -102,6 +105,23 @@ def own_tokens(rank: int) -> torch.Tensor:
 def spread(world: TPGroup) -> torch.Tensor:
     """What the layer makes of tokens that only this rank has."""
     return layer(ExpertShare(world, world.size, "alltoall")).spread(own_tokens(world.rank))
+
+
+@torch.inference_mode()
+def apart(world: TPGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same where every rank is an attention group; and of two tokens of each rank, which all ranks have."""
+    parallel = Parallel(world, TPGroup(), world, ExpertShare(world, world.size, "peer"))
+    made, mine = layer(parallel.experts), own_tokens(world.rank)
+    parallel.tokens.begin(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
+    sent = made.pending(mine)
+    parallel.tokens.begin([2] * world.size, decodes=True)
+    met = made.pending(Met(world.all_gather_rows(two_tokens(world.rank))))
+    assert isinstance(sent, torch.Tensor) and isinstance(met, PendingRows)
+    return sent, met.total()
+
+
+def two_tokens(rank: int) -> torch.Tensor:
+    return torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
 
 
 if __name__ == "__main__":

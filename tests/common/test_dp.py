@@ -111,12 +111,14 @@ def test_decode_steps_meet_in_their_norms(tmp_path):
     save_moe(tmp_path / "moe", "Qwen3Moe")
     prompts = make_prompts(2)
     case = {"checkpoint": str(tmp_path / "moe"), "prompts": prompts, "sizes": [1, 4], "experts": (2, "low_latency")}
-    ranks = run_groups(2, tmp_path, [case, case | {"experts": (1, "low_latency"), "peers": True}])
+    others = [case | {"experts": experts, "peers": True} for experts in ((1, "low_latency"), (2, "peer"))]
+    ranks = run_groups(2, tmp_path, [case, *others])
     for group, seen in enumerate(ranks):
         wanted = alone(tmp_path / "moe", prompts[group])
-        assert [found["tokens"] for found in seen["cases"]] == [wanted, wanted]
+        assert [found["tokens"] for found in seen["cases"]] == [wanted] * 3
         assert not seen["cases"][0]["met"]
-    check_met([seen["cases"][1]["met"] for seen in ranks])
+    for which in (1, 2):
+        check_met([seen["cases"][which]["met"] for seen in ranks])
 
 
 def check_met(ranks: list[list[list[int]]]) -> None:
@@ -126,14 +128,14 @@ def check_met(ranks: list[list[list[int]]]) -> None:
     assert [1, 0] in ranks[0], "rank 1 has no work any more"
 
 
-@pytest.mark.parametrize("flags", [
-    ["--tp-size", "2", "--ep-size", "2"], [],
-    ["--tp-size", "4", "--ep-size", "4", "--dp-size", "2", "--enable-dp-attention"],
+@pytest.mark.parametrize("backend,flags", [
+    ("low_latency", ["--tp-size", "2", "--ep-size", "2"]), ("low_latency", []), ("peer", []),
+    ("peer", ["--tp-size", "4", "--ep-size", "4", "--dp-size", "2", "--enable-dp-attention"]),
 ])
-def test_ranks_without_tokens_of_their_own_do_not_meet(flags, capsys):
+def test_ranks_without_tokens_of_their_own_do_not_meet(backend, flags, capsys):
     with pytest.raises(SystemExit):
-        parse(ServerConfig, ["--model-path", "m", "--moe-a2a-backend", "low_latency", *flags], prog="x", description="")
-    assert "low_latency is for several ranks that each have tokens of their own" in capsys.readouterr().err
+        parse(ServerConfig, ["--model-path", "m", "--moe-a2a-backend", backend, *flags], prog="x", description="")
+    assert f"{backend} is for several ranks that each have tokens of their own" in capsys.readouterr().err
 
 
 def test_decode_steps_that_cannot_meet_say_so_once(caplog):

@@ -13,7 +13,7 @@ from baton.common.config.moe import MoESpec
 from baton.common.config.server import ParallelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.tp import TPGroup
-from baton.tests.common.moe_rank import TOKENS, layer, own_tokens
+from baton.tests.common.moe_rank import TOKENS, layer, own_tokens, two_tokens
 from baton.tests.common.small_models import expected_logits
 from baton.tests.common.small_moe import save_moe
 from baton.tests.rank_processes import run_ranks
@@ -37,6 +37,9 @@ def test_ranks_equal_transformers(tmp_path, size, families):
             assert moved["residents"] == ranks[0]["balanced"][a2a]["residents"]
         with torch.inference_mode():
             torch.testing.assert_close(found["spread"], alone(own_tokens(rank)), atol=1e-5, rtol=1e-4)
+            sent, met = found["apart"]
+            torch.testing.assert_close(sent, found["spread"], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(met, alone(two_tokens(rank)), atol=1e-5, rtol=1e-4)
 
 
 def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
@@ -79,6 +82,7 @@ def test_flags_that_do_not_fit_are_refused():
         ParallelArgs(eplb_rebalance_num_iterations=5)
     with pytest.raises(ConfigError, match="--ep-size 3 must be 1 or more and divide --tp-size 4"):
         ParallelArgs(tp_size=4, ep_size=3)
-    with pytest.raises(ConfigError, match="--moe-a2a-backend alltoall needs whole experts on every rank: set --ep-size "
-                                          "to 4"):
-        ParallelArgs(tp_size=4, ep_size=2, moe_a2a_backend="alltoall")
+    for backend in ("alltoall", "peer"):
+        with pytest.raises(ConfigError, match=f"--moe-a2a-backend {backend} needs whole experts on every rank: set "
+                                              "--ep-size to 4"):
+            ParallelArgs(tp_size=4, ep_size=2, moe_a2a_backend=backend)

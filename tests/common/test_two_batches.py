@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.server import DataParallelArgs
+from baton.common.config.server import DataParallelArgs, ParallelArgs
 from baton.common.distributed.exchange import TokenExchange
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
@@ -100,6 +100,9 @@ def test_what_does_not_go_together(tmp_path):
     config = server_config(tmp_path, tp=2)
     with pytest.raises(ConfigError, match="raise --chunked-prefill-size"):
         dataclasses.replace(config, data_parallel=DataParallelArgs(True, 2, enable_two_batch_overlap=True))
+    with pytest.raises(ConfigError, match="peer sends tokens to some: leave one of them out"):
+        dataclasses.replace(config, data_parallel=DataParallelArgs(True, 2, enable_two_batch_overlap=True),
+                            parallel=ParallelArgs(2, ep_size=2, moe_a2a_backend="peer"))
     save_moe(tmp_path, "Qwen3Moe")
     runner = load_runner(server_config(tmp_path), Parallel(experts=ExpertShare(TPGroup(), 1, "alltoall")))
     with pytest.raises(ConfigError, match="is for --moe-a2a-backend none"):
