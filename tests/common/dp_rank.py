@@ -98,7 +98,7 @@ def run(case: dict, joined: Parallel) -> dict:
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
             "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting, "cut": cut,
-            "pieces": pieces_of}
+            "pieces": pieces_of, "connected": parallel.tokens.sent is not None and parallel.tokens.sent.connected}
 
 
 def watch_meeting(parallel: Parallel) -> list[list[int]]:

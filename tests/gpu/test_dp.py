@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
+from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.small_models import save_model
 from baton.tests.common.small_moe import save_moe
 from baton.tests.common.test_dp import alone, make_prompts, run_groups
@@ -50,6 +51,31 @@ def test_two_groups_on_two_gpus(tmp_path):
         assert replayed and replayed == ranks[1]["cases"][case]["replayed"]
         assert set(replayed) <= set(variants[case][1]["sizes"])
     assert ranks[1]["cases"][len(variants)]["tokens"] == wanted[dense, 1]
+
+
+def test_tokens_are_written_to_their_experts_ranks(tmp_path):
+    """In float32, whose decode steps go as prompts do: in CUDA graphs too, and some in pieces. And in bfloat16, whose
+    decode steps meet in their norms."""
+    _, moe = save_both(tmp_path)
+    save_deepseek(tmp_path / "latent", 3)  # with an expert that all tokens share
+    prompts = make_prompts(1)
+    sent = {"prompts": prompts, "page_size": 16, "experts": (2, "peer")}
+    variants = [(moe, {}), (moe, {"sizes": [1, 4], "overlap": True}), (moe, {"pieces": [48, 80], "chunk": 48}),
+                (tmp_path / "latent", {"sizes": [4], "chunk": 16})]
+    cases = [sent | {"checkpoint": str(folder), **options} for folder, options in variants]
+    short = sent | {"checkpoint": str(moe), "dtype": "bfloat16", "sizes": [4]}
+    cases += [short | {"experts": (2, "none")}, short | {"peers": True}]
+    ranks = run_groups(2, tmp_path, cases, "cuda")
+    for group, seen in enumerate(ranks):
+        for (folder, _), found in zip(variants, seen["cases"]):
+            assert found["connected"]
+            assert found["tokens"] == alone(folder, prompts[group], page_size=16, device="cuda:0",
+                                            kernels=KernelArgs(disable_cuda_graph=True)), (group, folder)
+        assert seen["cases"][1]["replayed"] and seen["cases"][2]["pieces"]
+        gathered, met = seen["cases"][-2:]
+        same = [one == other for one, other in zip(gathered["tokens"], met["tokens"])]
+        assert 2 * sum(same) >= len(same), "the sums' own rounding may turn a close choice, not most"
+        assert met["connected"] and [8] in met["met"]
 
 
 def test_rows_travel_through_each_other_s_memory(tmp_path):
