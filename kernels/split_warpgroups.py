@@ -244,7 +244,8 @@ def _multiply(out_desc, outs, ring, part_ptr, count_ptr, out, steps, share, begi
                          ROWS, GROUPS, HEIGHT, STAGES, GATED)
 
 
-@gluon.jit
+# Weights of other sizes compile nothing anew.
+@gluon.jit(do_not_specialize=["steps", "tiles"])
 def _split_warpgroups_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, out, steps, tiles, ROWS: gl.constexpr,
                              GROUPS: gl.constexpr, HEIGHT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
                              GATED: gl.constexpr, PIECES: gl.constexpr, WIDTH: gl.constexpr, PDL: gl.constexpr):

@@ -210,11 +210,13 @@ class Search:
 
 
 def short(option: Any) -> str:
-    for long, brief in (("SkinnyTile", ""), ("SplitTile", "split"), (", programs=132", ""), ("StreamedTile", "streamed"),
-                        ("block=", ""), ("split=", "/"), ("programs=", "n"), ("columns=", ""), ("depth=", ""),
-                        ("pieces=", "p"), ("warps=", "w"), ("stages=", "s"), ("ahead=", "a")):
-        option = str(option).replace(long, brief)
-    return str(option)
+    told = str(option)
+    for long, brief in (
+            ("SkinnyTile", ""), ("SplitTile", "split"), (", programs=132", ""), ("StreamedTile", "streamed"),
+            ("block=", ""), ("split=", "/"), ("programs=", "n"), ("columns=", ""), ("depth=", ""), ("pieces=", "p"),
+            ("warps=", "w"), ("stages=", "s"), ("ahead=", "a")):
+        told = told.replace(long, brief)
+    return told
 
 
 def usual_ways(rows: int) -> Ways:
