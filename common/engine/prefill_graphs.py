@@ -23,6 +23,7 @@ from ..config.server import ServerConfig
 from ..distributed.capture import may_capture_prompts
 from ..distributed.live_rows import LiveRows
 from ..distributed.parallel import Parallel
+from ..layers.moe import MoE
 from ..models.decoder import DenseDecoder
 from ..models.pieces import Projected
 from .host_copies import upload_joined
@@ -31,6 +32,9 @@ _FREE_PADDING = 256
 """Rows of a size up to which padding costs next to nothing: weights are read for a few rows as for these."""
 _MOST_PADDED = 1.25
 """Rows computed for each that is a token, beyond that."""
+_MOST_PADDED_GROUPS = 2.0
+"""The same of attention groups that meet in experts, which compute no padding: it costs a group nothing to compute as
+many rows as the others do meanwhile, and what travels is what a sum over copies of all rows would move."""
 
 T = TypeVar("T")
 Replay = Callable[[], None]
@@ -77,6 +81,8 @@ class PrefillGraphs:
                  begin: Callable[[int], None], progress: Callable[[float], None]):
         self._sizes = sorted(sizes)
         self._groups = groups
+        in_experts = groups > 1 and isinstance(model.layers[-1].mlp, MoE)
+        self._most_padded = _MOST_PADDED_GROUPS if in_experts else _MOST_PADDED
         most, device = self._sizes[-1], model.cos_sin.device
         self._entering = torch.zeros(most, model.width, dtype=model.dtype, device=device)
         self._heads = torch.zeros(most, model.layers[0].attention.width, dtype=model.dtype, device=device)
@@ -107,7 +113,7 @@ class PrefillGraphs:
         if index == len(self._sizes):
             return None
         size = self._sizes[index]
-        return size if size <= _FREE_PADDING or size * len(tokens) <= _MOST_PADDED * sum(tokens) else None
+        return size if size <= _FREE_PADDING or size * len(tokens) <= self._most_padded * sum(tokens) else None
 
     def step(self, size: int, tokens: list[int], own: int) -> RecordedStep:
         """The pieces of a step at ``size``, of so many ``tokens`` of each attention group, ``own`` of this one's. The

@@ -38,8 +38,10 @@ def test_sizes():
 
 def test_which_steps_are_recorded():
     graphs = PrefillGraphs.__new__(PrefillGraphs)
-    graphs._sizes = [64, 256, 512, 1024]
+    graphs._sizes, graphs._most_padded = [64, 256, 512, 1024], 1.25
     assert [graphs.size_for([count]) for count in (1, 64, 65, 257, 410, 512, 513, 820, 1024, 1025)] == [
         64, 64, 256, None, 512, 512, None, 1024, 1024, None]
     assert graphs.size_for([200, 1]) == 256 and graphs.size_for([1000, 900]) == 1024
     assert graphs.size_for([1000, 1]) is None, "a step of one group would be padding for the other"
+    graphs._most_padded = 2.0
+    assert graphs.size_for([1024, 1]) == 1024 and graphs.size_for([1000, 1]) is None
