@@ -55,7 +55,7 @@ PLANS: dict[str, list[Step]] = {
         tests("engine", 240), tests("attention", 240), tests("mla", 240), tests("fp8", 240), tests("moe", 240),
         tests("grammar", 240), tests("kernels", 240), tests("skinny-matmul", 120), tests("peer-sum", 240),
         tests("scheduling", 240), tests("kv-ipc", 120), tests("models-sampler", 240), tests("models", 240),
-        tests("gpt-oss", 240), tests("peer-rows", 120),
+        tests("gpt-oss", 240), tests("peer-rows", 120), tests("prefill-graphs", 120),
         tests("one-batch", 90, alone=True), tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
