@@ -60,6 +60,14 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return INTERPRETED or (AVAILABLE and tensor.is_cuda)
 
 
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether the kernels written in Gluon run there, all of them for Hopper GPUs. Gluon is young: other versions of
+    Triton may name things otherwise, and then the kernels that do without serve."""
+    known = AVAILABLE and triton.__version__.startswith("3.6.")
+    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 PDL_ALLOWED = True
 
 

@@ -7,12 +7,11 @@ quarter of the work would else be padding. On a Hopper GPU moe_warpgroups.py has
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 
-from ._triton import AVAILABLE, pdl, start_next, tl, triton, wait_for_last
+from ._triton import pdl, runs_gluon, start_next, tl, triton, wait_for_last
 from .gate import gate_times
 from .moe_align import Alignment
 from .moe_gemm import SCALE_GROUP
@@ -180,20 +179,13 @@ def fits(tile: Tile, depth: int, columns: int, by_block: bool) -> bool:
 def takes_warpgroups(device: torch.device, hidden: int, size: int, dtype: torch.dtype) -> bool:
     """Whether moe_warpgroups.py's kernel runs there, and has whole tiles of a layer with these sizes."""
     if dtype.itemsize == 1:
-        return _has_warpgroups(device) and hidden % (2 * SCALE_GROUP) == 0 and size % SCALE_GROUP == 0
-    return _has_warpgroups(device) and dtype.itemsize == 2 and hidden % 64 == 0 and size % 64 == 0
+        return runs_gluon(device) and hidden % (2 * SCALE_GROUP) == 0 and size % SCALE_GROUP == 0
+    return runs_gluon(device) and dtype.itemsize == 2 and hidden % 64 == 0 and size % 64 == 0
 
 
 def _grouped_product() -> Callable[..., torch.Tensor]:
     from .moe_warpgroups import grouped_product  # not there without Triton
     return grouped_product
-
-
-@functools.cache
-def _has_warpgroups(device: torch.device) -> bool:
-    # Gluon is young: other versions of Triton may name things otherwise, and then the products of this file serve.
-    known = AVAILABLE and triton.__version__.startswith("3.6.")
-    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
