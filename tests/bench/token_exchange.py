@@ -1,7 +1,7 @@
 """What it costs that attention groups meet: at a layer's MLP, and once a turn on the host.
 
     python -m baton.tests.bench.token_exchange [--ranks 2] [--dp-size 2] [--hidden 2048,7168]
-        [--tokens 1,8,32,128,256] [--dtype bfloat16] [--graphs-only] [--out FILE.json]
+        [--tokens 1,8,32,128,256] [--prompts 1024,8192] [--dtype bfloat16] [--graphs-only] [--out FILE.json]
 
 One process a rank, over NCCL where there are as many GPUs, else over gloo. Each line is one layer's exchange, without
 the MLP: gather and part by a sum of all rows on all ranks (``around``), gather and sum the own rows alone (``summed``),
@@ -12,6 +12,8 @@ On GPUs also what an exchange (``summed``) costs in a CUDA graph of 32, as decod
 parts are small through the peers' memory. Then the same with the norm before and the norm behind it, and with these by
 ``--moe-a2a-backend low_latency``, which makes each exchange and its norm one kernel. ``link`` is what the bytes that a
 rank sends would take at the rate of one large copy from GPU to GPU.
+
+``--prompts``: rows a rank of steps of prompts, between GPUs alone; see ``token_exchange_prompts``.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from ...common.distributed.peers import connect_all
 from ...common.engine.meeting import Meeting
 from ...common.layers.norm import RMSNorm, as_they_are
 from ...common.weights.slots import allocator
+from .token_exchange_prompts import COLUMNS, prompt_rows
 
 _WARM, _REPEATS, _IN_GRAPH = 5, 30, 32
 _LARGE = 256 << 20
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--dp-size", type=int, default=2)
     parser.add_argument("--hidden", default="2048,7168")
     parser.add_argument("--tokens", default="1,8,32,128,256")
+    parser.add_argument("--prompts", default="", help="rows a rank of steps of prompts, between GPUs")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--graphs-only", action="store_true", help="of the GPUs, none of the eager ones")
     parser.add_argument("--out", type=Path)
@@ -78,14 +82,17 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
     device = torch.device("cuda", rank) if torch.cuda.device_count() >= args.ranks else torch.device("cpu")
     parallel = init_parallel(rank, args.ranks, args.dp_size, meeting, device, timeout=120,
                              experts=lambda world: ExpertShare(world, args.ranks, "low_latency"))
-    dtype, tokens = getattr(torch, args.dtype), [int(count) for count in args.tokens.split(",")]
+    dtype, tokens = getattr(torch, args.dtype), [int(count) for count in args.tokens.split(",") if count]
     rows: list[dict[str, Any]] = []
     for hidden in map(int, args.hidden.split(",")):
         for count, kind in itertools.product(() if args.graphs_only else tokens, ("even", "uneven")):
             counts = [count if kind == "even" or group == 0 else 1 for group in range(args.dp_size)]
             rows.append({"tokens": float(count), "hidden": float(hidden), "kind": kind,
                          **measured(parallel, counts, hidden, dtype)})
-    if device.type == "cuda":
+    if device.type == "cuda" and args.prompts:
+        rows += prompt_rows(parallel, [int(count) for count in args.prompts.split(",")],
+                            [int(hidden) for hidden in args.hidden.split(",")], dtype, link_bytes(parallel))
+    if device.type == "cuda" and tokens:
         rows += graph_rows(parallel, tokens, [int(hidden) for hidden in args.hidden.split(",")], dtype)
     host = Meeting(parallel)
     rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(
@@ -190,6 +197,11 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
         for row in found:
             print(f"| {row['tokens']:.0f} | {row['hidden']:.0f} | {row['kind']} | "
                   + " | ".join(f"{row[name]:.1f}" for name in names) + " |")
+    found = [row for row in rows if row.get("kind") == "prompts"]
+    if found:
+        print("| rows | of | " + " | ".join(COLUMNS) + " |\n" + "|---" * (2 + len(COLUMNS)) + "|")
+    for row in found:
+        print("| " + " | ".join(f"{row[name]:.0f}" for name in ("rows", "hidden", *COLUMNS)) + " |")
     print(f"host meeting, once a turn: {rows[-1]['microseconds']:.0f}")
 
 
