@@ -35,6 +35,8 @@ from .many_gpus import setting_flags, shape_of
 
 WARM, TIMED = 8, 40
 """Decode steps."""
+LEVEL = WARM + TIMED + 4
+"""Tokens that a batch writes until it is made smaller."""
 _EXCHANGES = re.compile(r"nccl|peer_", re.IGNORECASE)
 COLUMNS = ("prompt tok/s", "a step ms", "exchanges ms", "share", "waits ms", "idle ms")
 
@@ -50,8 +52,12 @@ class Driven:
 
     def start(self, requests: int, length: int, answer: int) -> None:
         """So many over all attention groups."""
+        self.engine.start(self._share(requests), length, answer)
+
+    def _share(self, requests: int) -> int:
+        """Of so many over all groups, this one's."""
         each, more = divmod(requests, self._groups)
-        self.engine.start(each + (self._group < more), length, answer)
+        return each + (self._group < more)
 
     def until(self, done: Callable[[], bool]) -> int:
         """Step until all ranks are ``done``; returns in how many steps."""
@@ -76,18 +82,24 @@ class Driven:
         self.finish()
         return seconds, steps
 
-    def decode(self, requests: int, context: int) -> float:
-        """Seconds of a step."""
-        self.start(requests, context, WARM + TIMED + 4)
+    def decode(self, batches: list[int], context: int) -> dict[int, float]:
+        """Seconds of a step of each. All begin with the largest, whose prompts are computed once, and end while the
+        next smaller goes on."""
+        falling, seconds = sorted(set(batches), reverse=True), {}
+        for level, (batch, smaller) in enumerate(zip(falling, [*falling[1:], 0]), 1):
+            self.engine.start(self._share(batch) - self._share(smaller), context, level * LEVEL)
         self.until(lambda: not self.engine.prefilling)
-        for _ in range(WARM):
-            self.engine.step()
-        began = self.meet()
-        for _ in range(TIMED):
-            self.engine.step()
-        seconds = self.meet() - began
+        for batch in falling:
+            self.until(lambda batch=batch: self.engine.num_decoding <= self._share(batch))  # type: ignore[misc]
+            for _ in range(WARM):
+                self.engine.step()
+            began = self.meet()
+            for _ in range(TIMED):
+                self.engine.step()
+            seconds[batch] = (self.meet() - began) / TIMED
+            assert self.engine.num_decoding == self._share(batch), "some ended early, or late"
         self.finish()
-        return seconds / TIMED
+        return seconds
 
     def finish(self) -> None:
         self.until(lambda: self.engine.idle)
@@ -148,13 +160,13 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
     batches = batches_of(args)
     groups = args.gpus if "dp" in case["setting"].split("+") else 1
     most = -(-max(batches, default=1) // groups)
-    tokens = max(most * (args.context + WARM + TIMED + 32), -(-args.prompts // groups) * (args.length + 32))
+    tokens = max(most * (args.context + 32) + answered(batches), -(-args.prompts // groups) * (args.length + 32))
     flags = ["--load-format", "dummy", "--max-total-tokens", str(tokens), "--disable-radix-cache",
              "--max-running-requests", str(max(most, args.prompts)), *setting_flags(case["setting"], args.gpus),
              *args.server_flags.split()]
     if batches:
         sizes = sorted({-(-batch // groups) for batch in batches})
-        flags += ["--cuda-graph-bs", *map(str, sizes)]
+        flags += ["--cuda-graph-bs", *map(str, sizes), "--cuda-graph-max-bs", str(sizes[-1])]
     else:
         flags += ["--cuda-graph-bs", "1"] if "pieces" in case["setting"] else ["--disable-cuda-graph"]
     if case["quantization"] != "none":
@@ -189,6 +201,11 @@ def batches_of(args: argparse.Namespace) -> list[int]:
     return [int(batch) for batch in args.batches.split(",") if batch]
 
 
+def answered(batches: list[int]) -> int:
+    """Tokens that those write which ``decode`` begins with, at most."""
+    return sum(LEVEL * batch for batch in set(batches))
+
+
 def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> dict[str, Any]:
     driven, stages = build(case, args, world)
     settle_collector()
@@ -204,9 +221,8 @@ def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> d
             row |= {"shares": exchange_times(kernels, world), "kernels": longest(kernels)}
         if args.host:
             row["host"] = host_times(lambda: driven.prefill(args.prompts, args.length))
-        row["decode_ms"] = {}
-        for batch in batches_of(args):
-            row["decode_ms"][str(batch)] = 1e3 * driven.decode(batch, args.context)
+        took = driven.decode(batches_of(args), args.context)
+        row["decode_ms"] = {str(batch): 1e3 * took[batch] for batch in batches_of(args)}
         row["took_s"] = time.perf_counter() - began
         if world.device.type == "cuda":
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
