@@ -135,7 +135,8 @@ class FlashInferBackend:
         if self._wrapper is None and self._long_prompts is not None:
             return self._long_prompts.run(layer, q, k, v, cos_sin, norms, sinks)
         pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        given = self._batch.heads
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if given is None else given.view(q.shape)
         if sinks is None:
             self._attend(layer, q, pages, {"out": out})
         else:

@@ -44,6 +44,7 @@ class ForwardBatch:
     embeds: torch.Tensor | None = None  # [E, hidden] float32: embeddings of rows that have no token
     embeds_rows: torch.Tensor | None = None  # [E] int64: these rows
     live: torch.Tensor | None = None  # [T] bool: rows that are tokens, where others pad the batch; None: all are
+    heads: torch.Tensor | None = None  # [T, heads * values]: attention may leave its results here
     # ``logits_rows`` as a decode step of their own, where they are ends of requests
     ends: ForwardBatch | None = field(default=None, init=False)
 

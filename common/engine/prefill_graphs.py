@@ -140,11 +140,14 @@ class RecordedStep:
     def __init__(self, pieces: list[Piece], entering: torch.Tensor, heads: torch.Tensor, rows: int):
         self._pieces = pieces
         self._entering = entering
-        self._heads = heads
+        self.heads = heads
         self._rows = rows
 
     def before(self, index: int, x: torch.Tensor) -> tuple[Projected, torch.Tensor]:
-        (self._heads if index else self._entering).copy_(x)
+        if index == 0:
+            self._entering.copy_(x)
+        elif x.data_ptr() != self.heads.data_ptr():
+            self.heads.copy_(x)
         piece = self._pieces[index]
         piece.replay()
         return tuple(part[:self._rows] for part in piece.projected), piece.residual[:self._rows]

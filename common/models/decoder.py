@@ -269,6 +269,7 @@ class DenseDecoder:
         if halves:
             x, residual = self._in_halves(x, halves, after_layer)
         elif pieces is not None:
+            batch.heads = pieces.heads
             x, residual = self._in_pieces(x, pieces, attention, after_layer, batch if ends else None)
         else:
             for index, layer in enumerate(self.layers):

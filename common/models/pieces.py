@@ -11,7 +11,10 @@ Projected = tuple[torch.Tensor, ...]
 
 
 class Pieces(Protocol):
-    """Of one step, whose layers come in their order."""
+    """Of one step, whose layers come in their order. Results of attention that are left in ``heads`` [T, width] need
+    not be brought there."""
+
+    heads: torch.Tensor
 
     def before(self, index: int, x: torch.Tensor) -> tuple[Projected, torch.Tensor]:
         """``DenseDecoder.between`` of the step's rows ``x``, its second result being kept from piece to piece. What is
