@@ -122,13 +122,14 @@ def _tried(peers: PeerAreas) -> str | None:
         x = torch.randn(rows, areas.width, device=device).to(areas.dtype)
         numbers = (torch.arange(areas.choices, device=device) % areas.ranks).expand(rows, -1).contiguous()
         weights = torch.ones(rows, areas.choices, device=device)
-        for _ in range(2):
+        back = torch.arange(areas.ranks * rows * areas.choices, dtype=torch.int32, device=device)
+        for positions in (None, back):  # which are two kernels
             peer_dispatch(x, numbers, weights, rows, 1, peers, patience=_TRIAL_PATIENCE)
             came = peers.tokens(rows)
             if isinstance(came, Float8Rows):
                 came = came.values.float() * came.scale.repeat_interleave(GROUP, 1)[:, :areas.width]
             made = came.to(areas.dtype).repeat_interleave(areas.choices, 0)
-            peer_combine(made, None, rows, 1, peers, patience=_TRIAL_PATIENCE)
+            peer_combine(made, positions, rows, 1, peers, patience=_TRIAL_PATIENCE)
             total = peer_parts(numbers, 1, peers)[0].float() / areas.choices
             if not torch.allclose(total, x.float(), atol=0.1, rtol=0.1):
                 return "rows came back wrong"
