@@ -18,6 +18,10 @@ TILES = [SplitTile(256, 2, 64, 64, 4), SplitTile(256, 3, 64, 64, 3), SplitTile(2
          SplitTile(128, 2, 64, 64, 6)]
 
 
+def told(tile: SplitTile) -> str:
+    return f"{tile.rows}-{tile.groups}x{tile.height}-{tile.pieces}"
+
+
 def random(*sizes: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(sizes, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
 
@@ -32,7 +36,7 @@ def fits(tile: SplitTile, out: int) -> bool:
     return tile.pieces == 1 or -(-out // tile.high) * tile.pieces <= tile.programs
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=told)
 @pytest.mark.parametrize("out,width", [(28672, 4096), (4096, 14336), (6144, 1024), (1008, 448), (144, 2048)])
 def test_products_equal_torch(out, width, tile):
     """Plain and gated, of whole tiles and parts of them, in rows that lie in wider ones; the same bits each time; no
@@ -54,7 +58,7 @@ def test_products_equal_torch(out, width, tile):
             assert torch.equal(got, last[:rows])
 
 
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.pieces > 1], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.pieces > 1], ids=told)
 def test_a_norm_adds_up_what_a_product_left(tile):
     from baton.kernels.split_warpgroups import split_pieces
     weight, x = random(4096, 4096, seed=1) / 64, random(tile.rows - 3, 4096)
@@ -66,7 +70,7 @@ def test_a_norm_adds_up_what_a_product_left(tile):
         assert (a.float() - b.float()).norm() <= 0.006 * b.float().norm()
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=told)
 def test_a_chain_of_launches_that_start_early_equals_itself(tile):
     """In a CUDA graph, each product of what the one before made: replays are equal, and so are launches by hand."""
     weights = [random(4096, 4096, seed=seed) / 64 for seed in range(4)]
