@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
-from baton.common.distributed import peers
+from baton.common.distributed import peers, sent_tokens
 from baton.common.distributed.capture import may_capture
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
@@ -92,7 +93,7 @@ def test_groups_capture_where_all_ranks_can(monkeypatch, caplog):
 
 def test_sums_that_are_wrong_or_cannot_be_go_over_nccl(monkeypatch, caplog):
     group = Group(0, 2, device_group=object())
-    monkeypatch.setattr(peers, "PeerSums", lambda *given: (_ for _ in ()).throw(RuntimeError("no peers here")))
+    monkeypatch.setattr(peers, "SymmetricBuffers", lambda *given: (_ for _ in ()).throw(RuntimeError("no peers here")))
     assert peers.connect(group) is None
     assert "Small sums go over NCCL: RuntimeError: no peers here." in caplog.text
 
@@ -103,11 +104,43 @@ def test_sums_that_are_wrong_or_cannot_be_go_over_nccl(monkeypatch, caplog):
         def trouble(self, group):
             return "a sum of 8 values was wrong"
 
+    monkeypatch.setattr(peers, "SymmetricBuffers", lambda *given: None)
     monkeypatch.setattr(peers, "PeerSums", Wrong)
     assert peers.connect(group) is None
     assert "Small sums go over NCCL: a sum of 8 values was wrong." in caplog.text
     monkeypatch.setattr(Wrong, "trouble", lambda self, group: None)
     assert isinstance(peers.connect(group), Wrong)
+
+
+def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, caplog):
+    """And then decode steps, which may go as others do, are not captured."""
+    def parallel() -> Parallel:
+        group = Group(0, 2, "cuda:0", device_group=object())
+        made = Parallel(group, TPGroup(), group, ExpertShare(group, 2, "peer"))
+        made.tokens.sent.connect(8, 64, 2, torch.bfloat16)
+        made.tokens.sent.begin([3, 8])
+        return made
+
+    def refuses(*given):
+        raise RuntimeError("no peers here")
+
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: None)
+    monkeypatch.setattr(sent_tokens, "AVAILABLE", True)
+    monkeypatch.setattr(sent_tokens, "SharedAreas", refuses)
+    alone = parallel()
+    assert not (alone.tokens.sent.connected or alone.tokens.sent.takes or may_capture(alone))
+    assert "for which the host waits in every layer: RuntimeError: no peers here." in caplog.text
+    monkeypatch.setattr(sent_tokens, "SharedAreas", lambda rank, group, device, areas: SimpleNamespace(
+        peers=SimpleNamespace(areas=areas)))
+    monkeypatch.setattr(sent_tokens, "_tried", lambda peers: "rows came back wrong")
+    assert not parallel().tokens.sent.connected
+    assert "for which the host waits in every layer: rows came back wrong." in caplog.text
+    monkeypatch.setattr(sent_tokens, "_tried", lambda peers: None)
+    sending = parallel()
+    assert sending.tokens.sent.takes and may_capture(sending)
+    assert sending.tokens.sent.nbytes == sent_tokens.Areas(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
+    sending.tokens.sent.begin([9, 1])
+    assert not sending.tokens.sent.takes, "there is no room for as many"
 
 
 def test_sums_on_a_cpu_have_no_peers():

@@ -10,6 +10,7 @@ import sys
 sys.modules["triton"] = None  # what an import of a missing package finds
 import torch
 from baton.kernels import _triton, moe_experts, paged_decode, paged_prefill, rmsnorm, rope_and_store, silu_and_mul
+from baton.common.distributed import sent_tokens
 assert not _triton.AVAILABLE and not _triton.INTERPRETED
 y, total = rmsnorm.rmsnorm(torch.ones(2, 4), torch.full((4,), 3.0), 0.0, torch.ones(2, 4))
 assert torch.equal(y, torch.full((2, 4), 3.0)) and torch.equal(total, torch.full((2, 4), 2.0))
