@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,25 +32,40 @@ _TRIALS = ((1, 8), (1, _TRIAL_WIDTH), (1, 4104), (LARGEST_BYTES // 2 // _TRIAL_W
 _TRIAL_PATIENCE = 1 << 23  # looks for a peer's part, about 10 s: another rank may still compile the kernel
 
 
-class PeerSums:
-    """A group's shared buffers. Every rank makes the same calls in the same order, on its current stream."""
+class Buffers(Protocol):
+    """int16 values of each rank, which all ranks see."""
 
-    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device, slots: int = kernel.SLOTS):
-        """A collective of the group; raises where the GPUs cannot see each other's memory. ``slots``: rows of each rank
-        that can meet."""
+    device: torch.device
+    of_ranks: tuple[torch.Tensor, ...]
+
+
+class SymmetricBuffers:
+    """Of GPUs that see each other's memory."""
+
+    def __init__(self, values: int, group: dist.ProcessGroup, device: torch.device):
+        """So many of each rank, all EMPTY. A collective of the group; raises where the GPUs cannot have them."""
         # A program that used NVLink multicast and dies can leave the switch unusable for others.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symm_mem
 
-        self._size = dist.get_world_size(group)
-        values = kernel.buffer_values(self._size, slots)
+        self.device = device
         self._memory = symm_mem.empty(values, dtype=torch.int16, device=device)
         self._memory.fill_(kernel.EMPTY)
         torch.cuda.synchronize(device)  # nobody sends before all have met below
         self._handle = symm_mem.rendezvous(self._memory, group)
-        self.shared = kernel.Peers(rank, tuple(self._handle.get_buffer(peer, (values,), torch.int16)
-                                               for peer in range(self._size)),
-                                   torch.zeros(slots, dtype=torch.int32, device=device))
+        self.of_ranks = tuple(self._handle.get_buffer(peer, (values,), torch.int16)
+                              for peer in range(dist.get_world_size(group)))
+
+
+class PeerSums:
+    """A group's way through shared buffers. Every rank makes the same calls in the same order, on its current stream.
+    """
+
+    def __init__(self, rank: int, buffers: Buffers, slots: int = kernel.SLOTS):
+        """``slots``: rows of each rank that can meet; the buffers have as many values as they take."""
+        self._size = len(buffers.of_ranks)
+        self._buffers = buffers
+        self.shared = kernel.Peers(rank, buffers.of_ranks, torch.zeros(slots, dtype=torch.int32, device=buffers.device))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """By what is equal on all ranks, as the others do."""
@@ -111,7 +127,7 @@ class PeerSums:
 
         A rank that waits in vain gives up, so that this ends whatever is wrong.
         """
-        device = self._memory.device
+        device = self._buffers.device
         generator = torch.Generator(device).manual_seed(dist.get_rank(group))
         patience, found = _TRIAL_PATIENCE, None
         for dtype in _DTYPES:
@@ -178,7 +194,8 @@ def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerSums | None:
     try:
         if not AVAILABLE:
             raise RuntimeError("triton is not installed")
-        made = PeerSums(group.rank, group.device_group, group.device, slots)
+        values = kernel.buffer_values(group.size, slots)
+        made = PeerSums(group.rank, SymmetricBuffers(values, group.device_group, group.device), slots)
     except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
         trouble = f"{type(error).__name__}: {error}"
     if not _all(group, made is not None):
