@@ -33,11 +33,7 @@ def test_a_rank_sums_what_its_peers_left():
 
 
 def test_rows_meet_and_part_as_the_peers_left_them():
-    run_interpreted("peer_rows_cases.py")
-
-
-def test_tokens_go_to_their_experts_as_the_peers_are_there():
-    run_interpreted("peer_tokens_cases.py")
+    run_interpreted("peer_rows_cases.py", "peer_tokens_cases.py")
 
 
 def test_blocks_are_copied_where_they_belong():
