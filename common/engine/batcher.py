@@ -164,7 +164,7 @@ class Batcher:
         run = self._run
         if run is None or run.gone or not run.steps_left or self._run_of != self.running:
             self._run_of = self.running.copy()
-            reqs = [req for req in self.running if not req.complete]
+            reqs = [req for req in self.running if not req.complete] if run is None else run.wanting(self.running)
             if not reqs:
                 return None
             run = self._run = DecodeRun(reqs, self.cache.page_size, run)

@@ -7,6 +7,8 @@ microsecond a request and more, in every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,13 +18,16 @@ from .choosing import Choosing
 from .forward_batch import DecodeTable
 from .req import Req
 
+_HOLD, _STOP_IDS = attrgetter("hold"), attrgetter("stop_ids")
+
 
 class DecodeRun:
     """``reqs`` decode together until one leaves or joins: what follows is another run, which takes over the arrays.
 
     ``positions`` [B] int64 are those of the tokens that the next step computes; ``left`` [B] int64: steps that may be
     launched until the request has all the tokens that it asked for. ``plain``: parameters alone say how tokens are
-    chosen, and beside tokens a step tells nothing; ``greedy``: all choose the likeliest.
+    chosen, and beside tokens a step tells nothing; ``greedy``: all choose the likeliest. ``kept``: places that the
+    first of them had in the run before, whose requests are ``follows``.
     """
 
     def __init__(self, reqs: list[Req], page_size: int, before: DecodeRun | None = None):
@@ -30,9 +35,10 @@ class DecodeRun:
         its requests have not been computed otherwise since."""
         self.reqs = reqs
         self._page_size = page_size
-        kept = _kept(reqs, before)
+        self._holds: list[PageHold | None] = list(map(_HOLD, reqs))
+        kept = self.kept = self._places_in(before)
+        self.follows = [] if before is None else before.reqs
         new = reqs[len(kept):]
-        self._holds = [_held_by(req) for req in reqs]
         self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
         self.left = np.array([req.max_tokens - req.length for req in new], np.int64)
         self._held = np.array([0 if req.hold is None else req.hold.count * page_size for req in new], np.int64)
@@ -43,7 +49,10 @@ class DecodeRun:
         self._kv_indices = np.empty(0, np.int32)
         self._page_of_token = np.empty(0, np.int64)
         self._offsets: np.ndarray | None = None  # of the positions in their pages, once a table was asked for
-        self.stop_ids = frozenset().union(*{req.stop_ids for req in reqs})
+        self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
+        self._newest: list[int] = []  # tokens of the first requests, as far as the host knows them
+        self._num_ahead = 0  # steps whose tokens were not taken in
+        self._told: _Told | None = None
         if before is not None and len(kept):
             self._take_over(before, kept)
         self.plain, self.greedy, self._seeded = (bool(self._facts[:, 0].all()), bool(self._facts[:, 1].all()),
@@ -51,7 +60,6 @@ class DecodeRun:
         self.steps_left = int(self.left.min())  # that all requests want
         self.gone: list[int] = []  # places of those that left
         self._rows: list[Choosing] | None = None
-        self._told: tuple[list[str], list[int], list[int], np.ndarray] | None = None
 
     def _take_over(self, before: DecodeRun, kept: np.ndarray) -> None:
         """What ``before`` has of the requests at its places ``kept``, the first of this run."""
@@ -64,6 +72,11 @@ class DecodeRun:
         self._facts = np.concatenate((facts, self._facts))
         waiting = set(before._unreported)
         self._unreported += [place for place, was in enumerate(kept.tolist()) if was in waiting] if waiting else []
+        places = kept.tolist()
+        if not before._num_ahead and len(before._newest) == len(before.reqs):
+            self._newest = [before._newest[place] for place in places]
+        if before._told is not None:
+            self._told = before._told.of(places).with_those_of(self.reqs[len(kept):])
         indptr, indices = before._kv_indptr, before._kv_indices
         np.cumsum(np.diff(indptr)[kept], out=self._kv_indptr[1:len(kept) + 1])
         self._kv_indptr[len(kept) + 1:] = self._kv_indptr[len(kept)]
@@ -76,6 +89,16 @@ class DecodeRun:
 
     def __len__(self) -> int:
         return len(self.reqs)
+
+    def wanting(self, running: Sequence[Req]) -> list[Req]:
+        """Those of ``running`` that want more: first the run's, in its order, then those that have joined since."""
+        stays = self.left > 0
+        stays[self.gone] = False
+        reqs = self.reqs if stays.all() else [self.reqs[place] for place in np.flatnonzero(stays).tolist()]
+        behind = len(running)
+        while behind and not (reqs and running[behind - 1] is reqs[-1]):
+            behind -= 1
+        return reqs + [req for req in running[behind:] if not req.complete]
 
     def ending(self) -> list[int]:
         """Places of the requests whose last token the next step chooses."""
@@ -114,6 +137,7 @@ class DecodeRun:
         for req in self.reqs:
             req.num_computed_tokens += 1
             req.num_pending += 1
+        self._num_ahead += 1
         self.positions = self.positions + 1
         if self._offsets is not None:
             self._offsets = self._offsets + 1
@@ -161,6 +185,19 @@ class DecodeRun:
         self._kv_indptr = np.zeros_like(self._kv_indptr)
         np.cumsum(pages + 1, out=self._kv_indptr[1:])
 
+    def took(self, token_ids: list[int]) -> None:
+        """The tokens [B] of the next of its steps are here."""
+        self._newest = token_ids
+        self._num_ahead -= 1
+
+    def newest(self, follows: bool) -> tuple[list[int], list[int]]:
+        """The last token [B] of each request, and the places of those whose token the host does not know: 0 there.
+        ``follows``: those of the run before are on the device, and are left out in the same way."""
+        known = [0] * len(self.kept) if follows else [] if self._num_ahead else self._newest
+        behind = self.reqs[len(known):]
+        return (known + [0 if req.num_pending else req.tokens.last for req in behind],
+                [place for place, req in enumerate(behind, len(known)) if req.num_pending])
+
     def choosing(self) -> Sequence[Choosing]:
         """How each request's next token is to be chosen, of a plain run. Only a seed makes the position matter."""
         if self._rows is None or self._seeded:
@@ -171,9 +208,7 @@ class DecodeRun:
         """What the front is told of a step that computed ``positions`` [B] and chose ``token_ids`` [B]; of the requests
         at ``places`` alone, where given."""
         if self._told is None:
-            prompts = [req.num_prompt_tokens for req in self.reqs]
-            self._told = ([req.rid for req in self.reqs], prompts, [req.num_cached_tokens for req in self.reqs],
-                          np.array(prompts) - 2)  # a token is chosen behind the one that was computed
+            self._told = _Told([], [], [], np.empty(0, np.int64)).with_those_of(self.reqs)
         rids, prompts, cached, before = self._told
         outputs = (positions - before).tolist()
         if places is None:
@@ -193,6 +228,42 @@ class DecodeRun:
             reqs = self.reqs
             self._unreported = [place for place in self._unreported if not reqs[place].reported or reqs[place].stages]
         return sorted(places)
+
+
+    def _places_in(self, before: DecodeRun | None) -> np.ndarray:
+        """The places in ``before`` of the first of ``reqs`` as far as they stand in the same order there, with the same
+        pages."""
+        if before is None:
+            return np.empty(0, np.int64)
+        stays = before.left > 0
+        stays[before.gone] = False
+        places = np.flatnonzero(stays)
+        wanted = places.tolist()
+        if ([before.reqs[place] for place in wanted] == self.reqs[:len(wanted)]
+                and [before._holds[place] for place in wanted] == self._holds[:len(wanted)]):
+            return places  # as where requests joined, ended or were retracted
+        return _kept(self.reqs, before)
+
+
+class _Told(NamedTuple):
+    """What a run's messages say of its requests; ``before``: outputs are positions less this."""
+
+    rids: list[str]
+    prompts: list[int]
+    cached: list[int]
+    before: np.ndarray
+
+    def of(self, places: list[int]) -> _Told:
+        return _Told([self.rids[place] for place in places], [self.prompts[place] for place in places],
+                     [self.cached[place] for place in places], self.before[places])
+
+    def with_those_of(self, reqs: Sequence[Req]) -> _Told:
+        if not reqs:
+            return self
+        prompts = [req.num_prompt_tokens for req in reqs]
+        return _Told(self.rids + [req.rid for req in reqs], self.prompts + prompts,
+                     self.cached + [req.num_cached_tokens for req in reqs],
+                     np.concatenate((self.before, np.array(prompts) - 2)))  # a token is chosen behind the computed one
 
 
 def _held_by(req: Req) -> PageHold:

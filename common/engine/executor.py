@@ -129,15 +129,21 @@ class Executor:
 
     def _newest_tokens(self, run: DecodeRun) -> torch.Tensor:
         """The last token [B] int64 of each request, on the device."""
-        pending = [(place, req) for place, req in enumerate(run.reqs) if req.num_pending]
-        token_ids = upload([0 if req.num_pending else req.tokens.last for req in run.reqs], torch.int64,
-                           self._runner.device)
+        last, device = self._last, self._runner.device
+        follows = last is not None and last.sampling is run.follows
+        known, pending = run.newest(follows)
+        sources, rows = run.kept.tolist() if follows else [], list(range(len(run.kept))) if follows else []
         if pending:
-            assert self._last is not None, "a pending token comes from a step"
-            found = {req: place for place, req in enumerate(self._last.sampling)}
-            rows, sources = upload([[place for place, _ in pending], [found[req] for _, req in pending]], torch.int64,
-                                   self._runner.device)
-            token_ids[rows] = self._last.sampled.tokens[sources]
+            assert last is not None, "a pending token comes from a step"
+            found = {req: place for place, req in enumerate(last.sampling)}
+            sources, rows = sources + [found[run.reqs[place]] for place in pending], rows + pending
+        if last is None or not rows:
+            return upload(known, torch.int64, device)
+        if len(rows) == len(known):
+            return last.sampled.tokens[upload(sources, torch.int64, device)]
+        token_ids = upload(known, torch.int64, device)
+        places, sources_there = upload([rows, sources], torch.int64, device)
+        token_ids[places] = last.sampled.tokens[sources_there]
         return token_ids
 
     def forward(self, batch: Batch, after_group: AfterGroup | None = None) -> None:

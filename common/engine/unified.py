@@ -158,6 +158,7 @@ class UnifiedScheduler:
         """Take in the tokens of a run's requests that go on with them; the gains of the others."""
         run, reqs, positions = step.batch.run, step.sampling, step.batch.positions
         assert run is not None and positions is not None
+        run.took(token_ids)
         watched = run.watched(token_ids, step.batch.ending)
         if not watched:
             self.ledger.gain_each(reqs, run.gained(token_ids, positions))

@@ -70,12 +70,15 @@ def test_arrays_are_those_of_the_requests(seed):
         anew = DecodeRun(list(reqs), PAGE)
         same(run.table(), anew.table())
         assert np.array_equal(run.left, anew.left) and run.ending() == anew.ending() and anew.stop_ids == run.stop_ids
+        assert run.newest(False) == anew.newest(False) and run.wanting(reqs) == reqs
         assert [(chunk.req, chunk.start, chunk.stop) for chunk in RunChunks(run)] == [
             (req, req.num_computed_tokens, req.length) for req in reqs]
         gone = [reqs[i] for i in run.ending()]
         run.advance()
-        for req in reqs:  # the step before is taken in
-            req.take_pending(7)
+        for req in reqs:  # the step is taken in, and the prompts of those that are new
+            while req.num_pending:
+                req.take_pending(int(place.rng.integers(2, 99)))
+        run.took([req.tokens.last for req in reqs])
         assert all(req.complete for req in gone)
         if place.rng.random() < 0.2 and len(reqs) > 2:  # one is retracted, and may come back with other pages
             gone.append(reqs[int(place.rng.integers(len(reqs)))])
