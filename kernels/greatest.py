@@ -43,7 +43,7 @@ def _greatest_of_chunks_kernel(x_ptr, stride_row, wide_ptr, most_ptr, first_ptr,
 
 
 @triton.jit
-def _greatest_kernel(most_ptr, first_ptr, value_ptr, column_ptr, chunks, width, BLOCK: tl.constexpr,
+def _greatest_kernel(most_ptr, first_ptr, value_ptr, column_ptr, again_ptr, chunks, width, BLOCK: tl.constexpr,
                      PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start_next(PDL)
@@ -54,6 +54,7 @@ def _greatest_kernel(most_ptr, first_ptr, value_ptr, column_ptr, chunks, width, 
     value, column = _place(most, first, width)
     tl.store(value_ptr + row, value)
     tl.store(column_ptr + row, column.to(tl.int64))
+    tl.store(again_ptr + row, column.to(tl.int64))
 
 
 def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,29 +62,33 @@ def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gives, and of equal values the first column."""
     if not runs_triton(x):
         return reference.greatest(x)
-    return _launch(x, x)
+    columns = torch.empty(len(x), dtype=torch.int64, device=x.device)
+    return _launch(x, x, columns, columns), columns
 
 
-def widened_and_greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def widened_and_greatest(x: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(x in float32 [R, width], columns [R] int64 of greatest)`` of ``x`` [R, width], contiguous in its rows; itself
-    where it is float32."""
+    where it is float32. The columns are written to ``again`` [R] int64, too: so the step behind finds its tokens
+    without a copy."""
     if not runs_triton(x):
-        return x.float(), reference.greatest(x.float())[1]
+        again.copy_(reference.greatest(x.float())[1])
+        return x.float(), again.clone()
     wide = x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    return wide, _launch(x, wide)[1]
+    columns = torch.empty_like(again)
+    _launch(x, wide, columns, again)
+    return wide, columns
 
 
-def _launch(x: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``greatest`` of ``x``, which becomes ``wide`` where that is another tensor."""
+def _launch(x: torch.Tensor, wide: torch.Tensor, columns: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+    """The greatest values of ``x``, which becomes ``wide`` where that is another tensor; their columns are written."""
     rows, width = x.shape
     values = torch.empty(rows, dtype=torch.float32, device=x.device)
-    columns = torch.empty(rows, dtype=torch.int64, device=x.device)
     chunks = triton.cdiv(width, _CHUNK)
     most = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
     first = torch.empty((rows, chunks), dtype=torch.int32, device=x.device)
     if rows:
         _greatest_of_chunks_kernel[(rows, chunks)](x, x.stride(0), wide, most, first, width, WIDENS=wide is not x,
                                                    BLOCK=_CHUNK, num_warps=8, **pdl(x))
-        _greatest_kernel[(rows,)](most, first, values, columns, chunks, width,
+        _greatest_kernel[(rows,)](most, first, values, columns, again, chunks, width,
                                   BLOCK=triton.next_power_of_2(chunks), num_warps=1, **pdl(x))
-    return values, columns
+    return values

@@ -25,17 +25,19 @@ from .join_pieces import join_pieces
 
 class Tile(NamedTuple):
     """Tokens that one turn of the loop takes, and how the compiler is to run it. ``ahead``: tiles that are asked for
-    while the kernel ahead is at work."""
+    while the kernel ahead is at work. ``late``: where it takes in fresh rows, it begins its loop before that kernel has
+    ended, at the cost of registers."""
 
     tokens: int = 64
     warps: int = 4
     stages: int = 2
     ahead: int = 1
+    late: bool = False
 
 
 TILE = Tile()
 """Four programs of it fit a multiprocessor."""
-_FEW = Tile(tokens=64, warps=4, stages=3, ahead=2)
+_FEW = Tile(tokens=64, warps=4, stages=3, ahead=2, late=True)
 _FEW_HEADS = 264
 """KV heads of all requests that give an H200's multiprocessors two programs each at most: longer pieces, of which more
 is under way, then take less than four programs to a multiprocessor."""
@@ -52,8 +54,8 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
                          kv_indices_ptr, last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, v_scale,
                          q_stride_t, q_stride_h, stride_page, stride_head, stride_slot, num_q_heads, k_ptr, v_ptr,
                          k_stride_t, k_stride_h, cos_sin_ptr, position_ptr, q_weight_ptr, k_weight_ptr, eps,
-                         FRESH: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-                         BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+                         FRESH: tl.constexpr, LATE: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr,
+                         GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
                          BLOCK_TOKENS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, WINDOW: tl.constexpr,
                          SINKS: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
     kv_head = tl.program_id(0)
@@ -69,28 +71,31 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
     dim = tl.arange(0, BLOCK_DIM)
     offset = tl.arange(0, BLOCK_TOKENS)
     stop = end
-    if FRESH:  # of the request's last piece
+    if FRESH:
         last = piece == tl.load(firsts_ptr + request, cache_modifier=".cg") + pieces - 1
         stop = tl.where(last, end - 1, end)
-        last_page = tl.load(kv_indices_ptr + first_page + (end - 1) // PAGE, cache_modifier=".cg").to(tl.int64)
+        place = tl.load(kv_indices_ptr + first_page + (end - 1) // PAGE, cache_modifier=".cg").to(tl.int64)
+        place = place * stride_page + kv_head * stride_head + ((end - 1) % PAGE) * stride_slot
         cos, sin = angles_of(cos_sin_ptr, tl.load(position_ptr + request, cache_modifier=".cg"), DIM, BLOCK_DIM)
+        k_ptr += request * k_stride_t + kv_head * k_stride_h
+        v_ptr += request * k_stride_t + kv_head * k_stride_h
     page = tl.load(kv_indices_ptr + first_page + (begin + offset) // PAGE, begin + offset < stop, other=0,
                    cache_modifier=".cg")
     if EARLY:
         _fetch(k_pages_ptr, v_pages_ptr, kv_indices_ptr + first_page, begin, end, kv_head * stride_head, stride_page,
                stride_slot, PAGE, DIM, BLOCK_TOKENS, AHEAD)
-        wait_for_last(PDL)
+        if not LATE:
+            wait_for_last(PDL)
 
     group = tl.arange(0, BLOCK_GROUP)
     heads = kv_head * GROUP + group
     in_group = group < GROUP
     in_dim = dim < DIM
+    q_ptr += request * q_stride_t
     if FRESH:
-        q = turned(q_ptr + request * q_stride_t + heads * q_stride_h, in_group, q_weight_ptr, eps, cos, sin, NORM, DIM,
-                   BLOCK_DIM)
+        q = tl.zeros((BLOCK_GROUP, BLOCK_DIM), q_ptr.dtype.element_ty)
     else:
-        q = tl.load(q_ptr + request * q_stride_t + heads[:, None] * q_stride_h + dim[None, :],
-                    in_group[:, None] & in_dim[None, :], other=0.0)
+        q = tl.load(q_ptr + heads[:, None] * q_stride_h + dim[None, :], in_group[:, None] & in_dim[None, :], other=0.0)
     if HALF:
         q = q.to(tl.float16)
     top = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
@@ -104,20 +109,17 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
         first = piece == tl.load(firsts_ptr + request, cache_modifier=".cg")
         top = tl.where(first, sink, top)
         total = tl.where(first, 1.0, total)
-    if FRESH:
-        one = tl.arange(0, 1)
-        source = request * k_stride_t + kv_head * k_stride_h
-        new_k = turned(k_ptr + source + one, (one == 0) & last, k_weight_ptr, eps, cos, sin, NORM, DIM, BLOCK_DIM)
-        new_v = tl.load(v_ptr + source + dim[None, :], in_dim[None, :] & last, other=0.0)
-        place = (last_page * stride_page + kv_head * stride_head + ((end - 1) % PAGE) * stride_slot) + dim[None, :]
-        tl.store(k_pages_ptr + place, new_k.to(k_pages_ptr.dtype.element_ty), in_dim[None, :] & last)
-        tl.store(v_pages_ptr + place, new_v.to(v_pages_ptr.dtype.element_ty), in_dim[None, :] & last)
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
-        new_top = tl.maximum(top, score)
-        total = tl.where(last, total * tl.exp2(top - new_top) + tl.exp2(score - new_top), total)
-        acc = tl.where(last, tl.exp2(score - new_top)[:, None] * new_v.to(tl.float32), acc)
-        top = tl.where(last, new_top, top)
-    for start in range(begin, stop, BLOCK_TOKENS):
+    if FRESH and not LATE:
+        q, top, total, acc = _take_in(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin, last,
+                                      place, q_stride_h, scale_log2, q_weight_ptr, k_weight_ptr, eps, top, total, acc,
+                                      NORM, DIM, BLOCK_DIM)
+    for start in range(begin, tl.maximum(stop, begin + 1) if LATE else stop, BLOCK_TOKENS):
+        if LATE:  # noqa: SIM102 (one is known to the compiler)
+            if start == begin:  # the first tiles' keys and values are under way by now: pages hold all of them
+                wait_for_last(PDL)
+                q, top, total, acc = _take_in(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin,
+                                              last, place, q_stride_h, scale_log2, q_weight_ptr, k_weight_ptr, eps, top,
+                                              total, acc, NORM, DIM, BLOCK_DIM)
         token = start + offset
         present = token < stop
         slot = page.to(tl.int64) * stride_page + kv_head * stride_head + (token % PAGE) * stride_slot
@@ -154,6 +156,26 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
         row = piece.to(tl.int64) * num_q_heads + heads
         tl.store(lse_ptr + row, top + tl.log2(total), in_group)
         tl.store(part_ptr + row[:, None] * DIM + dim[None, :], result, kept)
+
+
+@triton.jit
+def _take_in(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin, last, place, q_stride_h,
+             scale_log2, q_weight_ptr, k_weight_ptr, eps, top, total, acc, NORM: tl.constexpr, DIM: tl.constexpr,
+             BLOCK_DIM: tl.constexpr):
+    """``(q turned, top, total, acc)`` with the request's fresh row, where this is its ``last`` piece: it is stored at
+    ``place`` of the pages, and taken in."""
+    q = turned(q_ptr + heads * q_stride_h, in_group, q_weight_ptr, eps, cos, sin, NORM, DIM, BLOCK_DIM)
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    one = tl.arange(0, 1)
+    k = turned(k_ptr + one, (one == 0) & last, k_weight_ptr, eps, cos, sin, NORM, DIM, BLOCK_DIM)
+    v = tl.load(v_ptr + dim, (dim < DIM) & last, other=0.0)
+    tl.store(k_pages_ptr + place + dim, k.to(k_pages_ptr.dtype.element_ty), (dim < DIM) & last)
+    tl.store(v_pages_ptr + place + dim, v.to(v_pages_ptr.dtype.element_ty), (dim < DIM) & last)
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
+    new_top = tl.maximum(top, score)
+    total = tl.where(last, total * tl.exp2(top - new_top) + tl.exp2(score - new_top), total)
+    acc = tl.where(last, tl.exp2(score - new_top)[:, None] * v.to(tl.float32), acc)
+    return q, tl.where(last, new_top, top), total, acc
 
 
 @triton.jit
@@ -242,7 +264,8 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         requests, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0),
         k_pages.stride(1), k_pages.stride(2), num_q_heads, k, v, k.stride(0), k.stride(1), cos_sin, positions,
         norms.q_weight if norms else q, norms.k_weight if norms else q, norms.eps if norms else 0.0,
-        FRESH=fresh is not None, NORM=norms is not None, PAGE=page_size, GROUP=group,
+        FRESH=fresh is not None, LATE=fresh is not None and tile.late and settled, NORM=norms is not None,
+        PAGE=page_size, GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
         BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead, EARLY=early["PDL"], WINDOW=window or 0,
         SINKS=sinks is not None, HALF=q.element_size() == 2 and k_pages.element_size() == 1,

@@ -130,7 +130,7 @@ class DecodeGraphs:
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             batch.live = batch.page_of_token != self._scratch_page
-            return widened_and_greatest(model.forward(batch, attention, lambda layer: None))
+            return widened_and_greatest(model.forward(batch, attention, lambda layer: None), batch.input_ids)
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -143,5 +143,4 @@ class DecodeGraphs:
         # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             self._logits[size], self._likeliest[size] = forward()
-            self._views[size]["input_ids"].copy_(self._likeliest[size])
         self._graphs[size] = graph

@@ -12,7 +12,7 @@ from baton.kernels.decode_plan import plan_decode
 from baton.kernels.forms import HeadNorms
 from baton.kernels.fresh_rows import FreshRows
 from baton.kernels.greatest import greatest, widened_and_greatest
-from baton.kernels.paged_decode import paged_decode
+from baton.kernels.paged_decode import paged_decode, tile_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
@@ -69,7 +69,9 @@ def test_greatest(rows, width):
 @each_dtype
 def test_rows_are_widened_where_the_greatest_is_found(dtype, atol, rtol):
     x = random(3, 9016, dtype=dtype)[:, :9001]
-    wide, columns = widened_and_greatest(x)
+    again = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    wide, columns = widened_and_greatest(x, again)
+    assert torch.equal(again, columns) and again.data_ptr() != columns.data_ptr()
     assert wide.dtype == torch.float32 and torch.equal(wide, x.float())
     assert columns.tolist() == x.float().argmax(-1).tolist()
 
@@ -95,7 +97,7 @@ def paged_pool(pages: int, heads: int, page_size: int, dim: int, dtype: torch.dt
 @pytest.mark.parametrize("rotate,norm", [(False, False), (True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("heads,kv_heads,dim,page_size", [(4, 2, 16, 4), (3, 1, 10, 1), (2, 2, 64, 16)])
 def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, norm, dtype, atol, rtol):
-    tokens, pages = 7, 9
+    tokens, pages, turn_keys = 7, 9, page_size == 4
     fused = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(5))[:tokens].to(DEVICE)
     angles = torch.rand(50, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
@@ -107,10 +109,12 @@ def test_rope_and_store(heads, kv_heads, dim, page_size, rotate, norm, dtype, at
         parts = fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)
         stored = [x.clone() for x in paged_pool(pages, kv_heads, page_size, dim, dtype)]
-        op(q, k, v, *stored, slots // page_size, slots % page_size, table, positions, norms=norms)
-        results.append((q, *stored))
+        op(q, k, v, *stored, slots // page_size, slots % page_size, table, positions, norms=norms, turn_keys=turn_keys)
+        results.append((q, k, v, *stored))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+    if turn_keys:
+        assert torch.equal(stored[0][slots // page_size, :, slots % page_size], k)
 
 
 def page_table(lengths: list[int], page_size: int, pages: int) -> list[torch.Tensor]:
@@ -160,20 +164,23 @@ def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, proce
     plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
                        programs=1 if processors == 1 else 8, window=window)
     results = []
-    for fresh in (True, False):
+    tile = tile_of(dim, dtype.itemsize, dtype.itemsize, len(lengths) * kv_heads)
+    for fresh in ("late", "early", None):
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in
                    fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
         pool = [x.clone() for x in paged_pool(600, kv_heads, page_size, dim, dtype)]
         rows = FreshRows(k, v, turns, positions, norms)
         if fresh:
-            found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU, window=window, fresh=rows)
+            found = paged_decode(q, *pool, *table, dim**-0.5, plan, tile._replace(late=fresh == "late"), settled=True,
+                                 window=window, fresh=rows)
         else:
             reference.rope_and_store(q, k, v, *pool, table[1][table[0][1:] - 1].long(), table[2].long() - 1, turns,
                                      positions, norms=norms)
             found = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, dim**-0.5, 1.0, window)
         results.append((found, *pool))
-    for got, want in zip(*results):
-        torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
+    for late, early, want in zip(*results):
+        torch.testing.assert_close(late, want, atol=atol, rtol=rtol)
+        torch.testing.assert_close(early, want, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("lengths,kv_heads,processors", [
