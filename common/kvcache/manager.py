@@ -158,9 +158,11 @@ class KVCacheManager:
         count = len(tokens) // self.page_size
         if cache is None or hold.node is None or count <= hold.num_published:
             return
-        node, present = cache.insert(tokens[: count * self.page_size], hold.ids[:count])
-        cache.lock(node)
-        cache.unlock(hold.node)
+        first = hold.num_published  # hold.node stands for the pages before
+        node, present = cache.insert(tokens[first * self.page_size : count * self.page_size], hold.ids[first:count],
+                                     hold.node)
+        present += first
+        cache.move_lock(hold.node, node)
         hold.node = node
         assert present <= count and hold.own[present:count].all(), "pages entered the tree that the request did not own"
         hold.own[present:count] = False

@@ -75,7 +75,13 @@ class PrefixCache:
 
         Splits an edge where the prefix ends inside it, so that the node stands for exactly the prefix.
         """
-        node, pages = self._root, []
+        node, pages = self._walk(self._root, tokens)
+        self._touch(node)
+        return node, pages
+
+    def _walk(self, node: Node, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
+        """As far below ``node`` as ``tokens`` lead, and the pages on the way."""
+        pages = []
         done = 0
         while (child := node.children.get(self._key(tokens[done:]))) is not None:
             common = self._common_pages(child, tokens[done:])
@@ -84,17 +90,16 @@ class PrefixCache:
             pages.append(child.pages)
             done += common * self.page_size
             node = child
-        self._touch(node)
         return node, np.concatenate(pages) if pages else np.empty(0, np.int64)
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray) -> tuple[Node, int]:
-        """Make ``tokens`` (int32, whole pages) a path of the tree.
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, below: Node | None = None) -> tuple[Node, int]:
+        """Make ``tokens`` (int32, whole pages) a path of the tree that begins behind ``below`` (None: at the root).
 
         Takes over ``pages[n:]`` and returns the path's last node with n, the number of leading pages that the tree
         had already: the caller keeps those of ``pages`` that are its own.
         """
         assert len(tokens) == len(pages) * self.page_size
-        node, matched = self.match(tokens)
+        node, matched = self._walk(below or self._root, tokens)
         present = len(matched)
         if present < len(pages):
             rest = tokens[present * self.page_size :]
@@ -105,7 +110,7 @@ class PrefixCache:
             if self.recorder is not None:
                 self.recorder.stored(_last_page(node), leaf.pages, leaf.tokens)
             node = leaf
-            self._touch(node)
+        self._touch(node)
         return node, present
 
     def lock(self, node: Node) -> None:
@@ -113,6 +118,10 @@ class PrefixCache:
 
     def unlock(self, node: Node) -> None:
         self._add_locks(node, -1)
+
+    def move_lock(self, above: Node, node: Node) -> None:
+        """Lock ``node``, and unlock ``above``, which is a beginning of its path."""
+        self._add_locks(node, +1, above)
 
     def evict(self, count: int) -> np.ndarray:
         """Remove least recently used unlocked leaves until ``count`` pages are gone or none is left.
@@ -178,9 +187,9 @@ class PrefixCache:
         upper.children[self._key(node.tokens)] = node
         return upper
 
-    def _add_locks(self, node: Node, delta: int) -> None:
+    def _add_locks(self, node: Node, delta: int, until: Node | None = None) -> None:
         step: Node | None = node
-        while step is not None and step is not self._root:
+        while step is not None and step is not until and step is not self._root:
             before, step.locks = step.locks, step.locks + delta
             assert step.locks >= 0, "a node was unlocked twice"
             if bool(before) != bool(step.locks):

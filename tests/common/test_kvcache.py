@@ -83,6 +83,44 @@ class TestPrefixCache:
         assert sorted(cache.evict(99)) == [4, 5]
         cache.check_integrity()
 
+    def test_a_path_goes_on_below_a_node_that_was_cut_meanwhile(self):
+        cache = PrefixCache(page_size=1)
+        node, _ = cache.insert(tokens(1, 2, 3), pages(10, 11, 12))
+        cache.lock(node)
+        cache.insert(tokens(1, 2, 9), pages(20, 21, 22))  # cuts the edge
+        below, present = cache.insert(tokens(4, 5), pages(13, 14), node)
+        assert present == 0 and cache.match(tokens(1, 2, 3, 4, 5))[1].tolist() == [10, 11, 12, 13, 14]
+        again, present = cache.insert(tokens(4, 6), pages(30, 31), node)
+        assert present == 1 and cache.match(tokens(1, 2, 3, 4, 6))[1].tolist() == [10, 11, 12, 13, 31]
+        cache.move_lock(node, below)
+        assert sorted(cache.evict(99)) == [22, 31] and cache.num_pages == cache.num_locked == 5
+        cache.check_integrity()
+        cache.unlock(below)
+        assert sorted(cache.evict(99)) == [10, 11, 12, 13, 14] and cache.num_locked == 0
+
+
+def test_releasing_many_is_releasing_each():
+    """Pages come out in the same order afterwards, and the same ones are cached."""
+    found = []
+    for together in (True, False):
+        cache = KVCacheManager(num_pages=40, page_size=2)
+        rng = np.random.default_rng(0)
+        ending = []
+        for i in range(6):
+            prompt = tokens(*rng.integers(0, 2, 7))
+            hold = cache.begin(prompt, 6) if i % 3 else cache.begin_private()
+            assert cache.grow(hold, 9)
+            ending.append((hold, prompt if i % 2 else None))
+        if together:
+            cache.release_each(ending)
+        else:
+            for hold, computed in ending:
+                cache.release(hold, computed)
+        cache.check_integrity()
+        assert cache.num_held == 0
+        found.append((cache.num_cached, cache.allocator.allocate(cache.num_free).tolist()))
+    assert found[0] == found[1]
+
 
 def test_commit_keeps_page_ids_and_later_requests_share():
     cache = KVCacheManager(num_pages=16, page_size=2)
