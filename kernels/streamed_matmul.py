@@ -81,7 +81,7 @@ def _load_all(w_desc, x_desc, ring, tile, programs, steps, total, upper, BLOCK: 
 
 
 @gluon.jit
-def _multiply_all(bias_ptr, y_ptr, ring, tile, programs, tiles, steps, rows, out, BLOCK: gl.constexpr,
+def _multiply_all(bias_ptr, biased, y_ptr, ring, tile, programs, tiles, steps, rows, out, BLOCK: gl.constexpr,
                   ROWS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr):
     """The multiplying group."""
     w_ring, x_ring, ready, empty = ring
@@ -100,7 +100,8 @@ def _multiply_all(bias_ptr, y_ptr, ring, tile, programs, tiles, steps, rows, out
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        _store(_parts_summed(acc, BLOCK, ROWS, SPLIT), bias_ptr, y_ptr, tile, rows, out, BLOCK // SPLIT, ROWS, GATED)
+        _store(_parts_summed(acc, BLOCK, ROWS, SPLIT), bias_ptr, biased, y_ptr, tile, rows, out, BLOCK // SPLIT, ROWS,
+               GATED)
         tile += programs
 
 
@@ -117,7 +118,8 @@ def _parts_summed(acc, BLOCK: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.conste
 
 
 @gluon.jit
-def _store(acc, bias_ptr, y_ptr, tile, rows, out, COLUMNS: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr):
+def _store(acc, bias_ptr, biased, y_ptr, tile, rows, out, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+           GATED: gl.constexpr):
     """A tile of ``[COLUMNS, ROWS]``, transposed; as silu_and_mul of what would be stored, where it is gated."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     MADE: gl.constexpr = COLUMNS // 2 if GATED else COLUMNS
@@ -125,27 +127,26 @@ def _store(acc, bias_ptr, y_ptr, tile, rows, out, COLUMNS: gl.constexpr, ROWS: g
     column = tile * MADE + gl.arange(0, MADE, gl.SliceLayout(1, layout))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     there = column < made
+    has_bias = there & (biased != 0)
     if GATED:
         pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])
         both = gl.convert_layout(acc.reshape([2, MADE, ROWS]).permute(1, 2, 0), pairs)
         gate, up = both.split()
         gate, up = gl.convert_layout(gate, layout), gl.convert_layout(up, layout)
-        if bias_ptr is not None:
-            gate += gl.load(bias_ptr + column, mask=there, other=0.0).to(gl.float32)[:, None]
-            up += gl.load(bias_ptr + made + column, mask=there, other=0.0).to(gl.float32)[:, None]
+        gate += gl.load(bias_ptr + column, mask=has_bias, other=0.0).to(gl.float32)[:, None]
+        up += gl.load(bias_ptr + made + column, mask=has_bias, other=0.0).to(gl.float32)[:, None]
         kind: gl.constexpr = y_ptr.dtype.element_ty
         y = silu_times(gate.to(kind).to(gl.float32), up.to(kind).to(gl.float32))
     else:
         y = gl.convert_layout(acc, layout)
-        if bias_ptr is not None:
-            y += gl.load(bias_ptr + column, mask=there, other=0.0).to(gl.float32)[:, None]
+        y += gl.load(bias_ptr + column, mask=has_bias, other=0.0).to(gl.float32)[:, None]
     at = y_ptr + row.to(gl.int64)[None, :] * made + column[:, None]
     gl.store(at, y.to(y_ptr.dtype.element_ty), mask=there[:, None] & (row < rows)[None, :])
 
 
-# ``rows`` changes with every step: specialized, it would compile while requests wait.
-@gluon.jit(do_not_specialize=["rows"])
-def _streamed_matmul_kernel(w_desc, x_desc, bias_ptr, y_ptr, rows, out, tiles, steps, BLOCK: gl.constexpr,
+# ``rows`` changes with every step: specialized, it would compile while requests wait. The others change with layers.
+@gluon.jit(do_not_specialize=["biased", "rows", "out", "tiles", "steps"])
+def _streamed_matmul_kernel(w_desc, x_desc, bias_ptr, biased, y_ptr, rows, out, tiles, steps, BLOCK: gl.constexpr,
                             ROWS: gl.constexpr, SPLIT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
                             GATED: gl.constexpr, PDL: gl.constexpr):
     WIDE: gl.constexpr = ROWS * SPLIT
@@ -162,8 +163,8 @@ def _streamed_matmul_kernel(w_desc, x_desc, bias_ptr, y_ptr, rows, out, tiles, s
     tile, programs = gl.program_id(0), gl.num_programs(0)
     total = gl.cdiv(tiles - tile, programs) * steps
     gl.warp_specialize([
-        (_multiply_all, (bias_ptr, y_ptr, ring, tile, programs, tiles, steps, rows, out, BLOCK, ROWS, SPLIT, STAGES,
-                         GATED)),
+        (_multiply_all, (bias_ptr, biased, y_ptr, ring, tile, programs, tiles, steps, rows, out, BLOCK, ROWS, SPLIT,
+                         STAGES, GATED)),
         (_load_all, (w_desc, x_desc, ring, tile, programs, steps, total, out // 2 * SPLIT, BLOCK, WIDE, DEPTH, STAGES,
                      GATED, PDL)),
     ], [1], [40])
@@ -175,15 +176,13 @@ def streamed_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     ``in`` into whole parts of 16 bytes' multiples."""
     (rows, width), out = x.shape, weight.shape[0]
     y = torch.empty((rows, out // 2 if gated else out), dtype=x.dtype, device=x.device)
-    tall = tile.tall(rows)
-    columns = tile.block // tile.split
-    tiles = -(-out // columns)
+    split, tall = tile.split, tile.tall(rows)
+    tiles, steps = -(-out * split // tile.block), -(-width // (split * tile.depth))
     _streamed_matmul_kernel[(min(tiles, _multiprocessors(x.device) * tile.programs),)](
-        _boxes(weight, tile.split, tile.block // 2 if gated else tile.block, tile.depth),
-        _boxes(x, tile.split, tall * tile.split, tile.depth), bias, y, rows, out, tiles,
-        -(-(width // tile.split) // tile.depth), BLOCK=tile.block, ROWS=tall, SPLIT=tile.split, DEPTH=tile.depth,
-        STAGES=tile.stages, GATED=gated, num_warps=4,
-        maxnreg=64 if tile.block * tall * tile.split <= 4096 else 128, **_triton.pdl(x))
+        _boxes(weight, split, tile.block // 2 if gated else tile.block, tile.depth),
+        _boxes(x, split, tall * split, tile.depth), y if bias is None else bias, int(bias is not None), y, rows, out,
+        tiles, steps, BLOCK=tile.block, ROWS=tall, SPLIT=split, DEPTH=tile.depth, STAGES=tile.stages, GATED=gated,
+        num_warps=4, maxnreg=64 if tile.block * tall * split <= 4096 else 128, **_triton.pdl(x))
     return y
 
 
