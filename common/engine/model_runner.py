@@ -26,6 +26,7 @@ from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
 from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
+from .launch_bound import launch_bound, waits_for_host
 from .meeting import Meeting, Turn
 from .model_weights import ModelWeights
 from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
@@ -113,7 +114,8 @@ class ModelRunner:
             decodes = config.mode != "prefill" and not config.model.is_embedding
             sizes = prompt_sizes(config, spec, parallel)
             if (decodes or sizes) and not config.kernels.disable_cuda_graph and may_capture(parallel):
-                runner._captures, runner._prompt_sizes = decodes, sizes
+                runner._captures = decodes
+                runner._prompt_sizes = runner._worth_recording(sizes)
             runner._capture_all(progress)
         progress("ready", 1.0)
         return runner
@@ -134,6 +136,23 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
             progress("kernels", done / len(steps))
 
+    @torch.inference_mode()
+    def _worth_recording(self, sizes: list[int]) -> list[int]:
+        """Those of ``sizes`` that the flags name, or at which the host is what a step waits for. All ranks together."""
+        if not sizes or self._config.kernels.piecewise_cuda_graph_tokens:
+            return sizes
+
+        def waits(size: int, work: Callable[[], None]) -> bool:
+            self._begin(self._prompts_of(size))
+            mine = waits_for_host(work, self.device)
+            return bool(self._parallel.everyone.min_reduce(np.array([mine]))[0])
+
+        return sizes[:launch_bound(self._model, sizes, waits)]
+
+    def _prompts_of(self, size: int) -> Turn:
+        """So many tokens of every attention group."""
+        return Turn([size] * self._parallel.dp_size, [1] * self._parallel.dp_size)
+
     def _capture_all(self, progress: Progress) -> None:
         if self._prompt_sizes:
             self.record_prompts(self._prompt_sizes, GraphRecorder(self.device), progress)
@@ -143,11 +162,9 @@ class ModelRunner:
     @torch.inference_mode()
     def record_prompts(self, sizes: Sequence[int], recorder: Recorder, progress: Progress) -> None:
         """Steps of prompts of up to so many tokens replay what is recorded, from now on. All ranks together."""
-        groups = self._parallel.dp_size
         self._prompt_graphs = PrefillGraphs(
-            self._model, sizes, groups, self._parallel.experts.padded, recorder,
-            lambda size: self._begin(Turn([size] * groups, [1] * groups)),
-            lambda share: progress("CUDA graphs of prompts", share))
+            self._model, sizes, self._parallel.dp_size, self._parallel.experts.padded, recorder,
+            lambda size: self._begin(self._prompts_of(size)), lambda share: progress("CUDA graphs of prompts", share))
 
     @torch.inference_mode()
     def _capture(self, progress: Progress) -> None:

@@ -53,7 +53,7 @@ def shape_of(model: str) -> dict[str, Any]:
 
 def setting_flags(name: str, gpus: int) -> list[str]:
     """Of a server: ``tp``, ``dp``, ``tp+ep`` or ``dp+ep``; behind that ``+a2a``, ``+ll`` or ``+peer``, ``+two`` batches
-    (``two8``: exchanges have 8 multiprocessors, ``two0``: as ever), ``+pieces`` for prompts in CUDA graphs, and
+    (``two8``: exchanges have 8 multiprocessors, ``two0``: as ever), ``+eager`` for prompts without CUDA graphs, and
     ``+chunk16384``.
     """
     parts, count = name.split("+"), str(gpus)
@@ -64,7 +64,7 @@ def setting_flags(name: str, gpus: int) -> list[str]:
             *(["--moe-a2a-backend", "peer"] if "peer" in parts else []),
             *(["--enable-dp-lm-head"] if "head" in parts else []),
             *(["--enable-two-batch-overlap"] if "+two" in name else []),
-            *(["--enable-piecewise-cuda-graph"] if "pieces" in parts else []),
+            *(["--disable-piecewise-cuda-graph"] if "eager" in parts else []),
             *(word for part in parts if part.startswith("chunk")
               for word in ("--chunked-prefill-size", part[5:], "--max-prefill-tokens", part[5:]))]
 

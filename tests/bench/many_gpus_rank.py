@@ -168,7 +168,7 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         sizes = sorted({-(-batch // groups) for batch in batches})
         flags += ["--cuda-graph-bs", *map(str, sizes), "--cuda-graph-max-bs", str(sizes[-1])]
     else:
-        flags += ["--cuda-graph-bs", "1"] if "pieces" in case["setting"] else ["--disable-cuda-graph"]
+        flags += ["--disable-cuda-graph"] if "eager" in case["setting"] else ["--cuda-graph-bs", "1"]
     if case["quantization"] != "none":
         flags += ["--quantization", case["quantization"]]
     stages: dict[str, float] = {}

@@ -24,7 +24,7 @@ import torch
 from ...common.bench.hand_engine import HandEngine
 from ...common.engine.collector import settle_collector
 from ...common.engine.forward_batch import Row, build_forward_batch
-from ...common.engine.prefill_graphs import GraphRecorder, default_sizes
+from ...common.engine.prefill_graphs import GraphRecorder
 from ...kernels.rmsnorm import rmsnorm
 from . import dummy_engine
 from .relay import LLAMA_8B
@@ -89,7 +89,7 @@ def single_calls(engine: HandEngine) -> dict[str, float]:
     }
     graphs = runner._prompt_graphs
     if graphs is not None:
-        calls["the same in a graph"] = graphs._pieces[32][1].replay
+        calls["the same in a graph"] = next(iter(graphs._pieces.values()))[1].replay
     found = {}
     for name, call in calls.items():
         best = float("inf")
@@ -103,16 +103,17 @@ def single_calls(engine: HandEngine) -> dict[str, float]:
     return found
 
 
-def record(engine: HandEngine, largest: int) -> dict[str, float]:
+def record(engine: HandEngine, sizes: list[int]) -> dict[str, float]:
+    """Once more, of the sizes that the engine has chosen at its start."""
     runner = engine._parts.runner
-    sizes = default_sizes(largest)
+    runner._prompt_graphs = None
     engine.synchronize()
     torch.cuda.empty_cache()
     before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
     runner.record_prompts(sizes, GraphRecorder(runner.device), lambda what, share: None)
     engine.synchronize()
     torch.cuda.empty_cache()
-    return {"sizes": len(sizes), "seconds": time.perf_counter() - began,
+    return {"sizes": len(sizes), "largest": sizes[-1], "seconds": time.perf_counter() - began,
             "GiB": (before - torch.cuda.mem_get_info()[0]) / 2**30}
 
 
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="8b")
     parser.add_argument("--tokens", default="32,128,256,512,1000,1024,2048,4096,8192")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--largest", type=int, default=8192, help="to record")
+    parser.add_argument("--sizes", default="", help="to record, in place of what a server would")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     shape = SHAPES[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
@@ -130,13 +131,16 @@ def main() -> None:
     engine = dummy_engine.make(2 * max(counts) + 64, 8, shape=shape, sizes=(1,), device="cuda" if cuda else "cpu")
     settle_collector()
     result: dict[str, Any] = {}
+    runner = engine._parts.runner
+    sizes = [int(size) for size in args.sizes.split(",") if size] or runner._prompt_sizes
     with torch.inference_mode():
-        result["eager"] = steps(engine, counts)
-        if cuda:
-            result["recording"] = record(engine, args.largest)
+        if sizes:
+            result["recording"] = record(engine, sizes)
             result["pieces"] = steps(engine, counts)
         result["calls us"] = single_calls(engine)
-    for name in ("eager", "pieces"):
+        runner._prompt_graphs = None
+        result["eager"] = steps(engine, counts)
+    for name in ("pieces", "eager"):
         for count, row in result.get(name, {}).items():
             print(f"{name:7} {count:6} tokens: " + ", ".join(f"{what} {took:.2f}" for what, took in row.items()))
     print({what: round(took, 2) for what, took in result.get("recording", {}).items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.common.engine.launch_bound import launch_bound
 from baton.common.engine.prefill_graphs import PrefillGraphs, default_sizes
 from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.prompts_again import PADDED, SIZES, record_again, steps_of
@@ -45,3 +46,21 @@ def test_which_steps_are_recorded():
     assert graphs.size_for([1000, 1]) is None, "a step of one group would be padding for the other"
     graphs._most_padded = 2.0
     assert graphs.size_for([1024, 1]) == 1024 and graphs.size_for([1000, 1]) is None
+
+
+@pytest.mark.parametrize("bound", [0, 1, 100, 512, 513, 9000])
+def test_the_largest_step_that_waits_for_the_host_is_found_in_few_trials(tmp_path, bound):
+    save_model(tmp_path, "Llama")
+    runner = load_runner(server_config(tmp_path))
+    tried = []
+
+    def waits(size, work):
+        tried.append(size)
+        if size <= 64:
+            work()
+        return size <= bound
+
+    sizes = default_sizes(8192)
+    with torch.inference_mode():
+        assert launch_bound(runner._model, sizes, waits) == sum(size <= bound for size in sizes)
+    assert len(tried) == len(set(tried)) <= 5

@@ -48,10 +48,11 @@ def test_tokens_equal_eager_ones(overlap):
     """Chunks of 100 tokens of prompts of all lengths, with a prefix cache, beside decode steps in graphs."""
     prompts = [[(7 * i * j + 3 * j) % 300 + 20 for j in range(4 + 23 * i)] for i in range(16)]
     found = []
-    for pieces in (False, True):
+    for pieces in ((), (32, 64, 100)):
         engine = Engine(CHECKPOINT, page_size=16, max_total_tokens=16384, chunk=100, device="cuda", overlap=overlap,
-                        kernels=KernelArgs("triton", enable_piecewise_cuda_graph=pieces))
-        assert (engine.runner._prompt_graphs is not None) == pieces
+                        kernels=KernelArgs("triton", disable_piecewise_cuda_graph=not pieces,
+                                           piecewise_cuda_graph_tokens=pieces))
+        assert (engine.runner._prompt_graphs is not None) == bool(pieces)
         for i, prompt in enumerate(prompts):
             engine.start(str(i), prompt, max_new_tokens=24, ignore_eos=True)
         found.append(tokens_of(engine.run()))

@@ -118,7 +118,7 @@ class ServerConfig:
     def captured_prompts(self, context_length: int) -> int:
         """Tokens of a step of prompts that runs as CUDA graphs at most, of each attention group; 0: none does."""
         kernels = self.kernels
-        if kernels.disable_cuda_graph or not kernels.enable_piecewise_cuda_graph:
+        if kernels.disable_cuda_graph or kernels.disable_piecewise_cuda_graph or self.parallel.pp_size > 1:
             return 0
         return min(max(kernels.piecewise_cuda_graph_tokens, default=kernels.piecewise_cuda_graph_max_tokens),
                    self.schedule.largest_prefill(context_length))

@@ -20,9 +20,10 @@ class KernelArgs:
     disable_custom_all_reduce: bool = flag(False, help=(
         "leave small sums of a host's GPUs to NCCL, too, in place of writing them into each other's memory"))
     cuda_graph_max_bs: int = flag(256, help="largest decode batch that runs as a CUDA graph")
-    enable_piecewise_cuda_graph: bool = flag(False, help=(
-        "run prompts' steps as CUDA graphs, too, but for their attention"))
-    piecewise_cuda_graph_max_tokens: int = flag(8192, help="largest step of prompts that runs as CUDA graphs")
+    disable_piecewise_cuda_graph: bool = flag(False, help=(
+        "launch the kernels of prompts' steps one by one, also where the device waits for that"))
+    piecewise_cuda_graph_max_tokens: int = flag(8192, help=(
+        "largest step of prompts that may run as CUDA graphs, all but its attention"))
     piecewise_cuda_graph_tokens: tuple[int, ...] = flag((), help=(
-        "tokens of a step to capture, instead of a list up to the largest"))
+        "tokens of such a step to capture, instead of those at which a trial finds that the device waits for the host"))
     cuda_graph_bs: tuple[int, ...] = flag((), help="decode batch sizes to capture, instead of a list up to the largest")
