@@ -77,7 +77,7 @@ def run(case: dict, joined: Parallel) -> dict:
     backend = "triton" if parallel.device.type == "cuda" else "auto"
     pieces = tuple(case.pop("pieces", ()))
     kernels = KernelArgs(backend, disable_cuda_graph=not sizes and not pieces, cuda_graph_bs=sizes,
-                         enable_piecewise_cuda_graph=bool(pieces), piecewise_cuda_graph_tokens=pieces)
+                         disable_piecewise_cuda_graph=not pieces, piecewise_cuda_graph_tokens=pieces)
     groups = DataParallelArgs(True, parallel.dp_size, enable_two_batch_overlap=case.pop("halves", False),
                               two_batch_min_tokens=4)
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, groups=groups,
