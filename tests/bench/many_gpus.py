@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -92,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no engine later than this")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    args.command = sys.argv[1:]
     began = time.time()
     cases = [
         {"model": model, "setting": setting, "quantization": quantization}
@@ -109,9 +109,6 @@ def main() -> None:
         for process in ranks:
             process.terminate()
             process.join()
-        figures = Path(folder) / "figures.json"
-        if args.out and figures.exists():
-            args.out.write_text(json.dumps(json.loads(figures.read_text()) | {"command": sys.argv[1:]}, indent=1))
     sys.exit(1 if failed else 0)
 
 

@@ -302,7 +302,9 @@ def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, 
             told = {name: round(seconds, 1) for name, seconds in rows[-1]["started_s"].items()}
             print(f"  start {told}, measured in {rows[-1]['took_s']:.1f} s, {time.time() - began:.1f} s in all",
                   flush=True)
-            figures = {"gpus": args.gpus, "layers": args.layers, "ceilings": limits, "rows": rows}
-            (Path(folder) / "figures.json").write_text(json.dumps(figures))
+            figures = {"gpus": args.gpus, "layers": args.layers, "ceilings": limits, "rows": rows,
+                       "command": args.command}
+            if args.out:  # after each engine: a later one may run out of time
+                args.out.write_text(json.dumps(figures, indent=1))
     world.barrier()
     os._exit(0)  # as servers' ranks end: destructors of libraries do not all work
