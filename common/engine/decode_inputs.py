@@ -11,6 +11,7 @@ from .forward_batch import NO_ROWS, DecodeTable
 
 _INT64 = ("positions", "page_of_token", "offset_in_page")
 _INT32 = ("kv_indptr", "kv_last_page_len")
+_AT_ONCE = 1 << 20  # entries that pinned memory has room for from the start: asking for it takes a millisecond
 
 
 class DecodeInputs:
@@ -35,7 +36,7 @@ class DecodeInputs:
         self.tensors = {name: self._bytes[begin:begin + count * np.dtype(dtype).itemsize].view(
             torch.int64 if dtype is np.int64 else torch.int32) for name, (begin, count, dtype) in self._places.items()}
         self.tensors["kv_indices"] = self._bytes[end:].view(torch.int32)
-        self._stages = [_Stage(self._head, self._places, device) for _ in range(2)]
+        self._stages = [_Stage(self._head, self._places, min(entries, _AT_ONCE), device) for _ in range(2)]
         self._turn = 0
         self._pages: _Pages | None = None  # that ``tensors`` have, once the copies on their way have run
         self.tensors["kv_indices"].fill_(scratch)
@@ -96,31 +97,35 @@ class _Pages(NamedTuple):
 class _Stage:
     """Host memory of the same form, pinned where there is a GPU."""
 
-    def __init__(self, head: int, places: dict[str, tuple[int, int, type]], device: torch.device):
+    def __init__(self, head: int, places: dict[str, tuple[int, int, type]], entries: int, device: torch.device):
+        """``entries`` of ``kv_indices`` need no further memory."""
         self._head = head
         self._places = places
         self._pinned = device.type == "cuda"
         self._sent = torch.cuda.Event() if self._pinned else None
-        self._capacity = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._arrays: dict[str, np.ndarray] = {}
         self._used = 0
         self._slices = self._memory, self._memory
         self.pages: _Pages | None = None  # that stand here
+        self._reserve(entries)
 
     def opened(self, entries: int) -> dict[str, np.ndarray]:
         """The arrays to write, ``kv_indices`` with room for ``entries``, once the copy before has run."""
         if self._sent is not None:
             self._sent.synchronize()
-        if entries > self._capacity or not self._arrays:
-            self._capacity = 2 * entries
-            self._memory = torch.empty(self._head + 4 * self._capacity, dtype=torch.uint8, pin_memory=self._pinned)
-            self._used, self.pages = 0, None
-            whole = self._memory.numpy()
-            self._arrays = {name: whole[begin:begin + count * np.dtype(dtype).itemsize].view(dtype)
-                            for name, (begin, count, dtype) in self._places.items()}
-            self._arrays["kv_indices"] = whole[self._head:].view(np.int32)
+        if entries > self._capacity:
+            self._reserve(2 * entries)
         return self._arrays
+
+    def _reserve(self, entries: int) -> None:
+        self._capacity = entries
+        self._memory = torch.empty(self._head + 4 * entries, dtype=torch.uint8, pin_memory=self._pinned)
+        self._used, self.pages = 0, None
+        whole = self._memory.numpy()
+        self._arrays = {name: whole[begin:begin + count * np.dtype(dtype).itemsize].view(dtype)
+                        for name, (begin, count, dtype) in self._places.items()}
+        self._arrays["kv_indices"] = whole[self._head:].view(np.int32)
 
     def send(self, target: torch.Tensor, used: int) -> None:
         if used != self._used:  # a slice costs microseconds

@@ -11,7 +11,7 @@ import torch
 
 from baton.common.api.messages import Generate, Outputs, decode_from_engine, encode
 from baton.common.api.sampling import SamplingParams
-from baton.common.engine import chosen, decode_run
+from baton.common.engine import chosen, decode_inputs, decode_run
 from baton.common.engine.batch import RunChunks
 from baton.common.engine.decode_inputs import DecodeInputs
 from baton.common.engine.decode_run import DecodeRun
@@ -181,11 +181,12 @@ def test_plain_runs(sampling, plain, greedy):
     assert following.plain == (plain or "min_new_tokens" in sampling)
 
 
-@pytest.mark.parametrize("size", [5, 8])
-def test_graph_inputs(size):
+@pytest.mark.parametrize(("size", "at_once"), [(5, 1000), (8, 1000), (8, 4)])
+def test_graph_inputs(size, at_once, monkeypatch):
     """Runs in turn, with padding, each for several steps, also where somebody else writes in between: a batch that is
     built row by row has the same."""
     place = Place(3)
+    monkeypatch.setattr(decode_inputs, "_AT_ONCE", at_once)
     inputs = DecodeInputs(8, 8 * 40, 4000, CPU)
     for turn, count in enumerate((5, 2, 5)):
         reqs = [place.begun(max_new_tokens=99) for _ in range(count)]
