@@ -35,9 +35,12 @@ from .many_gpus import setting_flags, shape_of
 
 WARM, TIMED = 8, 40
 """Decode steps."""
+RECORDED = 8
 LEVEL = WARM + TIMED + 4
 """Tokens that a batch writes until it is made smaller."""
 _EXCHANGES = re.compile(r"nccl|peer_", re.IGNORECASE)
+Kernel = tuple[float, float, str]
+"""Its start and end in microseconds, and its name."""
 COLUMNS = ("prompt tok/s", "a step ms", "exchanges ms", "share", "waits ms", "idle ms")
 
 
@@ -105,19 +108,37 @@ class Driven:
         self.until(lambda: self.engine.idle)
         self.engine.finish()
 
-    def recorded(self, prompts: int, length: int) -> list[tuple[float, float, str]]:
-        """Kernels ``(start, end, name)`` of a prefill, in microseconds."""
+    def recorded(self, prompts: int, length: int) -> list[Kernel]:
+        """Those of a prefill."""
         self.start(prompts, length, 1)
         self.meet()
         with recorder(self.engine.device) as profile:
             self.until(lambda: not self.engine.prefilling)
             self.engine.synchronize()
         self.finish()
-        return sorted((event.time_range.start, event.time_range.end, event.name) for event in profile.events() or ()
-                      if event.device_type == DeviceType.CUDA)
+        return kernels_of(profile)
+
+    def recorded_steps(self, batch: int, context: int) -> list[Kernel]:
+        """Those of RECORDED decode steps."""
+        self.start(batch, context, WARM + RECORDED + 4)
+        self.until(lambda: not self.engine.prefilling)
+        for _ in range(WARM):
+            self.engine.step()
+        self.meet()
+        with recorder(self.engine.device) as profile:
+            for _ in range(RECORDED):
+                self.engine.step()
+            self.engine.synchronize()
+        self.finish()
+        return kernels_of(profile)
 
 
-def exchange_times(kernels: list[tuple[float, float, str]], world: TPGroup) -> dict[str, float]:
+def kernels_of(profile: Any) -> list[Kernel]:
+    return sorted((event.time_range.start, event.time_range.end, event.name) for event in profile.events() or ()
+                  if event.device_type == DeviceType.CUDA)
+
+
+def exchange_times(kernels: list[Kernel], world: TPGroup) -> dict[str, float]:
     """Shares of the time from the first kernel's begin to the last one's end: of ``exchanges``, each as long as it took
     on the rank that came to it last; of ``waits`` for that rank; and of nothing at all."""
     begin, done, busy = kernels[0][0], 0.0, 0.0
@@ -134,7 +155,7 @@ def exchange_times(kernels: list[tuple[float, float, str]], world: TPGroup) -> d
             "idle": 1 - busy / span, "count": float(len(mine))}
 
 
-def longest(kernels: list[tuple[float, float, str]], most: int = 16) -> list[tuple[str, int, float]]:
+def longest(kernels: list[Kernel], most: int = 16) -> list[tuple[str, int, float]]:
     """Names of kernels with their calls and milliseconds in all."""
     found: dict[str, list[float]] = {}
     for start, end, name in kernels:
@@ -224,6 +245,11 @@ def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> d
         took = driven.decode(batches_of(args), args.context)
         row["decode_ms"] = {str(batch): 1e3 * took[batch] for batch in batches_of(args)}
         row["took_s"] = time.perf_counter() - began
+        if world.device.type == "cuda" and batches_of(args):
+            least = min(batches_of(args))
+            steps_of = driven.recorded_steps(least, args.context)
+            row["steps_of"] = {"batch": least, "steps": RECORDED, "us": (steps_of[-1][1] - steps_of[0][0]) / RECORDED,
+                               "kernels": longest(steps_of)}
         if world.device.type == "cuda":
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     finally:
