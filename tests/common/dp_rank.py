@@ -70,6 +70,9 @@ def run(case: dict, joined: Parallel) -> dict:
     if case.pop("peers", False):
         if joined.device.type == "cpu":
             joined.across.peers = HostPeers(joined.across)
+        elif joined.world.through_host:
+            from baton.tests.gpu.ipc_buffers import ipc_sums
+            joined.world.peers = ipc_sums(joined.world, slots=200)
         connect_all(parallel, rows=200)
         assert joined.across.peers is not None
     meeting = watch_meeting(parallel)

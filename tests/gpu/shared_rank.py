@@ -1,6 +1,6 @@
 """One of several ranks that share GPUs: ``shared_rank.py RANK SIZE INIT_METHOD OUT DEVICE CASE...``, each case a JSON
 object with a checkpoint, a dtype, an attention backend and ``ep``, the parts that experts are spread over. OUT gets the
-logits of each."""
+logits of each, and those in bfloat16 once more, summed through each other's memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
+from baton.tests.gpu.ipc_buffers import ipc_sums
 from baton.tests.rank_processes import end_rank, place_of
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 60)
@@ -25,7 +26,11 @@ def main(rank: int, size: int, init_method: str, out: str, device: str, cases: l
     torch.set_num_threads(1)
     place, backend = place_of(rank, device)
     world = init_tp(rank, size, init_method, place, timeout=120, backend=backend)
-    torch.save({"moved": moved(world), "logits": [logits_of(world, **case) for case in cases]}, out)
+    seen = {"moved": moved(world), "logits": [logits_of(world, **case) for case in cases]}
+    if world.device.type == "cuda":
+        world.peers = ipc_sums(world)
+        seen["peers"] = [logits_of(world, **case) for case in cases if case["dtype"] == "bfloat16"]
+    torch.save(seen, out)
     end_rank(world)
 
 
