@@ -102,8 +102,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
                    page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
                    cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
-                   k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None) -> None:
+                   k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None,
+                   turn_keys: bool = False) -> None:
     """See ``kernels.rope_and_store.rope_and_store``."""
+    given = k
     if norms is not None:
         q.copy_(rmsnorm(q, norms.q_weight, norms.eps)[0])
         k = rmsnorm(k, norms.k_weight, norms.eps)[0]
@@ -112,6 +114,8 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
         cos, sin = cos_sin[positions].chunk(2, dim=-1)
         q.copy_(rotate(q, cos, sin))
         k = rotate(k, cos, sin)
+    if turn_keys:
+        given.copy_(k)
     k_pages[page_of_token, :, offset_in_page] = _stored(k, k_scale, k_pages.dtype)
     v_pages[page_of_token, :, offset_in_page] = _stored(v, v_scale, v_pages.dtype)
 
@@ -335,6 +339,18 @@ def moe_align(places: torch.Tensor, num_places: int,
     positions = torch.full((len(flat) + 1,), -1, dtype=torch.int32, device=places.device)
     positions[joined] = torch.arange(len(joined), dtype=torch.int32, device=places.device)
     return joined.int(), torch.tensor(place, dtype=torch.int32, device=places.device), positions[:-1]
+
+
+def moe_spans(place: torch.Tensor, tall: int) -> torch.Tensor:
+    """The ``spans`` of blocks with these places, of which none is -1, without those behind the last."""
+    found, first = [], 0
+    for expert, blocks in zip(*torch.unique_consecutive(place, return_counts=True), strict=True):
+        tiles = -(-int(blocks) // tall)
+        for tile in range(tiles):
+            begin, end = (at * int(blocks) // tiles for at in (tile, tile + 1))
+            found.append((first + begin, end - begin, int(expert)))
+        first += int(blocks)
+    return torch.tensor(found, dtype=torch.int32, device=place.device).reshape(-1, 3)
 
 
 def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,

@@ -15,8 +15,9 @@ _BLOCK_HEADS = 8
 @triton.jit
 def _turn(x_ptr, x_stride_h, out_ptr, out_stride_h, first_head, num_heads, cos, sin, half, factor, weight_ptr, eps,
           LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, ROTATE: tl.constexpr,
-          NORM: tl.constexpr):
-    """Write a block of heads, the first half of each paired with its second, to ``out_ptr``.
+          NORM: tl.constexpr, IN_PLACE: tl.constexpr):
+    """Write a block of heads, the first half of each paired with its second, to ``out_ptr``; ``IN_PLACE``: and where
+    they came from.
 
     Into float8, whose largest value is LARGEST, they are written times ``factor``; else LARGEST is 0.
     """
@@ -40,6 +41,9 @@ def _turn(x_ptr, x_stride_h, out_ptr, out_stride_h, first_head, num_heads, cos, 
         b = second.to(tl.float32)
         first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
         second = (b * cos[None, :] + a * sin[None, :]).to(second.dtype)
+    if IN_PLACE:
+        tl.store(source, first, inside)
+        tl.store(source + half, second, inside)
     if LARGEST > 0:
         first = tl.minimum(tl.maximum(first.to(tl.float32) * factor, -LARGEST), LARGEST).to(out_ptr.dtype.element_ty)
         second = tl.minimum(tl.maximum(second.to(tl.float32) * factor, -LARGEST), LARGEST).to(out_ptr.dtype.element_ty)
@@ -53,7 +57,7 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
                            stride_page, stride_head, stride_slot, num_q_heads, num_kv_heads, half,
                            k_factor, v_factor, q_weight_ptr, k_weight_ptr, eps, LARGEST: tl.constexpr,
                            ROTATE: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-                           SETTLED: tl.constexpr, PDL: tl.constexpr):
+                           TURN_KEYS: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     if not SETTLED:
         wait_for_last(PDL)
@@ -73,23 +77,25 @@ def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_p
     kv_blocks = tl.cdiv(num_kv_heads, BLOCK_HEADS)
     if block < kv_blocks:
         _turn(k_ptr + token * k_stride_t, k_stride_h, k_pages_ptr + slot, stride_head, block * BLOCK_HEADS,
-              num_kv_heads, cos, sin, half, k_factor, k_weight_ptr, eps, LARGEST, HALF, BLOCK_HEADS, ROTATE, NORM)
+              num_kv_heads, cos, sin, half, k_factor, k_weight_ptr, eps, LARGEST, HALF, BLOCK_HEADS, ROTATE, NORM,
+              TURN_KEYS)
     elif block < 2 * kv_blocks:
         _turn(v_ptr + token * v_stride_t, v_stride_h, v_pages_ptr + slot, stride_head,
               (block - kv_blocks) * BLOCK_HEADS, num_kv_heads, cos, sin, half, v_factor, k_weight_ptr, eps, LARGEST,
-              HALF, BLOCK_HEADS, False, False)
+              HALF, BLOCK_HEADS, False, False, False)
     else:
         q = q_ptr + token * q_stride_t
         _turn(q, q_stride_h, q, q_stride_h, (block - 2 * kv_blocks) * BLOCK_HEADS, num_q_heads, cos, sin, half, 1.0,
-              q_weight_ptr, eps, 0, HALF, BLOCK_HEADS, ROTATE, NORM)
+              q_weight_ptr, eps, 0, HALF, BLOCK_HEADS, ROTATE, NORM, False)
 
 
 def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
                    page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
                    cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
                    k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None,
-                   settled: bool = False) -> None:
-    """Turn ``q`` in place; store turned ``k`` and plain ``v`` at ``(page_of_token, offset_in_page)``.
+                   settled: bool = False, turn_keys: bool = False) -> None:
+    """Turn ``q`` in place; store turned ``k`` and plain ``v`` at ``(page_of_token, offset_in_page)``. ``turn_keys``:
+    ``k`` is turned in place, too.
 
     ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D], views contiguous in D; ``k_pages`` and ``v_pages`` one layer of
     the pool with equal strides [pages, Hkv, page_size, D]; ``page_of_token``, ``offset_in_page`` and ``positions``
@@ -100,7 +106,7 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
     """
     if not runs_triton(q):
         reference.rope_and_store(q, k, v, k_pages, v_pages, page_of_token, offset_in_page, cos_sin, positions,
-                                 k_scale, v_scale, norms)
+                                 k_scale, v_scale, norms, turn_keys)
         return
     assert k_pages.stride() == v_pages.stride()
     tokens, num_q_heads, head_dim = q.shape
@@ -116,5 +122,5 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
         num_q_heads, num_kv_heads, half, 1 / k_scale, 1 / v_scale, norms.q_weight if norms else q,
         norms.k_weight if norms else k, norms.eps if norms else 0.0,
         LARGEST=torch.finfo(k_pages.dtype).max if k_pages.itemsize == 1 else 0, ROTATE=rotates,
-        NORM=norms is not None, HALF=triton.next_power_of_2(half), BLOCK_HEADS=_BLOCK_HEADS, SETTLED=settled,
-        num_warps=2, **pdl(q))
+        NORM=norms is not None, HALF=triton.next_power_of_2(half), BLOCK_HEADS=_BLOCK_HEADS,
+        TURN_KEYS=turn_keys and (rotates or norms is not None), SETTLED=settled, num_warps=2, **pdl(q))

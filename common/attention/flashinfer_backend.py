@@ -10,6 +10,7 @@ import torch
 from flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 
@@ -55,6 +56,9 @@ class FlashInferBackend:
         # FA3's kernels take queries and keys of one type: float8 pages of a prompt are brought to it, which costs far
         # less than FA2 loses. Prompts for which that takes too much room are our kernel's.
         self._widens = fa3 and stored != dtype
+        # Of whole prompts FA3 had rather have the step's own keys and values, by tiles, than find tokens by pages.
+        self._whole = BatchPrefillWithRaggedKVCacheWrapper(
+            workspace, "NHD", backend="fa3") if fa3 and stored == dtype else None
         self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
         self._most_pages = _WIDE_BYTES // (
             2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
@@ -83,6 +87,8 @@ class FlashInferBackend:
         if self._long_prompts is not None and ours:
             self._wrapper = None
             self._long_prompts.plan(batch)
+        elif self._whole is not None and np.array_equal(np.diff(batch.qo_indptr_cpu), self._lengths(batch)):
+            self._plan(self._whole, batch)
         else:
             self._plan(self._prefill, batch)
 
@@ -102,7 +108,9 @@ class FlashInferBackend:
             pages = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
             types = types | {"kv_data_type": types["q_data_type"]}
         table = (kv_indptr, pages, last_page_len)
-        if wrapper is self._prefill:
+        if wrapper is self._whole:
+            wrapper.plan(qo_indptr, qo_indptr, head_dim_qk=layout.head_dim, causal=True, **self._heads, **types)
+        elif wrapper is self._prefill:
             wrapper.plan(qo_indptr, *table, head_dim_qk=layout.head_dim, page_size=layout.page_size, causal=True,
                          max_token_per_sequence=int(np.diff(batch.qo_indptr_cpu).max()), seq_lens=lengths,
                          **self._heads, **types)
@@ -113,11 +121,14 @@ class FlashInferBackend:
     def _host_copies(self, batch: ForwardBatch) -> list[torch.Tensor]:
         """``qo_indptr``, ``kv_indptr``, ``kv_last_page_len`` and the lengths of the sequences, int32 in pinned memory:
         a plan copies them to the device, and from pageable memory a copy may wait for what runs there."""
-        lengths = (np.diff(batch.kv_indptr_cpu) - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
-        arrays = (batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, lengths)
+        arrays = (batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, self._lengths(batch))
         packed = torch.empty(sum(map(len, arrays)), dtype=torch.int32, pin_memory=True)
         np.concatenate(arrays, out=packed.numpy(), casting="same_kind")
         return list(packed.split([len(array) for array in arrays]))
+
+    def _lengths(self, batch: ForwardBatch) -> np.ndarray:
+        """Of each request, with what is computed in this step."""
+        return (np.diff(batch.kv_indptr_cpu) - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
 
     def _over_tensors_of(self, batch: ForwardBatch) -> Any:
         """A wrapper that reads the page table where a graph finds it, and plans into the memory all graphs share."""
@@ -134,19 +145,25 @@ class FlashInferBackend:
         assert self._batch is not None
         if self._wrapper is None and self._long_prompts is not None:
             return self._long_prompts.run(layer, q, k, v, cos_sin, norms, sinks)
-        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms)
+        whole = self._wrapper is self._whole
+        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms, turn_keys=whole)
+        held = (k, v) if whole else pages
         given = self._batch.heads
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if given is None else given.view(q.shape)
         if sinks is None:
-            self._attend(layer, q, pages, {"out": out})
+            self._attend(layer, q, held, {"out": out})
         else:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            self._attend(layer, q, pages, {"out": out, "lse": lse, "return_lse": True})
+            self._attend(layer, q, held, {"out": out, "lse": lse, "return_lse": True})
             scale_by_sinks(out, lse, sinks)
         return out
 
     def _attend(self, layer: int, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor],
                 into: dict[str, Any]) -> None:
+        """``pages``: keys and values, of whole prompts those of the step's rows."""
+        if self._wrapper is self._whole:
+            self._whole.run(q, *pages, **into)
+            return
         if self._types["kv_data_type"] == q.dtype:
             self._wrapper.run(q, pages, **into)
             return
