@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 GPU = "cuda:0"
 EAGER = KernelArgs(disable_cuda_graph=True)
+SHARED_RANK = Path(__file__).with_name("shared_rank.py")
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -47,35 +48,38 @@ def alone_of_tinychat(prompts: list[list[int]], count: int = 12) -> list[list[in
 
 
 def test_tensor_and_expert_parallel(tmp_path):
-    """Two KV heads and 131 words among four ranks; latents, windows and sinks; whole experts and slices of them. In
-    float32 against transformers, in bfloat16, where sums go through each other's memory, too, against one rank, which
-    computes prompts by FlashInfer as they do."""
+    """Two KV heads and 131 words among four ranks; latents, windows and sinks; whole experts and slices of them: in
+    float32 against transformers."""
     models = {
         "dense": save_model(tmp_path / "dense", "Qwen2", hidden_size=256, num_attention_heads=4),
         "moe": save_moe(tmp_path / "moe", "Qwen3Moe", head_dim=32),
         "latent": save_deepseek(tmp_path / "latent", 3),
         "windowed": save_gpt_oss(tmp_path / "windowed", hidden_size=64, intermediate_size=32, head_dim=64),
     }
-    save_model(tmp_path / "wide", "Llama", head_dim=128, num_attention_heads=8, hidden_size=256)
-    save_moe(tmp_path / "mixed", "Qwen3Moe", head_dim=128, hidden_size=256)
     exact = [("dense", 1), *((name, ep) for name in ("moe", "latent") for ep in (1, 2, 4)), ("windowed", 4)]
     cases = [{"checkpoint": str(tmp_path / name), "dtype": "float32", "backend": "triton", "ep": ep}
              for name, ep in exact]
-    rounded = [{"checkpoint": str(tmp_path / name), "dtype": "bfloat16", "ep": ep,
-                "backend": "flashinfer" if find_spec("flashinfer") else "triton"}
-               for name, ep in (("wide", 1), ("mixed", 4))]
-    script = Path(__file__).with_name("shared_rank.py")
-    ranks = run_ranks(script, 4, tmp_path, "shared", *map(json.dumps, cases + rounded))
-    for rank, seen in enumerate(ranks):
+    for rank, seen in enumerate(run_ranks(SHARED_RANK, 4, tmp_path, "shared", *map(json.dumps, cases))):
         assert all(seen["moved"]), seen["moved"]
         for (name, ep), found in zip(exact, seen["logits"]):
             torch.testing.assert_close(found, expected_logits(models[name], TOKENS), atol=2e-4, rtol=0,
                                        msg=lambda said, where=(rank, name, ep): f"{where}: {said}")
-    for i, case in enumerate(rounded):
+
+
+def test_sums_through_each_other_s_memory(tmp_path):
+    """In bfloat16, as through the host, against one rank, which computes prompts by FlashInfer as they do. A rounding
+    may turn a few rows' choice of experts, not most."""
+    save_model(tmp_path / "dense", "Llama", head_dim=128, num_attention_heads=8, hidden_size=256)
+    save_moe(tmp_path / "moe", "Qwen3Moe", head_dim=128, hidden_size=256)
+    backend = "flashinfer" if find_spec("flashinfer") else "triton"
+    cases = [{"checkpoint": str(tmp_path / name), "dtype": "bfloat16", "backend": backend, "ep": ep}
+             for name, ep in (("dense", 1), ("moe", 4))]
+    ranks = run_ranks(SHARED_RANK, 4, tmp_path, "shared", *map(json.dumps, cases))
+    for i, case in enumerate(cases):
         wanted = logits_of(TPGroup(device=GPU), **{**case, "ep": 1}).float()
-        for way in (ranks[0]["logits"][len(exact):], ranks[0]["peers"]):
-            error = (way[i].float() - wanted).square().mean().sqrt()
-            assert error <= 0.03 * wanted.square().mean().sqrt(), case
+        for way in ("logits", "peers"):
+            errors = (ranks[0][way][i].float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+            assert errors.median() <= 0.03 and errors.isfinite().all(), (way, case, errors)
     assert all(torch.equal(found, first) for seen in ranks for found, first in zip(seen["peers"], ranks[0]["peers"]))
 
 
