@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
@@ -11,14 +12,20 @@ from ..models.decoder import DenseDecoder
 
 _LAYERS = 8
 """That are tried."""
-_BEHIND = 1.2
-"""A device that needs so many times what launching takes is kept at work by the host."""
+_WAITS = 1.2
+"""Times what launching takes, in which a device has done a step that it waits for."""
+_AHEAD = 2.0
+"""In so many times the host is so far ahead that nothing is won by launching faster."""
+
+Trial = Callable[[int, Callable[[], None]], float]
+"""``(size, work)``: how many times what launching ``work`` takes the device has done it in, equal on all ranks."""
 
 
-def launch_bound(model: DenseDecoder, sizes: Sequence[int], try_size: Callable[[int, Callable[[], None]], bool]) -> int:
-    """How many of ``sizes``, which ascend, are steps of so many rows that wait for the host; larger ones do less.
+def launch_bound(model: DenseDecoder, sizes: Sequence[int], trial: Trial) -> tuple[list[int], int]:
+    """Of ``sizes``, which ascend, those of which launching faster makes steps of so many rows faster; and the largest
+    at which the device waits for the host all the time (0: none), so that more rows cost nothing.
 
-    ``try_size(size, work)`` says it of one, of which ``work`` launches what a few layers compute between attentions.
+    A trial's ``work`` launches what a few layers compute between attentions.
     """
     most, device = sizes[-1], model.cos_sin.device
     entering = torch.randn(most, model.width, dtype=model.dtype, device=device)  # zeros would all go to few experts
@@ -30,20 +37,29 @@ def launch_bound(model: DenseDecoder, sizes: Sequence[int], try_size: Callable[[
             _, residual = model.between(index, rows, residual)
             rows = heads[:size]
 
-    fewest, count = 0, len(sizes)
-    while fewest < count:
-        middle = (fewest + count + 1) // 2
-        size = sizes[middle - 1]
-        if try_size(size, lambda: through(size)):  # noqa: B023
+    @cache
+    def times(size: int) -> float:
+        return trial(size, lambda: through(size))
+
+    won = sizes[:_count(sizes, lambda size: times(size) < _AHEAD)]
+    free = _count(won, lambda size: times(size) < _WAITS)
+    return list(won), won[free - 1] if free else 0
+
+
+def _count(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """How many fit, the largest of which are those that do not."""
+    fewest, most = 0, len(sizes)
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        if fits(sizes[middle - 1]):
             fewest = middle
         else:
-            count = middle - 1
+            most = middle - 1
     return fewest
 
 
-def waits_for_host(work: Callable[[], None], device: torch.device) -> bool:
-    """Whether the device has done ``work`` about when it is launched; the first time, which compiles, does not count.
-    """
+def times_of_launching(work: Callable[[], None], device: torch.device) -> float:
+    """See Trial. The first time, which compiles, does not count."""
     found = []
     for _ in range(3):
         torch.cuda.synchronize(device)
@@ -52,4 +68,4 @@ def waits_for_host(work: Callable[[], None], device: torch.device) -> bool:
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
         found.append((time.perf_counter() - began) / (launched - began))
-    return min(found[1:]) < _BEHIND
+    return min(found[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 import numpy as np
@@ -26,12 +26,12 @@ from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
 from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
-from .launch_bound import launch_bound, waits_for_host
+from .launch_bound import launch_bound, times_of_launching
 from .meeting import Meeting, Turn
 from .model_weights import ModelWeights
 from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
 from .predictors import Predictors
-from .prefill_graphs import GraphRecorder, PrefillGraphs, Recorder, prompt_sizes
+from .prefill_graphs import GraphRecorder, PrefillGraphs, Recorded, Recorder, prompt_sizes
 from .two_batches import TwoBatches
 
 _MANY_ROWS = 64
@@ -58,7 +58,7 @@ class ModelRunner:
         self.num_pages = pool.num_pages - 1
         self._captures = False
         self._graphs: DecodeGraphs | None = None
-        self._prompt_sizes: list[int] = []
+        self._recorded: Recorded | None = None
         self._prompt_graphs: PrefillGraphs | None = None
         self._weights = weights
         self._model = model = weights.model
@@ -115,7 +115,7 @@ class ModelRunner:
             sizes = prompt_sizes(config, spec, parallel)
             if (decodes or sizes) and not config.kernels.disable_cuda_graph and may_capture(parallel):
                 runner._captures = decodes
-                runner._prompt_sizes = runner._worth_recording(sizes)
+                runner._recorded = runner._worth_recording(sizes)
             runner._capture_all(progress)
         progress("ready", 1.0)
         return runner
@@ -137,33 +137,34 @@ class ModelRunner:
             progress("kernels", done / len(steps))
 
     @torch.inference_mode()
-    def _worth_recording(self, sizes: list[int]) -> list[int]:
-        """Those of ``sizes`` that the flags name, or at which the host is what a step waits for. All ranks together."""
+    def _worth_recording(self, sizes: list[int]) -> Recorded | None:
+        """Those of ``sizes`` that the flags name, or at which a step waits for the host. All ranks together."""
         if not sizes or self._config.kernels.piecewise_cuda_graph_tokens:
-            return sizes
+            return Recorded(sizes, sizes[-1]) if sizes else None
 
-        def waits(size: int, work: Callable[[], None]) -> bool:
+        def trial(size: int, work: Callable[[], None]) -> float:
             self._begin(self._prompts_of(size))
-            mine = waits_for_host(work, self.device)
-            return bool(self._parallel.everyone.min_reduce(np.array([mine]))[0])
+            mine = times_of_launching(work, self.device)
+            return float(self._parallel.everyone.min_reduce(np.array([1e6 * mine]))[0]) / 1e6
 
-        return sizes[:launch_bound(self._model, sizes, waits)]
+        found = Recorded(*launch_bound(self._model, sizes, trial))
+        return found if found.sizes else None
 
     def _prompts_of(self, size: int) -> Turn:
         """So many tokens of every attention group."""
         return Turn([size] * self._parallel.dp_size, [1] * self._parallel.dp_size)
 
     def _capture_all(self, progress: Progress) -> None:
-        if self._prompt_sizes:
-            self.record_prompts(self._prompt_sizes, GraphRecorder(self.device), progress)
+        if self._recorded is not None:
+            self.record_prompts(self._recorded, GraphRecorder(self.device), progress)
         if self._captures:
             self._capture(progress)
 
     @torch.inference_mode()
-    def record_prompts(self, sizes: Sequence[int], recorder: Recorder, progress: Progress) -> None:
-        """Steps of prompts of up to so many tokens replay what is recorded, from now on. All ranks together."""
+    def record_prompts(self, wanted: Recorded, recorder: Recorder, progress: Progress) -> None:
+        """Steps of prompts replay what is recorded, from now on. All ranks together."""
         self._prompt_graphs = PrefillGraphs(
-            self._model, sizes, self._parallel.dp_size, self._parallel.experts.padded, recorder,
+            self._model, wanted, self._parallel.dp_size, self._parallel.experts.padded, recorder,
             lambda size: self._begin(self._prompts_of(size)), lambda share: progress("CUDA graphs of prompts", share))
 
     @torch.inference_mode()

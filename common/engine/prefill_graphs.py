@@ -28,10 +28,8 @@ from ..models.decoder import DenseDecoder
 from ..models.pieces import Projected
 from .host_copies import upload_joined
 
-_FREE_PADDING = 256
-"""Rows of a size up to which padding costs next to nothing: weights are read for a few rows as for these."""
-_MOST_PADDED = 1.25
-"""Rows computed for each that is a token, beyond that."""
+_MOST_PADDED = 1.0625
+"""Rows computed for each that is a token, where they cost something."""
 _MOST_PADDED_GROUPS = 2.0
 """The same of attention groups that meet in experts, which compute no padding: it costs a group nothing to compute as
 many rows as the others do meanwhile, and what travels is what a sum over copies of all rows would move."""
@@ -48,6 +46,13 @@ class Recorder(Protocol):
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, which what is recorded later may use as well."""
+
+
+class Recorded(NamedTuple):
+    """What to record: steps of ``sizes`` rows, of which those up to ``free`` take as long with a token as with all."""
+
+    sizes: list[int]
+    free: int
 
 
 class Piece(NamedTuple):
@@ -77,9 +82,9 @@ class PrefillGraphs:
     """Records at construction. ``groups``: attention groups whose rows meet in a layer, as many of each. ``begin`` is
     told of a size before a step of it is computed, ``progress`` of the share that is done."""
 
-    def __init__(self, model: DenseDecoder, sizes: Sequence[int], groups: int, live: LiveRows, recorder: Recorder,
+    def __init__(self, model: DenseDecoder, wanted: Recorded, groups: int, live: LiveRows, recorder: Recorder,
                  begin: Callable[[int], None], progress: Callable[[float], None]):
-        self._sizes = sorted(sizes)
+        self._sizes, self._free = sorted(wanted.sizes), wanted.free
         self._groups = groups
         in_experts = groups > 1 and isinstance(model.layers[-1].mlp, MoE)
         self._most_padded = _MOST_PADDED_GROUPS if in_experts else _MOST_PADDED
@@ -113,7 +118,7 @@ class PrefillGraphs:
         if index == len(self._sizes):
             return None
         size = self._sizes[index]
-        return size if size <= _FREE_PADDING or size * len(tokens) <= self._most_padded * sum(tokens) else None
+        return size if size <= self._free or size * len(tokens) <= self._most_padded * sum(tokens) else None
 
     def step(self, size: int, tokens: list[int], own: int) -> RecordedStep:
         """The pieces of a step at ``size``, of so many ``tokens`` of each attention group, ``own`` of this one's. The

@@ -24,7 +24,7 @@ import torch
 from ...common.bench.hand_engine import HandEngine
 from ...common.engine.collector import settle_collector
 from ...common.engine.forward_batch import Row, build_forward_batch
-from ...common.engine.prefill_graphs import GraphRecorder
+from ...common.engine.prefill_graphs import GraphRecorder, Recorded
 from ...kernels.rmsnorm import rmsnorm
 from . import dummy_engine
 from .relay import LLAMA_8B
@@ -103,17 +103,18 @@ def single_calls(engine: HandEngine) -> dict[str, float]:
     return found
 
 
-def record(engine: HandEngine, sizes: list[int]) -> dict[str, float]:
-    """Once more, of the sizes that the engine has chosen at its start."""
+def record(engine: HandEngine, wanted: Recorded) -> dict[str, float]:
+    """Once more."""
     runner = engine._parts.runner
     runner._prompt_graphs = None
     engine.synchronize()
     torch.cuda.empty_cache()
     before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
-    runner.record_prompts(sizes, GraphRecorder(runner.device), lambda what, share: None)
+    runner.record_prompts(wanted, GraphRecorder(runner.device), lambda what, share: None)
     engine.synchronize()
     torch.cuda.empty_cache()
-    return {"sizes": len(sizes), "largest": sizes[-1], "seconds": time.perf_counter() - began,
+    seconds = time.perf_counter() - began
+    return {"sizes": len(wanted.sizes), "largest": wanted.sizes[-1], "free": wanted.free, "seconds": seconds,
             "GiB": (before - torch.cuda.mem_get_info()[0]) / 2**30}
 
 
@@ -132,10 +133,11 @@ def main() -> None:
     settle_collector()
     result: dict[str, Any] = {}
     runner = engine._parts.runner
-    sizes = [int(size) for size in args.sizes.split(",") if size] or runner._prompt_sizes
+    sizes = [int(size) for size in args.sizes.split(",") if size]
+    wanted = Recorded(sizes, sizes[-1]) if sizes else runner._recorded
     with torch.inference_mode():
-        if sizes:
-            result["recording"] = record(engine, sizes)
+        if wanted is not None:
+            result["recording"] = record(engine, wanted)
             result["pieces"] = steps(engine, counts)
         result["calls us"] = single_calls(engine)
         runner._prompt_graphs = None

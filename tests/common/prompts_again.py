@@ -10,6 +10,7 @@ import torch
 
 from baton.common.distributed.parallel import Parallel
 from baton.common.engine.forward_batch import Row, build_forward_batch
+from baton.common.engine.prefill_graphs import Recorded
 from baton.tests.common.small_models import scattered_pages
 
 SIZES = [16, 48, 64]
@@ -48,7 +49,7 @@ class Again:
 def record_again(runner: Any, sizes: list[int]) -> list[int]:
     """The runner's prompts run in pieces of ``sizes`` from now on; the rows of every piece that will be replayed."""
     recorder = Again(runner._parallel)
-    runner.record_prompts(sizes, recorder, lambda what, share: None)
+    runner.record_prompts(Recorded(sizes, sizes[-1]), recorder, lambda what, share: None)
     recorder.replayed.clear()
     return recorder.replayed
 

@@ -39,7 +39,7 @@ def test_sizes():
 
 def test_which_steps_are_recorded():
     graphs = PrefillGraphs.__new__(PrefillGraphs)
-    graphs._sizes, graphs._most_padded = [64, 256, 512, 1024], 1.25
+    graphs._sizes, graphs._free, graphs._most_padded = [64, 256, 512, 1024], 256, 1.25
     assert [graphs.size_for([count]) for count in (1, 64, 65, 257, 410, 512, 513, 820, 1024, 1025)] == [
         64, 64, 256, None, 512, 512, None, 1024, 1024, None]
     assert graphs.size_for([200, 1]) == 256 and graphs.size_for([1000, 900]) == 1024
@@ -54,13 +54,15 @@ def test_the_largest_step_that_waits_for_the_host_is_found_in_few_trials(tmp_pat
     runner = load_runner(server_config(tmp_path))
     tried = []
 
-    def waits(size, work):
+    def trial(size, work):
         tried.append(size)
         if size <= 64:
             work()
-        return size <= bound
+        return max(1.05, 1.2 * size / (bound + 0.5))
 
     sizes = default_sizes(8192)
     with torch.inference_mode():
-        assert launch_bound(runner._model, sizes, waits) == sum(size <= bound for size in sizes)
-    assert len(tried) == len(set(tried)) <= 5
+        won, free = launch_bound(runner._model, sizes, trial)
+    assert won == [size for size in sizes if size < 2 / 1.2 * (bound + 0.5)]
+    assert free == max((size for size in sizes if size <= bound), default=0)
+    assert len(tried) == len(set(tried)) <= 10

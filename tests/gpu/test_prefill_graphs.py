@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.common.engine.prefill_graphs import GraphRecorder
+from baton.common.engine.prefill_graphs import GraphRecorder, Recorded
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.prompts_again import SIZES, steps_of
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def both(runner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the same steps, twice in pieces, each beside the eager ones."""
     eager = steps_of(runner)
-    runner.record_prompts(SIZES, GraphRecorder(runner.device), lambda what, share: None)
+    runner.record_prompts(Recorded(SIZES, SIZES[-1]), GraphRecorder(runner.device), lambda what, share: None)
     return [pair for _ in range(2) for pair in zip(steps_of(runner), eager)]
 
 
