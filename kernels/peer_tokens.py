@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,9 +29,23 @@ GROUP = 128
 """Values of a row that share a scale in float8."""
 _SIGNALS = 256
 """Bytes: two counters for each of at most 32 ranks."""
-_TILE = 8192  # values of a program's tile in a dispatch
-_COMBINED = 2048  # and in a combine
-DISPATCH_PROGRAMS, COMBINE_PROGRAMS = 132, 528
+
+
+class Launch(NamedTuple):
+    """Programs at most, which take tiles of so many values in turn."""
+
+    programs: int
+    tile: int
+    num_warps: int
+
+
+DISPATCH = Launch(132, 16384, 16)
+"""8,192 rows of 2,048 values take 102 us between two H200s, whose link takes 88 us for them; 64 programs take 105 us,
+and of half the tile 116 us."""
+FLOAT8_DISPATCH = Launch(528, 4096, 8)
+"""60 us; 132 of 16 warps 64 us. It computes more for a byte."""
+COMBINE = Launch(1056, 2048, 4)
+"""110 us, of which reading four choices of each row takes 64; with half of the programs 151 us."""
 
 
 @dataclass(frozen=True)
@@ -254,8 +268,7 @@ def _peer_parts_kernel(parts_ptr, more_ptr, numbers_ptr, residual_ptr, weight_pt
 
 
 def peer_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, most: int, places: int,
-                  peers: PeerAreas, *, patience: int = FOREVER, programs: int = DISPATCH_PROGRAMS, tile: int = _TILE,
-                  num_warps: int = 16) -> None:
+                  peers: PeerAreas, *, patience: int = FOREVER, launch: Launch | None = None) -> None:
     """Bring rows ``x`` [n, width] to the ranks of their experts, with ``weights`` [n, K] float32; the ranks have
     ``peers.choices`` and ``peers.tokens`` when it is done.
 
@@ -266,14 +279,15 @@ def peer_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor,
     assert x.is_contiguous() and numbers.is_contiguous() and weights.is_contiguous()
     assert len(x) <= most <= areas.rows and x.shape[1] == areas.width and numbers.shape[1] == areas.choices
     assert numbers.dtype == torch.int64 and weights.dtype == torch.float32 and x.dtype == peers.dtype
+    launch = launch or (FLOAT8_DISPATCH if areas.float8 else DISPATCH)
     block = min(2048, triton.next_power_of_2(areas.width))
-    rows = max(1, tile // block)
-    _peer_dispatch_kernel[(max(1, min(programs, -(-most // rows))),)](
+    rows = max(1, launch.tile // block)
+    _peer_dispatch_kernel[(max(1, min(launch.programs, -(-most // rows))),)](
         x, numbers, weights, peers.bases, len(x), most, areas.width, places, areas.places, areas.weights, areas.scales,
         areas.tokens, FP8_LARGEST, FP8_LEAST, patience, RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices,
         BLOCK_CHOICES=triton.next_power_of_2(areas.choices), ROWS=rows, BLOCK=block,
         GROUP_SIZE=GROUP if areas.float8 else 0, SENT=tl.float8e4nv if areas.float8 else _word(peers.dtype),
-        num_warps=num_warps)
+        num_warps=launch.num_warps)
 
 
 def _word(dtype: torch.dtype) -> Any:
@@ -281,17 +295,17 @@ def _word(dtype: torch.dtype) -> Any:
 
 
 def peer_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, places: int, peers: PeerAreas, *,
-                 patience: int = FOREVER, programs: int = COMBINE_PROGRAMS, tile: int = _COMBINED,
-                 num_warps: int = 4) -> None:
+                 patience: int = FOREVER, launch: Launch = COMBINE) -> None:
     """Bring this rank's part of every token that has come, ``moe_sum``'s of ``made`` and ``positions``, to where the
     token is from; ``peer_parts`` then has them all."""
     areas = peers.areas
     ids, weights = peers.choices(most)
     assert made.is_contiguous() and made.dtype == peers.dtype and made.shape[1] == areas.width
-    block = min(tile, triton.next_power_of_2(areas.width))
-    _peer_combine_kernel[(max(1, min(programs, areas.ranks * most)),)](
+    block = min(launch.tile, triton.next_power_of_2(areas.width))
+    _peer_combine_kernel[(max(1, min(launch.programs, areas.ranks * most)),)](
         made, ids, weights, positions, peers.bases, most, areas.rows, areas.width, places, areas.parts, patience,
-        RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices, BLOCK=block, num_warps=num_warps)
+        RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices, BLOCK=block,
+        num_warps=launch.num_warps)
 
 
 def peer_parts(numbers: torch.Tensor, places: int, peers: PeerAreas, more: torch.Tensor | None = None,

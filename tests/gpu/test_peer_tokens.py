@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.forms import Float8Rows
-from baton.kernels.peer_tokens import GROUP, Areas, PeerAreas, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.forms import Float8Rows, Scales
+from baton.kernels.moe_experts import moe_experts, moe_products
+from baton.kernels.peer_tokens import GROUP, Areas, Launch, PeerAreas, peer_combine, peer_dispatch, peer_parts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PATIENCE = 1 << 20
 PLACES, CHOICES = 16, 8
-FEW = 16
-"""Programs: all ranks' have to find room at once."""
+FEW = Launch(16, 8192, 16)
+"""All ranks' programs have to find room at once."""
 
 
 class Ranks:
@@ -62,11 +63,11 @@ class Ranks:
     def exchange(self, rank: int, patience: int = PATIENCE) -> tuple[torch.Tensor, ...]:
         peers, most = self.peers[rank], self.most
         peer_dispatch(self.rows[rank], self.numbers[rank], self.weights[rank], most, PLACES, peers, patience=patience,
-                      programs=FEW)
+                      launch=FEW)
         tokens, (places, _) = peers.tokens(most), peers.choices(most)
         came = (places.clone(), *((tokens.values.clone(), tokens.scale.clone()) if isinstance(tokens, Float8Rows)
                                   else (tokens.clone(),)))
-        peer_combine(self.made[rank], None, most, PLACES, peers, patience=patience, programs=FEW)
+        peer_combine(self.made[rank], None, most, PLACES, peers, patience=patience, launch=FEW)
         return (peer_parts(self.numbers[rank], PLACES, peers)[0], *came)
 
 
@@ -113,6 +114,38 @@ def test_tokens_go_to_their_experts_and_come_back(counts, width, float8, gpus):
         for total, *_ in own:
             assert torch.allclose(total.cpu().float(), whole.float(), atol=3e-2, rtol=2e-2)
     assert not any(peers.view(0, 64, dtype=torch.int32).any() for peers in ranks.peers), "counters are zeros again"
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("counts", [[5, 3], [1500, 900]])
+def test_experts_compute_what_comes_where_it_lies(counts, float8):
+    """As one rank would that has all experts; in float8 by blocks, rows travel in it."""
+    hidden, size, experts = 512, 256, 2 * PLACES
+    ranks = made(counts, hidden, float8, 1)
+    gate_up, down = (torch.randn(experts, *shape, device="cuda") * 0.05
+                     for shape in ((2 * size, hidden), (hidden, size)))
+    scales = None
+    if float8:
+        gate_up, down = ((16 * matrix).to(torch.float8_e4m3fn) for matrix in (gate_up, down))
+        scales = Scales(*(torch.rand(experts, *shape, device="cuda") / 16 for shape in ((4, 4), (4, 2))), "block")
+    else:
+        gate_up, down = gate_up.bfloat16(), down.bfloat16()
+    ranks.synchronize()
+    ranks.run(lambda rank: peer_dispatch(ranks.rows[rank], ranks.numbers[rank], ranks.weights[rank], ranks.most, PLACES,
+                                         ranks.peers[rank], patience=PATIENCE, launch=FEW))
+    products = []
+    for rank, peers in enumerate(ranks.peers):  # kernels are compiled, which no rank may wait for
+        held = slice(rank * PLACES, (rank + 1) * PLACES)
+        part = None if scales is None else Scales(scales.gate_up[held], scales.down[held], "block")
+        products.append(moe_products(peers.tokens(ranks.most), gate_up[held], down[held], peers.choices(ranks.most)[0],
+                                     part))
+    ranks.synchronize()
+    ranks.run(lambda rank: peer_combine(*products[rank], ranks.most, PLACES, ranks.peers[rank], patience=PATIENCE,
+                                        launch=FEW))
+    for rank, peers in enumerate(ranks.peers):
+        found = peer_parts(ranks.numbers[rank], PLACES, peers)[0].float()
+        wanted = moe_experts(ranks.rows[rank], gate_up, down, ranks.numbers[rank], ranks.weights[rank], scales).float()
+        assert (found - wanted).norm() <= 0.01 * wanted.norm()
 
 
 def test_a_graph_holds_an_exchange():
