@@ -11,7 +11,9 @@ back to back, and what it took to record.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -118,6 +120,20 @@ def record(engine: HandEngine, wanted: Recorded) -> dict[str, float]:
             "GiB": (before - torch.cuda.mem_get_info()[0]) / 2**30}
 
 
+def profiled(engine: HandEngine, count: int, steps: int = 20) -> list[tuple[str, float, float, float]]:
+    """Functions of a step of ``count`` tokens: calls, and microseconds of the host, their own and with what they call.
+    The profile slows each call."""
+    runner = engine._parts.runner
+    row = Row(np.arange(count) % 97, 0, np.arange(runner.layout.pages_for(count), dtype=np.int32))
+    with cProfile.Profile() as recorded:
+        for _ in range(steps):
+            runner.forward(build_forward_batch([row], runner.layout.page_size, runner.device, False))
+            engine.synchronize()
+    found = [(f"{'/'.join(path.split('/')[-2:])}:{line} {name}", calls / steps, 1e6 * own / steps, 1e6 * total / steps)
+             for (path, line, name), (_, calls, own, total, _) in pstats.Stats(recorded).stats.items()]
+    return sorted(found, key=lambda row: -row[2])[:45]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="8b")
@@ -125,6 +141,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--sizes", default="", help="to record, in place of what a server would")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--host", type=int, help="profile the host in a step of so many tokens")
     args = parser.parse_args()
     shape = SHAPES[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
     cuda = torch.cuda.is_available()
@@ -140,6 +157,8 @@ def main() -> None:
             result["recording"] = record(engine, wanted)
             result["pieces"] = steps(engine, counts)
         result["calls us"] = single_calls(engine)
+        for name, calls, own, total in profiled(engine, args.host) if args.host else ():
+            print(f"  {own:8.1f} us own, {total:8.1f} in all, {calls:6.1f} calls: {name[:90]}")
         runner._prompt_graphs = None
         result["eager"] = steps(engine, counts)
     for name in ("pieces", "eager"):
