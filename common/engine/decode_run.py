@@ -18,6 +18,7 @@ from .choosing import Choosing
 from .forward_batch import DecodeTable
 from .req import Req
 
+_NOTHING_GIVEN = np.empty(0, np.int64), np.empty(0, np.int64)
 _HOLD, _STOP_IDS = attrgetter("hold"), attrgetter("stop_ids")
 
 
@@ -49,6 +50,7 @@ class DecodeRun:
         self._kv_indices = np.empty(0, np.int32)
         self._page_of_token = np.empty(0, np.int64)
         self._offsets: np.ndarray | None = None  # of the positions in their pages, once a table was asked for
+        self._given = _NOTHING_GIVEN  # places, and the pages that they were given since the table was made
         self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
         self._newest: list[int] = []  # tokens of the first requests, as far as the host knows them
         self._num_ahead = 0  # steps whose tokens were not taken in
@@ -117,10 +119,12 @@ class DecodeRun:
     def add_page_each(self, cache: KVCacheManager, places: list[int]) -> bool:
         """A page for each request that is ``short``; False, and no change, where so many are not free, or where one has
         got pages that nobody told of."""
-        holds = [_held_by(self.reqs[place]) for place in places]
+        holds = [hold for hold in map(self._holds.__getitem__, places) if hold is not None]
         known = [hold.count for hold in holds] == (self._held[places] // self._page_size).tolist()
-        if not known or not cache.add_page_each(holds):
+        pages = cache.add_page_each(holds) if known else None
+        if pages is None:
             return False
+        self._given = np.array(places), pages
         self._held[places] += self._page_size
         return True
 
@@ -164,26 +168,28 @@ class DecodeRun:
     def _add_pages(self, pages: np.ndarray, missing: np.ndarray) -> None:
         """Put the pages up to ``pages`` of the requests at ``missing`` behind those that the table has of them."""
         before, indptr = self._kv_indices, self._kv_indptr
-        wanted = list(zip(missing.tolist(), pages[missing].tolist()))
-        if len(before) == int(pages.sum()) + len(pages) - len(missing):  # each lacks one: they have gone on together
-            new = [_held_by(self.reqs[place]).ids[last] for place, last in wanted]
-            self._kv_indices = np.insert(before, indptr[missing + 1], np.array(new, np.int32))
-            self._count_pages(pages)
-            return
-        parts: list[np.ndarray] = []
-        at = 0
-        for place, last in wanted:
-            begin, end = int(indptr[place]), int(indptr[place + 1])
-            hold = _held_by(self.reqs[place])
-            parts += (before[at:end], hold.ids[end - begin:last + 1])
-            at = end
-        parts.append(before[at:])
-        self._kv_indices = np.concatenate(parts, dtype=np.int32, casting="same_kind")
-        self._count_pages(pages)
-
-    def _count_pages(self, pages: np.ndarray) -> None:
+        (places, given), self._given = self._given, _NOTHING_GIVEN
+        lack_one = len(before) == int(pages.sum()) + len(pages) - len(missing)
+        if lack_one and np.array_equal(places, missing):  # they have gone on together
+            self._kv_indices = np.insert(before, indptr[missing + 1], given.astype(np.int32))
+        else:
+            self._kv_indices = self._with_pages_of(missing.tolist(), pages[missing].tolist())
         self._kv_indptr = np.zeros_like(self._kv_indptr)
         np.cumsum(pages + 1, out=self._kv_indptr[1:])
+
+    def _with_pages_of(self, places: list[int], lasts: list[int]) -> np.ndarray:
+        """The table's pages, and behind what it has of the requests at ``places`` theirs up to ``lasts``."""
+        before, indptr = self._kv_indices, self._kv_indptr.tolist()
+        parts: list[np.ndarray] = []
+        at = 0
+        for place, last in zip(places, lasts):
+            begin, end = indptr[place], indptr[place + 1]
+            if at < end:
+                parts.append(before[at:end])
+            parts.append(_held_by(self.reqs[place]).ids[end - begin:last + 1])
+            at = end
+        parts.append(before[at:])
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
     def took(self, token_ids: list[int]) -> None:
         """The tokens [B] of the next of its steps are here."""

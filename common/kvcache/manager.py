@@ -23,13 +23,14 @@ class PageHold:
     cache's too, and the last page.
     """
 
-    __slots__ = ("_ids", "_own", "count", "node", "num_cached_pages", "num_published", "tail")
+    __slots__ = ("_ids", "_new", "_own", "count", "node", "num_cached_pages", "num_published", "tail")
 
     def __init__(self, cached: np.ndarray, node: Node | None):
         self.count = len(cached)
         self._ids = np.empty(max(8, 2 * self.count), np.int64)
         self._ids[: self.count] = cached
         self._own = np.zeros(len(self._ids), bool)
+        self._new: list[int] = []  # the last pages, until somebody looks
         self.node = node
         self.num_cached_pages = self.count
         self.num_published = self.count  # leading pages that the prefix cache has, these or equal ones
@@ -40,10 +41,14 @@ class PageHold:
 
     @property
     def ids(self) -> np.ndarray:
+        if self._new:
+            self._place()
         return self._ids[: self.count]
 
     @property
     def own(self) -> np.ndarray:
+        if self._new:
+            self._place()
         return self._own[: self.count]
 
     @property
@@ -51,6 +56,8 @@ class PageHold:
         return int(np.count_nonzero(self.own))
 
     def extend(self, ids: np.ndarray) -> None:
+        if self._new:
+            self._place()
         end = self.count + len(ids)
         if end > len(self._ids):
             capacity = 2 * end
@@ -61,14 +68,14 @@ class PageHold:
         self.count = end
 
     def add(self, page: int) -> None:
-        """``extend`` by one page."""
-        count = self.count
-        if count == len(self._ids):
-            self.extend(np.array([page]))
-            return
-        self._ids[count] = page
-        self._own[count] = True
-        self.count = count + 1
+        """``extend`` by one page, which is put with the others when somebody looks."""
+        self._new.append(page)
+        self.count += 1
+
+    def _place(self) -> None:
+        new, self._new = self._new, []
+        self.count -= len(new)
+        self.extend(np.array(new))
 
 
 class KVCacheManager:
@@ -138,15 +145,16 @@ class KVCacheManager:
         self._num_held += missing
         return True
 
-    def add_page_each(self, holds: Sequence[PageHold]) -> bool:
-        """Give each hold one page more; False, and no change, where so many are not free: then ``grow`` them one after
-        the other, which evicts."""
+    def add_page_each(self, holds: Sequence[PageHold]) -> np.ndarray | None:
+        """Give each hold one page more, and return these in order; None, and no change, where so many are not free:
+        then ``grow`` them one after the other, which evicts."""
         if len(holds) > self.num_free:
-            return False
-        for hold, page in zip(holds, self.allocator.allocate(len(holds)).tolist()):
+            return None
+        pages = self.allocator.allocate(len(holds))
+        for hold, page in zip(holds, pages.tolist()):
             hold.add(page)
         self._num_held += len(holds)
-        return True
+        return pages
 
     def commit(self, hold: PageHold, tokens: np.ndarray) -> None:
         """Publish the full pages of ``tokens`` (int32, all computed) in the prefix cache.

@@ -161,10 +161,10 @@ def test_a_page_each_as_one_by_one():
     assert other.grow(other.begin_private(), 2)
     holds, others = ([cache.begin_private() for _ in range(2)] for cache in (one, other))
     for count in range(1, 13):
-        assert one.add_page_each(holds) and all(other.grow(hold, count) for hold in others)
+        assert one.add_page_each(holds) is not None and all(other.grow(hold, count) for hold in others)
     for hold, wanted in zip(holds, others):
         assert hold.ids.tolist() == wanted.ids.tolist() and hold.own.all() and hold.count == 12
-    assert one.num_held == 24 and one.num_free == 0 and not one.add_page_each(holds)
+    assert one.num_held == 24 and one.num_free == 0 and one.add_page_each(holds) is None
     assert one.num_held == 24 and one.num_cached == 2 and holds[0].count == 12
     for hold in holds:
         one.release(hold)
