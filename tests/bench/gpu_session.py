@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent.parent
-PYTEST = ["-m", "pytest", "-q", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
+PYTEST = ["-m", "pytest", "-q", "-W", "ignore", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=",
+          "--import-mode=importlib"]
 LEAST_SECONDS = 20.0
 """A step is not begun with less."""
-AT_ONCE = 8
-"""Tests beside each other, most of which compile: two of a machine's cores for each."""
+AT_ONCE = 7
+"""Tests beside each other, most of which compile; each that is one more makes all others on the GPU slower."""
 
 
 class Step(NamedTuple):
@@ -43,6 +44,17 @@ def tests(name: str, seconds: float, alone: bool = False) -> Step:
     return Step(f"test-{name}", [*PYTEST, str(TESTS / "gpu" / f"test_{name.replace('-', '_')}.py")], seconds, 1, alone)
 
 
+def parts(name: str, seconds: float, *words: str, alone: bool = False) -> list[Step]:
+    """A file's tests beside each other: those that each of ``words`` (pytest's ``-k``) is the first to match, and the
+    rest."""
+    made, whole = [], tests(name, seconds, alone)
+    for number, word in enumerate([*words, ""]):
+        said = [f"({word})"] if word else []
+        said += [f"not ({earlier})" for earlier in words[:number]]
+        made.append(whole._replace(name=f"{whole.name}-{number + 1}", argv=[*whole.argv, "-k", " and ".join(said)]))
+    return made
+
+
 def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "", tail: int = 12) -> Step:
     """``json``: the flag that names the file to write."""
     step = name or module
@@ -52,10 +64,16 @@ def bench(module: str, seconds: float, *argv: str, name: str = "", json: str = "
 
 PLANS: dict[str, list[Step]] = {
     "one": [
-        tests("engine", 240), tests("attention", 240), tests("mla", 240), tests("fp8", 240), tests("moe", 240),
-        tests("grammar", 240), tests("kernels", 240), tests("skinny-matmul", 120), tests("peer-sum", 240),
-        tests("scheduling", 240), tests("kv-ipc", 120), tests("models-sampler", 240), tests("models", 240),
-        tests("gpt-oss", 240), tests("peer-rows", 120), tests("prefill-graphs", 120),
+        # What takes FlashInfer two minutes to compile comes first.
+        *parts("attention", 240, "flashinfer and 64", "flashinfer"),
+        *parts("fp8", 240, "chat_model", "flashinfer", "8b"),
+        *parts("engine", 240, "flashinfer_decodes", "plain_loop and overlap", "plain_loop"),
+        *parts("gpt-oss", 240, "flashinfer", "twins"), *parts("kernels", 240, "kernel_cases", "fp8_cases"),
+        *parts("mla", 240, "twins", "flashinfer"), *parts("moe", 240, "twin"), *parts("models", 240, "flashinfer"),
+        tests("kv-ipc", 120), tests("grammar", 240), tests("scheduling", 240), tests("prefill-graphs", 120),
+        tests("peer-sum", 240), tests("skinny-matmul", 120), tests("dense-warpgroups", 120),
+        tests("split-warpgroups", 120), tests("models-sampler", 240), tests("peer-rows", 120),
+        tests("peer-tokens", 120),
         tests("one-batch", 90, alone=True), tests("memory-occupation", 90, alone=True),
         bench("decode_step", 120, json="--out"),
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
@@ -68,8 +86,9 @@ PLANS: dict[str, list[Step]] = {
         bench("tune_moe", 300),
     ],
     "two": [
-        tests("tensor-parallel", 150, alone=True), tests("dp", 150, alone=True), tests("dead-rank", 150, alone=True),
-        tests("pipeline", 150, alone=True), tests("kv-ipc", 120, alone=True),
+        *parts("dp", 150, "two_groups"), *parts("four-ranks", 150, "expert_parallel", "groups"),
+        *parts("moe", 150, "two_gpus")[:1], tests("tensor-parallel", 150), tests("pipeline", 150),
+        tests("dead-rank", 150, alone=True), tests("kv-ipc", 120, alone=True),
         bench("copy_blocks", 60, json="--out", tail=34), bench("transfer_exposed", 150, json="--out", tail=26),
         bench("all_reduce", 60, json="--out", tail=16), bench("token_exchange", 60, json="--out"),
         bench("decode_tp", 120, json="--out"), bench("pipeline", 120, json="--out"),
