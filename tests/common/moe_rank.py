@@ -108,16 +108,24 @@ def spread(world: TPGroup) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def apart(world: TPGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same where every rank is an attention group; and of two tokens of each rank, which all ranks have."""
-    parallel = Parallel(world, TPGroup(), world, ExpertShare(world, world.size, "peer"))
+def apart(world: TPGroup) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """The same where every rank is an attention group; of two tokens of each rank, which all ranks have; and how many
+    choices were counted. All that before experts move and after."""
+    share = ExpertShare(world, world.size, "peer", redundant=world.size, movable=True, counted=True)
+    parallel = Parallel(world, TPGroup(), world, share)
     made, mine = layer(parallel.experts), own_tokens(world.rank)
-    parallel.tokens.begin(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
-    sent = made.pending(mine)
-    parallel.tokens.begin([2] * world.size, decodes=True)
-    met = made.pending(Met(world.all_gather_rows(two_tokens(world.rank))))
-    assert isinstance(sent, torch.Tensor) and isinstance(met, PendingRows)
-    return sent, met.total()
+    found = []
+    for _ in range(2):
+        parallel.tokens.begin(world.gather_ints(np.array([len(mine)]))[:, 0].tolist())
+        sent = made.pending(mine)
+        parallel.tokens.begin([2] * world.size, decodes=True)
+        met = made.pending(Met(world.all_gather_rows(two_tokens(world.rank))))
+        assert isinstance(sent, torch.Tensor) and isinstance(met, PendingRows)
+        counts = world.all_reduce(made.counts.clone())
+        found.append((sent, met.total(), int(counts.sum())))
+        moved = world.all_reduce(torch.tensor(made.rebalance(np.arange(8.0) ** 2)))
+        assert len(found) == 2 or moved > 0
+    return found
 
 
 def two_tokens(rank: int) -> torch.Tensor:

@@ -37,9 +37,11 @@ def test_ranks_equal_transformers(tmp_path, size, families):
             assert moved["residents"] == ranks[0]["balanced"][a2a]["residents"]
         with torch.inference_mode():
             torch.testing.assert_close(found["spread"], alone(own_tokens(rank)), atol=1e-5, rtol=1e-4)
-            sent, met = found["apart"]
-            torch.testing.assert_close(sent, found["spread"], atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(met, alone(two_tokens(rank)), atol=1e-5, rtol=1e-4)
+            for sent, met, _ in found["apart"]:
+                torch.testing.assert_close(sent, found["spread"], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(met, alone(two_tokens(rank)), atol=1e-5, rtol=1e-4)
+        choices = 3 * (sum(len(own_tokens(other)) for other in range(size)) + 2 * size)
+        assert [counted for *_, counted in found["apart"]] == [choices, 2 * choices], "each token once"
 
 
 def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
