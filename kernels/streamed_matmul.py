@@ -35,6 +35,7 @@ from .silu_and_mul import silu_times
 from .skinny_tiles import StreamedTile
 
 _SWIZZLE = 128
+_LOADING_WARPS = 1
 
 
 @gluon.jit
@@ -148,7 +149,7 @@ def _store(acc, bias_ptr, biased, y_ptr, tile, rows, out, COLUMNS: gl.constexpr,
 @gluon.jit(do_not_specialize=["biased", "rows", "out", "tiles", "steps"])
 def _streamed_matmul_kernel(w_desc, x_desc, bias_ptr, biased, y_ptr, rows, out, tiles, steps, BLOCK: gl.constexpr,
                             ROWS: gl.constexpr, SPLIT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-                            GATED: gl.constexpr, PDL: gl.constexpr):
+                            GATED: gl.constexpr, LOADING_WARPS: gl.constexpr, PDL: gl.constexpr):
     WIDE: gl.constexpr = ROWS * SPLIT
     start_next(PDL)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK, DEPTH], w_desc.layout)
@@ -167,7 +168,7 @@ def _streamed_matmul_kernel(w_desc, x_desc, bias_ptr, biased, y_ptr, rows, out, 
                          STAGES, GATED)),
         (_load_all, (w_desc, x_desc, ring, tile, programs, steps, total, out // 2 * SPLIT, BLOCK, WIDE, DEPTH, STAGES,
                      GATED, PDL)),
-    ], [1], [40])
+    ], [LOADING_WARPS], [40])
 
 
 def streamed_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: StreamedTile,
@@ -182,7 +183,8 @@ def streamed_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         _boxes(weight, split, tile.block // 2 if gated else tile.block, tile.depth),
         _boxes(x, split, tall * split, tile.depth), y if bias is None else bias, int(bias is not None), y, rows, out,
         tiles, steps, BLOCK=tile.block, ROWS=tall, SPLIT=split, DEPTH=tile.depth, STAGES=tile.stages, GATED=gated,
-        num_warps=4, maxnreg=64 if tile.block * tall * split <= 4096 else 128, **_triton.pdl(x))
+        LOADING_WARPS=_LOADING_WARPS, num_warps=4, maxnreg=64 if tile.block * tall * split <= 4096 else 128,
+        **_triton.pdl(x))
     return y
 
 

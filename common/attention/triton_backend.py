@@ -7,6 +7,7 @@ import torch
 
 from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import HeadNorms
+from ...kernels.fresh_rows import FreshRows
 from ...kernels.paged_decode import paged_decode, pieces_of
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ..engine.forward_batch import ForwardBatch
@@ -47,6 +48,8 @@ class TritonBackend:
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         settled = batch.is_decode and self._plan is not None
+        if batch.is_decode and cos_sin is not None and self._pool.groups[0].dtype == q.dtype:
+            return self._attend(layer, q, sinks, settled, FreshRows(k, v, cos_sin, batch.positions, norms))
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
         return self._attend(layer, q, sinks, settled)
 
@@ -60,8 +63,8 @@ class TritonBackend:
         self.plan(batch.ends, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
-    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None,
-                settled: bool = False) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, settled: bool = False,
+                fresh: FreshRows | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         k_pages, v_pages = self._pool.layer(layer)
@@ -74,7 +77,7 @@ class TritonBackend:
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size, kv_heads,
                                          self._processors, self._longest, **pieces, window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
-                                settled=settled, window=self._window, sinks=sinks)
+                                settled=settled, window=self._window, sinks=sinks, fresh=fresh)
         assert self._blocks is not None
         return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale,
                              self._window, sinks)

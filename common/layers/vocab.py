@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import embedding
 
 from ...kernels.dense_matmul import compile_tiles, dense_matmul
+from ...kernels.gather_rows import gather_rows
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 
@@ -33,7 +34,7 @@ class VocabTable:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [T] to ``[T, hidden]``."""
         if self.tp.size == 1:
-            return embedding(ids, self.weight)
+            return gather_rows(self.weight, ids)
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         found = embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill_(elsewhere[:, None], 0)

@@ -16,6 +16,7 @@ import torch
 
 from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
+from baton.kernels.dense_tiles import DenseTile
 from baton.kernels.dense_warpgroups import dense_product
 from baton.kernels.draw import draw
 from baton.kernels.forms import ExpertBiases, Float8Form, HeadNorms, Scales
@@ -24,13 +25,14 @@ from baton.kernels.fp8_matmul import fp8_matmul
 from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
 from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.fresh_rows import FreshRows
+from baton.kernels.gather_rows import gather_rows
 from baton.kernels.greatest import greatest, widened_and_greatest
 from baton.kernels.joined_rmsnorm import joined_rmsnorm
 from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
 from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tiles, warpgroup_tiles
+from baton.kernels.moe_tiles import Tiles, tall_tiles, warpgroup_tiles
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode, pieces_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
@@ -192,8 +194,9 @@ def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool 
         skinny_matmul(of(rows, width), of(out, width), tile=tile, gated=gated)
 
 
-def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16) -> None:
-    dense_product(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), gated=gated)
+def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16, tall: int = 192) -> None:
+    tile = DenseTile(tall, 3 if tall == 192 else 4, 16)
+    dense_product(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), tile, gated=gated)
 
 
 def drawn(count: int, vocab: int, truncates: bool) -> None:
@@ -304,6 +307,7 @@ CASES: dict[str, Callable[[], object]] = {
     "moe_experts Qwen3, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8),
     "moe_experts Qwen3, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8),
     "moe_experts Qwen3, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
+    "moe_experts Qwen3, by warp groups, tall": lambda: experts(8192, 128, 2048, 768, 8, tiles=tall_tiles()),
     "moe_experts float16, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, FP16, tiles=warpgroup_tiles(FP16)),
     "moe_experts float8, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768),
                                                           tiles=warpgroup_tiles(FP8)),
@@ -351,6 +355,7 @@ CASES: dict[str, Callable[[], object]] = {
     "fp8_matmul 100 rows, wide": lambda: by_rows(100, 28672, 4096),
     "dense_product Llama": lambda: many_rows(8192, 4096, 14336),
     "dense_product Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
+    "dense_product Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
     "dense_product float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
     "skinny_matmul one row": lambda: few_rows(1, 4096, 4096),
     "skinny_matmul one row, odd width": lambda: few_rows(1, 4096, 1100),
@@ -367,6 +372,7 @@ CASES: dict[str, Callable[[], object]] = {
     "skinny_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
     "skinny_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
     "skinny_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
+    "gather_rows 4096": lambda: gather_rows(of(128256, 4096), int64(7)),
     "greatest": lambda: greatest(fp32(7, 128256)),
     "greatest of bfloat16": lambda: widened_and_greatest(of(7, 128256), int64(7)),
     "draw": lambda: drawn(7, 128256, False),
@@ -409,7 +415,7 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
        "skinny_matmul one row", "skinny_matmul 7 rows of float8", "split_matmul 256 rows, gated", "joined_rmsnorm of 4",
        "skinny_matmul 7 rows, streamed",
-       "greatest of bfloat16", "draw, truncated",
+       "gather_rows 4096", "greatest of bfloat16", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
        "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2",
        "peer_norm_gather and peer_scatter_norm 2048 of 2", "peer_tokens 2048 of 2", "copy_blocks 4 KiB"]

@@ -11,6 +11,7 @@ from baton.kernels import _triton, reference
 from baton.kernels.decode_plan import plan_decode
 from baton.kernels.forms import HeadNorms
 from baton.kernels.fresh_rows import FreshRows
+from baton.kernels.gather_rows import gather_rows
 from baton.kernels.greatest import greatest, widened_and_greatest
 from baton.kernels.paged_decode import paged_decode, tile_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
@@ -56,6 +57,14 @@ def test_rmsnorm_of_heads_inside_a_wider_row(dtype, atol, rtol):
 def test_silu_and_mul(rows, width, dtype, atol, rtol):
     x = random(rows, 2 * width, dtype=dtype)
     torch.testing.assert_close(silu_and_mul(x), reference.silu_and_mul(x), atol=atol, rtol=rtol)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows,width", [(0, 8), (1, 1), (5, 1500)])
+def test_gather_rows(rows, width, dtype, atol, rtol):
+    table = random(9, width, dtype=dtype)
+    ids = torch.randint(9, (rows,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    assert torch.equal(gather_rows(table, ids), table[ids])
 
 
 @pytest.mark.parametrize("rows,width", [(1, 1), (3, 77), (2, 9000)])
