@@ -1,14 +1,14 @@
 """Products, norms and activation of a layer in prefill, back to back until the power limit acts, one way beside others.
 
-    python -m baton.tests.bench.prefill_layer [--rows 8192] [--seconds 1.0] [--rounds 3] [--ways plain,gated 16,...]
+    python -m baton.tests.bench.prefill_layer [--rows 8192] [--seconds 1.0] [--rounds 3] [--ways plain,gated 192,...]
 
 Llama-3-8B's sizes in bfloat16; attention is left out. Each way runs for ``--seconds`` in each round, the first 0.3 of
 which do not count. A product that is timed alone, on a card that has rested, runs at clocks that a step of prefill does
 not see.
 
-Ways: ``plain`` is cuBLAS and the activation as a kernel; ``onto`` adds residuals in the products; ``gated BAND STAGES``
-makes the activation in the product of gates and ups; ``all BAND STAGES`` makes other products by warp groups. With +
-between them they go together: ``gated+onto 16``.
+Ways: ``plain`` is cuBLAS and the activation as a kernel; ``onto`` adds residuals in the products; ``gated ROWS BAND``
+makes the activation in the product of gates and ups; ``all ROWS BAND`` makes other products by warp groups. With +
+between them they go together: ``gated+onto 192``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
+from ...kernels.dense_tiles import DenseTile
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.silu_and_mul import silu_and_mul
 from . import ceilings
@@ -47,12 +48,12 @@ Step = Callable[[Layer, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.T
 
 def way(words: str) -> Step:
     named, *numbers = words.split()
-    band, stages = (int(number) for number in (*numbers, *("16", "4")[len(numbers):]))
+    rows, band = (int(number) for number in (*numbers, *("192", "16")[len(numbers):]))
     flags = named.split("+")
 
     def by_warpgroups(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        from ...kernels.dense_warpgroups import dense_product
-        return dense_product(x, weight, gated=gated, band=band, stages=stages)
+        from ...kernels.dense_warpgroups import dense_product  # not there without Triton
+        return dense_product(x, weight, DenseTile(rows, 3 if rows == 192 else 4, band), gated=gated)
 
     other = by_warpgroups if "all" in flags else linear
 
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", default="plain,onto,gated 16,gated+onto 16")
+    parser.add_argument("--ways", default="plain,onto,gated 192,gated+onto 192")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,40 +1,63 @@
-"""Products of many rows by warps with roles, on a Hopper GPU, against plain torch."""
+"""Products of many rows by groups of warps, on a Hopper GPU, against plain torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from baton.common.distributed.pending import PendingProduct
+from baton.kernels import reference
+from baton.kernels.dense_matmul import dense_matmul
+from baton.kernels.dense_tiles import TALL, USUAL, gated_tile
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
 
 
-def product(*args, **kw):
-    from baton.kernels.dense_warpgroups import dense_product  # not there without Triton
-    return dense_product(*args, **kw)
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows,columns,depth,dtype", [
-    (129, 128, 64, torch.bfloat16), (1000, 4096, 4096, torch.bfloat16), (8191, 1536, 2048, torch.float16),
-    (8192, 14336, 4096, torch.bfloat16), (1, 8, 8, torch.bfloat16), (1030, 3080, 1032, torch.bfloat16),
-    (5000, 4864, 896, torch.bfloat16), (4097, 264, 14336, torch.float16),
-], ids=str)
-def test_a_product_equals_torchs(rows, columns, depth, dtype, gated):
-    """Whole tiles and parts of them, in rows, columns and depth; other bands; the same bits each time; no row's result
-    depends on the others."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(rows, depth, generator=generator, device="cuda").to(dtype)
-    weight = torch.randn(columns * (1 + gated), depth, generator=generator, device="cuda").mul(depth**-0.5).to(dtype)
-    got = product(x, weight, gated=gated)
-    want = x.float() @ weight.float().T
-    if gated:
-        gate, up = want.chunk(2, 1)
-        want = torch.nn.functional.silu(gate) * up
-    assert got.dtype == dtype
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got.float() - want).norm() <= 0.004 * want.norm()
     assert (got.float() - want).abs().max() <= 0.02 * want.abs().max()
+
+
+@pytest.mark.parametrize("tile", [TALL, USUAL], ids=["192", "128"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("rows,columns,depth,dtype", [
+    (129, 128, 256, torch.bfloat16), (1000, 4096, 4096, torch.bfloat16), (8191, 1536, 2048, torch.float16),
+    (8192, 14336, 4096, torch.bfloat16), (1, 8, 200, torch.bfloat16), (1030, 3080, 1032, torch.bfloat16),
+    (5000, 4864, 896, torch.bfloat16), (4097, 264, 14336, torch.float16),
+], ids=str)
+def test_a_product_equals_torchs(rows, columns, depth, dtype, gated, tile):
+    """Whole tiles and parts of them, in rows, columns and depth; the same bits each time; no row's result depends on
+    the others."""
+    from baton.kernels.dense_warpgroups import dense_product  # not there without Triton
+    torch.manual_seed(0)
+    x, weight = random(rows, depth, dtype=dtype), random(columns * (1 + gated), depth, dtype=dtype, scale=depth**-0.5)
+    got = dense_product(x, weight, tile, gated=gated)
+    want = x.float() @ weight.float().T
+    assert got.dtype == dtype
+    near(got, reference.silu_and_mul(want) if gated else want)
     for _ in range(3):
-        assert torch.equal(product(x, weight, gated=gated), got)
-    some = x[rows // 2:]
-    assert torch.equal(product(some, weight, gated=gated), got[rows // 2:])
+        assert torch.equal(dense_product(x, weight, tile, gated=gated), got)
+    assert torch.equal(dense_product(x[rows // 2:], weight, tile, gated=gated), got[rows // 2:])
+
+
+@pytest.mark.parametrize("rows", [1024, 2048, 8192])
+def test_gates_and_ups_end_in_the_activation(rows):
+    torch.manual_seed(0)
+    x, weight = random(rows, 1024, dtype=torch.bfloat16), random(2 * 14336, 1024, dtype=torch.bfloat16, scale=1 / 32)
+    assert gated_tile(x, weight) is not None
+    near(dense_matmul(x, weight, gated=True), reference.silu_and_mul(x.float() @ weight.float().T))
+    assert gated_tile(x[:, 1:], weight[:, 1:]) is None, "no tile begins there"
+
+
+def test_a_product_is_added_to_the_residual_as_it_is_made():
+    torch.manual_seed(0)
+    x, weight = random(1500, 1024, dtype=torch.bfloat16), random(512, 1024, dtype=torch.bfloat16, scale=1 / 32)
+    residual, gain = random(1500, 512, dtype=torch.bfloat16), random(512, dtype=torch.bfloat16)
+    want = reference.rmsnorm(x.float() @ weight.float().T, gain.float(), 1e-5, residual.float())
+    for got, twin in zip(PendingProduct(x, weight).normed(residual, gain, 1e-5), want):
+        near(got, twin)
