@@ -67,10 +67,17 @@ def count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, paralle
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # The share is this process's own, so that servers which share a GPU need not start one after the other.
-    share = total * config.cache.mem_fraction_static - torch.cuda.memory_allocated(device)
+    each = total * config.cache.mem_fraction_static / sharers(config, torch.cuda.device_count())
+    share = each - torch.cuda.memory_allocated(device)
     if parallel.tokens.sent is not None:
         share -= parallel.tokens.sent.nbytes  # which torch does not count
     return int(min(share, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
+
+
+def sharers(config: ServerConfig, gpus: int) -> int:
+    """Ranks of the server that one of a host's GPUs has, at most."""
+    here = config.parallel.world_size // config.nodes.nnodes
+    return -(-here // (gpus - config.model.base_gpu_id))
 
 
 def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, parallel: Parallel,

@@ -17,6 +17,7 @@ from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.drawing import PlainDrawing, choose_drawing
+from baton.common.engine.pool_plan import sharers
 from baton.common.engine.rank import device_of
 from baton.common.engine.ranks import RankSpec
 from baton.common.engine.sampler import Sampler
@@ -53,6 +54,18 @@ def test_ranks_share_gpus_over_gloo_alone(monkeypatch, backend, base, wanted):
                 device_of(spec)
         else:
             assert device_of(spec) == torch.device("cuda", index) == chosen[-1]
+
+
+def test_ranks_on_one_gpu_share_its_memory():
+    def most(*flags: str) -> int:
+        given = ["--model-path", "m", "--dist-backend", "gloo", *flags]
+        return sharers(parse(ServerConfig, given, prog="x", description=""), 2)
+
+    assert [most("--tp-size", size) for size in "1238"] == [1, 1, 2, 4]
+    assert most("--tp-size", "2", "--base-gpu-id", "1") == 2
+    assert most("--tp-size", "2", "--pp-size", "2") == 2
+    hosts = ("--nnodes", "2", "--dist-init-addr", "127.0.0.1:5000")
+    assert most("--tp-size", "8", *hosts) == 2
 
 
 class Group(TPGroup):
