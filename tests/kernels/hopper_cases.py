@@ -17,7 +17,6 @@ import torch
 from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
 from baton.kernels.dense_tiles import DenseTile
-from baton.kernels.dense_tiles import DenseTile
 from baton.kernels.dense_warpgroups import dense_product
 from baton.kernels.draw import draw
 from baton.kernels.forms import ExpertBiases, Float8Form, HeadNorms, Scales
@@ -356,7 +355,6 @@ CASES: dict[str, Callable[[], object]] = {
     "fp8_matmul 100 rows, wide": lambda: by_rows(100, 28672, 4096),
     "dense_product Llama": lambda: many_rows(8192, 4096, 14336),
     "dense_product Llama, gated": lambda: many_rows(8192, 28672, 4096, True),
-    "dense_product Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
     "dense_product Llama, gated, 128 rows": lambda: many_rows(1024, 28672, 4096, True, tall=128),
     "dense_product float16, gated": lambda: many_rows(8192, 28672, 4096, True, FP16),
     "skinny_matmul one row": lambda: few_rows(1, 4096, 4096),
