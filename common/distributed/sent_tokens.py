@@ -11,7 +11,8 @@ import torch
 
 from ...kernels._triton import AVAILABLE
 from ...kernels.forms import Float8Rows
-from ...kernels.peer_tokens import GROUP, Areas, PeerAreas, peer_combine, peer_dispatch, peer_parts
+from ...kernels.peer_areas import GROUP, Areas, PeerAreas
+from ...kernels.peer_tokens import peer_combine, peer_dispatch, peer_parts
 from .token_areas import SharedAreas
 from .tp import TPGroup
 
@@ -70,7 +71,11 @@ class SentTokens:
 
     @property
     def takes(self) -> bool:
-        return self._shared is not None and 0 < self._most <= self._shared.peers.areas.rows
+        return self.fits(self._most)
+
+    def fits(self, rows: int) -> bool:
+        """Whether a step of so many rows of each rank at most can go this way."""
+        return self._shared is not None and 0 < rows <= self._shared.peers.areas.rows
 
     def computed(self, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, places: int, products: Products,
                  more: torch.Tensor | None = None) -> PendingParts:

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ...kernels.peer_tokens import Areas, PeerAreas
+from ...kernels.peer_areas import Areas, PeerAreas
 
 
 class SharedAreas:

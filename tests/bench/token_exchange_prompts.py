@@ -21,7 +21,8 @@ import torch.distributed as dist
 from ...common.distributed.parallel import Parallel
 from ...common.distributed.token_areas import SharedAreas
 from ...kernels.moe_sum import moe_sum
-from ...kernels.peer_tokens import Areas, PeerAreas, peer_combine, peer_dispatch, peer_parts
+from ...kernels.peer_areas import Areas, PeerAreas
+from ...kernels.peer_tokens import peer_combine, peer_dispatch, peer_parts
 from ...kernels.rmsnorm import rmsnorm
 
 EXPERTS, CHOICES = 128, 8

@@ -36,9 +36,10 @@ from baton.kernels.moe_tiles import Tiles, tall_tiles, warpgroup_tiles
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode, pieces_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.peer_areas import Areas, PeerAreas
 from baton.kernels.peer_rows import peer_norm_gather, peer_scatter_norm
 from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, peer_scatter, peer_sum, peer_sum_norm
-from baton.kernels.peer_tokens import Areas, PeerAreas, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.peer_tokens import peer_combine, peer_dispatch, peer_parts
 from baton.kernels.per_head_matmul import per_head_matmul
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels import _triton, peer_tokens, reference
+from baton.kernels import _triton, reference
 from baton.kernels.forms import Float8Rows
-from baton.kernels.peer_tokens import Areas, Launch, PeerAreas, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.peer_areas import GROUP, Areas, PeerAreas
+from baton.kernels.peer_tokens import Launch, peer_combine, peer_dispatch, peer_parts
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 PLACES, CHOICES = 4, 3
@@ -67,7 +68,7 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
         found = peers.tokens(ranks.most)
         some = (ids >= 0).any(1)
         if isinstance(found, Float8Rows):
-            values, scale = reference.quantize_groups(wanted[some], peer_tokens.GROUP)
+            values, scale = reference.quantize_groups(wanted[some], GROUP)
             assert torch.equal(found.values[some].view(torch.uint8), values.view(torch.uint8))
             assert torch.equal(found.scale[some], scale)
         else:
