@@ -42,10 +42,14 @@ def may_capture(parallel: Parallel) -> bool:
     return fine
 
 
-def may_capture_prompts(parallel: Parallel) -> bool:
-    """Whether pieces of prompts' steps can be captured where ``may_capture``: not where rows of padding would be
-    counted by expert, or sent to one that has moved."""
-    return not (parallel.experts.counted or parallel.experts.movable)
+def may_capture_prompts(parallel: Parallel, rows: int) -> bool:
+    """Whether pieces of prompts' steps of so many rows of each attention group can be captured where ``may_capture``:
+    not where padding would be counted by expert, or sent to one that has moved; nor where so many rows reach experts
+    by what the host waits for."""
+    experts = parallel.experts
+    if experts.counted or experts.movable:
+        return False
+    return not experts.spreads or (experts.sent is not None and experts.sent.fits(rows))
 
 
 def _trouble(group: TPGroup) -> str | None:

@@ -69,13 +69,11 @@ def default_sizes(largest: int) -> list[int]:
 
 
 def prompt_sizes(config: ServerConfig, spec: ModelSpec, parallel: Parallel) -> list[int]:
-    """Those to record of a server of ``config``, whose ranks may capture; none where it shall not, or its experts do
-    not allow it."""
+    """Those that may be recorded of a server of ``config``, whose ranks may capture."""
     largest = config.captured_prompts(spec.context_length)
-    if not largest or not may_capture_prompts(parallel):
-        return []
-    wanted = config.kernels.piecewise_cuda_graph_tokens
-    return [size for size in wanted if size <= largest] or default_sizes(largest)
+    wanted = [size for size in config.kernels.piecewise_cuda_graph_tokens if size <= largest]
+    sizes = sorted(wanted) or default_sizes(largest)
+    return [size for size in sizes if 0 < size <= largest and may_capture_prompts(parallel, size)]
 
 
 class PrefillGraphs:

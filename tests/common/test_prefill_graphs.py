@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import KernelArgs, ScheduleArgs
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.tp import TPGroup
 from baton.common.engine.launch_bound import launch_bound
-from baton.common.engine.prefill_graphs import PrefillGraphs, default_sizes
+from baton.common.engine.prefill_graphs import PrefillGraphs, default_sizes, prompt_sizes
 from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.prompts_again import PADDED, SIZES, record_again, steps_of
 from baton.tests.common.small_models import load_runner, save_model, server_config
@@ -66,3 +74,23 @@ def test_the_largest_step_that_waits_for_the_host_is_found_in_few_trials(tmp_pat
     assert won == [size for size in sizes if size < 2 / 1.2 * (bound + 0.5)]
     assert free == max((size for size in sizes if size <= bound), default=0)
     assert len(tried) == len(set(tried)) <= 10
+
+
+def test_what_is_recorded_by_flags_and_by_how_tokens_reach_experts(tmp_path):
+    save_moe(tmp_path, "Qwen3Moe")
+    config, plain = server_config(tmp_path), Parallel()
+    spec = load_model_spec(config.model)
+
+    def sizes_of(parallel=plain, chunk=100, **kernels):
+        changed = dataclasses.replace(config, kernels=KernelArgs(**kernels),
+                                      schedule=ScheduleArgs(chunked_prefill_size=chunk))
+        return prompt_sizes(changed, spec, parallel)
+
+    assert sizes_of() == [32, 64, 100] and sizes_of(piecewise_cuda_graph_max_tokens=64) == [32, 64]
+    assert sizes_of(piecewise_cuda_graph_tokens=(70, 10, 200)) == [10, 70]
+    assert not sizes_of(disable_cuda_graph=True) and not sizes_of(disable_piecewise_cuda_graph=True)
+    for options in ({"counted": True}, {"movable": True}, {"a2a": "alltoall"}, {"a2a": "peer"}):
+        assert not sizes_of(Parallel(experts=ExpertShare(TPGroup(), **options))), options
+    peers = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2), ExpertShare(TPGroup(0, 2), 2, "peer"))
+    peers.experts.sent._shared = SimpleNamespace(peers=SimpleNamespace(areas=SimpleNamespace(rows=64)))
+    assert sizes_of(peers) == [32, 64], "of more rows the exchange waits for the host"
