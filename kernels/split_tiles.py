@@ -1,18 +1,31 @@
-"""How products of 65 to 256 rows are shared out among a Hopper GPU's multiprocessors."""
+"""Which products of 65 to 256 rows are shared out among a Hopper GPU's multiprocessors, and how.
+
+Chosen by ``python -m baton.tests.bench.decode_layer --batches 128,256`` on an H200, over the layers of Llama-3-8B.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+
+from ._triton import runs_gluon
+from .decode_plan import processors_of
+
+LEAST_ROWS, MOST_ROWS = 65, 256
+_LEAST_BYTES = 32 << 20
+_LEAST_STEPS = 8
+_BUSY = 0.8
+"""Bytes of a weight, steps of a piece, and of the multiprocessors with a tile each: less is not worth it."""
 
 
 @dataclass(frozen=True)
 class SplitTile:
-    """A tile is at most ``rows`` rows by ``groups`` times ``height`` of the weight's, in steps of ``depth``, of which
-    ``stages`` are on their way. With ``pieces`` each tile is so many programs' work, that are then as many as tiles
-    times pieces; without, ``programs`` have equal shares of all, each of a tile or more."""
+    """A tile is at most ``rows`` rows by twice ``height`` of the weight's, in steps of ``depth``, of which ``stages``
+    are on their way. With ``pieces`` each tile is so many programs' work; without, at most ``programs`` have equal
+    shares of all, each of a tile or more."""
 
     rows: int
-    groups: int
     height: int
     depth: int
     stages: int
@@ -22,9 +35,32 @@ class SplitTile:
     @property
     def high(self) -> int:
         """Of the weight's rows."""
-        return self.groups * self.height
+        return 2 * self.height
 
-    @property
-    def chunk(self) -> int:
-        """Rows that are stored at a time."""
-        return 64 if self.pieces <= self.rows // 64 else 32
+
+def split_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
+    """How ``x`` [T, in] ``@ weight`` [out, in] ``.T`` is shared out by whole tiles and parts of two; None where there
+    are too few tiles, the library is faster, or the kernel does not run."""
+    if not _takes(x, weight):
+        return None
+    programs = processors_of(weight.device)
+    tile = SplitTile(256, 64, 64, 4, 1, programs) if len(x) > 128 else SplitTile(128, 128, 64, 4, 1, programs)
+    return tile if -(-len(weight) // tile.high) >= _BUSY * programs else None
+
+
+def left_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
+    """The same of a product with too few tiles, whose sums are left in pieces."""
+    if not _takes(x, weight) or len(x) <= 128 or len(weight) % 64:
+        return None
+    tile = SplitTile(256, 64, 64, 4, 1, processors_of(weight.device))
+    pieces = tile.programs // -(-len(weight) // tile.high)
+    steps = weight.shape[1] // tile.depth
+    return replace(tile, pieces=pieces) if pieces > 1 and steps >= _LEAST_STEPS * pieces else None
+
+
+def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels run, have whole steps and aligned rows, and enough to do."""
+    out, width = weight.shape
+    return (LEAST_ROWS <= len(x) <= MOST_ROWS and not width % 64 and not out % 16 and x.stride(1) == 1
+            and not x.stride(0) % 8 and weight.itemsize == 2 and weight.nbytes >= _LEAST_BYTES
+            and runs_gluon(weight.device))

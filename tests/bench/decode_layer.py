@@ -117,20 +117,11 @@ def many_rows() -> dict[str, list[SkinnyTile]]:
 
 
 def split(rows: int) -> dict[str, list[Any]]:
-    """Of more than 64 rows; the sums of ``o`` and ``down`` may be left to the norm, too."""
-    if rows <= 128:
-        by = {count: [SplitTile(128, groups, height, 64, stages, count) for groups, height, stages in (
-            (2, 64, 6), (3, 64, 5), (2, 128, 4))] for count in (1, 2, 3, 4, 5, 6, 8)}
-    else:
-        by = {count: [SplitTile(256, 2, 64, 64, 4, count), SplitTile(256, 3, 64, 64, 3, count)]
-              for count in (1, 2, 3, 4, 5, 6, 8)}
-    found: dict[str, list[Any]] = {"gate_up": by[1], "qkv": [], "o": [], "down": []}
-    for name, out in (("qkv", 6144), ("o", 4096), ("down", 4096)):
-        here = [max((tile for options in by.values() for tile in options if (tile.groups, tile.height) == shape
-                     and -(-out // tile.high) * tile.pieces <= tile.programs), key=lambda tile: tile.pieces)
-                for shape in ((2, 64), (3, 64), (2, 128)) if rows <= 128 or shape[1] == 64]
-        found[name] = here + ([] if name == "qkv" else [Left(tile) for tile in here])
-    return found
+    """Of more than 64 rows; the sums of ``o`` and ``down`` are left to the norm."""
+    narrow = SplitTile(128, 64, 64, 6) if rows <= 128 else SplitTile(256, 64, 64, 4)
+    left = [Left(replace(narrow, pieces=pieces)) for pieces in (3, 4)]
+    return {"gate_up": [narrow, SplitTile(128, 128, 64, 4)] if rows <= 128 else [narrow], "qkv": [], "o": left,
+            "down": left}
 
 
 def candidates(rows: int) -> dict[str, list[Any]]:

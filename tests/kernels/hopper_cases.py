@@ -48,7 +48,7 @@ from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
 from baton.kernels.skinny_tiles import StreamedTile
 from baton.kernels.split_tiles import SplitTile
-from baton.kernels.split_warpgroups import split_matmul
+from baton.kernels.split_warpgroups import split_matmul, split_pieces
 from baton.kernels.widen_pages import widen_pages
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -402,9 +402,10 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
-    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitTile(256, 2, 64, 64, 4), True),
+    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitTile(256, 64, 64, 4), True),
     "joined_rmsnorm of 4": lambda: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(200, 4096)),
-    "split_matmul 256 rows in pieces": lambda: split(256, 4096, SplitTile(256, 3, 64, 64, 3, 6)),
+    "split_matmul 128 rows": lambda: split(128, 128256, SplitTile(128, 128, 64, 4)),
+    "split_pieces 256 rows": lambda: split_pieces(of(256, 4096), of(4096, 4096), SplitTile(256, 64, 64, 4, 4)),
     "copy_blocks 24 bytes": lambda: copied(7, 24),
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
@@ -414,8 +415,8 @@ FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a 
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "dense_product Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
-       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "split_matmul 256 rows, gated", "joined_rmsnorm of 4",
-       "skinny_matmul 7 rows, streamed",
+       "skinny_matmul one row", "skinny_matmul 7 rows of float8", "skinny_matmul 7 rows, streamed",
+       "split_matmul 256 rows, gated", "split_pieces 256 rows", "joined_rmsnorm of 4",
        "gather_rows 4096", "greatest of bfloat16", "draw, truncated",
        "peer_sum of 2, one shot", "peer_sum of 2, two shots",
        "peer_sum_norm 4096 of 2", "peer_gather and peer_scatter of 2",
@@ -446,8 +447,9 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
     "dense_product Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
     "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
+    "split_pieces 256 rows": lambda n: split_pieces(of(200 + n, 4096), of(4096, 4096), SplitTile(256, 64, 64, 4, 4)),
     "joined_rmsnorm of 4": lambda n: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(n, 4096)),
-    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitTile(256, 2, 64, 64, 4), True),
+    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitTile(256, 64, 64, 4), True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
     "greatest of bfloat16": lambda n: widened_and_greatest(of(n, 128256), int64(n)),
     "draw, truncated": lambda n: drawn(n, 128256, True),
