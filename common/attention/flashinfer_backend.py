@@ -57,7 +57,7 @@ class FlashInferBackend:
         # less than FA2 loses. Prompts for which that takes too much room are our kernel's.
         self._widens = fa3 and stored != dtype
         # Of whole prompts FA3 had rather have the step's own keys and values, by tiles, than find tokens by pages.
-        self._whole = BatchPrefillWithRaggedKVCacheWrapper(
+        self._whole: Any = BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", backend="fa3") if fa3 and stored == dtype else None
         self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
         self._most_pages = _WIDE_BYTES // (
