@@ -16,6 +16,7 @@ from ..api.sampling import SamplingParams
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..engine.executor import Executor
+from ..engine.prefill_graphs import Recorded
 from ..engine.rank import EngineParts, build_parts, join_groups, unified_scheduler
 from ..engine.ranks import RankSpec
 from ..engine.unified import UnifiedScheduler
@@ -46,6 +47,11 @@ class HandEngine:
     @property
     def dtype(self) -> str:
         return self._parts.runner.layout.dtype
+
+    @property
+    def prompt_graphs(self) -> Recorded | None:
+        """What is replayed of prompts' steps."""
+        return self._parts.runner.recorded
 
     @property
     def asynchronous(self) -> bool:

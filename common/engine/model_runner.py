@@ -58,7 +58,7 @@ class ModelRunner:
         self.num_pages = pool.num_pages - 1
         self._captures = False
         self._graphs: DecodeGraphs | None = None
-        self._recorded: Recorded | None = None
+        self.recorded: Recorded | None = None
         self._prompt_graphs: PrefillGraphs | None = None
         self._weights = weights
         self._model = model = weights.model
@@ -115,7 +115,7 @@ class ModelRunner:
             sizes = prompt_sizes(config, spec, parallel)
             if (decodes or sizes) and not config.kernels.disable_cuda_graph and may_capture(parallel):
                 runner._captures = decodes
-                runner._recorded = runner._worth_recording(sizes)
+                runner.recorded = runner._worth_recording(sizes)
             runner._capture_all(progress)
         progress("ready", 1.0)
         return runner
@@ -155,8 +155,8 @@ class ModelRunner:
         return Turn([size] * self._parallel.dp_size, [1] * self._parallel.dp_size)
 
     def _capture_all(self, progress: Progress) -> None:
-        if self._recorded is not None:
-            self.record_prompts(self._recorded, GraphRecorder(self.device), progress)
+        if self.recorded is not None:
+            self.record_prompts(self.recorded, GraphRecorder(self.device), progress)
         if self._captures:
             self._capture(progress)
 

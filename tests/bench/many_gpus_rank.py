@@ -189,6 +189,8 @@ def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> d
         seconds, steps = driven.prefill(args.prompts, args.length)
         row: dict[str, Any] = {**case, "started_s": stages, "warm_s": warm, "prefill_s": seconds,
                                "prefill_steps": steps, "in_tok_s": args.prompts * args.length / seconds}
+        if (graphs := driven.engine.prompt_graphs) is not None:
+            row["prompts in graphs"] = graphs._asdict()
         if world.device.type == "cuda":
             kernels = driven.recorded(some, args.length)
             row |= {"shares": exchange_times(kernels, world), "kernels": longest(kernels)}
@@ -278,6 +280,8 @@ def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, 
         if rank == 0:
             print(line(rows[-1], batches), flush=True)
             told = {name: round(seconds, 1) for name, seconds in rows[-1]["started_s"].items()}
+            if graphs := rows[-1].get("prompts in graphs"):
+                told |= {"prompts in graphs": (len(graphs["sizes"]), graphs["sizes"][-1], graphs["free"])}
             print(f"  start {told}, measured in {rows[-1]['took_s']:.1f} s, {time.time() - began:.1f} s in all",
                   flush=True)
             figures = {"gpus": args.gpus, "layers": args.layers, "ceilings": limits, "rows": rows,

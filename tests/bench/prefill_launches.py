@@ -151,7 +151,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     runner = engine._parts.runner
     sizes = [int(size) for size in args.sizes.split(",") if size]
-    wanted = Recorded(sizes, sizes[-1]) if sizes else runner._recorded
+    wanted = Recorded(sizes, sizes[-1]) if sizes else runner.recorded
     with torch.inference_mode():
         if wanted is not None:
             result["recording"] = record(engine, wanted)
