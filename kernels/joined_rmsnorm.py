@@ -20,7 +20,7 @@ def _joined_rmsnorm_kernel(part_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, e
     place = row * width + columns
     made = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(PIECES):
-        made += tl.load(part_ptr + tl.cast(piece, tl.int64) * piece_values + place, inside, other=0.0)
+        made += tl.load(part_ptr + tl.cast(piece, tl.int64) * piece_values + place, inside, other=0.0).to(tl.float32)
     # Rounded as a product's result, and before the weight is applied, as in rmsnorm.py.
     x = made.to(sum_ptr.dtype.element_ty) + tl.load(residual_ptr + place, inside, other=0.0)
     tl.store(sum_ptr + place, x, inside)
@@ -31,10 +31,10 @@ def _joined_rmsnorm_kernel(part_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, e
 
 def joined_rmsnorm(parts: torch.Tensor, weight: torch.Tensor, eps: float,
                    residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rmsnorm`` of the sum over ``parts`` [pieces, rows, width] float32, contiguous, of which the first T rows count,
-    with ``residual`` [T, width], contiguous: ``(normed, x + residual)`` in its type."""
+    """``rmsnorm`` of the sum in float32 over ``parts`` [pieces, rows, width], contiguous, of which the first T rows
+    count, with ``residual`` [T, width], contiguous: ``(normed, x + residual)`` in its type."""
     if not runs_triton(residual):
-        return rmsnorm(parts.sum(0)[:len(residual)].to(residual.dtype), weight, eps, residual)
+        return rmsnorm(parts.float().sum(0)[:len(residual)].to(residual.dtype), weight, eps, residual)
     (rows, width), block = residual.shape, triton.next_power_of_2(residual.shape[1])
     y, total = torch.empty_like(residual), torch.empty_like(residual)
     if rows:

@@ -218,9 +218,10 @@ def _multiply_piece(part_desc, ring, count, row, column, GROUP: gl.constexpr, RO
     for half in gl.static_range(2):
         slot = 2 * GROUP + half
         mbarrier.wait(ring[3].index(slot), ((count - slot + STAGES - 1) // STAGES - 1) & 1)  # both groups have read it
-        out = ring[1].index(slot)._reinterpret(gl.float32, [HALF, HEIGHT], part_desc.layout)
+        out = ring[1].index(slot)._reinterpret(part_desc.dtype, [HALF, HEIGHT], part_desc.layout)
         for chunk in gl.static_range(HALF // CHUNK):
-            out.slice(chunk * CHUNK, CHUNK, 0).store(chunks[half * (HALF // CHUNK) + chunk].permute(1, 0))
+            made = chunks[half * (HALF // CHUNK) + chunk].to(part_desc.dtype)
+            out.slice(chunk * CHUNK, CHUNK, 0).store(made.permute(1, 0))
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(part_desc, [row + half * HALF, column + GROUP * HEIGHT], out)
@@ -274,13 +275,14 @@ def split_matmul(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, *, gate
     return y
 
 
-def split_pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile) -> torch.Tensor:
-    """``[pieces, tile.rows, out]`` float32, whose sum is ``x @ weight.T`` with rows behind T that say nothing: for a
-    kernel that reads the product anyway. Else as ``split_matmul``, by tiles 64 high of four stages or more."""
+def split_pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile,
+                 dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``[pieces, tile.rows, out]`` of ``dtype``, whose sum is ``x @ weight.T`` with rows behind T that say nothing: for
+    a kernel that reads the product anyway. Else as ``split_matmul``, by tiles 64 high of four stages or more."""
     out, width = weight.shape
     _check(x, weight, tile)
     assert tile.height == 64 and tile.stages >= 4 and width // tile.depth >= tile.pieces
-    parts = torch.empty((tile.pieces, tile.rows, out), dtype=torch.float32, device=x.device)
+    parts = torch.empty((tile.pieces, tile.rows, out), dtype=dtype, device=x.device)
     _split_piece_kernel[(-(-out // tile.high) * tile.pieces,)](
         _descriptor(weight, [tile.height, tile.depth]), _descriptor(x, [tile.rows, tile.depth]),
         _descriptor(parts.view(-1, out), [tile.rows // 2, tile.height]), width // tile.depth, ROWS=tile.rows,

@@ -48,6 +48,7 @@ class Left(NamedTuple):
     """The product's sums are left in pieces, for the norm."""
 
     tile: SplitTile
+    dtype: torch.dtype
 
 
 def tiles(columns: int, depth: int, warps: int, stages: int, pieces: tuple[int, ...],
@@ -119,7 +120,7 @@ def many_rows() -> dict[str, list[SkinnyTile]]:
 def split(rows: int) -> dict[str, list[Any]]:
     """Of more than 64 rows; the sums of ``o`` and ``down`` are left to the norm."""
     narrow = SplitTile(128, 64, 64, 6) if rows <= 128 else SplitTile(256, 64, 64, 4)
-    left = [Left(replace(narrow, pieces=pieces)) for pieces in (3, 4)]
+    left = [Left(replace(narrow, pieces=4), dtype) for dtype in (torch.float32, torch.bfloat16)]
     return {"gate_up": [narrow, SplitTile(128, 128, 64, 4)] if rows <= 128 else [narrow], "qkv": [], "o": left,
             "down": left}
 
@@ -143,7 +144,7 @@ def candidates(rows: int) -> dict[str, list[Any]]:
 def product(tile: SkinnyTile | StreamedTile | SplitTile | Left | None, gated: bool, x: torch.Tensor,
             weight: torch.Tensor) -> torch.Tensor:
     if isinstance(tile, Left):
-        return split_pieces(x, weight, tile.tile)
+        return split_pieces(x, weight, tile.tile, tile.dtype)
     if isinstance(tile, SplitTile):
         return split_matmul(x, weight, tile, gated=gated)
     if tile is not None:

@@ -51,24 +51,25 @@ def test_products_equal_torch(out, width, tile):
             assert torch.equal(got, last[:rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tile", LEFT, ids=told)
 @pytest.mark.parametrize("out,width", [(4096, 4096), (4096, 14336), (1088, 256)])
-def test_a_norm_adds_up_what_a_product_left(out, width, tile):
+def test_a_norm_adds_up_what_a_product_left(out, width, tile, dtype):
     """Of pieces of many steps and of one, and of tiles of which half is there; the same bits each time."""
     from baton.kernels.split_warpgroups import split_pieces
     weight, whole = random(out, width, seed=1) * width**-0.5, random(tile.rows, width)
     gain = random(out, seed=3)
     for rows in (65, tile.rows - 3, tile.rows):
         x, residual = whole[:rows], random(rows, out, seed=2)
-        parts = split_pieces(x, weight, tile)
+        parts = split_pieces(x, weight, tile, dtype)
         assert parts.shape == (tile.pieces, tile.rows, out)
         made = linear(x.float(), weight.float())
-        assert (parts.sum(0)[:rows] - made).norm() <= 1e-3 * made.norm()
+        assert (parts.float().sum(0)[:rows] - made).norm() <= (1e-3 if dtype == torch.float32 else 4e-3) * made.norm()
         want = reference.rmsnorm(made.bfloat16(), gain, 1e-5, residual)
         for a, b in zip(joined_rmsnorm(parts, gain, 1e-5, residual), want):
             assert (a.float() - b.float()).norm() <= 0.006 * b.float().norm()
         for _ in range(5):
-            assert torch.equal(split_pieces(x, weight, tile)[:, :rows], parts[:, :rows])
+            assert torch.equal(split_pieces(x, weight, tile, dtype)[:, :rows], parts[:, :rows])
 
 
 @pytest.mark.parametrize("tile", TILES, ids=told)
