@@ -79,6 +79,7 @@ PLANS: dict[str, list[Step]] = {
         bench("relay", 240, "--skip-chat", "--only", "unified", json="--out", tail=16),
         bench("small_model", 60, json="--out"), bench("prefix_cache", 150, json="--out"), bench("grammar", 120),
         bench("kernel_profile", 90, "--batches", "1,64,256", tail=70),
+        bench("prefill_layer", 60, json="--out", tail=5),
         bench("paged_decode", 60, json="--out", tail=20), bench("sampling", 60, json="--out"),
         bench("skinny_matmul", 60, json="--output", tail=50), bench("windows", 60, tail=20),
         bench("fp8_gemm", 60, json="--output", tail=24), bench("fp8_serving", 90, json="--out", tail=6),
