@@ -10,7 +10,8 @@ from ..distributed.parallel import Parallel
 from ..distributed.tp import TPGroup
 from ..layers.moe import MoE
 from ..weights.slots import Allocate
-from .decoder import DenseDecoder, LayerMLP, MakeMLP, dense_mlp
+from .decoder import DenseDecoder
+from .layer import LayerMLP, MakeMLP, dense_mlp
 
 
 def moe_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:

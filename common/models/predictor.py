@@ -13,8 +13,8 @@ from ..config.model import ModelSpec
 from ..distributed.parallel import Parallel
 from ..layers.norm import RMSNorm
 from ..weights.slots import Allocate, Slot, allocator
-from .decoder import DecoderLayer
 from .deepseek import LatentSelfAttention
+from .layer import DecoderLayer
 from .moe import mixed_mlp
 
 
