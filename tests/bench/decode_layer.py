@@ -86,16 +86,15 @@ def few_rows() -> dict[str, list[SkinnyTile]]:
     }
 
 
-def streamed(rows: int) -> dict[str, list[StreamedTile]]:
+def streamed(rows: int) -> list[StreamedTile]:
     """Rings of weights that as much shared memory holds as there is, or half of it for two programs."""
     tall, found = max(8, 1 << (rows - 1).bit_length()), []
-    for block, split, depth in ((64, 1, 64), (64, 2, 64), (64, 2, 128), (64, 4, 64), (128, 1, 64), (128, 2, 64),
-                                (128, 4, 64)):
-        step = (block + tall * split) * depth * 2
-        if tall * split <= 128 and block * tall * split <= 1 << 14:
-            found += [StreamedTile(block, split, depth, count, programs)
-                      for count, programs in ((216 * KIB // step, 1), (160 * KIB // step, 1), (104 * KIB // step, 2))]
-    return dict.fromkeys(("qkv", "o", "gate_up", "down"), found)
+    for block, split, depth in ((64, 1, 64), (64, 2, 64), (64, 4, 64), (64, 2, 128), (128, 1, 64), (128, 2, 64)):
+        step, small = (block + tall * split) * depth * 2, block * tall * split <= 4096
+        if tall * split <= 128:
+            found += [StreamedTile(block, split, depth, (216 if small else 192) * KIB // step, 1),
+                      StreamedTile(block, split, depth, 104 * KIB // step, 2)]
+    return found
 
 
 def one_row() -> dict[str, list[SkinnyTile]]:
@@ -130,7 +129,7 @@ def candidates(rows: int) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {name: [None, *some] for name, some in split(rows).items()}
     else:
         products = one_row() if rows == 1 else few_rows() if rows <= 32 else many_rows()
-        found = {name: [None, *streamed(rows)[name], *some] for name, some in products.items()}
+        found = {name: [None, *streamed(rows), *some] for name, some in products.items()}
     usual = pieces_of(128, 2, 2, rows * 8)
     found["attention"] = [(None, usual), (Tile(64, 4, 2), usual | {"programs": 4}),
                           (Tile(64, 4, 3), usual | {"programs": 3}),
@@ -263,7 +262,7 @@ def jobs(batches: list[int]) -> list[Job]:
                     found[option[0]] = None
                 elif isinstance(option, StreamedTile):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
-                        found[rows, replace(option, programs=1), gated] = None
+                        found[max(rows, 8), replace(option, programs=1), gated] = None
                 elif isinstance(option, (SplitTile, Left)):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
                         found[rows, option, gated] = None
