@@ -26,12 +26,11 @@ from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
 from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
 from .graphs import DecodeGraphs, default_sizes
-from .launch_bound import launch_bound, times_of_launching
 from .meeting import Meeting, Turn
 from .model_weights import ModelWeights
 from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
 from .predictors import Predictors
-from .prefill_graphs import GraphRecorder, PrefillGraphs, Recorded, Recorder, prompt_sizes
+from .recorded_prompts import RecordedPrompts
 from .two_batches import TwoBatches
 
 _MANY_ROWS = 64
@@ -58,8 +57,6 @@ class ModelRunner:
         self.num_pages = pool.num_pages - 1
         self._captures = False
         self._graphs: DecodeGraphs | None = None
-        self.recorded: Recorded | None = None
-        self._prompt_graphs: PrefillGraphs | None = None
         self._weights = weights
         self._model = model = weights.model
         self._attention = attention
@@ -76,6 +73,7 @@ class ModelRunner:
         self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
         self._two: TwoBatches | None = None
         self._cut = False  # this turn's step
+        self.prompts = RecordedPrompts(model, self._parallel)
         self._group_ending = {last - 1: group for group, last in enumerate(accumulate(pool.layout.groups))}
 
     @classmethod
@@ -112,10 +110,10 @@ class ModelRunner:
         if device.type == "cuda":
             runner._warm_up(progress)
             decodes = config.mode != "prefill" and not config.model.is_embedding
-            sizes = prompt_sizes(config, spec, parallel)
-            if (decodes or sizes) and not config.kernels.disable_cuda_graph and may_capture(parallel):
+            prompts = config.captured_prompts(spec.context_length) > 0
+            if (decodes or prompts) and not config.kernels.disable_cuda_graph and may_capture(parallel):
                 runner._captures = decodes
-                runner.recorded = runner._worth_recording(sizes)
+                runner.prompts.choose(config, spec, runner._begin)
             runner._capture_all(progress)
         progress("ready", 1.0)
         return runner
@@ -136,36 +134,10 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
             progress("kernels", done / len(steps))
 
-    @torch.inference_mode()
-    def _worth_recording(self, sizes: list[int]) -> Recorded | None:
-        """Those of ``sizes`` that the flags name, or at which a step waits for the host. All ranks together."""
-        if not sizes or self._config.kernels.piecewise_cuda_graph_tokens:
-            return Recorded(sizes, sizes[-1]) if sizes else None
-
-        def trial(size: int, work: Callable[[], None]) -> float:
-            self._begin(self._prompts_of(size))
-            mine = times_of_launching(work, self.device)
-            return float(self._parallel.everyone.min_reduce(np.array([1e6 * mine]))[0]) / 1e6
-
-        found = Recorded(*launch_bound(self._model, sizes, trial))
-        return found if found.sizes else None
-
-    def _prompts_of(self, size: int) -> Turn:
-        """So many tokens of every attention group."""
-        return Turn([size] * self._parallel.dp_size, [1] * self._parallel.dp_size)
-
     def _capture_all(self, progress: Progress) -> None:
-        if self.recorded is not None:
-            self.record_prompts(self.recorded, GraphRecorder(self.device), progress)
+        self.prompts.capture(self._begin, progress)
         if self._captures:
             self._capture(progress)
-
-    @torch.inference_mode()
-    def record_prompts(self, wanted: Recorded, recorder: Recorder, progress: Progress) -> None:
-        """Steps of prompts replay what is recorded, from now on. All ranks together."""
-        self._prompt_graphs = PrefillGraphs(
-            self._model, wanted, self._parallel.dp_size, self._parallel.experts.padded, recorder,
-            lambda size: self._begin(self._prompts_of(size)), lambda share: progress("CUDA graphs of prompts", share))
 
     @torch.inference_mode()
     def _capture(self, progress: Progress) -> None:
@@ -193,7 +165,8 @@ class ModelRunner:
     def release(self, kinds: Iterable[MemoryKind]) -> None:
         """Give device memory back. No step is in flight, and none may run until ``resume``."""
         for kind in kinds:
-            self._graphs = self._prompt_graphs = None  # they hold addresses
+            self._graphs = None  # they hold addresses
+            self.prompts.release()
             self._memory[kind].release()
 
     def resume(self, kinds: Iterable[MemoryKind], *, complete: bool) -> None:
@@ -313,13 +286,8 @@ class ModelRunner:
         return []
 
     def _pieces(self, batch: ForwardBatch) -> Pieces | None:
-        """What is recorded of this step; all ranks decide alike."""
-        together = self._parallel.dp_size > 1
-        if self._prompt_graphs is None or self._cut or (self._turn.steady if together else batch.is_decode):
-            return None
-        tokens = self._turn.tokens if together else [batch.num_tokens]
-        size = self._prompt_graphs.size_for(tokens)
-        return None if size is None else self._prompt_graphs.step(size, tokens, batch.num_tokens)
+        """What is recorded of this turn's step."""
+        return None if self._cut else self.prompts.pieces(batch, self._turn)
 
     def _between_steps(self) -> None:
         """Experts move here. Every rank comes here once a step, whether it replays a graph or not."""

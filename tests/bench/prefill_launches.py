@@ -89,7 +89,7 @@ def single_calls(engine: HandEngine) -> dict[str, float]:
                                                                None),
         "a layer between attentions": lambda: runner._model.between(1, heads, residual),
     }
-    graphs = runner._prompt_graphs
+    graphs = runner.prompts.graphs
     if graphs is not None:
         calls["the same in a graph"] = next(iter(graphs._pieces.values()))[1].replay
     found = {}
@@ -108,11 +108,11 @@ def single_calls(engine: HandEngine) -> dict[str, float]:
 def record(engine: HandEngine, wanted: Recorded) -> dict[str, float]:
     """Once more."""
     runner = engine._parts.runner
-    runner._prompt_graphs = None
+    runner.prompts.graphs = None
     engine.synchronize()
     torch.cuda.empty_cache()
     before, began = torch.cuda.mem_get_info()[0], time.perf_counter()
-    runner.record_prompts(wanted, GraphRecorder(runner.device), lambda what, share: None)
+    runner.prompts.record(wanted, GraphRecorder(runner.device), runner._begin, lambda what, share: None)
     engine.synchronize()
     torch.cuda.empty_cache()
     seconds = time.perf_counter() - began
@@ -151,7 +151,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     runner = engine._parts.runner
     sizes = [int(size) for size in args.sizes.split(",") if size]
-    wanted = Recorded(sizes, sizes[-1]) if sizes else runner.recorded
+    wanted = Recorded(sizes, sizes[-1]) if sizes else runner.prompts.chosen
     with torch.inference_mode():
         if wanted is not None:
             result["recording"] = record(engine, wanted)
@@ -159,7 +159,7 @@ def main() -> None:
         result["calls us"] = single_calls(engine)
         for name, calls, own, total in profiled(engine, args.host) if args.host else ():
             print(f"  {own:8.1f} us own, {total:8.1f} in all, {calls:6.1f} calls: {name[:90]}")
-        runner._prompt_graphs = None
+        runner.prompts.graphs = None
         result["eager"] = steps(engine, counts)
     for name in ("pieces", "eager"):
         for count, row in result.get(name, {}).items():

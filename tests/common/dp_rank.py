@@ -144,13 +144,13 @@ def watch_pieces(engine: Engine, sizes: list[int]) -> list[tuple[int, list[int]]
         return seen
     if runner.device.type == "cpu":
         record_again(runner, sizes)
-    step = runner._prompt_graphs.step
+    step = runner.prompts.graphs.step
 
     def watched(size, tokens, own):
         seen.append((size, list(tokens)))
         return step(size, tokens, own)
 
-    runner._prompt_graphs.step = watched
+    runner.prompts.graphs.step = watched
     return seen
 
 

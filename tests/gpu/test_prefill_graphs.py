@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
+from baton.common.engine.forward_batch import Row, build_forward_batch
 from baton.common.engine.prefill_graphs import GraphRecorder, Recorded
 from baton.common.tinychat import CHECKPOINT
+from baton.tests.bench.many_gpus import QWEN3_30B
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.prompts_again import SIZES, steps_of
 from baton.tests.common.small_models import load_runner, save_model, server_config
@@ -19,7 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def both(runner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the same steps, twice in pieces, each beside the eager ones."""
     eager = steps_of(runner)
-    runner.record_prompts(Recorded(SIZES, SIZES[-1]), GraphRecorder(runner.device), lambda what, share: None)
+    runner.prompts.record(Recorded(SIZES, SIZES[-1]), GraphRecorder(runner.device), runner._begin,
+                          lambda what, share: None)
     return [pair for _ in range(2) for pair in zip(steps_of(runner), eager)]
 
 
@@ -43,6 +49,31 @@ def test_logits_are_near_in_bfloat16(tmp_path, quantization):
         torch.testing.assert_close(found, wanted, atol=0.05 * float(wanted.abs().max()) if len(wanted) else 0, rtol=0)
 
 
+def test_a_large_mixture_computes_the_same(tmp_path):
+    """The kernels of many rows: of a captured size alike, padded nearly."""
+    shape = QWEN3_30B | {"num_hidden_layers": 3, "vocab_size": 2048, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    runner = load_runner(server_config(tmp_path, backend="auto", dtype="bfloat16", load_format="dummy"), "cuda:0")
+    tokens = np.random.default_rng(0).integers(0, 2000, 1024)
+    pages = np.arange(runner.layout.pages_for(1024), dtype=np.int32)
+
+    def logits_of(count: int) -> torch.Tensor:
+        batch = build_forward_batch([Row(tokens[:count], 0, pages)], runner.layout.page_size, runner.device, False,
+                                    list(range(0, count, 7)))
+        return runner.forward(batch).clone()
+
+    runner.prompts.graphs = None
+    eager = [logits_of(count) for count in (1024, 700)]
+    runner.prompts.record(Recorded([768, 1024], 1024), GraphRecorder(runner.device), runner._begin,
+                          lambda what, share: None)
+    logits_of(1024)
+    found = [logits_of(count) for count in (1024, 700)]
+    assert runner.prompts.graphs._marked == (768, [700])
+    torch.testing.assert_close(found[0], eager[0], atol=0.01 * float(eager[0].abs().max()), rtol=0)
+    near = torch.nn.functional.cosine_similarity(found[1], eager[1], dim=-1)
+    assert near.median() > 0.999 and near.mean() > 0.98, "a token may go to another expert, few do"
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 def test_tokens_equal_eager_ones(overlap):
     """Chunks of 100 tokens of prompts of all lengths, with a prefix cache, beside decode steps in graphs."""
@@ -52,7 +83,7 @@ def test_tokens_equal_eager_ones(overlap):
         engine = Engine(CHECKPOINT, page_size=16, max_total_tokens=16384, chunk=100, device="cuda", overlap=overlap,
                         kernels=KernelArgs("triton", disable_piecewise_cuda_graph=not pieces,
                                            piecewise_cuda_graph_tokens=pieces))
-        assert (engine.runner._prompt_graphs is not None) == bool(pieces)
+        assert (engine.runner.prompts.graphs is not None) == bool(pieces)
         for i, prompt in enumerate(prompts):
             engine.start(str(i), prompt, max_new_tokens=24, ignore_eos=True)
         found.append(tokens_of(engine.run()))
