@@ -15,14 +15,15 @@ import torch
 
 FOLDER = Path(__file__).with_name("tiles")
 WARPGROUPS_FROM = 64
-"""Rows an expert from which on the rule takes moe_warpgroups.py's kernel."""
+"""Rows an expert from which on the rule takes products by warps with roles."""
 
 
 @dataclass(frozen=True)
 class Tile:
     """One program's part of a product, ``rows`` x ``columns`` by steps of ``depth``; ``band`` row blocks in turn.
 
-    Of 12 ``warps``, which moe_warpgroups.py's programs have, 4 only load."""
+    Of 12 ``warps``, which the programs of moe_warpgroups.py and moe_warpgroups_tall.py have, 4 only load; their rows
+    are blocks of 64, as many as a place has, ``rows`` at most."""
 
     rows: int
     columns: int
@@ -35,6 +36,16 @@ class Tile:
     def by_warpgroups(self) -> bool:
         return self.warps == 12
 
+    @property
+    def block(self) -> int:
+        """Rows of a block of the alignment that it goes through."""
+        return 64 if self.by_warpgroups else self.rows
+
+    @property
+    def tall(self) -> int:
+        """Blocks that it may have, where it may have several; else 0."""
+        return self.rows // 64 if self.by_warpgroups else 0
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -46,11 +57,11 @@ class Tiles:
     sorted: bool = False
 
     def __post_init__(self) -> None:
-        assert self.gate_up.rows == self.down.rows
+        assert self.gate_up.rows == self.down.rows and self.gate_up.by_warpgroups == self.down.by_warpgroups
 
     @property
     def by_warpgroups(self) -> bool:
-        return self.gate_up.by_warpgroups or self.down.by_warpgroups
+        return self.gate_up.by_warpgroups
 
 
 def shape_key(num_places: int, hidden: int, size: int, choices: int, dtype: torch.dtype) -> str:
@@ -60,8 +71,8 @@ def shape_key(num_places: int, hidden: int, size: int, choices: int, dtype: torc
 
 def tiles_for(tokens: int, num_places: int, hidden: int, size: int, choices: int, dtype: torch.dtype,
               device: str, warpgroups: bool = False) -> Tiles:
-    """Those measured with the nearest number of tokens, or the rule's. ``warpgroups``: moe_warpgroups.py's kernel can
-    compute this layer here."""
+    """Those measured with the nearest number of tokens, or the rule's. ``warpgroups``: products by warps with
+    roles can compute this layer here."""
     measured = table(device).get(shape_key(num_places, hidden, size, choices, dtype))
     if measured:
         nearest = measured[min(measured, key=lambda known: abs(known - tokens))]
@@ -74,9 +85,14 @@ def tiles_for(tokens: int, num_places: int, hidden: int, size: int, choices: int
 
 
 def warpgroup_tiles(dtype: torch.dtype, band: int = 4) -> Tiles:
-    """The only ones that moe_warpgroups.py's kernel has, but for their ``band``."""
+    """The only ones that moe_warpgroups.py has, but for their ``band``."""
     depth = 128 // dtype.itemsize
     return Tiles(Tile(128, 128, depth, band, 12, 4), Tile(128, 256, depth, band, 12, 4), True)
+
+
+def tall_tiles(band: int = 4) -> Tiles:
+    """The only ones that moe_warpgroups_tall.py has, but for their ``band``; of 16 bits."""
+    return Tiles(Tile(256, 96, 64, band, 12, 3), Tile(256, 192, 64, band, 12, 3), True)
 
 
 def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:
