@@ -34,6 +34,11 @@ def default_sizes(largest: int) -> list[int]:
     return sorted({size for size in steps if size < largest} | {largest})
 
 
+def sizes_to_capture(wanted: Sequence[int], largest: int) -> list[int]:
+    """Those of ``wanted`` up to ``largest``; where there are none, the default ones."""
+    return [size for size in wanted if size <= largest] or default_sizes(largest)
+
+
 class DecodeGraphs:
     """Captures at construction; ``run`` replays. ``max_pages`` bounds the pages of one request. ``begin`` is told of a
     size before a step of it is computed."""

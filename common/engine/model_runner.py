@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import accumulate
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -25,7 +24,8 @@ from .attention_choice import AttentionChoice
 from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
 from .forward_batch import NO_ROWS, AfterGroup, DecodeTable, ForwardBatch, Row, build_forward_batch, build_run_batch
-from .graphs import DecodeGraphs, default_sizes
+from .graphs import DecodeGraphs, sizes_to_capture
+from .group_ends import GroupEnds
 from .meeting import Meeting, Turn
 from .model_weights import ModelWeights
 from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
@@ -74,7 +74,7 @@ class ModelRunner:
         self._two: TwoBatches | None = None
         self._cut = False  # this turn's step
         self.prompts = RecordedPrompts(model, self._parallel)
-        self._group_ending = {last - 1: group for group, last in enumerate(accumulate(pool.layout.groups))}
+        self._group_ends = GroupEnds(pool.layout.groups, device)
 
     @classmethod
     @torch.no_grad()  # not inference_mode: transfers write to the pool's tensors outside of it
@@ -141,9 +141,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self, progress: Progress) -> None:
-        kernels = self._config.kernels
-        largest = self._config.largest_captured
-        sizes = [size for size in kernels.cuda_graph_bs if size <= largest] or default_sizes(largest)
+        sizes = sizes_to_capture(self._config.kernels.cuda_graph_bs, self._config.largest_captured)
         self._graphs = DecodeGraphs(
             self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
             self.num_pages, self.device, lambda size: self._begin(Turn.of_rows_each(self._parallel.dp_size, size)),
@@ -203,12 +201,7 @@ class ModelRunner:
 
     def _overlap(self, attention: Planned) -> None:
         """Compute prompts in halves from now on, the second one with ``attention``. Raises ConfigError."""
-        if not self._model.halves:
-            raise ConfigError("--enable-two-batch-overlap is for --moe-a2a-backend none, and for MLPs without a bias: "
-                              "leave it out.")
-        exchanges = (self._parallel.exchange_beside(), self._parallel.exchange_beside())
-        self._two = TwoBatches((self._attention, attention), exchanges, self.layout.page_size, self._parallel.dp_rank,
-                               self._config.data_parallel.two_batch_min_tokens)
+        self._two = TwoBatches.of(self._config, self._parallel, self._model, (self._attention, attention))
 
     def _begin(self, turn: Turn) -> None:
         self._turn = turn
@@ -245,7 +238,7 @@ class ModelRunner:
         if batch.is_decode and self._graphs is not None and self._replayed_size(batch.num_reqs) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
             return self._graphs.run(batch)[:len(batch.logits_rows)]
-        return self._model.forward(batch, self._attention, self._telling(after_group), self._plan(batch),
+        return self._model.forward(batch, self._attention, self._group_ends.telling(after_group), self._plan(batch),
                                    self._pieces(batch)).float()
 
     @torch.inference_mode()
@@ -258,7 +251,7 @@ class ModelRunner:
             return self._graphs.decode(table, token_ids, size)
         batch = build_run_batch(table, token_ids, self.device)
         self._attention.plan(batch)
-        logits = self._model.forward(batch, self._attention, self._telling(None), pieces=self._pieces(batch))
+        logits = self._model.forward(batch, self._attention, self._group_ends.telling(None), pieces=self._pieces(batch))
         return logits.float(), None
 
     @torch.inference_mode()
@@ -267,7 +260,7 @@ class ModelRunner:
         """``forward``'s logits of the first ``num_logits`` of ``batch.logits_rows``, and the hidden states
         ``[R - num_logits, hidden]`` of the others behind the last norm. Runs without CUDA graphs, which keep none."""
         self._between_steps()
-        hidden = self._model.hidden(batch, self._attention, self._telling(after_group), self._plan(batch),
+        hidden = self._model.hidden(batch, self._attention, self._group_ends.telling(after_group), self._plan(batch),
                                     self._pieces(batch))
         return self._model.scores(hidden[:num_logits]).float(), hidden[num_logits:]
 
@@ -275,7 +268,7 @@ class ModelRunner:
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states ``[R, hidden]`` of ``batch.logits_rows``, behind the model's last norm."""
         self._between_steps()
-        return self._model.hidden(batch, self._attention, self._telling(None), self._plan(batch),
+        return self._model.hidden(batch, self._attention, self._group_ends.telling(None), self._plan(batch),
                                   self._pieces(batch))
 
     def _plan(self, batch: ForwardBatch) -> list[Half]:
@@ -300,20 +293,6 @@ class ModelRunner:
         Float32 both."""
         labels = self._model.labels
         return pooled if labels is None else labels(pooled)
-
-    def _telling(self, after_group: AfterGroup | None) -> Callable[[int], None]:
-        """Tells ``after_group`` of the layer groups that end, by their last layer."""
-        def after_layer(layer: int) -> None:
-            group = self._group_ending.get(layer)
-            if group is None or after_group is None:
-                return
-            event = None
-            if self.device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(self.device))
-            after_group(group, event)
-
-        return after_layer
 
 
 def _silent(stage: str, fraction: float) -> None:

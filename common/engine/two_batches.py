@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..api.errors import ConfigError
 from ..attention.base import Planned
+from ..config.server import ServerConfig
 from ..distributed.exchange import TokenExchange
+from ..distributed.parallel import Parallel
+from ..models.decoder import DenseDecoder
 from ..models.halves import Half
 from .forward_batch import ForwardBatch, indptr_of, part_of
 from .meeting import Turn
@@ -25,6 +29,16 @@ class TwoBatches:
         self._group = group
         self._least = least
         self._middle = 0
+
+    @classmethod
+    def of(cls, config: ServerConfig, parallel: Parallel, model: DenseDecoder,
+           attentions: tuple[Planned, Planned]) -> TwoBatches:
+        """A rank's. Raises ConfigError."""
+        if not model.halves:
+            raise ConfigError("--enable-two-batch-overlap is for --moe-a2a-backend none, and for MLPs without a bias: "
+                              "leave it out.")
+        return cls(attentions, (parallel.exchange_beside(), parallel.exchange_beside()), config.cache.page_size,
+                   parallel.dp_rank, config.data_parallel.two_batch_min_tokens)
 
     def begin(self, turn: Turn) -> bool:
         """Whether this turn's step is cut."""
