@@ -30,6 +30,7 @@ class RecordedPrompts:
     def __init__(self, model: DenseDecoder, parallel: Parallel):
         self._model = model
         self._parallel = parallel
+        self._device = model.cos_sin.device
         self.chosen: Recorded | None = None
         self.graphs: PrefillGraphs | None = None
 
@@ -46,7 +47,7 @@ class RecordedPrompts:
 
         def trial(size: int, work: Callable[[], None]) -> float:
             begin(self._turn_of(size))
-            mine = times_of_launching(work, self._parallel.device)
+            mine = times_of_launching(work, self._device)
             return float(self._parallel.everyone.min_reduce(np.array([1e6 * mine]))[0]) / 1e6
 
         found = Recorded(*launch_bound(self._model, sizes, trial))
@@ -59,7 +60,7 @@ class RecordedPrompts:
             return
         trouble = None
         try:
-            self.record(self.chosen, GraphRecorder(self._parallel.device), begin, progress)
+            self.record(self.chosen, GraphRecorder(self._device), begin, progress)
         except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
             trouble = f"{type(error).__name__}: {error}"
         if not self._parallel.everyone.min_reduce(np.array([trouble is None]))[0]:
