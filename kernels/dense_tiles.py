@@ -14,9 +14,8 @@ MANY_ROWS = 1024
 _LEAST_USED = 0.9
 """Of what programs multiply: the rest is padding, or multiprocessors that wait for the last tiles. With more of that
 cuBLAS and the activation by itself are as fast."""
-
-
 _NEARLY = 0.03
+"""Of that share, what tall tiles are worth."""
 
 
 @dataclass(frozen=True)
