@@ -67,11 +67,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class Run:
-    """Times of a case in seconds: ``steps`` of decode, of which the host ``waited`` for the device in all."""
+    """Times of a case in seconds: ``steps`` of decode, and for how long in each the host ``waits`` for the device."""
 
     prefill: float
     steps: list[float]
-    waited: float
+    waits: list[float]
+
+    @property
+    def host(self) -> list[float]:
+        """Of each step, what the host spends outside of waiting."""
+        return [step - wait for step, wait in zip(self.steps, self.waits)]
 
     @property
     def total(self) -> float:
@@ -127,7 +132,7 @@ def measure(engine: HandEngine, case: tuple[int, int, int], config: BenchOneBatc
         prefill_parts, decode_parts = _record_parts(engine, case, config, prefill_ms, decode.p50)
     host = decode_parts.get("host")
     if engine.asynchronous and middle.steps:
-        host = 1e3 * (sum(middle.steps) - middle.waited) / len(middle.steps)
+        host = 1e3 * statistics.mean(middle.host)
     return Figure(*case, prefill_ms, decode, middle.total, host, prefill_parts, decode_parts)
 
 
@@ -138,17 +143,18 @@ def once(engine: HandEngine, batch: int, input_len: int, output_len: int) -> Run
     begin = time.perf_counter()
     _prefill(engine)
     engine.synchronize()
-    prefill, waited, steps = time.perf_counter() - begin, engine.waited, []
+    prefill = time.perf_counter() - begin
+    steps, waits = [], []
     if output_len > 1 and engine.num_decoding < batch:
         raise ConfigError(f"The KV pool has no room for a batch of {batch}: raise --max-total-tokens.")
     while True:
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), engine.waited
         if not engine.step():
             break
         steps.append(time.perf_counter() - begin)
-    waited = engine.waited - waited
+        waits.append(engine.waited - waited)
     engine.finish()
-    return Run(prefill, steps, waited)
+    return Run(prefill, steps, waits)
 
 
 def _prefill(engine: HandEngine) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,12 +24,15 @@ from . import ceilings, dummy_engine
 STEPS, WARM_UP = 60, 10
 
 
-def measure(engine: HandEngine, batch: int, context: int) -> dict[str, float]:
-    """Mean milliseconds of a step after a warm-up: all of it, and the part that the host works."""
+def measure(engine: HandEngine, batch: int, context: int) -> dict[str, Any]:
+    """Mean milliseconds of a step after a warm-up, and of all steps the part that the host works: mean, median and the
+    longest five by their places."""
     run = once(engine, batch, context - STEPS, STEPS + 30)
     steps = run.steps[WARM_UP:WARM_UP + STEPS]
-    return {"step_ms": 1e3 * sum(steps) / len(steps),
-            "host_ms": 1e3 * (sum(run.steps) - run.waited) / len(run.steps)}
+    host = [1e3 * took for took in run.host]
+    longest = sorted(sorted(range(len(host)), key=host.__getitem__)[-5:])
+    return {"step_ms": 1e3 * sum(steps) / len(steps), "host_ms": statistics.mean(host),
+            "host_median_ms": statistics.median(host), "host_longest_ms": {at: round(host[at], 2) for at in longest}}
 
 
 def main() -> None:
