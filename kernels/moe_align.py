@@ -27,32 +27,67 @@ class Alignment:
     A row is an index into the flattened ``[T, K]`` choices, T * K where the block is padded. Blocks behind the last
     have place -1. ``positions`` [T * K] int32 is the way back: where ``rows`` has each choice, arbitrary where it has
     not.
+
+    ``spans`` [n, 3] int32, where they are asked for, are ``(first block, blocks, place)`` of tiles that have up to
+    ``tall`` blocks of one place, as equal as they can be; behind the last ``(0, 0, -1)``. ``turn`` [1] int32 is zero,
+    for kernels whose programs take such tiles in turn.
     """
 
     rows: torch.Tensor
     place: torch.Tensor
     positions: torch.Tensor
     block: int
+    tall: int = 0
+    spans: torch.Tensor | None = None
+    turn: torch.Tensor | None = None
 
 
 @triton.jit
-def _fill_blocks(rows_ptr, place_ptr, place, num_places, first, last, filled, total, ROWS: tl.constexpr):
-    """Blocks ``[first, last)`` are the place's; behind ``filled`` its rows are padding. ``num_places``: nobody's."""
+def _fill_spans(spans_ptr, turn_ptr, blocks, each, place, num_places, num_spans, first, last, TALL: tl.constexpr):
+    """The place's ``[first, last)`` of all blocks, cut into tiles; ``num_places``: those behind the last."""
+    tiles = (blocks + TALL - 1) // TALL
+    begin = tl.sum(tl.where(each < place, tiles, 0), 0)
+    count = (last - first + TALL - 1) // TALL
     value = place
     if place == num_places:
-        value = -1
+        tl.store(turn_ptr, 0)
+        count, last, value = num_spans - begin, first, -1
+    for start in range(0, count, 128):
+        tile = start + tl.arange(0, 128)
+        at, inside = spans_ptr + (begin + tile) * 3, tile < count
+        beneath = tile * (last - first) // count
+        tl.store(at, tl.where(last > first, first + beneath, 0), inside)
+        tl.store(at + 1, (tile + 1) * (last - first) // count - beneath, inside)
+        tl.store(at + 2, tl.zeros((128,), tl.int32) + value, inside)
+
+
+@triton.jit
+def _fill_place(rows_ptr, place_ptr, spans_ptr, turn_ptr, counts, each, place, num_places, num_blocks, num_spans, total,
+                ROWS: tl.constexpr, TALL: tl.constexpr):
+    """Writes which blocks are the place's, of ``counts`` choices each, and the padding of its last one. Where they
+    begin. ``num_places``: what is behind the last."""
+    blocks = (counts + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(each < place, blocks, 0), 0)
+    last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
+    if TALL:
+        _fill_spans(spans_ptr, turn_ptr, blocks, each, place, num_places, num_spans, first, last, TALL)
+    value = place
+    if place == num_places:
+        last, value = num_blocks, -1
     for start in range(first, last, 128):
         block = start + tl.arange(0, 128)
         tl.store(place_ptr + block, tl.zeros((128,), tl.int32) + value, block < last)
     if place < num_places:
-        pad = filled + tl.arange(0, ROWS)
+        pad = first * ROWS + tl.sum(tl.where(each == place, counts, 0), 0) + tl.arange(0, ROWS)
         tl.store(rows_ptr + pad, tl.zeros((ROWS,), tl.int32) + total, pad < last * ROWS)
+    return first
 
 
 # Counts change with every step: specialized on 1 and on multiples of 16 the kernels would compile while requests wait.
-@triton.jit(do_not_specialize=["total", "num_blocks"])
-def _moe_sort_few_kernel(places_ptr, rows_ptr, place_ptr, positions_ptr, total, num_blocks, num_places,
-                         ROWS: tl.constexpr, BLOCK_PLACES: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["total", "num_blocks", "num_spans"])
+def _moe_sort_few_kernel(places_ptr, rows_ptr, place_ptr, positions_ptr, spans_ptr, turn_ptr, total, num_blocks,
+                         num_spans, num_places, ROWS: tl.constexpr, TALL: tl.constexpr, BLOCK_PLACES: tl.constexpr,
+                         FEW: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     place = tl.program_id(0)  # num_places: what is behind the last
@@ -61,13 +96,8 @@ def _moe_sort_few_kernel(places_ptr, rows_ptr, place_ptr, positions_ptr, total, 
     chosen = tl.load(places_ptr + index, index < total, other=-1)
     held = (chosen >= 0) & (chosen < num_places)
     counts = tl.histogram(tl.where(held, chosen, 0).to(tl.int32), BLOCK_PLACES, held)
-    blocks = (counts + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(each < place, blocks, 0), 0)
-    last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
-    if place == num_places:
-        last = num_blocks
-    filled = first * ROWS + tl.sum(tl.where(each == place, counts, 0), 0)
-    _fill_blocks(rows_ptr, place_ptr, place, num_places, first, last, filled, total, ROWS)
+    first = _fill_place(rows_ptr, place_ptr, spans_ptr, turn_ptr, counts, each, place, num_places, num_blocks,
+                        num_spans, total, ROWS, TALL)
     hit = held & (chosen == place)
     at = first * ROWS + tl.cumsum(hit.to(tl.int32), 0) - 1
     tl.store(rows_ptr + at, index, hit)
@@ -91,10 +121,10 @@ def _moe_count_kernel(places_ptr, counts_ptr, total, per_part, num_places, BLOCK
     tl.store(counts_ptr + part * BLOCK_PLACES + tl.arange(0, BLOCK_PLACES), counts)
 
 
-@triton.jit(do_not_specialize=["total", "per_part", "num_blocks"])
-def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr, total, per_part, num_blocks,
-                     num_places, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_PLACES: tl.constexpr,
-                     CHUNK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["total", "per_part", "num_blocks", "num_spans"])
+def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr, spans_ptr, turn_ptr, total, per_part,
+                     num_blocks, num_spans, num_places, ROWS: tl.constexpr, TALL: tl.constexpr, PARTS: tl.constexpr,
+                     BLOCK_PLACES: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
     part = tl.program_id(0)
@@ -104,12 +134,8 @@ def _moe_sort_kernel(places_ptr, counts_ptr, rows_ptr, place_ptr, positions_ptr,
     blocks = (of_place + ROWS - 1) // ROWS
     firsts = tl.cumsum(blocks, 0) - blocks
     for place in range(part, num_places + 1, PARTS):
-        first = tl.sum(tl.where(each < place, blocks, 0), 0)
-        last = first + tl.sum(tl.where(each == place, blocks, 0), 0)
-        if place == num_places:
-            last = num_blocks
-        filled = first * ROWS + tl.sum(tl.where(each == place, of_place, 0), 0)
-        _fill_blocks(rows_ptr, place_ptr, place, num_places, first, last, filled, total, ROWS)
+        _fill_place(rows_ptr, place_ptr, spans_ptr, turn_ptr, of_place, each, place, num_places, num_blocks, num_spans,
+                    total, ROWS, TALL)
     ahead = firsts * ROWS + tl.sum(tl.where((parts < part)[:, None], counts, 0), 0)
     end = tl.minimum(part * per_part + per_part, total)
     for start in range(part * per_part, end, CHUNK):
@@ -129,10 +155,10 @@ def num_blocks_of(choices: int, num_places: int, block: int) -> int:
     return min(choices, choices // block + min(num_places, choices))
 
 
-def moe_align(places: torch.Tensor, num_places: int, block: int) -> Alignment:
+def moe_align(places: torch.Tensor, num_places: int, block: int, tall: int = 0) -> Alignment:
     """Sort the choices ``places`` [T, K] int64 by place; those outside of ``[0, num_places)`` are left out.
 
-    ``block`` is a power of two.
+    ``block`` is a power of two. With ``tall`` there are spans of so many blocks at most, on a GPU.
     """
     if not runs_triton(places):
         return Alignment(*reference.moe_align(places, num_places, block), block)
@@ -141,17 +167,24 @@ def moe_align(places: torch.Tensor, num_places: int, block: int) -> Alignment:
     rows = torch.empty(num_blocks * block, dtype=torch.int32, device=places.device)
     place = torch.empty(num_blocks, dtype=torch.int32, device=places.device)
     positions = torch.empty(total, dtype=torch.int32, device=places.device)
+    num_spans, spans, turn = 0, None, None
+    if tall:
+        num_spans = num_blocks_of(total, num_places, block * tall)
+        spans = torch.empty((num_spans, 3), dtype=torch.int32, device=places.device)
+        turn = torch.empty(1, dtype=torch.int32, device=places.device)
     if total:
         places, block_places = places.contiguous(), max(32, triton.next_power_of_2(num_places))
         if total <= _FEW:
-            _moe_sort_few_kernel[(num_places + 1,)](places, rows, place, positions, total, num_blocks, num_places,
-                                                    ROWS=block, BLOCK_PLACES=block_places, FEW=_FEW, **pdl(places))
+            _moe_sort_few_kernel[(num_places + 1,)](
+                places, rows, place, positions, spans, turn, total, num_blocks, num_spans, num_places, ROWS=block,
+                TALL=tall, BLOCK_PLACES=block_places, FEW=_FEW, **pdl(places))
         else:
             per_part = triton.cdiv(triton.cdiv(total, _PARTS), _CHUNK) * _CHUNK
             counts = torch.empty((_PARTS, block_places), dtype=torch.int32, device=places.device)
             _moe_count_kernel[(_PARTS,)](places, counts, total, per_part, num_places, BLOCK_PLACES=block_places,
                                          CHUNK=_CHUNK, **pdl(places))
             _moe_sort_kernel[(_PARTS,)](
-                places, counts, rows, place, positions, total, per_part, num_blocks, num_places, ROWS=block,
-                PARTS=_PARTS, BLOCK_PLACES=block_places, CHUNK=_CHUNK, num_warps=8, **pdl(places))
-    return Alignment(rows, place, positions, block)
+                places, counts, rows, place, positions, spans, turn, total, per_part, num_blocks, num_spans, num_places,
+                ROWS=block, TALL=tall, PARTS=_PARTS, BLOCK_PLACES=block_places, CHUNK=_CHUNK, num_warps=8,
+                **pdl(places))
+    return Alignment(rows, place, positions, block, tall, spans, turn)

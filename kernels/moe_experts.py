@@ -47,7 +47,7 @@ def moe_products(x: torch.Tensor | Float8Rows, gate_up: torch.Tensor, down: torc
     rows, dtype = (x.values, x.dtype) if isinstance(x, Float8Rows) else (x, x.dtype)
     hidden, num_places, choices, size = rows.shape[1], gate_up.shape[0], places.shape[1], down.shape[2]
     tiles = tiles or _tiles_of(rows, gate_up, down, choices, scales)
-    aligned = moe_align(places, num_places, tiles.gate_up.rows)
+    aligned = moe_align(places, num_places, tiles.gate_up.block, tiles.gate_up.tall)
     by_block = scales is not None and scales.by == "block"
     assert by_block or not isinstance(x, Float8Rows)
     in_order = not (tiles.sorted and fits(tiles.gate_up, hidden, size, by_block)

@@ -7,8 +7,6 @@ quarter of the work would else be padding. On a Hopper GPU moe_warpgroups.py has
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ._triton import pdl, runs_gluon, start_next, tl, triton, wait_for_last
@@ -177,15 +175,19 @@ def fits(tile: Tile, depth: int, columns: int, by_block: bool) -> bool:
 
 
 def takes_warpgroups(device: torch.device, hidden: int, size: int, dtype: torch.dtype) -> bool:
-    """Whether moe_warpgroups.py's kernel runs there, and has whole tiles of a layer with these sizes."""
+    """Whether products by warps with roles run there, and have whole steps of a layer with these sizes."""
     if dtype.itemsize == 1:
         return runs_gluon(device) and hidden % (2 * SCALE_GROUP) == 0 and size % SCALE_GROUP == 0
     return runs_gluon(device) and dtype.itemsize == 2 and hidden % 64 == 0 and size % 64 == 0
 
 
-def _grouped_product() -> Callable[..., torch.Tensor]:
+def _by_warpgroups(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
+                   dtype: torch.dtype, gated: bool, a_scale: torch.Tensor | None, b_scale: torch.Tensor | None,
+                   bias: torch.Tensor | None, limit: float = 0.0,
+                   out_scale: torch.Tensor | None = None) -> torch.Tensor:
     from .moe_warpgroups import grouped_product  # not there without Triton
-    return grouped_product
+    assert b_scale is None or b_scale.dim() == 3
+    return grouped_product(a, b, aligned, choices, total, tile, dtype, gated, a_scale, b_scale, bias, limit, out_scale)
 
 
 def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, total: int, tile: Tile,
@@ -199,11 +201,10 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
     """
     columns, depth = b.shape[1] // 2, b.shape[2]
     how, scale_columns, scale_depth = _how_scaled(b_scale)
-    assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.rows
+    assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.block
     assert fits(tile, depth, columns, how == "block")
     if tile.by_warpgroups:
-        assert how != "row"
-        return _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, bias, limit)
+        return _by_warpgroups(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, bias, limit)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
     _moe_up_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](
@@ -222,7 +223,7 @@ def moe_up_in_float8(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choic
     columns = b.shape[1] // 2
     assert fits(tile, b.shape[2], columns, True) and columns % SCALE_GROUP == 0
     scale = torch.empty((len(aligned.rows), columns // SCALE_GROUP), dtype=torch.float32, device=a.device)
-    made = _grouped_product()(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, bias, limit, scale)
+    made = _by_warpgroups(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, bias, limit, scale)
     return made, scale
 
 
@@ -235,11 +236,10 @@ def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, t
     """
     columns, depth = b.shape[1:]
     how, scale_columns, scale_depth = _how_scaled(b_scale)
-    assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.rows
+    assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.block
     assert fits(tile, depth, columns, how == "block")
     if tile.by_warpgroups:
-        assert how != "row"
-        return _grouped_product()(a, b, aligned, 1, total, tile, dtype, False, a_scale, b_scale, bias)
+        return _by_warpgroups(a, b, aligned, 1, total, tile, dtype, False, a_scale, b_scale, bias)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
     _moe_down_kernel[(num_blocks * triton.cdiv(columns, tile.columns),)](

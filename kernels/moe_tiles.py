@@ -22,8 +22,8 @@ WARPGROUPS_FROM = 64
 class Tile:
     """One program's part of a product, ``rows`` x ``columns`` by steps of ``depth``; ``band`` row blocks in turn.
 
-    Of 12 ``warps``, which the programs of moe_warpgroups.py and moe_warpgroups_tall.py have, 4 only load; their rows
-    are blocks of 64, as many as a place has, ``rows`` at most."""
+    Of 12 ``warps``, which moe_warpgroups.py's programs have, 4 only load; their rows are blocks of 64, as many as a
+    place has, ``rows`` at most."""
 
     rows: int
     columns: int
@@ -88,11 +88,6 @@ def warpgroup_tiles(dtype: torch.dtype, band: int = 4) -> Tiles:
     """The only ones that moe_warpgroups.py has, but for their ``band``."""
     depth = 128 // dtype.itemsize
     return Tiles(Tile(128, 128, depth, band, 12, 4), Tile(128, 256, depth, band, 12, 4), True)
-
-
-def tall_tiles(band: int = 4) -> Tiles:
-    """The only ones that moe_warpgroups_tall.py has, but for their ``band``; of 16 bits."""
-    return Tiles(Tile(256, 96, 64, band, 12, 3), Tile(256, 192, 64, band, 12, 3), True)
 
 
 def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:

@@ -1,4 +1,5 @@
-"""What a multiplying group of moe_warpgroups.py does with a tile: 64 rows by 256 of the matrix's, and how it is stored.
+"""What a multiplying group of moe_warpgroups.py, or of dense_warpgroups.py, does with a tile: 64 rows by 256 of the
+matrix's, and how it is stored.
 
 ``ring``: shared memory of rows and of matrices, and barriers that tell of each slot that it is loaded, or read.
 """
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import reference
-from .gate import gate_times
+from .moe_warpgroup_gate import gate_times, rounded
 
 FP8_LARGEST, FP8_LEAST = gl.constexpr(reference.FP8_LARGEST), gl.constexpr(reference.FP8_LEAST)
 
@@ -31,14 +32,14 @@ def wait_for_step(ring, step, GATHERED: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def product(ring, step, depth, HALF: gl.constexpr, GATED: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr):
-    """``(the first 128 columns, the others, the step behind)``."""
+def product(ring, step, depth, GROUP: gl.constexpr, GATHERED: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr):
+    """``(the first 128 columns, the others, the step behind)``, of 16 bits."""
     a_bufs, b_bufs, ready, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     acc = gl.zeros((64, 256), gl.float32, layout)
     for start in range(0, depth, DEPTH):
-        slot = wait_for_step(ring, step, GATED, STAGES)
-        acc = warpgroup_mma(a_bufs.index(2 * slot + HALF), b_bufs.index(slot).permute((1, 0)), acc, use_acc=start > 0,
+        slot = wait_for_step(ring, step, GATHERED, STAGES)
+        acc = warpgroup_mma(a_bufs.index(2 * slot + GROUP), b_bufs.index(slot).permute((1, 0)), acc, use_acc=start > 0,
                             is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before has been read
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=start > 0)
@@ -50,9 +51,21 @@ def product(ring, step, depth, HALF: gl.constexpr, GATED: gl.constexpr, DEPTH: g
 
 
 @gluon.jit
-def scaled_product(ring, step, depth, a_scale_at, left_at, right_at, HALF: gl.constexpr, GATED: gl.constexpr,
+def _plus_scaled(sums, part, scale):
+    """``sums + part * scale``, here and now: the compiler would put it off until after the next product, whose
+    registers ``part``'s can be."""
+    scale = gl.broadcast(scale, part)[0]
+    return gl.inline_asm_elementwise("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, scale, sums], dtype=gl.float32,
+                                     is_pure=False, pack=1)
+
+
+@gluon.jit
+def scaled_product(ring, step, depth, a_scale_at, left_at, right_at, GROUP: gl.constexpr, GATED: gl.constexpr,
                    DEPTH: gl.constexpr, STAGES: gl.constexpr):
-    """As ``product``, of float8 with a scale for each row's and each matrix's 128 values of depth."""
+    """As ``product``, of float8 with a scale for each row's and each matrix's 128 values of depth.
+
+    That the two groups give their products to the tensor cores in turn, by barriers, gained nothing.
+    """
     a_bufs, b_bufs, ready, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     zero = gl.zeros((64, 128), gl.float32, layout)
@@ -60,7 +73,7 @@ def scaled_product(ring, step, depth, a_scale_at, left_at, right_at, HALF: gl.co
     a_scale, left_scale, right_scale = gl.load(a_scale_at), gl.load(left_at), gl.load(right_at)
     for start in range(0, depth, DEPTH):
         slot = wait_for_step(ring, step, GATED, STAGES)
-        a, b = a_bufs.index(2 * slot + HALF), b_bufs.index(slot)
+        a, b = a_bufs.index(2 * slot + GROUP), b_bufs.index(slot)
         part = warpgroup_mma(a, b.slice(0, 128, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         ahead = start // DEPTH + 1  # asked for before they are needed
         more = start + DEPTH < depth
@@ -68,7 +81,7 @@ def scaled_product(ring, step, depth, a_scale_at, left_at, right_at, HALF: gl.co
         next_left = gl.load(left_at + ahead, mask=more, other=0.0)
         next_right = gl.load(right_at + ahead, mask=more, other=0.0)
         part = warpgroup_mma_wait(0, deps=(part,))
-        left += part * (a_scale * left_scale)[:, None]
+        left = _plus_scaled(left, part, (a_scale * left_scale)[:, None])
         part = warpgroup_mma(a, b.slice(128, 128, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(slot))
@@ -114,14 +127,44 @@ def store(out_desc, made, out, row, column):
 
 
 @gluon.jit
-def store_gated(out_desc, left, right, out, row, column, columns, out_scale_ptr, LIMIT: gl.constexpr,
-                BETWEEN: gl.constexpr):
-    """In float8, where there are scales to write, as fp8_quantize.py would make it of ``BETWEEN``'s type."""
+def gated_or_float8(left, right, row, column, columns, out_scale_ptr, LIMIT: gl.constexpr, BETWEEN: gl.constexpr):
+    """In float8, where there are scales to write, as fp8_quantize.py would make it of ``BETWEEN``'s type, but for
+    values between two of float8, which a product with the scale's inverse may round otherwise."""
     made = gate_times(left, right, LIMIT)
     if out_scale_ptr is not None:
-        made = made.to(BETWEEN).to(gl.float32)
+        made = rounded(made, BETWEEN)
         scale = gl.maximum(gl.max(gl.abs(made), 1), FP8_LEAST) / FP8_LARGEST
         each = row + gl.arange(0, 64, scale.type.layout)
         gl.store(out_scale_ptr + each * (columns // 128) + column // 128, scale)
-        made = gl.minimum(gl.maximum(made / gl.expand_dims(scale, 1), -FP8_LARGEST), FP8_LARGEST)
+        made = made * gl.expand_dims(1.0 / scale, 1)  # the cast saturates
+    return made
+
+
+@gluon.jit
+def store_gated(out_desc, left, right, out, row, column, columns, out_scale_ptr, LIMIT: gl.constexpr,
+                BETWEEN: gl.constexpr):
+    """What ``gated_or_float8`` makes."""
+    made = gated_or_float8(left, right, row, column, columns, out_scale_ptr, LIMIT, BETWEEN)
     store(out_desc, made, out, row, column)
+
+
+@gluon.jit
+def store_panels(out_desc, made, outs, FIRST: gl.constexpr, row, column, GROUP: gl.constexpr):
+    """128 columns by panels of 128 bytes a row, of which a group has two: while the accelerator reads one, the other is
+    filled. ``FIRST``: of the tile's panels."""
+    wide: gl.constexpr = out_desc.block_shape[1]
+    if wide == 128:
+        tma.store_wait(0)  # always the same of the two
+        _store_panel(out_desc, made, outs.index(2 * GROUP), row, column)
+    else:
+        first, second = made.reshape([64, 2, 64]).permute(0, 2, 1).split()
+        _store_panel(out_desc, first, outs.index(2 * GROUP), row, column + 64 * FIRST)
+        _store_panel(out_desc, second, outs.index(2 * GROUP + 1), row, column + 64 * FIRST + 64)
+
+
+@gluon.jit
+def _store_panel(out_desc, made, out, row, column):
+    tma.store_wait(1)
+    out.store(made.to(out_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, column], out)

@@ -54,7 +54,7 @@ def measure(layer: Layer, tokens: int, copy_tb_s: float | None, tflops: float | 
 def _parts(layer: Layer, tokens: int) -> dict[str, object]:
     shape = layer.shape
     tiles = _tiles(shape, tokens, layer.gate_up.dtype, layer.gate_up.device)
-    products = Products(layer, tokens, tiles.gate_up.rows)
+    products = Products(layer, tokens, tiles.gate_up)
     align_us, sum_us = products.others()
     spec = MoESpec(num_experts=shape.experts, top_k=shape.top_k, intermediate_size=shape.size, layers=(0,))
     logits = torch.randn(tokens, shape.experts, device=layer.device)

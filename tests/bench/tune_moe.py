@@ -58,9 +58,11 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
             yield Tile(rows, 64 if gated else 128, 32, 16, 4, stages)
     if rows == 128 and dtype.itemsize == 1 and gated:
         yield Tile(rows, 128, depth, 16, 8, 3)
-    if rows == 128 and takes_warpgroups(DEVICE, 256, 128, dtype):
-        tiles = warpgroup_tiles(dtype, 16)
-        yield tiles.gate_up if gated else tiles.down
+
+
+def warpgroup_candidates(dtype: torch.dtype, gated: bool) -> list[Tile]:
+    tiles = warpgroup_tiles(dtype, 16)
+    return [tiles.gate_up if gated else tiles.down] if takes_warpgroups(DEVICE, 256, 128, dtype) else []
 
 
 def suits(tile: Tile, depth: int, layer: Layer) -> bool:
@@ -71,14 +73,15 @@ def suits(tile: Tile, depth: int, layer: Layer) -> bool:
 class Products:
     """The two products of a layer's tokens, each alone."""
 
-    def __init__(self, layer: Layer, tokens: int, rows: int):
-        self.layer = layer
+    def __init__(self, layer: Layer, tokens: int, tile: Tile):
+        """Of ``tile`` it matters how rows are aligned for it."""
+        self.layer, self.tile = layer, tile
         self.up_bias, self.down_bias = layer.biases or (None, None)
         self.x, self.places, self.weights = layer.tokens(tokens)
-        self.rows = rows
-        self.aligned: Alignment = moe_align(self.places, layer.shape.experts, rows)
+        self.in_order = tile.rows in FEW_ROWS
+        self.aligned: Alignment = moe_align(self.places, layer.shape.experts, tile.block, tile.tall)
         self.given, self.given_scale = self._quantized(self.x)
-        length = len(self.aligned.rows) if rows in MANY_ROWS else self.places.numel()
+        length = self.places.numel() if self.in_order else len(self.aligned.rows)
         self.between, self.between_scale = self._quantized(
             torch.randn(length, layer.shape.size, device=self.x.device).to(layer.dtype))
 
@@ -88,7 +91,7 @@ class Products:
     def up(self, tile: Tile) -> torch.Tensor:
         layer, total = self.layer, self.places.numel()
         scale = None if layer.scales is None else layer.scales.gate_up
-        if self.rows in MANY_ROWS:
+        if not self.in_order:
             return moe_up(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile, layer.dtype,
                           self.given_scale, scale, self.up_bias, layer.shape.gate_limit)
         return moe_gemm(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile, layer.dtype,
@@ -98,7 +101,7 @@ class Products:
     def down(self, tile: Tile) -> torch.Tensor:
         layer, total = self.layer, self.places.numel()
         scale = None if layer.scales is None else layer.scales.down
-        if self.rows in MANY_ROWS:
+        if not self.in_order:
             return moe_down(self.between, layer.down, self.aligned, total, tile, layer.dtype, self.between_scale, scale,
                             self.down_bias)
         return moe_gemm(self.between, layer.down, self.aligned, 1, total, tile, layer.dtype,
@@ -113,7 +116,7 @@ class Products:
         """Microseconds of the alignment and, of sorted rows, of the sum."""
         out, count = torch.empty_like(self.x), self.layer.shape.experts
         made = torch.zeros(len(self.aligned.rows), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
-        return (micros(lambda: moe_align(self.places, count, self.rows)),
+        return (micros(lambda: moe_align(self.places, count, self.tile.block, self.tile.tall)),
                 micros(lambda: moe_sum(made, self.places, count, self.weights, self.aligned.positions, out)))
 
 
@@ -126,7 +129,7 @@ def compile_one(job: Job) -> str:
     name, tile, gated, limit = job
     dtype, device = getattr(torch, name), "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        products = Products(Layer(Shape(2048, 1, 1, 768, limit), dtype, device), 16, tile.rows)
+        products = Products(Layer(Shape(2048, 1, 1, 768, limit), dtype, device), 16, tile)
         products.up(tile) if gated else products.down(tile)
     except Exception as error:  # what a device cannot hold is not compiled; the measurement finds it again
         return f"{job}: {type(error).__name__} {str(error)[:200]}"
@@ -134,8 +137,14 @@ def compile_one(job: Job) -> str:
 
 
 def all_candidates(dtypes: list[str], most_rows: int, limits: set[float]) -> list[Job]:
-    return [(name, tile, gated, limit) for name in dtypes for gated in (True, False) for rows in FEW_ROWS + MANY_ROWS
-            for tile in candidates(rows, getattr(torch, name), gated) if rows <= most_rows for limit in limits]
+    return [(name, tile, gated, limit) for name in dtypes for gated in (True, False)
+            for tiles in _kinds(getattr(torch, name), gated, most_rows) for tile in tiles for limit in limits]
+
+
+def _kinds(dtype: torch.dtype, gated: bool, most_rows: int) -> list[list[Tile]]:
+    """Tiles whose rows are aligned alike stand together."""
+    by_rows = [list(candidates(rows, dtype, gated)) for rows in FEW_ROWS + MANY_ROWS if rows <= most_rows]
+    return [*by_rows, warpgroup_candidates(dtype, gated)]
 
 
 def compile_all(jobs: list[Job]) -> None:
@@ -172,17 +181,18 @@ def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
     """The best of each number of rows in a block that suits so many tokens, measured as a whole."""
     shape, dtype = layer.shape, layer.gate_up.dtype
     each, tried = tokens * shape.top_k / shape.experts, []
-    for rows in FEW_ROWS + MANY_ROWS:
-        if rows > 16 and (rows > most_rows or each < rows / 8) or rows < 64 and each > 8 * rows:
-            continue
-        suiting = [[tile for tile in candidates(rows, dtype, gated) if suits(tile, depth, layer)]
-                   for gated, depth in ((True, shape.hidden), (False, shape.size))]
+    for kind in zip(*(_kinds(dtype, gated, most_rows) for gated in (True, False)), strict=True):
+        suiting = [[tile for tile in tiles if suits(tile, depth, layer)]
+                   for tiles, depth in zip(kind, (shape.hidden, shape.size), strict=True)]
         if not all(suiting):
             continue
-        products = Products(layer, tokens, rows)
+        rows = suiting[0][0].rows
+        if rows > 16 and each < rows / 8 or rows < 64 and each > 8 * rows:
+            continue
+        products = Products(layer, tokens, suiting[0][0])
         up_us, up = best_banded(products.up, suiting[0])
         down_us, down = best_banded(products.down, suiting[1])
-        tiles = Tiles(up, down, rows in MANY_ROWS)
+        tiles = Tiles(up, down, rows not in FEW_ROWS)
         tried.append((micros(lambda t=tiles, p=products: p.whole(t)), tiles))  # type: ignore[misc]
         if verbose:
             flops = shape.flops(tokens)

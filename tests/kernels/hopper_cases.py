@@ -32,7 +32,7 @@ from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
 from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tiles, tall_tiles, warpgroup_tiles
+from baton.kernels.moe_tiles import Tiles, warpgroup_tiles
 from baton.kernels.moe_topk import moe_topk
 from baton.kernels.paged_decode import paged_decode, pieces_of
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
@@ -308,7 +308,6 @@ CASES: dict[str, Callable[[], object]] = {
     "moe_experts Qwen3, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8),
     "moe_experts Qwen3, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8),
     "moe_experts Qwen3, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
-    "moe_experts Qwen3, by warp groups, tall": lambda: experts(8192, 128, 2048, 768, 8, tiles=tall_tiles()),
     "moe_experts float16, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, FP16, tiles=warpgroup_tiles(FP16)),
     "moe_experts float8, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768),
                                                           tiles=warpgroup_tiles(FP8)),

@@ -43,6 +43,23 @@ def test_moe_align(tokens, num_places, choices, outside, block):
         assert torch.equal(got.rows[:used * block], rows)
         held = positions >= 0
         assert torch.equal(got.positions[held], positions[held])
+        assert got.spans is None
+
+
+@pytest.mark.parametrize("tokens,num_places,choices,outside,tall", [
+    (1, 4, 2, 0, 2), (40, 3, 2, 2, 4), (1100, 6, 2, 1, 4), (700, 2, 1, 0, 2),
+])
+def test_tiles_of_blocks(tokens, num_places, choices, outside, tall):
+    """Some places have fewer blocks than a tile may have, some many."""
+    for places in (choices_of(tokens, num_places, choices, outside),
+                   torch.full((tokens, choices), num_places, device=DEVICE)):
+        got = moe_align(places, num_places, 16, tall)
+        want = reference.moe_spans(reference.moe_align(places, num_places, 16)[1], tall)
+        used = len(want)
+        assert used <= len(got.spans) == num_blocks_of(tokens * choices, num_places, 16 * tall)
+        assert torch.equal(got.spans[:used], want)
+        assert (got.spans[used:] == torch.tensor([0, 0, -1], device=DEVICE)).all()
+        assert got.turn.tolist() == [0]
 
 
 @each_dtype
