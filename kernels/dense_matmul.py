@@ -41,7 +41,7 @@ def add_product(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> N
 
 def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
     """Compile what products with it take, so that no request waits for it; its values do not matter."""
-    for rows in (1, 2, 17, 33):
+    for rows in (1, 2, 9, 17, 33):
         if rows <= most_rows(weight):
             skinny_matmul(weight.new_zeros((rows, weight.shape[1])), weight, gated=gated)
     for tall in (TALL, USUAL) if gated and takes_gated(weight) else ():

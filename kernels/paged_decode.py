@@ -213,6 +213,12 @@ def tile_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> Tile:
     return _FEW if heads <= _FEW_HEADS else TILE
 
 
+def takes_rows_in(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> bool:
+    """Whether ``fresh`` rows are quicker than ``rope_and_store`` before attention, of the same: where the loop's
+    registers leave room for it. At 64 requests of 8 heads it gains nothing."""
+    return cache_itemsize == itemsize and tile_of(dim, itemsize, cache_itemsize, heads).late
+
+
 def pieces_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> dict[str, int]:
     """What ``plan_decode`` is to be told for the tile of the same: as many pieces as programs that run at once, and
     twice that for mixed lengths."""

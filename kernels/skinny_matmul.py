@@ -15,7 +15,8 @@ from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .last_piece import counts_of, last_piece
 from .silu_and_mul import silu_times
-from .skinny_tiles import SkinnyTile, StreamedTile, tile_for
+from .skinny_tiles import SkinnyTile, tile_for
+from .streamed_tiles import StreamedTile, streamed_tile, streams
 
 
 @triton.jit
@@ -151,6 +152,8 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     y = torch.empty((rows, out // 2 if gated else out), dtype=dtype or x.dtype, device=x.device)
     if not rows:
         return y
+    if tile is None and scale is None and x.is_contiguous() and streams(weight):
+        tile = streamed_tile(rows, out, width)
     if tile is None:
         tile = tile_for(rows, out, width, weight.dtype)
     assert x.stride(1) == 1 and x.dtype == weight.dtype

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ._triton import runs_triton
+from .streamed_tiles import streams
 
 _RESIDENT = 264
 """Programs that an H200 computes at once, two on each multiprocessor: more pieces would wait for their turn."""
@@ -35,29 +36,13 @@ class SkinnyTile:
     ahead: int = 0
 
 
-@dataclass(frozen=True)
-class StreamedTile:
-    """One turn of a program that stays (streamed_matmul.py): ``block`` rows of the weight seen as ``split`` times as
-    many, by steps of ``depth``, of which ``stages`` are under way."""
-
-    block: int
-    split: int
-    depth: int
-    stages: int
-    programs: int = 1
-
-    def tall(self, rows: int) -> int:
-        """Rows as the tensor cores take them."""
-        return max(8, 1 << (rows - 1).bit_length())
-
-
 def most_rows(weight: torch.Tensor) -> int:
     """How many rows make a product with ``weight`` [out, in] one of few rows: with more, the library's is faster. 0
     where the kernel does not run, would read no whole vectors, or would find no tensor cores."""
     whole = weight.shape[1] * weight.itemsize % 16 == 0
     if not runs_triton(weight) or not whole or weight.itemsize > 2:
         return 0
-    return 16 if weight.itemsize == 1 else 64 if weight.nbytes >= _LARGEST else 32
+    return 16 if weight.itemsize == 1 else 64 if weight.nbytes >= _LARGEST or streams(weight) else 32
 
 
 def tile_for(rows: int, out: int, width: int, dtype: torch.dtype) -> SkinnyTile:

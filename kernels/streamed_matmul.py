@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import _triton
 from ._triton import start_next, wait_for_last
 from .silu_and_mul import silu_times
-from .skinny_tiles import StreamedTile
+from .streamed_tiles import StreamedTile
 
 _SWIZZLE = 128
 _LOADING_WARPS = 1

@@ -8,7 +8,7 @@ import torch
 from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
 from ...kernels.forms import HeadNorms
 from ...kernels.fresh_rows import FreshRows
-from ...kernels.paged_decode import paged_decode, pieces_of
+from ...kernels.paged_decode import paged_decode, pieces_of, takes_rows_in
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -48,7 +48,7 @@ class TritonBackend:
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         settled = batch.is_decode and self._plan is not None
-        if batch.is_decode and cos_sin is not None and self._pool.groups[0].dtype == q.dtype:
+        if batch.is_decode and cos_sin is not None and self._takes_in(q):
             return self._attend(layer, q, sinks, settled, FreshRows(k, v, cos_sin, batch.positions, norms))
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
         return self._attend(layer, q, sinks, settled)
@@ -62,6 +62,12 @@ class TritonBackend:
             return q[:0]
         self.plan(batch.ends, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
+
+    def _takes_in(self, q: torch.Tensor) -> bool:
+        """Whether attention is to turn and store the rows, too."""
+        pages = self._pool.groups[0]
+        heads = len(q) * self._pool.layout.num_kv_heads
+        return pages.dtype == q.dtype and takes_rows_in(q.shape[-1], q.element_size(), pages.element_size(), heads)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, settled: bool = False,
                 fresh: FreshRows | None = None) -> torch.Tensor:

@@ -27,12 +27,13 @@ from torch.nn.functional import linear
 
 from ...kernels.decode_plan import plan_decode, processors_of
 from ...kernels.fresh_rows import FreshRows
-from ...kernels.paged_decode import Tile, paged_decode, pieces_of
+from ...kernels.paged_decode import Tile, paged_decode, pieces_of, takes_rows_in
 from ...kernels.silu_and_mul import silu_and_mul
 from ...kernels.skinny_matmul import skinny_matmul
-from ...kernels.skinny_tiles import SkinnyTile, StreamedTile, most_rows, tile_for
+from ...kernels.skinny_tiles import SkinnyTile, most_rows, tile_for
 from ...kernels.split_tiles import SplitTile
 from ...kernels.split_warpgroups import split_matmul, split_pieces
+from ...kernels.streamed_tiles import StreamedTile, streamed_tile, streams
 from . import ceilings
 from .device_time import captured, run_seconds
 from .small_kernels import LAYERS, SHAPES, Batch
@@ -212,10 +213,13 @@ def short(option: Any) -> str:
 
 def usual_ways(rows: int) -> Ways:
     shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-    few = {name: most_rows(torch.empty(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes.items()}
-    return {name: tile_for(rows, *shape, torch.bfloat16) if rows <= few[name] else None
-            for name, shape in shapes.items()} | {
-        "gated": True, "takes_in": True, "attention": (None, pieces_of(128, 2, 2, rows * 8))}
+    ways: Ways = {}
+    for name, shape in shapes.items():
+        weight = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        few = tile_for(rows, *shape, torch.bfloat16) if rows <= most_rows(weight) else None
+        ways[name] = streams(weight) and streamed_tile(rows, *shape) or few
+    return ways | {"gated": True, "takes_in": takes_rows_in(128, 2, 2, rows * 8),
+                   "attention": (None, pieces_of(128, 2, 2, rows * 8))}
 
 
 Job = tuple[int, SkinnyTile | StreamedTile | SplitTile | Left, bool] | Tile

@@ -11,7 +11,7 @@ from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_quantize import quantize
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
-from baton.kernels.skinny_tiles import StreamedTile
+from baton.kernels.streamed_tiles import StreamedTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -46,9 +46,9 @@ from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.scale_by_sinks import scale_by_sinks
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
-from baton.kernels.skinny_tiles import StreamedTile
 from baton.kernels.split_tiles import SplitTile
 from baton.kernels.split_warpgroups import split_matmul, split_pieces
+from baton.kernels.streamed_tiles import StreamedTile, streamed_tile
 from baton.kernels.widen_pages import widen_pages
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -366,9 +366,12 @@ CASES: dict[str, Callable[[], object]] = {
     "skinny_matmul 7 rows, narrow": lambda: few_rows(7, 1024, 2048),
     "skinny_matmul 7 rows, odd width": lambda: few_rows(7, 4096, 4100),
     "skinny_matmul 30 rows": lambda: few_rows(30, 4096, 14336),
-    "skinny_matmul 7 rows, streamed": lambda: few_rows(7, 4096, 4096, tile=StreamedTile(64, 2, 64, 20)),
+    "skinny_matmul 7 rows, streamed": lambda: few_rows(7, 4096, 4096, tile=streamed_tile(7, 4096, 4096)),
     "skinny_matmul 7 rows, streamed and gated": lambda: few_rows(7, 28672, 4096, gated=True,
-                                                                 tile=StreamedTile(64, 1, 64, 24)),
+                                                                 tile=streamed_tile(7, 28672, 4096)),
+    "skinny_matmul 30 rows, streamed and gated": lambda: few_rows(30, 28672, 4096, gated=True,
+                                                                  tile=streamed_tile(30, 28672, 4096)),
+    "skinny_matmul 60 rows, streamed": lambda: few_rows(60, 4096, 14336, tile=streamed_tile(60, 4096, 14336)),
     "skinny_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
     "skinny_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
     "skinny_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),

@@ -14,6 +14,7 @@ from baton.kernels.fp8_quantize import quantize
 from baton.kernels.joined_rmsnorm import joined_rmsnorm
 from baton.kernels.skinny_matmul import skinny_matmul
 from baton.kernels.skinny_tiles import SkinnyTile, tile_for
+from baton.kernels.streamed_tiles import streamed_tile
 from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, pytestmark, random
 
 __all__ = ["pytestmark"]
@@ -99,3 +100,15 @@ def test_a_norm_adds_up_pieces(rows, width, dtype, atol, rtol):
     want = reference.rmsnorm(parts.sum(0)[:rows].to(dtype), gain, 1e-6, residual)
     for got, wanted in zip(joined_rmsnorm(parts, gain, 1e-6, residual), want):
         torch.testing.assert_close(got, wanted, atol=4 * atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
+def test_streamed_tiles_fit_a_multiprocessor_and_sum_alike(shape):
+    tiles = [(rows, streamed_tile(rows, *shape)) for rows in (1, 8, 9, 16, 17, 32, 33, 64)]
+    for rows, tile in tiles:
+        assert (tile is None) == (rows > 32 and shape[0] > 10_000)
+        if tile is not None:
+            assert tile.stages >= 4 and tile.tall(rows) >= rows
+            assert tile.stages * (tile.block + tile.split * tile.tall(rows)) * tile.depth * 2 <= 208 << 10
+            assert shape[1] % (8 * tile.split) == 0 and tile.split == 2
+    assert streamed_tile(65, *shape) is None
