@@ -112,9 +112,10 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
     tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     rotates = cos_sin is not None
-    blocks = 2 * triton.cdiv(num_kv_heads, _BLOCK_HEADS)
+    # Python's own arithmetic: Triton's functions take microseconds a call, in every layer of every step of prompts.
+    blocks = 2 * -(-num_kv_heads // _BLOCK_HEADS)
     if rotates or norms is not None:
-        blocks += triton.cdiv(num_q_heads, _BLOCK_HEADS)
+        blocks += -(-num_q_heads // _BLOCK_HEADS)
     half = head_dim // 2
     _rope_and_store_kernel[(tokens, blocks)](
         q, k, v, k_pages, v_pages, page_of_token, offset_in_page, cos_sin, positions, q.stride(0), q.stride(1),
@@ -122,5 +123,5 @@ def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: t
         num_q_heads, num_kv_heads, half, 1 / k_scale, 1 / v_scale, norms.q_weight if norms else q,
         norms.k_weight if norms else k, norms.eps if norms else 0.0,
         LARGEST=torch.finfo(k_pages.dtype).max if k_pages.itemsize == 1 else 0, ROTATE=rotates,
-        NORM=norms is not None, HALF=triton.next_power_of_2(half), BLOCK_HEADS=_BLOCK_HEADS,
+        NORM=norms is not None, HALF=1 << (half - 1).bit_length(), BLOCK_HEADS=_BLOCK_HEADS,
         TURN_KEYS=turn_keys and (rotates or norms is not None), SETTLED=settled, num_warps=2, **pdl(q))

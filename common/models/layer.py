@@ -34,6 +34,8 @@ class SelfAttention:
             Columns.kv_shard(f"{name}.k_proj", spec.num_kv_heads, spec.head_dim, tp),
             Columns.kv_shard(f"{name}.v_proj", spec.num_kv_heads, spec.head_dim, tp),
         ], spec.attention_bias, allocate)
+        self.parts = [size // spec.head_dim for size in self.qkv.sizes]
+        self.heads = sum(self.parts)
         self.output = RowLinear(f"{name}.o_proj", q_size, spec.hidden_size, spec.o_bias, tp, allocate)
         self.width = q_size // tp.size
         self.sinks: Slot | None = None
@@ -56,8 +58,7 @@ class SelfAttention:
     def attend(self, projected: Projected, attention: AttentionBackend, cos_sin: torch.Tensor,
                last: ForwardBatch | None) -> torch.Tensor:
         (qkv,) = projected
-        parts = qkv.split(self.qkv.sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)  # [T, heads, head_dim]
+        q, k, v = qkv.view(len(qkv), self.heads, self.head_dim).split_with_sizes(self.parts, 1)  # [T, heads, head_dim]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
