@@ -16,7 +16,7 @@ LEAST_ROWS, MOST_ROWS = 65, 256
 _LEAST_BYTES = 32 << 20
 _LEAST_STEPS = 8
 _BUSY = 0.8
-"""Bytes of a weight, steps of a piece, and of the multiprocessors with a tile each: less is not worth it."""
+"""Bytes of a weight, steps of a piece, and multiprocessors with a tile each: less is not worth it."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,21 @@ class SplitTile:
 
 def split_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
     """How ``x`` [T, in] ``@ weight`` [out, in] ``.T`` is shared out by whole tiles and parts of two; None where there
-    are too few tiles, the library is faster, or the kernel does not run."""
+    are too few tiles, the library is faster, or the kernel does not run. Of up to 128 rows, which are read at memory's
+    speed, it is where there is about a tile for each multiprocessor."""
     if not _takes(x, weight):
         return None
     programs = processors_of(weight.device)
     tile = SplitTile(256, 64, 64, 4, 1, programs) if len(x) > 128 else SplitTile(128, 128, 64, 4, 1, programs)
-    return tile if -(-len(weight) // tile.high) >= _BUSY * programs else None
+    tiles = -(-len(weight) // tile.high)
+    return tile if (tiles >= programs if len(x) > 128 else _BUSY * programs <= tiles <= programs) else None
 
 
 def left_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
-    """The same of a product with too few tiles, whose sums are left in pieces."""
-    if not _takes(x, weight) or len(x) <= 128 or len(weight) % 64:
+    """The same of a product of up to 128 rows with too few tiles, whose sums are left in pieces."""
+    if not _takes(x, weight) or len(x) > 128 or len(weight) % 64:
         return None
-    tile = SplitTile(256, 64, 64, 4, 1, processors_of(weight.device))
+    tile = SplitTile(128, 64, 64, 6, 1, processors_of(weight.device))
     pieces = tile.programs // -(-len(weight) // tile.high)
     steps = weight.shape[1] // tile.depth
     return replace(tile, pieces=pieces) if pieces > 1 and steps >= _LEAST_STEPS * pieces else None

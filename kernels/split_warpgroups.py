@@ -3,9 +3,11 @@ equal work.
 
 A tile is all the rows beside ``2 * height`` of the weight's: so many outputs have too few tiles for whole ones to go
 round. So a program takes a share of all tiles' steps of depth. Where a share is longer than a tile, that lies in two of
-them at most: the program behind begins with the tile's end and leaves its sums, and the one that ends with the tile's
-beginning goes on from them. Where tiles are few, each is ``pieces`` programs' work, whose sums are all left to a kernel
-that reads the product anyway. Sums are joined in the same order always.
+them at most: the program that has a tile's beginning starts with it and leaves its sums, and the one that has the
+tile's end finishes with that, and goes on from them. Whole tiles between are begun at the depth where the one before
+ended. So programs are at two depths at any time, not at as many as there are of them: rows that many ask for at once
+come out of the second-level cache faster. Where tiles are few, each is ``pieces`` programs' work, whose sums are all
+left to a kernel that reads the product anyway. Sums are joined in the same order always.
 
 A program is a warp that loads and two groups of four that multiply, each 64 or 128 of the weight's rows: the weight is
 the tensor cores' left side, so that its rows are the many. Loads run ``stages`` steps ahead, and the first weights are
@@ -56,29 +58,39 @@ def _load_weights(w_desc, w_bufs, slot, bar, tile, depth, HEIGHT: gl.constexpr, 
 
 
 @gluon.jit
-def _load_all(w_desc, x_desc, ring, steps, begin, end, ROWS: gl.constexpr, HEIGHT: gl.constexpr,
+def _place_of(step, steps, begin, end, head, whole):
+    """``(tile, depth)`` of a share's step: first come ``head`` of the last tile, then those of whole ones, then the
+    first tile's end."""
+    ends = step >= head + whole
+    between = gl.cdiv(begin, steps) + (step - head) // steps
+    tile = gl.where(ends, begin // steps, gl.where(step < head, end // steps, between))
+    return tile, gl.where(ends, begin % steps + step - head - whole, step % steps)
+
+
+@gluon.jit
+def _load_all(w_desc, x_desc, ring, steps, begin, end, head, whole, ROWS: gl.constexpr, HEIGHT: gl.constexpr,
               DEPTH: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr):
     """The loading warp."""
     BYTES: gl.constexpr = (GROUPS * HEIGHT + ROWS) * DEPTH * 2
     w_bufs, x_bufs, ready, empty = ring
     early = gl.minimum(end - begin, STAGES)
     for slot in range(early):
-        at = begin + slot
+        tile, depth = _place_of(slot, steps, begin, end, head, whole)
         bar = ready.index(slot)
         mbarrier.expect(bar, BYTES)
-        _load_weights(w_desc, w_bufs, slot, bar, at // steps, at % steps * DEPTH, HEIGHT, DEPTH, GATED)
+        _load_weights(w_desc, w_bufs, slot, bar, tile, depth * DEPTH, HEIGHT, DEPTH, GATED)
     wait_for_last(PDL)
     for slot in range(early):
-        tma.async_copy_global_to_shared(x_desc, [0, (begin + slot) % steps * DEPTH], ready.index(slot),
-                                        x_bufs.index(slot))
+        tile, depth = _place_of(slot, steps, begin, end, head, whole)
+        tma.async_copy_global_to_shared(x_desc, [0, depth * DEPTH], ready.index(slot), x_bufs.index(slot))
     for step in range(early, end - begin):
-        at = begin + step
+        tile, depth = _place_of(step, steps, begin, end, head, whole)
         slot = step % STAGES
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
         bar = ready.index(slot)
         mbarrier.expect(bar, BYTES)
-        _load_weights(w_desc, w_bufs, slot, bar, at // steps, at % steps * DEPTH, HEIGHT, DEPTH, GATED)
-        tma.async_copy_global_to_shared(x_desc, [0, at % steps * DEPTH], bar, x_bufs.index(slot))
+        _load_weights(w_desc, w_bufs, slot, bar, tile, depth * DEPTH, HEIGHT, DEPTH, GATED)
+        tma.async_copy_global_to_shared(x_desc, [0, depth * DEPTH], bar, x_bufs.index(slot))
 
 
 @gluon.jit
@@ -157,31 +169,30 @@ def _wait_for(count_at):
 
 
 @gluon.jit
-def _multiply_share(out_desc, out, ring, part_ptr, count_ptr, steps, share, begin, end, GROUP: gl.constexpr,
-                    ROWS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr,
-                    GATED: gl.constexpr):
-    """A multiplying group, where a tile lies in two shares at most: its end is the first work of one."""
-    at = begin
-    while at < end:
-        tile = at // steps
-        first = at - tile * steps
-        count = gl.minimum(steps - first, end - at)
+def _multiply_share(out_desc, out, ring, part_ptr, count_ptr, steps, share, begin, end, head, whole,
+                    GROUP: gl.constexpr, ROWS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
+                    TURN: gl.constexpr, GATED: gl.constexpr):
+    """A multiplying group, where a tile lies in two shares at most."""
+    step = 0
+    while step < end - begin:
+        tile, depth = _place_of(step, steps, begin, end, head, whole)
+        begun = step >= head + whole  # by the share before
+        count = gl.where(step < head, head, gl.where(begun, end - begin - step, steps))
         mine = share * GROUPS + GROUP
-        begun = (first == 0) & (count < steps)
         if begun:
-            _wait_for(count_ptr + mine + GROUPS)
+            _wait_for(count_ptr + mine - GROUPS)
         acc = _zeros(HEIGHT, ROWS)
-        left_at = part_ptr + (mine + GROUPS) * (HEIGHT * ROWS) + _places(acc, HEIGHT, ROWS)
+        left_at = part_ptr + (mine - GROUPS) * (HEIGHT * ROWS) + _places(acc, HEIGHT, ROWS)
         acc = gl.load(left_at, mask=begun, other=0.0, cache_modifier=".cg")
-        acc = _product(ring, at - begin, count, acc, begun, GROUP, STAGES)
-        if first > 0:
+        acc = _product(ring, step, count, acc, begun, GROUP, STAGES)
+        if step < head:
             gl.store(part_ptr + mine * (HEIGHT * ROWS) + _places(acc, HEIGHT, ROWS), acc)
             gl.thread_barrier()
             gl.atomic_add(count_ptr + mine, 1, sem="release")
         else:
             _store(out_desc, out, acc, (tile * GROUPS + GROUP) * (HEIGHT // 2 if GATED else HEIGHT), HEIGHT, ROWS,
                    TURN, GATED)
-        at += count
+        step += count
     tma.store_wait(0)
 
 
@@ -195,16 +206,18 @@ def _split_share_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, steps, ti
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, TURN, HEIGHT // 2 if GATED else HEIGHT],
                                      out_desc.layout)
     fence_async_shared()
-    # Programs start in their order: one that waits for another's end of a tile waits for one that started before.
-    share = gl.num_programs(0) - 1 - gl.program_id(0)
+    # Programs start in their order: one that waits for a tile's beginning waits for one that started before.
+    share = gl.program_id(0)
     begin = share * (tiles * steps) // gl.num_programs(0)
     end = (share + 1) * (tiles * steps) // gl.num_programs(0)
+    head = end % steps
+    whole = (end // steps - gl.cdiv(begin, steps)) * steps
     gl.warp_specialize([
-        (_multiply_share, (out_desc, outs.index(0), ring, part_ptr, count_ptr, steps, share, begin, end,
+        (_multiply_share, (out_desc, outs.index(0), ring, part_ptr, count_ptr, steps, share, begin, end, head, whole,
                            gl.constexpr(0), ROWS, HEIGHT, STAGES, TURN, GATED)),
-        (_multiply_share, (out_desc, outs.index(1), ring, part_ptr, count_ptr, steps, share, begin, end,
+        (_multiply_share, (out_desc, outs.index(1), ring, part_ptr, count_ptr, steps, share, begin, end, head, whole,
                            gl.constexpr(1), ROWS, HEIGHT, STAGES, TURN, GATED)),
-        (_load_all, (w_desc, x_desc, ring, steps, begin, end, ROWS, HEIGHT, DEPTH, STAGES, GATED, PDL)),
+        (_load_all, (w_desc, x_desc, ring, steps, begin, end, head, whole, ROWS, HEIGHT, DEPTH, STAGES, GATED, PDL)),
     ], [4, 1], [232, 40])
 
 
@@ -240,7 +253,7 @@ def _split_piece_kernel(w_desc, x_desc, part_desc, steps, ROWS: gl.constexpr, HE
     gl.warp_specialize([
         (_multiply_piece, (part_desc, ring, end - begin, row, column, gl.constexpr(0), ROWS, HEIGHT, STAGES)),
         (_multiply_piece, (part_desc, ring, end - begin, row, column, gl.constexpr(1), ROWS, HEIGHT, STAGES)),
-        (_load_all, (w_desc, x_desc, ring, steps, tile * steps + begin, tile * steps + end, ROWS, HEIGHT, DEPTH,
+        (_load_all, (w_desc, x_desc, ring, steps, tile * steps + begin, tile * steps + end, 0, 0, ROWS, HEIGHT, DEPTH,
                      STAGES, gl.constexpr(False), PDL)),
     ], [4, 1], [232, 40])
 
