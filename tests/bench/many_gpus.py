@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-30b-a3b,deepseek-v2-lite", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--settings", default="tp,tp+ep,dp+ep", help="tp, dp, tp+ep, dp+ep, dp+ep+a2a, tp+chunk16384")
     parser.add_argument("--quantization", default="none", help="none, fp8, fp8_per_block, with commas between")
+    parser.add_argument("--cases", default="", help="MODEL/QUANTIZATION/SETTING,..., in place of the three above")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--layers", type=int, help="of the models, in place of all")
     parser.add_argument("--batches", default="1,32,256", help="requests that decode, on all GPUs; empty: prompts only")
@@ -93,9 +94,10 @@ def main() -> None:
     args = parser.parse_args()
     args.command = sys.argv[1:]
     began = time.time()
+    named = [case.split("/") for case in args.cases.split(",") if case]
     cases = [
         {"model": model, "setting": setting, "quantization": quantization}
-        for model, quantization, setting in itertools.product(
+        for model, quantization, setting in named or itertools.product(
             args.models.split(","), args.quantization.split(","), args.settings.split(","))]
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
