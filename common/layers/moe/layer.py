@@ -127,8 +127,9 @@ class MoE:
 
     def _own_live(self, rows: int) -> torch.Tensor | None:
         """Which of this rank's rows of the step are tokens; None: all."""
-        live = self.share.live
-        if live is None or not self.own_tokens or len(live) != rows * self.share.group.size:
+        live, size = self.share.live, self.share.group.size
+        # Placements know of no negative ids: what pads is then computed as a token.
+        if live is None or self.placement is not None or not self.own_tokens or len(live) != rows * size:
             return None
         return live[self.share.group.rank * rows:(self.share.group.rank + 1) * rows]
 
