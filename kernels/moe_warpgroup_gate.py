@@ -1,7 +1,7 @@
-"""``gate.gate_times`` as a tile's end can afford it: by the fewest instructions of the units that have few.
+"""``gate.gate_times`` as a tile's end can afford it: both multiplying groups reach it together, and the tensor cores wait.
 
-A tile's multiplying groups reach its end together, and the tensor cores wait: exact division and exponentials, of two
-instructions of the special function units each and a dozen around them, took a sixteenth of a product's time.
+Half of the instructions, and three quarters of those of the special function units, which are few, that exact division
+and exponentials take.
 """
 
 from __future__ import annotations
