@@ -1,4 +1,4 @@
-"""``gate.gate_times`` as a tile's end can afford it: both multiplying groups reach it together, and the tensor cores wait.
+"""``gate.gate_times`` as a tile's end can afford it: both multiplying groups are there together, the tensor cores wait.
 
 Half of the instructions, and three quarters of those of the special function units, which are few, that exact division
 and exponentials take.
