@@ -95,7 +95,7 @@ def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
 
 hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
                             reason="needs a Hopper GPU")
-STREAMED = [StreamedTile(64, 1, 64, 8), StreamedTile(64, 2, 64, 20), StreamedTile(64, 2, 128, 4, 2),
+STREAMED = [StreamedTile(64, 1, 64, 8), StreamedTile(64, 2, 64, 12), StreamedTile(64, 2, 128, 4, 2),
             StreamedTile(128, 4, 64, 5), StreamedTile(64, 4, 64, 8)]
 
 
