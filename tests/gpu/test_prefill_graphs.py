@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def both(runner) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of the same steps, twice in pieces, each beside the eager ones."""
+    runner.prompts.release()  # those of a server's own sizes
     eager = steps_of(runner)
     runner.prompts.record(Recorded(SIZES, SIZES[-1]), GraphRecorder(runner.device), runner._begin,
                           lambda what, share: None)
@@ -53,7 +54,8 @@ def test_a_large_mixture_computes_the_same(tmp_path):
     """The kernels of many rows: of a captured size alike, padded nearly."""
     shape = QWEN3_30B | {"num_hidden_layers": 3, "vocab_size": 2048, "eos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    runner = load_runner(server_config(tmp_path, backend="auto", dtype="bfloat16", load_format="dummy"), "cuda:0")
+    runner = load_runner(server_config(tmp_path, backend="auto", dtype="bfloat16", load_format="dummy"),
+                         device="cuda:0")
     tokens = np.random.default_rng(0).integers(0, 2000, 1024)
     pages = np.arange(runner.layout.pages_for(1024), dtype=np.int32)
 
