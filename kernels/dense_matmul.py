@@ -1,14 +1,19 @@
-"""Product with a weight of the rows' own type: our kernel for few rows, cuBLAS for many."""
+"""Product with a weight of the rows' own type: our kernels where they are faster, else cuBLAS."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 from torch.nn.functional import linear
 
 from .dense_tiles import MANY_ROWS, TALL, USUAL, DenseTile, gated_tile, takes_gated
+from .joined_rmsnorm import joined_rmsnorm
+from .rmsnorm import rmsnorm
 from .silu_and_mul import silu_and_mul
 from .skinny_matmul import skinny_matmul
 from .skinny_tiles import most_rows
+from .split_tiles import LEAST_ROWS, MOST_ROWS, SplitTile, left_tile, split_tile
 
 
 def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
@@ -17,6 +22,9 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     ``[T, out / 2]``, where it is ``gated``."""
     if len(x) <= most_rows(weight) and x.stride(-1) == 1:
         return skinny_matmul(x, weight, bias, gated=gated)
+    split = split_tile(x, weight) if bias is None and _in_graph(x) else None
+    if split is not None:
+        return _split().split_matmul(x, weight, split, gated=gated)
     many = gated_tile(x, weight) if gated and bias is None else None
     if many is not None:
         return _activated(x, weight, many)
@@ -29,14 +37,39 @@ def _activated(x: torch.Tensor, weight: torch.Tensor, tile: DenseTile) -> torch.
     return dense_product(x, weight, tile, gated=True)
 
 
+def _split() -> ModuleType:
+    from . import split_warpgroups  # not there without Triton
+    return split_warpgroups
+
+
+def _in_graph(x: torch.Tensor) -> bool:
+    """Whether the launch is captured: one of split_warpgroups.py's takes the host 72 us, and cuBLAS's 13."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def adds_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``add_product`` is the quicker way to what ``dense_matmul`` makes and a sum behind it."""
-    return x.is_cuda and len(x) >= MANY_ROWS and weight.itemsize == 2
+    """Whether ``normed_product`` is the quicker way to what ``dense_matmul`` makes and the norm of a sum behind it."""
+    if not x.is_cuda or weight.itemsize != 2:
+        return False
+    return len(x) >= MANY_ROWS or (_in_graph(x) and left_tile(x, weight) is not None)
 
 
-def add_product(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """``total`` [T, out], contiguous, ``+= x @ weight.T``, rounded once."""
-    total.addmm_(x, weight.T)
+def normed_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor,
+                   eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rmsnorm`` with ``gain`` of ``total = residual + x @ weight.T`` [T, out], and ``total``. ``residual`` is
+    contiguous, and used up."""
+    tile = left_tile(x, weight)
+    if tile is not None:
+        return _joined(residual, x, weight, gain, eps, tile)
+    residual.addmm_(x, weight.T)  # rounded once
+    return rmsnorm(residual, gain, eps)
+
+
+def _joined(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor, eps: float,
+            tile: SplitTile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces are rounded as the summands of tensor-parallel ranks are: in float32 they would take longer to travel
+    than the split gains."""
+    return joined_rmsnorm(_split().split_pieces(x, weight, tile, x.dtype), gain, eps, residual)
 
 
 def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
@@ -46,3 +79,10 @@ def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
             skinny_matmul(weight.new_zeros((rows, weight.shape[1])), weight, gated=gated)
     for tall in (TALL, USUAL) if gated and takes_gated(weight) else ():
         _activated(weight.new_zeros((1, weight.shape[1])), weight, tall)
+    for rows in (LEAST_ROWS, MOST_ROWS):
+        x = weight.new_zeros((rows, weight.shape[1]))
+        split, left = split_tile(x, weight), left_tile(x, weight)
+        if split is not None:
+            _split().split_matmul(x, weight, split, gated=gated)
+        elif left is not None and not gated:
+            _joined(weight.new_zeros((rows, len(weight))), x, weight, weight.new_zeros(len(weight)), 1.0, left)

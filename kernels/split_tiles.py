@@ -1,6 +1,7 @@
-"""Which products of 65 to 256 rows are shared out among a Hopper GPU's multiprocessors, and how.
+"""Which products of 65 to 128 rows are shared out among a Hopper GPU's multiprocessors, and how.
 
-Chosen by ``python -m baton.tests.bench.decode_layer --batches 128,256`` on an H200, over the layers of Llama-3-8B.
+Chosen by ``python -m baton.tests.bench.decode_layer --batches 128,256`` on an H200, over the layers of Llama-3-8B; of
+more rows cuBLAS's are faster.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from ._triton import runs_gluon
 from .decode_plan import processors_of
 
-LEAST_ROWS, MOST_ROWS = 65, 256
+LEAST_ROWS, MOST_ROWS = 65, 128
 _LEAST_BYTES = 32 << 20
 _LEAST_STEPS = 8
 _BUSY = 0.8
@@ -39,20 +40,17 @@ class SplitTile:
 
 
 def split_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
-    """How ``x`` [T, in] ``@ weight`` [out, in] ``.T`` is shared out by whole tiles and parts of two; None where there
-    are too few tiles, the library is faster, or the kernel does not run. Of up to 128 rows, which are read at memory's
-    speed, it is where there is about a tile for each multiprocessor."""
+    """The tile of ``x`` [T, in] ``@ weight`` [out, in] ``.T`` where there is about one for each multiprocessor; None
+    where there is not, or the kernel does not run."""
     if not _takes(x, weight):
         return None
-    programs = processors_of(weight.device)
-    tile = SplitTile(256, 64, 64, 4, 1, programs) if len(x) > 128 else SplitTile(128, 128, 64, 4, 1, programs)
-    tiles = -(-len(weight) // tile.high)
-    return tile if (tiles >= programs if len(x) > 128 else _BUSY * programs <= tiles <= programs) else None
+    tile = SplitTile(128, 128, 64, 4, 1, processors_of(weight.device))
+    return tile if _BUSY * tile.programs <= -(-len(weight) // tile.high) <= tile.programs else None
 
 
 def left_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
-    """The same of a product of up to 128 rows with too few tiles, whose sums are left in pieces."""
-    if not _takes(x, weight) or len(x) > 128 or len(weight) % 64:
+    """The same of a product with too few tiles, whose sums are left in pieces."""
+    if not _takes(x, weight) or len(weight) % 64:
         return None
     tile = SplitTile(128, 64, 64, 6, 1, processors_of(weight.device))
     pieces = tile.programs // -(-len(weight) // tile.high)

@@ -5,9 +5,8 @@ A tile is all the rows beside ``2 * height`` of the weight's: so many outputs ha
 round. So a program takes a share of all tiles' steps of depth. Where a share is longer than a tile, that lies in two of
 them at most: the program that has a tile's beginning starts with it and leaves its sums, and the one that has the
 tile's end finishes with that, and goes on from them. Whole tiles between are begun at the depth where the one before
-ended. So programs are at two depths at any time, not at as many as there are of them: rows that many ask for at once
-come out of the second-level cache faster. Where tiles are few, each is ``pieces`` programs' work, whose sums are all
-left to a kernel that reads the product anyway. Sums are joined in the same order always.
+ended, so that programs are at two depths of the rows at any time. Where tiles are few, each is ``pieces`` programs'
+work, whose sums are all left to a kernel that reads the product anyway. Sums are joined in the same order always.
 
 A program is a warp that loads and two groups of four that multiply, each 64 or 128 of the weight's rows: the weight is
 the tensor cores' left side, so that its rows are the many. Loads run ``stages`` steps ahead, and the first weights are

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.dense_matmul import add_product, dense_matmul
-from ...kernels.rmsnorm import rmsnorm
+from ...kernels.dense_matmul import dense_matmul, normed_product
 from .sent_tokens import PendingParts
 from .tp import TPGroup
 
@@ -79,9 +78,8 @@ class PendingProduct:
     norms = True
 
     def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(total + residual) * weight, total + residual)``; ``residual`` becomes the latter."""
-        add_product(residual, self.factor, self.weight)
-        return rmsnorm(residual, weight, eps)
+        """``(norm(total + residual) * weight, total + residual)``; ``residual`` is used up."""
+        return normed_product(residual, self.factor, self.weight, weight, eps)
 
 
 Summed = torch.Tensor | PendingSum | PendingRows | PendingProduct | PendingParts
