@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
-from ._triton import AVAILABLE, triton
+from ._triton import runs_gluon
+from .decode_plan import processors_of
 
 MANY_ROWS = 1024
 """From so many on a pass over a product's result, and the power it takes, is worth sparing."""
@@ -35,7 +35,7 @@ TALL, USUAL = DenseTile(192, 3, 11), DenseTile(128, 4, 16)
 def takes_gated(weight: torch.Tensor) -> bool:
     """Whether products with ``weight`` [2 * size, in] that end in the activation can be dense_warpgroups.py's."""
     width = weight.shape[1]
-    return (runs_warpgroups(weight.device) and weight.itemsize == 2 and weight.is_contiguous() and width >= 256
+    return (runs_gluon(weight.device) and weight.itemsize == 2 and weight.is_contiguous() and width >= 256
             and width % 8 == weight.shape[0] % 16 == weight.data_ptr() % 16 == 0)
 
 
@@ -60,15 +60,3 @@ def best_tile(rows: int, size: int, processors: int) -> DenseTile | None:
 def _used(tile: DenseTile, rows: int, size: int, processors: int) -> float:
     tiles = -(-rows // tile.rows) * -(-size // 128)
     return rows * size / (-(-tiles // processors) * processors * tile.rows * 128)
-
-
-@functools.cache
-def runs_warpgroups(device: torch.device) -> bool:
-    """Gluon is young: other versions of Triton may name things otherwise, and then cuBLAS serves."""
-    known = AVAILABLE and triton.__version__.startswith("3.6.")
-    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def processors_of(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

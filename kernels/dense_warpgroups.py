@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .dense_tiles import DenseTile, processors_of
+from .decode_plan import processors_of
+from .dense_tiles import DenseTile
 from .moe_warpgroup_products import store, store_gated, wait_for_step
 
 DEPTH = gl.constexpr(64)

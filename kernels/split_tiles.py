@@ -1,4 +1,4 @@
-"""Which products of 65 to 128 rows are shared out among a Hopper GPU's multiprocessors, and how.
+"""Which products of 65 to 128 rows are split among a Hopper GPU's multiprocessors, and how.
 
 Chosen by ``python -m baton.tests.bench.decode_layer --batches 128,256`` on an H200, over the layers of Llama-3-8B; of
 more rows cuBLAS's are faster.
@@ -23,15 +23,13 @@ _BUSY = 0.8
 @dataclass(frozen=True)
 class SplitTile:
     """A tile is at most ``rows`` rows by twice ``height`` of the weight's, in steps of ``depth``, of which ``stages``
-    are on their way. With ``pieces`` each tile is so many programs' work; without, at most ``programs`` have equal
-    shares of all, each of a tile or more."""
+    are on their way, and ``pieces`` programs' work."""
 
     rows: int
     height: int
     depth: int
     stages: int
     pieces: int = 1
-    programs: int = 132
 
     @property
     def high(self) -> int:
@@ -44,16 +42,16 @@ def split_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
     where there is not, or the kernel does not run."""
     if not _takes(x, weight):
         return None
-    tile = SplitTile(128, 128, 64, 4, 1, processors_of(weight.device))
-    return tile if _BUSY * tile.programs <= -(-len(weight) // tile.high) <= tile.programs else None
+    tile, processors = SplitTile(128, 128, 64, 4), processors_of(weight.device)
+    return tile if _BUSY * processors <= -(-len(weight) // tile.high) <= processors else None
 
 
 def left_tile(x: torch.Tensor, weight: torch.Tensor) -> SplitTile | None:
     """The same of a product with too few tiles, whose sums are left in pieces."""
     if not _takes(x, weight) or len(weight) % 64:
         return None
-    tile = SplitTile(128, 64, 64, 6, 1, processors_of(weight.device))
-    pieces = tile.programs // -(-len(weight) // tile.high)
+    tile = SplitTile(128, 64, 64, 6)
+    pieces = processors_of(weight.device) // -(-len(weight) // tile.high)
     steps = weight.shape[1] // tile.depth
     return replace(tile, pieces=pieces) if pieces > 1 and steps >= _LEAST_STEPS * pieces else None
 

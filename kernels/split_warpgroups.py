@@ -1,12 +1,8 @@
-"""Products of 65 to 256 rows with a weight on a Hopper GPU: each weight is read once, and all multiprocessors have
-equal work.
+"""Products of 65 to 256 rows with a weight on a Hopper GPU: each weight is read once.
 
-A tile is all the rows beside ``2 * height`` of the weight's: so many outputs have too few tiles for whole ones to go
-round. So a program takes a share of all tiles' steps of depth. Where a share is longer than a tile, that lies in two of
-them at most: the program that has a tile's beginning starts with it and leaves its sums, and the one that has the
-tile's end finishes with that, and goes on from them. Whole tiles between are begun at the depth where the one before
-ended, so that programs are at two depths of the rows at any time. Where tiles are few, each is ``pieces`` programs'
-work, whose sums are all left to a kernel that reads the product anyway. Sums are joined in the same order always.
+A tile is all the rows beside ``2 * height`` of the weight's, and a program's work; where tiles are few, each is
+``pieces`` programs' work, whose sums are left to a kernel that reads the product anyway. Sums are added in the same
+order always.
 
 A program is a warp that loads and two groups of four that multiply, each 64 or 128 of the weight's rows: the weight is
 the tensor cores' left side, so that its rows are the many. Loads run ``stages`` steps ahead, and the first weights are
@@ -32,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._triton import pdl, start_next, wait_for_last
-from .last_piece import counts_of
 from .silu_and_mul import silu_times
 from .split_tiles import SplitTile
 
@@ -57,69 +52,44 @@ def _load_weights(w_desc, w_bufs, slot, bar, tile, depth, HEIGHT: gl.constexpr, 
 
 
 @gluon.jit
-def _place_of(step, steps, begin, end, head, whole):
-    """``(tile, depth)`` of a share's step: first come ``head`` of the last tile, then those of whole ones, then the
-    first tile's end."""
-    ends = step >= head + whole
-    between = gl.cdiv(begin, steps) + (step - head) // steps
-    tile = gl.where(ends, begin // steps, gl.where(step < head, end // steps, between))
-    return tile, gl.where(ends, begin % steps + step - head - whole, step % steps)
-
-
-@gluon.jit
-def _load_all(w_desc, x_desc, ring, steps, begin, end, head, whole, ROWS: gl.constexpr, HEIGHT: gl.constexpr,
-              DEPTH: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr):
-    """The loading warp."""
+def _load_all(w_desc, x_desc, ring, tile, begin, end, ROWS: gl.constexpr, HEIGHT: gl.constexpr, DEPTH: gl.constexpr,
+              STAGES: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr):
+    """The loading warp, of a tile's steps from ``begin`` to ``end``."""
     BYTES: gl.constexpr = (GROUPS * HEIGHT + ROWS) * DEPTH * 2
     w_bufs, x_bufs, ready, empty = ring
     early = gl.minimum(end - begin, STAGES)
     for slot in range(early):
-        tile, depth = _place_of(slot, steps, begin, end, head, whole)
         bar = ready.index(slot)
         mbarrier.expect(bar, BYTES)
-        _load_weights(w_desc, w_bufs, slot, bar, tile, depth * DEPTH, HEIGHT, DEPTH, GATED)
+        _load_weights(w_desc, w_bufs, slot, bar, tile, (begin + slot) * DEPTH, HEIGHT, DEPTH, GATED)
     wait_for_last(PDL)
     for slot in range(early):
-        tile, depth = _place_of(slot, steps, begin, end, head, whole)
-        tma.async_copy_global_to_shared(x_desc, [0, depth * DEPTH], ready.index(slot), x_bufs.index(slot))
+        tma.async_copy_global_to_shared(x_desc, [0, (begin + slot) * DEPTH], ready.index(slot), x_bufs.index(slot))
     for step in range(early, end - begin):
-        tile, depth = _place_of(step, steps, begin, end, head, whole)
         slot = step % STAGES
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-        bar = ready.index(slot)
+        bar, depth = ready.index(slot), (begin + step) * DEPTH
         mbarrier.expect(bar, BYTES)
-        _load_weights(w_desc, w_bufs, slot, bar, tile, depth * DEPTH, HEIGHT, DEPTH, GATED)
-        tma.async_copy_global_to_shared(x_desc, [0, depth * DEPTH], bar, x_bufs.index(slot))
+        _load_weights(w_desc, w_bufs, slot, bar, tile, depth, HEIGHT, DEPTH, GATED)
+        tma.async_copy_global_to_shared(x_desc, [0, depth], bar, x_bufs.index(slot))
 
 
 @gluon.jit
-def _product(ring, step, count, acc, begun, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """``acc`` [HEIGHT, ROWS], of any values where it has not ``begun``, and the sums of ``count`` steps."""
+def _product(ring, count, GROUP: gl.constexpr, ROWS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr):
+    """The sums [HEIGHT, ROWS] of ``count`` steps."""
     w_bufs, x_bufs, ready, empty = ring
-    for i in range(count):
-        slot = (step + i) % STAGES
-        mbarrier.wait(ready.index(slot), ((step + i) // STAGES) & 1)
+    acc = gl.zeros((HEIGHT, ROWS), gl.float32,
+                   gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]))
+    for step in range(count):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
         acc = warpgroup_mma(w_bufs.index(GROUPS * slot + GROUP), x_bufs.index(slot).permute((1, 0)), acc,
-                            use_acc=(i > 0) | begun, is_async=True)
+                            use_acc=step > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before has been read
-        mbarrier.arrive(empty.index((step + i + STAGES - 1) % STAGES), pred=i > 0)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
     made = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + count + STAGES - 1) % STAGES))
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
     return made
-
-
-@gluon.jit
-def _zeros(HEIGHT: gl.constexpr, ROWS: gl.constexpr):
-    return gl.zeros((HEIGHT, ROWS), gl.float32,
-                    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]))
-
-
-@gluon.jit
-def _places(made, HEIGHT: gl.constexpr, ROWS: gl.constexpr):
-    """Of a group's sums, of which threads hold those of ``made``, where they are left."""
-    height = gl.arange(0, HEIGHT, gl.SliceLayout(1, made.type.layout))
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, made.type.layout))
-    return height[:, None] * ROWS + row[None, :]
 
 
 @gluon.jit
@@ -159,64 +129,31 @@ def _store(out_desc, out, acc, column, HEIGHT: gl.constexpr, ROWS: gl.constexpr,
 
 
 @gluon.jit
-def _wait_for(count_at):
-    seen = gl.atomic_add(count_at, 0, sem="acquire")
-    while seen == 0:
-        seen = gl.atomic_add(count_at, 0, sem="acquire")
-    gl.thread_barrier()
-    gl.store(count_at, 0)
-
-
-@gluon.jit
-def _multiply_share(out_desc, out, ring, part_ptr, count_ptr, steps, share, begin, end, head, whole,
-                    GROUP: gl.constexpr, ROWS: gl.constexpr, HEIGHT: gl.constexpr, STAGES: gl.constexpr,
-                    TURN: gl.constexpr, GATED: gl.constexpr):
-    """A multiplying group, where a tile lies in two shares at most."""
-    step = 0
-    while step < end - begin:
-        tile, depth = _place_of(step, steps, begin, end, head, whole)
-        begun = step >= head + whole  # by the share before
-        count = gl.where(step < head, head, gl.where(begun, end - begin - step, steps))
-        mine = share * GROUPS + GROUP
-        if begun:
-            _wait_for(count_ptr + mine - GROUPS)
-        acc = _zeros(HEIGHT, ROWS)
-        left_at = part_ptr + (mine - GROUPS) * (HEIGHT * ROWS) + _places(acc, HEIGHT, ROWS)
-        acc = gl.load(left_at, mask=begun, other=0.0, cache_modifier=".cg")
-        acc = _product(ring, step, count, acc, begun, GROUP, STAGES)
-        if step < head:
-            gl.store(part_ptr + mine * (HEIGHT * ROWS) + _places(acc, HEIGHT, ROWS), acc)
-            gl.thread_barrier()
-            gl.atomic_add(count_ptr + mine, 1, sem="release")
-        else:
-            _store(out_desc, out, acc, (tile * GROUPS + GROUP) * (HEIGHT // 2 if GATED else HEIGHT), HEIGHT, ROWS,
-                   TURN, GATED)
-        step += count
+def _multiply_tile(out_desc, out, ring, steps, tile, GROUP: gl.constexpr, ROWS: gl.constexpr, HEIGHT: gl.constexpr,
+                   STAGES: gl.constexpr, TURN: gl.constexpr, GATED: gl.constexpr):
+    """A multiplying group of a program with a whole tile."""
+    acc = _product(ring, steps, GROUP, ROWS, HEIGHT, STAGES)
+    _store(out_desc, out, acc, (tile * GROUPS + GROUP) * (HEIGHT // 2 if GATED else HEIGHT), HEIGHT, ROWS, TURN, GATED)
     tma.store_wait(0)
 
 
 # Weights of other sizes compile nothing anew.
-@gluon.jit(do_not_specialize=["steps", "tiles"])
-def _split_share_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, steps, tiles, ROWS: gl.constexpr,
-                        HEIGHT: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr,
-                        GATED: gl.constexpr, PDL: gl.constexpr):
+@gluon.jit(do_not_specialize=["steps"])
+def _split_tile_kernel(w_desc, x_desc, out_desc, steps, ROWS: gl.constexpr, HEIGHT: gl.constexpr,
+                       DEPTH: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr, GATED: gl.constexpr,
+                       PDL: gl.constexpr):
     start_next(PDL)
     ring = _ring_of(x_desc, ROWS, HEIGHT, DEPTH, STAGES)
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, TURN, HEIGHT // 2 if GATED else HEIGHT],
                                      out_desc.layout)
     fence_async_shared()
-    # Programs start in their order: one that waits for a tile's beginning waits for one that started before.
-    share = gl.program_id(0)
-    begin = share * (tiles * steps) // gl.num_programs(0)
-    end = (share + 1) * (tiles * steps) // gl.num_programs(0)
-    head = end % steps
-    whole = (end // steps - gl.cdiv(begin, steps)) * steps
+    tile = gl.program_id(0)
     gl.warp_specialize([
-        (_multiply_share, (out_desc, outs.index(0), ring, part_ptr, count_ptr, steps, share, begin, end, head, whole,
-                           gl.constexpr(0), ROWS, HEIGHT, STAGES, TURN, GATED)),
-        (_multiply_share, (out_desc, outs.index(1), ring, part_ptr, count_ptr, steps, share, begin, end, head, whole,
-                           gl.constexpr(1), ROWS, HEIGHT, STAGES, TURN, GATED)),
-        (_load_all, (w_desc, x_desc, ring, steps, begin, end, head, whole, ROWS, HEIGHT, DEPTH, STAGES, GATED, PDL)),
+        (_multiply_tile, (out_desc, outs.index(0), ring, steps, tile, gl.constexpr(0), ROWS, HEIGHT, STAGES, TURN,
+                          GATED)),
+        (_multiply_tile, (out_desc, outs.index(1), ring, steps, tile, gl.constexpr(1), ROWS, HEIGHT, STAGES, TURN,
+                          GATED)),
+        (_load_all, (w_desc, x_desc, ring, tile, 0, steps, ROWS, HEIGHT, DEPTH, STAGES, GATED, PDL)),
     ], [4, 1], [232, 40])
 
 
@@ -224,7 +161,7 @@ def _split_share_kernel(w_desc, x_desc, out_desc, part_ptr, count_ptr, steps, ti
 def _multiply_piece(part_desc, ring, count, row, column, GROUP: gl.constexpr, ROWS: gl.constexpr,
                     HEIGHT: gl.constexpr, STAGES: gl.constexpr):
     """A multiplying group of a program with one piece; what it leaves goes through shared memory that held rows."""
-    acc = _product(ring, 0, count, _zeros(HEIGHT, ROWS), False, GROUP, STAGES)
+    acc = _product(ring, count, GROUP, ROWS, HEIGHT, STAGES)
     chunks = _chunks(acc, HEIGHT, ROWS)
     HALF: gl.constexpr = ROWS // 2
     for half in gl.static_range(2):
@@ -252,8 +189,7 @@ def _split_piece_kernel(w_desc, x_desc, part_desc, steps, ROWS: gl.constexpr, HE
     gl.warp_specialize([
         (_multiply_piece, (part_desc, ring, end - begin, row, column, gl.constexpr(0), ROWS, HEIGHT, STAGES)),
         (_multiply_piece, (part_desc, ring, end - begin, row, column, gl.constexpr(1), ROWS, HEIGHT, STAGES)),
-        (_load_all, (w_desc, x_desc, ring, steps, tile * steps + begin, tile * steps + end, 0, 0, ROWS, HEIGHT, DEPTH,
-                     STAGES, gl.constexpr(False), PDL)),
+        (_load_all, (w_desc, x_desc, ring, tile, begin, end, ROWS, HEIGHT, DEPTH, STAGES, gl.constexpr(False), PDL)),
     ], [4, 1], [232, 40])
 
 
@@ -275,15 +211,12 @@ def split_matmul(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, *, gate
     out, width = weight.shape
     _check(x, weight, tile)
     y = torch.empty((len(x), out // 2 if gated else out), dtype=x.dtype, device=x.device)
-    tiles = -(-out // tile.high)
-    programs = min(tile.programs, tiles)
-    parts = torch.empty((programs, tile.high, tile.rows), dtype=torch.float32, device=x.device)
     high, turn = (tile.height // 2, tile.rows) if gated else (tile.height, tile.rows // 2)
-    _split_share_kernel[(programs,)](
+    _split_tile_kernel[(-(-out // tile.high),)](
         _eights(weight, tile) if gated else _descriptor(weight, [tile.height, tile.depth]),
-        _descriptor(x, [tile.rows, tile.depth]), _descriptor(y, [turn, high]), parts, counts_of(x.device),
-        width // tile.depth, tiles, ROWS=tile.rows, HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages,
-        TURN=turn, GATED=gated, num_warps=4, maxnreg=REGISTERS_AT_START, **pdl(x))
+        _descriptor(x, [tile.rows, tile.depth]), _descriptor(y, [turn, high]), width // tile.depth, ROWS=tile.rows,
+        HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages, TURN=turn, GATED=gated, num_warps=4,
+        maxnreg=REGISTERS_AT_START, **pdl(x))
     return y
 
 

@@ -204,7 +204,7 @@ class Search:
 def short(option: Any) -> str:
     told = str(option)
     for long, brief in (
-            ("SkinnyTile", ""), ("SplitTile", "split"), (", programs=132", ""), ("StreamedTile", "streamed"),
+            ("SkinnyTile", ""), ("SplitTile", "split"), ("StreamedTile", "streamed"),
             ("block=", ""), ("split=", "/"), ("programs=", "n"), ("columns=", ""), ("depth=", ""), ("pieces=", "p"),
             ("warps=", "w"), ("stages=", "s"), ("ahead=", "a")):
         told = told.replace(long, brief)

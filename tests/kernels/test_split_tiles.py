@@ -1,4 +1,4 @@
-"""Which products of 65 to 128 rows are shared out, and that every program has work."""
+"""Which products of 65 to 128 rows are split, and that every program has work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of(*sizes: int) -> torch.Tensor:
 def test_a_tile_for_nearly_every_multiprocessor(rows):
     tile = split_tile(of(rows, 4096), of(28672, 4096))
     assert tile is not None and tile.pieces == 1 and rows <= tile.rows
-    assert 0.8 * tile.programs <= -(-28672 // tile.high) <= tile.programs
+    assert 0.8 * 132 <= -(-28672 // tile.high) <= 132
     assert left_tile(of(rows, 4096), of(28672, 4096)) is None and split_tile(of(rows, 4096), of(128256, 4096)) is None
 
 
