@@ -23,13 +23,11 @@ from ..engine.model_runner import ModelRunner
 from ..engine.predictors import Predictors
 from ..engine.rank import join_groups
 from ..engine.ranks import RankSpec
-from ..tokenizer.tokenizer import load_tokenizer
 from .command import reported
-from .datasets import make_workload
 from .draft_args import BenchDraft
+from .own_workload import own_workload
 from .progress import Progress
 from .report import append_line, check_writable
-from .vocabulary import Vocabulary
 from .workload import Turn
 
 
@@ -57,7 +55,7 @@ class Acceptance:
 def run(config: BenchDraft) -> int:
     check_writable(config.draft.output_file, "--output-file")
     spec = load_model_spec(config.model)
-    turns = [conversation.turns[0] for conversation in make_workload(config.dataset, _vocabulary(config))]
+    turns = [conversation.turns[0] for conversation in own_workload(config.dataset, config.model)]
     longest = max(turn.prompt.num_tokens + turn.output_len for turn in turns)
     if longest > spec.context_length:
         raise ConfigError(f"{longest} tokens of prompt and answer are more than the model's context of "
@@ -75,15 +73,6 @@ def run(config: BenchDraft) -> int:
             "tag": config.draft.tag, "model_path": config.model.model_path, **asdict(config.dataset),
             **asdict(found), "tokens_per_step": found.tokens_per_step})
     return 0
-
-
-def _vocabulary(config: BenchDraft) -> Vocabulary:
-    """Prompts are token ids. Raises ConfigError."""
-    size, model = load_model_spec(config.model).vocab_size, config.model
-    if config.dataset.dataset_name == "random-ids":
-        return Vocabulary(size, None, as_ids=True)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.model_path, model.revision)
-    return Vocabulary(min(size, tokenizer.size), tokenizer, as_ids=True)
 
 
 def _table(config: BenchDraft, found: Acceptance) -> str:

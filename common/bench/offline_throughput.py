@@ -11,14 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 from ..config.cli import parse
-from ..config.model import load_model_spec
-from ..tokenizer.tokenizer import load_tokenizer
 from .command import INTERRUPTED, reported, until_interrupted
-from .datasets import make_workload
 from .engine_asker import Engine, EngineAsker
 from .figures import Figures, figures
 from .load import Load
 from .offline_args import BenchOffline
+from .own_workload import own_workload
 from .progress import Progress
 from .report import append_line, check_writable
 from .table import table
@@ -39,7 +37,7 @@ def run(config: BenchOffline, make_engine: MakeEngine) -> int:
     """Measure and report. Returns 1 where no request was answered, 130 after Ctrl-C."""
     args = config.offline
     check_writable(args.output_file, "--output-file")
-    conversations = make_workload(config.dataset, _vocabulary(config))
+    conversations = own_workload(config.dataset, config.model)
     total = num_requests(conversations)
     with make_engine(config) as engine:
         print(f"{config.model.model_path}, {'prefill and decode engine' if args.pair else 'one engine'}: {total:,} "
@@ -53,15 +51,6 @@ def run(config: BenchOffline, make_engine: MakeEngine) -> int:
     if interrupted:
         return INTERRUPTED
     return 0 if found.completed else 1
-
-
-def _vocabulary(config: BenchOffline) -> Vocabulary:
-    """Prompts are token ids. Raises ConfigError."""
-    size, model = load_model_spec(config.model).vocab_size, config.model
-    if config.dataset.dataset_name == "random-ids":
-        return Vocabulary(size, None, as_ids=True)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.model_path, model.revision)
-    return Vocabulary(min(size, tokenizer.size), tokenizer, as_ids=True)
 
 
 async def _measure(config: BenchOffline, engine: Engine, conversations: Sequence[Conversation]) -> tuple[Load, bool]:
