@@ -9,6 +9,7 @@ beyond the last piece end at once.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,7 @@ def span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr, PAG
     return request, pieces, first_page, begin, end
 
 
+@functools.cache
 def processors_of(device: torch.device) -> int:
     """Multiprocessors of a GPU; what the interpreter plans for on a CPU."""
     if device.type != "cuda":

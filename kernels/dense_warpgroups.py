@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .decode_plan import processors_of
 from .dense_tiles import DenseTile
 from .moe_warpgroup_products import store, store_gated, wait_for_step
+from .tma_tiles import tiles_of
 
 DEPTH = gl.constexpr(64)
 """Of a step: as wide, in bytes, as the tensor memory accelerator's swizzle."""
@@ -146,11 +146,6 @@ def dense_product(x: torch.Tensor, weight: torch.Tensor, tile: DenseTile, *, gat
     row_blocks = -(-len(x) // tile.rows)
     programs = min(processors_of(x.device), row_blocks * -(-columns // (128 if gated else 256)))
     _dense_warpgroups_kernel[(programs,)](
-        _tiles_of(x, 64, 64), _tiles_of(weight, 128, 64), _tiles_of(out, 64, 128), row_blocks, columns, 64 * steps,
+        tiles_of(x, 64, 64), tiles_of(weight, 128, 64), tiles_of(out, 64, 128), row_blocks, columns, 64 * steps,
         tile.band, GATED=gated, GROUPS=tile.rows // 64, STAGES=tile.stages, num_warps=4, maxnreg=REGISTERS)
     return out
-
-
-def _tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)

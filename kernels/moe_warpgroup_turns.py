@@ -6,13 +6,12 @@ blocks of 64 rows. ``turning``: the counter in global memory, and what the loadi
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .decode_plan import processors_of
 
 STEP_BYTES = gl.constexpr(128)
 """Depth of a step: as wide as the tensor memory accelerator's swizzle."""
@@ -97,18 +96,6 @@ def gather(given, token, start, to, DEPTH: gl.constexpr):
     async_copy.async_copy_global_to_shared(to, at, mask=(token >= 0)[:, None])
 
 
-def tiles_of(matrix: torch.Tensor, rows: int, columns: int, swizzle: int = 128) -> TensorDescriptor:
-    """``matrix``, of any number of dimensions, as rows of its last one, by tiles."""
-    flat = matrix.view(-1, matrix.shape[-1])
-    layout = gl.NVMMASharedLayout(swizzle, 8 * matrix.dtype.itemsize, 2)
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, columns], layout)
-
-
 def programs_for(device: torch.device, tiles: int) -> int:
     """They stay on their multiprocessors."""
-    return min(_multiprocessors(device), tiles)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return min(processors_of(device), tiles)

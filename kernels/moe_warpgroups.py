@@ -40,10 +40,10 @@ from .moe_warpgroup_turns import (
     programs_for,
     take_turn,
     tile_at,
-    tiles_of,
     token_of,
     turning_of,
 )
+from .tma_tiles import tiles_of
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -204,7 +204,7 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choice
     out = torch.empty((len(aligned.rows), columns), device=a.device,
                       dtype=dtype if out_scale is None else torch.float8_e4m3fn)
     sizes = (0, 0) if b_scale is None else b_scale.shape[1:]
-    matrix, num_spans = tiles_of(b, 128 if gated else 256, tile.depth), len(aligned.spans)
+    matrix, num_spans = tiles_of(b.view(-1, depth), 128 if gated else 256, tile.depth), len(aligned.spans)
     programs = programs_for(a.device, num_spans * -(-columns // tile.columns))
     _moe_warpgroups_kernel[(programs,)](
         matrix if gated else tiles_of(a, 64, tile.depth), a, a.stride(0), choices, matrix,

@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ._triton import pdl, start_next, wait_for_last
 from .silu_and_mul import silu_times
 from .split_tiles import SplitTile
+from .tma_tiles import tiles_of
 
 GROUPS = gl.constexpr(2)
 CHUNK = gl.constexpr(64)
@@ -213,8 +214,8 @@ def split_matmul(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, *, gate
     y = torch.empty((len(x), out // 2 if gated else out), dtype=x.dtype, device=x.device)
     high, turn = (tile.height // 2, tile.rows) if gated else (tile.height, tile.rows // 2)
     _split_tile_kernel[(-(-out // tile.high),)](
-        _eights(weight, tile) if gated else _descriptor(weight, [tile.height, tile.depth]),
-        _descriptor(x, [tile.rows, tile.depth]), _descriptor(y, [turn, high]), width // tile.depth, ROWS=tile.rows,
+        _eights(weight, tile) if gated else tiles_of(weight, tile.height, tile.depth),
+        tiles_of(x, tile.rows, tile.depth), tiles_of(y, turn, high), width // tile.depth, ROWS=tile.rows,
         HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages, TURN=turn, GATED=gated, num_warps=4,
         maxnreg=REGISTERS_AT_START, **pdl(x))
     return y
@@ -229,8 +230,8 @@ def split_pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile,
     assert tile.height == 64 and tile.stages >= 4 and width // tile.depth >= tile.pieces
     parts = torch.empty((tile.pieces, tile.rows, out), dtype=dtype, device=x.device)
     _split_piece_kernel[(-(-out // tile.high) * tile.pieces,)](
-        _descriptor(weight, [tile.height, tile.depth]), _descriptor(x, [tile.rows, tile.depth]),
-        _descriptor(parts.view(-1, out), [tile.rows // 2, tile.height]), width // tile.depth, ROWS=tile.rows,
+        tiles_of(weight, tile.height, tile.depth), tiles_of(x, tile.rows, tile.depth),
+        tiles_of(parts.view(-1, out), tile.rows // 2, tile.height), width // tile.depth, ROWS=tile.rows,
         HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages, PIECES=tile.pieces, num_warps=4,
         maxnreg=REGISTERS_AT_START, **pdl(x))
     return parts
@@ -239,11 +240,6 @@ def split_pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile,
 def _check(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile) -> None:
     out, width = weight.shape
     assert len(x) <= tile.rows and not width % tile.depth and not out % 16 and x.stride(1) == 1
-
-
-def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(min(128, block[-1] * matrix.itemsize), 8 * matrix.itemsize, 2)
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, layout)
 
 
 def _eights(weight: torch.Tensor, tile: SplitTile) -> TensorDescriptor:

@@ -15,8 +15,6 @@ kernel is the twin on a CPU (tests/gpu/test_skinny_matmul.py compares).
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,10 +29,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import _triton
 from ._triton import start_next, wait_for_last
+from .decode_plan import processors_of
 from .silu_and_mul import silu_times
 from .streamed_tiles import StreamedTile
+from .tma_tiles import tiles_of
 
-_SWIZZLE = 128
 _LOADING_WARPS = 1
 
 
@@ -179,7 +178,7 @@ def streamed_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     y = torch.empty((rows, out // 2 if gated else out), dtype=x.dtype, device=x.device)
     split, tall = tile.split, tile.tall(rows)
     tiles, steps = -(-out * split // tile.block), -(-width // (split * tile.depth))
-    _streamed_matmul_kernel[(min(tiles, _multiprocessors(x.device) * tile.programs),)](
+    _streamed_matmul_kernel[(min(tiles, processors_of(x.device) * tile.programs),)](
         _boxes(weight, split, tile.block // 2 if gated else tile.block, tile.depth),
         _boxes(x, split, tall * split, tile.depth), y if bias is None else bias, int(bias is not None), y, rows, out,
         tiles, steps, BLOCK=tile.block, ROWS=tall, SPLIT=split, DEPTH=tile.depth, STAGES=tile.stages, GATED=gated,
@@ -190,11 +189,4 @@ def streamed_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 def _boxes(matrix: torch.Tensor, split: int, rows: int, depth: int) -> TensorDescriptor:
     """``matrix`` [R, in] as [R * split, in / split], by boxes of ``rows`` and ``depth``."""
-    flat = matrix.view(-1, matrix.shape[1] // split)
-    layout = gl.NVMMASharedLayout(_SWIZZLE, 8 * matrix.dtype.itemsize, 2)
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, depth], layout)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return tiles_of(matrix.view(-1, matrix.shape[1] // split), rows, depth)

@@ -23,6 +23,7 @@ from ..engine.model_runner import ModelRunner
 from ..engine.predictors import Predictors
 from ..engine.rank import join_groups
 from ..engine.ranks import RankSpec
+from ..weights.loader import silent
 from .command import reported
 from .draft_args import BenchDraft
 from .own_workload import own_workload
@@ -96,8 +97,8 @@ class Drafting:
         """Raises ConfigError. ``parallel``: this process's place among ranks, all of which do the same."""
         spec = load_model_spec(config.model)
         parallel = parallel or join_groups(RankSpec(config, 0, 1, "", "", ""))
-        runner = ModelRunner.load(config, spec, parallel, parallel.everyone.device, _silent)
-        return cls(runner, runner.load_predictors(_silent), config.schedule.largest_prefill(spec.context_length))
+        runner = ModelRunner.load(config, spec, parallel, parallel.everyone.device, silent)
+        return cls(runner, runner.load_predictors(silent), config.schedule.largest_prefill(spec.context_length))
 
     @property
     def depth(self) -> int:
@@ -148,7 +149,3 @@ class Drafting:
             hidden = self._runner.hidden(batch)
             parts.append(self._predictors.guesses(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())
         return torch.cat(parts, dim=1).numpy()
-
-
-def _silent(stage: str, fraction: float) -> None:
-    """The command tells of answers alone."""

@@ -6,16 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..config.cli import flag
-from ..config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig
 from .dataset_args import DatasetArgs
 
 
@@ -39,5 +30,4 @@ class BenchDraft:
     def server(self, longest: int) -> ServerConfig:
         """The engine's, with room for one sequence of ``longest`` tokens."""
         cache = dataclasses.replace(self.cache, max_total_tokens=longest + self.cache.page_size)
-        return ServerConfig(self.model, cache, self.schedule, ParallelArgs(), self.kernels, DisaggregationArgs(),
-                            HttpArgs())
+        return ServerConfig(self.model, cache, self.schedule, kernels=self.kernels)

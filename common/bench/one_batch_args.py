@@ -7,16 +7,7 @@ from dataclasses import dataclass
 
 from ..api.errors import ConfigError
 from ..config.cli import flag
-from ..config.server import (
-    CacheArgs,
-    DisaggregationArgs,
-    HttpArgs,
-    KernelArgs,
-    ModelArgs,
-    ParallelArgs,
-    ScheduleArgs,
-    ServerConfig,
-)
+from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig
 from .profile_args import ProfileArgs
 
 
@@ -66,4 +57,4 @@ class BenchOneBatch:
         schedule = self.schedule
         if schedule.max_running_requests < largest:
             schedule = dataclasses.replace(schedule, max_running_requests=largest)
-        return ServerConfig(self.model, cache, schedule, ParallelArgs(), self.kernels, DisaggregationArgs(), HttpArgs())
+        return ServerConfig(self.model, cache, schedule, kernels=self.kernels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import torch
 
 from .parallel import Parallel
@@ -36,7 +35,7 @@ def may_capture(parallel: Parallel) -> bool:
     for group in {id(group): group for group in (parallel.world, parallel.attention, parallel.across)}.values():
         if group.size > 1 and trouble is None:
             trouble = _trouble(group)
-    fine = _all(parallel.world, trouble is None)
+    fine = parallel.world.all_true(trouble is None)
     if not fine:
         log.warning("Decode steps run without CUDA graphs: %s.", trouble or "other ranks cannot capture theirs")
     return fine
@@ -72,7 +71,7 @@ def _trouble(group: TPGroup) -> str | None:
             results = collect()
     except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
         trouble = f"collectives cannot be captured ({type(error).__name__}: {error})"
-    if not _all(group, trouble is None):
+    if not group.all_true(trouble is None):
         return trouble or "collectives cannot be captured on another rank"
     for _ in range(2):
         graph.replay()
@@ -81,8 +80,4 @@ def _trouble(group: TPGroup) -> str | None:
     right = all(bool((result == total).all()) for result in results[:-2])
     ranks = torch.arange(1, group.size + 1, device=group.device).repeat_interleave(_SIZES[0])
     right = right and all(bool((result == ranks).all()) for result in results[-2:])
-    return None if _all(group, right) else "captured collectives gave wrong results"
-
-
-def _all(group: TPGroup, fine: bool) -> bool:
-    return bool(group.min_reduce(np.array([fine], np.int64))[0])
+    return None if group.all_true(right) else "captured collectives gave wrong results"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,6 +12,7 @@ from ...kernels import peer_rows
 from ...kernels import peer_sum as kernel
 from ...kernels._triton import AVAILABLE
 from .parallel import Parallel
+from .symmetric_memory import SymmetricBuffers
 from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
@@ -37,24 +36,6 @@ class Buffers(Protocol):
 
     device: torch.device
     of_ranks: tuple[torch.Tensor, ...]
-
-
-class SymmetricBuffers:
-    """Of GPUs that see each other's memory."""
-
-    def __init__(self, values: int, group: dist.ProcessGroup, device: torch.device):
-        """So many of each rank, all EMPTY. A collective of the group; raises where the GPUs cannot have them."""
-        # A program that used NVLink multicast and dies can leave the switch unusable for others.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symm_mem
-
-        self.device = device
-        self._memory = symm_mem.empty(values, dtype=torch.int16, device=device)
-        self._memory.fill_(kernel.EMPTY)
-        torch.cuda.synchronize(device)  # nobody sends before all have met below
-        self._handle = symm_mem.rendezvous(self._memory, group)
-        self.of_ranks = tuple(self._handle.get_buffer(peer, (values,), torch.int16)
-                              for peer in range(dist.get_world_size(group)))
 
 
 class PeerSums:
@@ -195,15 +176,16 @@ def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerSums | None:
         if not AVAILABLE:
             raise RuntimeError("triton is not installed")
         values = kernel.buffer_values(group.size, slots)
-        made = PeerSums(group.rank, SymmetricBuffers(values, group.device_group, group.device), slots)
+        buffers = SymmetricBuffers(values, group.device_group, group.device, torch.int16, kernel.EMPTY)
+        made = PeerSums(group.rank, buffers, slots)
     except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
         trouble = f"{type(error).__name__}: {error}"
-    if not _all(group, made is not None):
+    if not group.all_true(made is not None):
         log.warning("Small sums go over NCCL: %s.", trouble or "another rank cannot share memory")
         return None
     assert made is not None
     trouble = _tried(made, group)
-    if not _all(group, trouble is None):
+    if not group.all_true(trouble is None):
         log.warning("Small sums go over NCCL: %s.", trouble or "they were wrong on another rank")
         return None
     return made
@@ -215,7 +197,3 @@ def _tried(made: PeerSums, group: TPGroup) -> str | None:
         return made.trouble(group.device_group)
     except Exception as error:  # whatever a compiler does on a machine that nobody has seen
         return f"{type(error).__name__}: {error}"
-
-
-def _all(group: TPGroup, fine: bool) -> bool:
-    return bool(group.min_reduce(np.array([fine], np.int64))[0])

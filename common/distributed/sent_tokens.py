@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...kernels._triton import AVAILABLE
@@ -45,17 +44,14 @@ class SentTokens:
             made = SharedAreas(self._group.rank, self._group.device_group, self._group.device, areas)
         except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
             trouble = f"{type(error).__name__}: {error}"
-        if self._all(made is not None):
+        if self._group.all_true(made is not None):
             assert made is not None
             trouble = _tried(made.peers)
-            if self._all(trouble is None):
+            if self._group.all_true(trouble is None):
                 self._shared = made
                 return
         log.warning("Tokens reach experts by collectives, for which the host waits in every layer: %s.",
                     trouble or "another rank has no memory that its peers see")
-
-    def _all(self, fine: bool) -> bool:
-        return bool(self._group.min_reduce(np.array([fine], np.int64))[0])
 
     @property
     def nbytes(self) -> int:

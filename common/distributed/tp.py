@@ -209,6 +209,10 @@ class TPGroup:
         dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=self._host_group)
         return reduced.numpy()
 
+    def all_true(self, fine: bool) -> bool:
+        """Whether it is so on every rank."""
+        return bool(self.min_reduce(np.array([fine], np.int64))[0])
+
     def least(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
         """Agreeing's: of right now, so that nothing is unknown."""
         return self.min_reduce(values)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
-
 from ..api.commands import (
     Command,
     FlushCache,
@@ -50,7 +48,7 @@ class Control:
 
         ``idle``: no request runs.
         """
-        idle = bool(self._tp.min_reduce(np.array([idle]))[0])  # data-parallel ranks have requests of their own
+        idle = self._tp.all_true(idle)  # data-parallel ranks have requests of their own
         if not idle and not isinstance(command, (StartProfile, StopProfile, SetLimits, RecordExperts)):
             raise Conflict("Not while requests run; wait for them, or abort them.")
         match command:
@@ -132,7 +130,7 @@ class Control:
             check()
         except (ConfigError, ServingError) as error:
             reason = str(error)
-        if not self._tp.min_reduce(np.array([reason is None]))[0]:
+        if not self._tp.all_true(reason is None):
             raise InvalidRequest(reason or "Another rank cannot do it.", param="model_path")
 
 

@@ -19,7 +19,7 @@ from ..kvcache.pool import KVPool
 from ..models.halves import Half
 from ..models.pieces import Pieces
 from ..quantization.methods import check_device, check_float8
-from ..weights.loader import Progress
+from ..weights.loader import Progress, silent
 from .attention_choice import AttentionChoice
 from .device_memory import DeviceMemory
 from .experts import ExpertBalancer, ExpertCounts, ExpertRecord, connect_experts, expert_layers
@@ -172,7 +172,7 @@ class ModelRunner:
         for kind in kinds:
             self._memory[kind].resume()
         if complete:
-            self._capture_all(_silent)
+            self._capture_all(silent)
 
     def padding(self, num_reqs: int) -> list[Row]:
         """Rows that bring a decode batch of ``num_reqs`` to the size it runs at; none without CUDA graphs. Called after
@@ -293,7 +293,3 @@ class ModelRunner:
         Float32 both."""
         labels = self._model.labels
         return pooled if labels is None else labels(pooled)
-
-
-def _silent(stage: str, fraction: float) -> None:
-    """Nobody waits for the progress."""

@@ -14,7 +14,7 @@ from ..distributed.parallel import Parallel
 from ..models.decoder import DenseDecoder
 from ..models.registry import build_model
 from ..quantization.kv_scales import Scales
-from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors
+from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors, silent
 from .pool_plan import kv_scales, scales_of
 
 
@@ -63,7 +63,7 @@ class ModelWeights:
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
-        self._read(self._args_of(model_path, revision), _silent)
+        self._read(self._args_of(model_path, revision), silent)
 
     def _args_of(self, model_path: str, revision: str | None) -> ModelArgs:
         return dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
@@ -71,7 +71,3 @@ class ModelWeights:
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_safetensors(resolve_checkpoint(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
                          unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=self.spec.stacked_experts)
-
-
-def _silent(stage: str, fraction: float) -> None:
-    """Nobody waits for the progress."""

@@ -63,7 +63,7 @@ class RecordedPrompts:
             self.record(self.chosen, GraphRecorder(self._device), begin, progress)
         except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
             trouble = f"{type(error).__name__}: {error}"
-        if not self._parallel.everyone.min_reduce(np.array([trouble is None]))[0]:
+        if not self._parallel.everyone.all_true(trouble is None):
             log.warning("Prompts run without CUDA graphs: %s.", trouble or "another rank cannot capture its pieces")
             self.chosen = self.graphs = None
 

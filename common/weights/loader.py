@@ -19,6 +19,11 @@ from .slots import Slot
 
 Progress = Callable[[str, float], None]
 
+
+def silent(stage: str, fraction: float) -> None:
+    """A Progress that nobody waits for."""
+
+
 Elsewhere = Callable[[str], bool]
 
 

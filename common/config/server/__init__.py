@@ -32,10 +32,10 @@ class ServerConfig:
     model: ModelArgs
     cache: CacheArgs
     schedule: ScheduleArgs
-    parallel: ParallelArgs
-    kernels: KernelArgs
-    disaggregation: DisaggregationArgs
-    http: HttpArgs
+    parallel: ParallelArgs = ParallelArgs()
+    kernels: KernelArgs = KernelArgs()
+    disaggregation: DisaggregationArgs = DisaggregationArgs()
+    http: HttpArgs = HttpArgs()
     events: EventsArgs = EventsArgs()
     chat: ChatArgs = ChatArgs()
     observe: ObserveArgs = ObserveArgs()
