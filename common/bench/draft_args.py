@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from ..api.errors import ConfigError
 from ..config.cli import flag
 from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig
 from .dataset_args import DatasetArgs
@@ -28,6 +29,12 @@ class BenchDraft:
     kernels: KernelArgs
 
     def server(self, longest: int) -> ServerConfig:
-        """The engine's, with room for one sequence of ``longest`` tokens."""
-        cache = dataclasses.replace(self.cache, max_total_tokens=longest + self.cache.page_size)
+        """The engine's, with room for one sequence of ``longest`` tokens unless the flags say how much. Raises
+        ConfigError where they say too little."""
+        cache = self.cache
+        if cache.max_total_tokens is None:
+            cache = dataclasses.replace(cache, max_total_tokens=longest + cache.page_size)
+        elif cache.max_total_tokens // cache.page_size < -(-longest // cache.page_size):
+            raise ConfigError(f"--max-total-tokens {cache.max_total_tokens} has no room for {longest} tokens of prompt "
+                              "and answer.")
         return ServerConfig(self.model, cache, self.schedule, kernels=self.kernels)

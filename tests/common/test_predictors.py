@@ -82,6 +82,9 @@ def test_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         draft_acceptance.main([*flags, "--random-output-len", "300"])
     assert ended.value.code == 2 and "more than the model's context of 256" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        draft_acceptance.main([*flags, "--max-total-tokens", "16"])
+    assert ended.value.code == 2 and "--max-total-tokens 16 has no room for 20 tokens" in capsys.readouterr().err
 
 
 def test_checkpoints_without_predictors_are_refused(tmp_path):
