@@ -23,6 +23,9 @@ def _join_pieces_kernel(part_ptr, lse_ptr, out_ptr, firsts_ptr, num_q_heads, DIM
     first = tl.load(firsts_ptr + request, cache_modifier=".cg")
     pieces = tl.load(firsts_ptr + request + 1, cache_modifier=".cg") - first
     if SETTLED:
+        # One program waits in any case: the kernel behind starts when this ends, and reads what the one ahead wrote.
+        if (pieces == 1) & (request + head > 0):
+            return
         wait_for_last(PDL)
     if pieces == 1:
         return
