@@ -30,6 +30,11 @@ class Endpoint(NamedTuple):
             raise ValueError(f"Worker URL {url!r} is malformed: use http://HOST:PORT.")
         if port == 0:
             raise ValueError(f"Worker URL {url!r} names port 0: use the port that the worker listens on.")
+        try:
+            parts.hostname.encode("idna")  # as the resolver will: it raises what no caller of it expects
+        except UnicodeError:
+            raise ValueError(f"Worker URL {url!r} names a host with an empty part, or one longer than 63 "
+                             "characters.") from None
         port = port or (443 if parts.scheme == "https" else 80)
         return cls(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 

@@ -58,7 +58,7 @@ class RequestReader:
     """
 
     __slots__ = ("ready", "refused", "awaits_continue", "partial", "_rules", "_max_payload", "_parser", "_pieces",
-                 "_size", "_head_size", "_id_rank", "_framing", "_names_connection", "_expects", "_last")
+                 "_size", "_beside", "_id_rank", "_framing", "_names_connection", "_expects", "_in_body", "_last")
 
     def __init__(self, rules: HeadRules, max_payload: int):
         self.ready: deque[Request | ServingError] = deque()
@@ -73,9 +73,11 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
         self._pieces: list[bytes] = []
         """Of the lines to forward, then of the body."""
-        self._size = self._head_size = self._id_rank = 0
+        self._size = self._id_rank = 0
+        self._beside = 0
+        """Bytes since the last ones of a body: of a head, or of what stands between chunks and behind them."""
         self._framing = b""
-        self._names_connection = self._expects = False
+        self._names_connection = self._expects = self._in_body = False
         self._last: KnownHead[Request] | None = None
 
     def whole(self, data: bytes) -> Request | None:
@@ -89,6 +91,7 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Take in the next bytes."""
+        self._beside += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -96,10 +99,9 @@ class RequestReader:
             return
         except httptools.HttpParserError as error:
             self.refuse(InvalidRequest(f"The request is not valid HTTP ({error})."))
-        if self.partial is not None and not self._size:
-            self._head_size += len(data)
-            if self._head_size > _MAX_HEAD:
-                self.refuse(HeadersTooLarge(f"The request's head is larger than {_MAX_HEAD} bytes."))
+        if self.partial is not None and self._beside > _MAX_HEAD:
+            part = "trailers are" if self._in_body else "head is"
+            self.refuse(HeadersTooLarge(f"The request's {part} larger than {_MAX_HEAD} bytes."))
 
     def refuse(self, error: ServingError) -> None:
         """Let ``error`` be the last that is ready; what still arrives is dropped."""
@@ -119,13 +121,15 @@ class RequestReader:
         self.partial = Request()
         self._pieces = []
         self._size = 0
-        self.awaits_continue = self._names_connection = self._expects = False
+        self.awaits_continue = self._names_connection = self._expects = self._in_body = False
         self._framing = b""
 
     def on_url(self, url: bytes) -> None:
         self.partial.target += url  # type: ignore[union-attr]  # llhttp begins a message before its URL
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # A trailer: it may neither join the body nor change what the head said, such as the key.
         request = self.partial
         folded = name.lower()
         if folded in self._rules.read:
@@ -159,13 +163,15 @@ class RequestReader:
 
     def on_headers_complete(self) -> None:
         assert self.partial is not None
-        self._head_size = 0
+        self._beside = 0
+        self._in_body = True
         self.awaits_continue = self._expects
         self.partial.headers = b"".join(self._pieces)
         self._pieces = []
 
     def on_body(self, data: bytes) -> None:
         self._size += len(data)
+        self._beside = 0
         self.awaits_continue = False
         if self._size > self._max_payload:
             self.refuse(self._too_large())
@@ -176,6 +182,7 @@ class RequestReader:
         request, self.partial = self.partial, None
         assert request is not None
         self.awaits_continue = False
+        self._beside = 0
         if self.refused:
             return
         parser, pieces = self._parser, self._pieces
@@ -199,6 +206,8 @@ class RequestReader:
 
         llhttp stops behind such a head and skips the body; a new parser reads the head again without the offer.
         """
+        if self.refused:  # its body is too large: nothing of it is ready
+            return
         request = self.ready.pop()
         assert isinstance(request, Request)
         if request.method == b"CONNECT":

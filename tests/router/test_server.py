@@ -20,6 +20,8 @@ import pytest
     (b"GET /health HTTP/1.1\r\nX: " + b"x" * 200_000, 431),
     (b"POST /generate HTTP/1.1\r\nContent-Length: 2000\r\n\r\n", 413),
     (b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000 + b"\r\n", 413),
+    (b"POST /generate HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 2000\r\n\r\n", 413),
+    (b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX: " + b"x" * 200_000, 431),
 ])
 async def test_bad_http_is_answered_and_the_connection_closed(router, connect, raw, status):
     client = await connect(await router(max_payload_size=1000))
@@ -28,6 +30,19 @@ async def test_bad_http_is_answered_and_the_connection_closed(router, connect, r
     assert (reply.status, reply.headers["connection"]) == (status, "close")
     assert reply.error["message"]
     assert await asyncio.wait_for(client.reader.read(), 5) == b""
+
+
+async def test_trailers_join_neither_the_body_nor_the_head(router, worker, connect):
+    mock = await worker()
+    client = await connect(await router(mock))
+    client.writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+                        b"X-Sum: 1\r\nAuthorization: Bearer k\r\n\r\n")
+    assert (await client.reply()).status == 200
+    (served,) = mock.posts
+    assert served.body == b"{}"
+    assert {name.lower() for name, _ in served.headers}.isdisjoint({b"x-sum", b"authorization"})
+    client.send("POST", "/generate", b"{}")
+    assert (await client.reply()).status == 200
 
 
 async def test_answer_to_an_endless_upload_is_not_lost(router, connect):
@@ -92,7 +107,7 @@ async def test_workers_join_and_leave(router, worker, request_to, chat, script):
 
 
 @pytest.mark.parametrize("query", ["", "?url=nonsense", "?url=http://h:1&role=prefill", "?url=http://h:1&bootstrap_port=x",
-                                   "?url=http://h:99999"])
+                                   "?url=http://h:99999", "?url=http://a..b:1"])
 async def test_bad_membership_requests(router, request_to, query):
     front = await router()
     reply = await request_to(front, "POST", f"/add_worker{query}")
