@@ -2,13 +2,14 @@
 
     python -m baton.tests.bench.many_gpus [--models qwen3-30b-a3b,deepseek-v2-lite] [--settings tp,tp+ep,dp+ep]
         [--layers 16] [--gpus 2] [--quantization none,fp8_per_block] [--batches 1,32,256] [--seconds 60]
-        [--server-flags "..."] [--out figures.json]
+        [--server-flags "..."] [--rehearse 40] [--out figures.json]
 
 Engines of dummy weights, one after the other in the same processes, one process a GPU, without the servers' fronts:
 prompt tokens a second of prompts of 4,096, the share that exchanges between GPUs have in such a step, and decode steps
 of so many requests in all, with overlap and CUDA graphs. Beside them what the GPUs can do at most. ``--layers`` cuts
-the models; ``--seconds`` ends the table before an engine that would come too late. ``many_gpus_rank`` is what a rank
-does.
+the models; ``--seconds`` ends the table before an engine that would come too late. With ``--rehearse`` all engines
+are first built beside each other, of two layers, so that a machine whose Triton has compiled nothing compiles on all
+its cores. ``many_gpus_rank`` is what a rank does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,44 @@ def run_rank(*given: Any) -> None:
     rank_main(*given)
 
 
+def run_rehearsal(*given: Any) -> None:
+    from .many_gpus_rank import rehearse
+
+    rehearse(*given)
+
+
+@contextmanager
+def ranks(target: Callable[..., None], gpus: int, *given: Any) -> Iterator[list[BaseProcess]]:
+    """Processes of ``target(rank, *given)``, which end with this."""
+    context = multiprocessing.get_context("spawn")
+    started = [context.Process(target=target, args=(rank, *given)) for rank in range(gpus)]
+    for process in started:
+        process.start()
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def rehearsals(cases: list[dict[str, str]], args: argparse.Namespace) -> None:
+    """All cases beside each other with few layers, for ``args.rehearse`` seconds at most."""
+    until = time.time() + args.rehearse
+    with ExitStack() as stack:
+        started = []
+        for case in cases if args.rehearse else []:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            started.append(stack.enter_context(ranks(run_rehearsal, args.gpus, case, args, folder)))
+        while any(map(at_work, started)) and time.time() < until:
+            time.sleep(0.1)
+
+
+def at_work(group: list[BaseProcess]) -> bool:
+    """Whether some are, and none has failed, which the others would wait for."""
+    return any(process.is_alive() for process in group) and not any(process.exitcode for process in group)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen3-30b-a3b,deepseek-v2-lite", help=f"of {', '.join(MODELS)}")
@@ -89,6 +131,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens before a decode step")
     parser.add_argument("--server-flags", default="", help="further flags of every engine, in one word")
     parser.add_argument("--host", action="store_true", help="also tell what of the host's time a prefill takes")
+    parser.add_argument("--rehearse", type=float, default=0, help="seconds at most to compile all engines' kernels")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no engine later than this")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -99,18 +142,14 @@ def main() -> None:
         {"model": model, "setting": setting, "quantization": quantization}
         for model, quantization, setting in named or itertools.product(
             args.models.split(","), args.quantization.split(","), args.settings.split(","))]
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=run_rank, args=(rank, cases, args, folder, began))
-                 for rank in range(args.gpus)]
-        for process in ranks:
-            process.start()
-        while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
+    rehearsed = multiprocessing.get_context("spawn").Event()
+    with (tempfile.TemporaryDirectory() as folder,
+          ranks(run_rank, args.gpus, cases, args, folder, began, rehearsed) as started):
+        rehearsals(cases, args)
+        rehearsed.set()
+        while at_work(started):
             time.sleep(0.1)
-        failed = any(process.exitcode for process in ranks)
-        for process in ranks:
-            process.terminate()
-            process.join()
+        failed = any(process.exitcode for process in started)
     sys.exit(1 if failed else 0)
 
 

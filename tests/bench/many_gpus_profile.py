@@ -41,6 +41,16 @@ def exchange_times(kernels: list[Kernel], world: TPGroup) -> dict[str, float]:
             "idle": 1 - busy / span, "count": float(len(mine))}
 
 
+def advanced(kernels: list[Kernel]) -> list[Kernel]:
+    """Each from where all that ended before it had: one that starts early (programmatic dependent launch) waits until
+    then."""
+    done, found = float("-inf"), []
+    for start, end, name in sorted(kernels, key=lambda kernel: kernel[1]):
+        found.append((max(start, done), end, name))
+        done = end
+    return found
+
+
 def longest(kernels: list[Kernel], most: int = 16) -> list[tuple[str, int, float]]:
     """Names of kernels with their calls and milliseconds in all."""
     found: dict[str, list[float]] = {}

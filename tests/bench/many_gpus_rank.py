@@ -10,8 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,14 +29,27 @@ from ...common.distributed.tp import TPGroup, init_tp
 from ...common.engine.collector import settle_collector
 from . import ceilings
 from .many_gpus import setting_flags, shape_of
-from .many_gpus_profile import Kernel, exchange_times, host_times, kernels_of, longest
+from .many_gpus_profile import Kernel, advanced, exchange_times, host_times, kernels_of, longest
 
-WARM, TIMED = 8, 40
+WARM, TIMED, RECORDED = 8, 40, 4
 """Decode steps."""
-RECORDED = 8
-LEVEL = WARM + TIMED + 4
+LEVEL = WARM + TIMED + RECORDED + 4
 """Tokens that a batch writes until it is made smaller."""
+REHEARSED_LAYERS = 2
+"""The first may have no experts."""
 COLUMNS = ("prompt tok/s", "a step ms", "exchanges ms", "share", "waits ms", "idle ms")
+
+
+class Steps(NamedTuple):
+    """Decode steps of a batch: seconds of one, and the kernels of RECORDED."""
+
+    seconds: float
+    kernels: list[Kernel]
+
+    def told(self) -> dict[str, Any]:
+        """Of a step its microseconds as it is recorded, and how far each kind of kernel brings it on."""
+        begin, end = self.kernels[0][0], max(end for _, end, _ in self.kernels)
+        return {"steps": RECORDED, "us": (end - begin) / RECORDED, "kernels": longest(advanced(self.kernels))}
 
 
 class Driven:
@@ -79,10 +93,10 @@ class Driven:
         self.finish()
         return seconds, steps
 
-    def decode(self, batches: list[int], context: int) -> dict[int, float]:
-        """Seconds of a step of each. All begin with the largest, whose prompts are computed once, and end while the
-        next smaller goes on."""
-        falling, seconds = sorted(set(batches), reverse=True), {}
+    def decode(self, batches: list[int], context: int) -> dict[int, Steps]:
+        """Steps of each. All begin with the largest, whose prompts are computed once, and end while the next smaller
+        goes on."""
+        falling, found = sorted(set(batches), reverse=True), {}
         for level, (batch, smaller) in enumerate(zip(falling, [*falling[1:], 0]), 1):
             self.engine.start(self._share(batch) - self._share(smaller), context, level * LEVEL)
         self.until(lambda: not self.engine.prefilling)
@@ -93,10 +107,21 @@ class Driven:
             began = self.meet()
             for _ in range(TIMED):
                 self.engine.step()
-            seconds[batch] = (self.meet() - began) / TIMED
+            seconds = (self.meet() - began) / TIMED
             assert self.engine.num_decoding == self._share(batch), "some ended early, or late"
+            found[batch] = Steps(seconds, self._recorded_steps())
         self.finish()
-        return seconds
+        return found
+
+    def _recorded_steps(self) -> list[Kernel]:
+        """Those of RECORDED steps; none on a CPU."""
+        if self.engine.device.type != "cuda":
+            return []
+        with recorder(self.engine.device) as profile:
+            for _ in range(RECORDED):
+                self.engine.step()
+            self.engine.synchronize()
+        return kernels_of(profile)
 
     def finish(self) -> None:
         self.until(lambda: self.engine.idle)
@@ -108,20 +133,6 @@ class Driven:
         self.meet()
         with recorder(self.engine.device) as profile:
             self.until(lambda: not self.engine.prefilling)
-            self.engine.synchronize()
-        self.finish()
-        return kernels_of(profile)
-
-    def recorded_steps(self, batch: int, context: int) -> list[Kernel]:
-        """Those of RECORDED decode steps."""
-        self.start(batch, context, WARM + RECORDED + 4)
-        self.until(lambda: not self.engine.prefilling)
-        for _ in range(WARM):
-            self.engine.step()
-        self.meet()
-        with recorder(self.engine.device) as profile:
-            for _ in range(RECORDED):
-                self.engine.step()
             self.engine.synchronize()
         self.finish()
         return kernels_of(profile)
@@ -197,18 +208,37 @@ def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> d
         if args.host:
             row["host"] = host_times(lambda: driven.prefill(args.prompts, args.length))
         took = driven.decode(batches_of(args), args.context)
-        row["decode_ms"] = {str(batch): 1e3 * took[batch] for batch in batches_of(args)}
+        row["decode_ms"] = {str(batch): 1e3 * took[batch].seconds for batch in batches_of(args)}
+        row["steps_of"] = {str(batch): steps.told() for batch, steps in took.items() if steps.kernels}
         row["took_s"] = time.perf_counter() - began
-        if world.device.type == "cuda" and batches_of(args):
-            least = min(batches_of(args))
-            steps_of = driven.recorded_steps(least, args.context)
-            row["steps_of"] = {"batch": least, "steps": RECORDED, "us": (steps_of[-1][1] - steps_of[0][0]) / RECORDED,
-                               "kernels": longest(steps_of)}
         if world.device.type == "cuda":
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     finally:
         gc.unfreeze()
     return row
+
+
+def rehearse(rank: int, case: dict[str, str], args: argparse.Namespace, folder: str) -> None:
+    """A rank's process that runs ``case`` with few layers, so that Triton's cache has its kernels."""
+    began = time.time()
+    args.layers = min(args.layers or REHEARSED_LAYERS, REHEARSED_LAYERS)
+    world = joined(rank, args, folder)
+    told = "built"
+    try:
+        driven, stages = build(case, args, world)
+        driven.prefill(max(args.prompts // 4, args.gpus), args.length)
+        driven.start(args.gpus, 8, WARM)
+        driven.finish()
+    except ConfigError as error:
+        stages, told = {}, f"{error}"
+    if rank == 0:
+        print(f"  {'/'.join(case.values())}, rehearsed: {told} {rounded(stages)}, {time.time() - began:.1f} s in all",
+              flush=True)
+    os._exit(0)
+
+
+def rounded(stages: dict[str, float]) -> dict[str, Any]:
+    return {name: round(seconds, 1) for name, seconds in stages.items()}
 
 
 def exchange_ceiling(world: TPGroup, rows: int = 8192, width: int = 2048) -> dict[str, float]:
@@ -243,12 +273,20 @@ def line(row: dict[str, Any], batches: list[int]) -> str:
     return "| " + " | ".join([row["model"], row["quantization"], row["setting"], *figures]) + " |"
 
 
-def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, folder: str, began: float) -> None:
+def joined(rank: int, args: argparse.Namespace, folder: str) -> TPGroup:
     cuda = torch.cuda.device_count() >= args.gpus
     if not cuda:
         torch.set_num_threads(1)
     world = init_tp(rank, args.gpus, f"file://{folder}/meet", f"cuda:{rank}" if cuda else "cpu", timeout=120)
     connect_all(Parallel(world), rows=-(-max(batches_of(args), default=0) // args.gpus))
+    return world
+
+
+def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, folder: str, began: float,
+              rehearsed: Event) -> None:
+    rehearsed.wait()  # before the ranks try each other's memory, which takes turns with what others do there
+    world = joined(rank, args, folder)
+    cuda = world.device.type == "cuda"
     limits: dict[str, Any] = {}
     if cuda:
         if rank == 0:
@@ -279,7 +317,7 @@ def rank_main(rank: int, cases: list[dict[str, str]], args: argparse.Namespace, 
             torch.cuda.empty_cache()
         if rank == 0:
             print(line(rows[-1], batches), flush=True)
-            told = {name: round(seconds, 1) for name, seconds in rows[-1]["started_s"].items()}
+            told = rounded(rows[-1]["started_s"])
             if graphs := rows[-1].get("prompts in graphs"):
                 told |= {"prompts in graphs": (len(graphs["sizes"]), graphs["sizes"][-1], graphs["free"])}
             print(f"  start {told}, measured in {rows[-1]['took_s']:.1f} s, {time.time() - began:.1f} s in all",
