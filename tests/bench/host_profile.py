@@ -27,108 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from ...common.bench.hand_engine import HandEngine
-from ...common.engine.chosen import Chosen, ChosenTokens
 from ...common.engine.collector import settle_collector
-from ...common.engine.decode_inputs import DecodeInputs
-from ...common.engine.decode_run import DecodeRun
-from ...common.engine.graphs import DecodeGraphs
-from ...common.engine.sampler import Launched
 from . import dummy_engine
-
-
-class Parts:
-    """Own seconds of named parts of a step, gathered by wrapping the functions that they are made of."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.marks = False
-        self.steps: list[dict[str, float]] = []
-        self._now: dict[str, float] = defaultdict(float)
-        self._open: list[str] = ["loop"]
-        self._since = 0.0
-
-    def wrap(self, owner: Any, name: str, part: str) -> None:
-        inner = getattr(owner, name, None)
-        if inner is None:
-            return
-
-        def timed(*args: Any, **options: Any) -> Any:
-            if self.marks:
-                with record_function(f"# {part}"):
-                    return inner(*args, **options)
-            if not self.on:
-                return inner(*args, **options)
-            self._switch(part)
-            try:
-                return inner(*args, **options)
-            finally:
-                self._switch(None)
-
-        setattr(owner, name, timed)
-
-    def begin(self) -> None:
-        self._now.clear()
-        self._since = time.perf_counter()
-
-    def end(self) -> None:
-        self._charge()
-        self.steps.append(dict(self._now))
-
-    def _charge(self) -> None:
-        now = time.perf_counter()
-        self._now[self._open[-1]] += now - self._since
-        self._since = now
-
-    def _switch(self, part: str | None) -> None:
-        self._charge()
-        if part is None:
-            self._open.pop()
-        else:
-            self._open.append(part)
-
-    def table(self) -> dict[str, float]:
-        """Medians in microseconds, and ``host``: of all but the waiting."""
-        names = {name for step in self.steps for name in step}
-        found = {name: 1e6 * statistics.median(step.get(name, 0.0) for step in self.steps) for name in names}
-        host = [1e6 * sum(took for name, took in step.items() if name != "wait") for step in self.steps]
-        return dict(sorted(found.items(), key=lambda item: -item[1])) | {
-            "host": statistics.median(host), "host mean": statistics.mean(host)}
-
-
-PARTS = Parts()
-
-
-def watch(engine: HandEngine) -> None:
-    scheduler, parts = engine._scheduler, engine._parts
-    executor, runner = parts.executor, parts.runner
-    PARTS.wrap(scheduler, "_next_batch", "schedule")
-    PARTS.wrap(executor, "launch", "launch, rest")
-    PARTS.wrap(executor, "_build", "inputs")
-    PARTS.wrap(runner, "forward", "forward, rest")
-    PARTS.wrap(runner, "decode", "forward, rest")
-    PARTS.wrap(runner._attention, "plan", "plan")
-    PARTS.wrap(runner._attention, "refresh", "plan")
-    PARTS.wrap(runner._model, "forward", "model")
-    PARTS.wrap(executor._sampler, "launch", "sample")
-    PARTS.wrap(executor._sampler, "draw", "sample")
-    PARTS.wrap(scheduler.batcher, "launched", "launched")
-    PARTS.wrap(scheduler._pipeline, "_take_in", "take in")
-    PARTS.wrap(parts.ledger, "flush", "emit")
-
-
-def watch_classes() -> None:
-    for kind in (Launched, Chosen):
-        PARTS.wrap(kind, "wait", "wait")
-        PARTS.wrap(kind, "token_ids", "wait")
-    PARTS.wrap(ChosenTokens, "of", "results to host")
-    PARTS.wrap(DecodeRun, "table", "page table")
-    PARTS.wrap(DecodeInputs, "fill", "graph inputs")
-    PARTS.wrap(DecodeGraphs, "run", "graph, rest")
-    PARTS.wrap(DecodeGraphs, "decode", "graph, rest")
-    PARTS.wrap(torch.cuda.CUDAGraph, "replay", "replay")
+from .host_parts import PARTS, watch, watch_classes
 
 
 def _first_gpu() -> list[str]:
@@ -232,7 +136,8 @@ def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, 
         begin = time.perf_counter()
         engine.step()
         walls.append(1e3 * (time.perf_counter() - begin))
-    PARTS.on, PARTS.steps = True, []
+    PARTS.on = True
+    PARTS.clear()
     for _ in range(steps):
         PARTS.begin()
         engine.step()
@@ -257,7 +162,8 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
     while engine.prefilling:
         engine.step()
     engine.synchronize()
-    PARTS.on, PARTS.steps = True, []
+    PARTS.on = True
+    PARTS.clear()
     while not engine.idle:
         PARTS.begin()
         engine.step()
@@ -271,6 +177,29 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
         print(f"  step {place}: {hosts[place]:.0f} us: " + ", ".join(f"{name} {-took:.0f}" for took, name in parts[:7]))
     engine.finish()
     return {"batch": batch, "context": context, "host_us": hosts}
+
+
+def lives(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
+    """The first batches of an engine, each a whole life: is the first one slower, and in which parts?"""
+    found = {}
+    for name in ("first", "second", "third"):
+        spins = [spin() for _ in range(20)]
+        found[name] = life(engine, batch, context, tokens)
+        table = PARTS.table()
+        print(f"  {name} life's medians, us: " + ", ".join(f"{part} {took:.0f}" for part, took in table.items()))
+        print("  of the thread in all: " + ", ".join(
+            f"{what} {sum(used[what] for used in PARTS.usages):.4g}" for what in PARTS.usages[0])
+              + f"; a loop of Python before took {min(spins):.0f} to {max(spins):.0f} us, behind "
+              f"{min(spin() for _ in range(20)):.0f}", flush=True)
+    return found
+
+
+def spin() -> float:
+    """Microseconds of a loop that does always the same: how fast the processor is now."""
+    begin = time.perf_counter()
+    for _ in range(10_000):
+        pass
+    return 1e6 * (time.perf_counter() - begin)
 
 
 def top(engine: HandEngine, steps: int) -> None:
@@ -305,7 +234,8 @@ def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict
     begin = time.perf_counter()
     found |= record(engine, 3, marks=False)
     print("  while recorded: " + clocks.between(begin, time.perf_counter()))
-    PARTS.on, PARTS.steps = True, []
+    PARTS.on = True
+    PARTS.clear()
     for _ in range(3):
         PARTS.begin()
         engine.step()
@@ -394,8 +324,8 @@ def mixed(engine: HandEngine, riding: int, length: int, context: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--only", help="names of parts, with commas between: prefill,decode of these,decode 256,"
-                        "decode 1,life 256,life 64,small,by size,mixed,closed loop")
+    parser.add_argument("--only", help="names of parts, with commas between: lives 256,prefill,decode of these,"
+                        "decode 256,decode 1,life 256,life 64,small,by size,mixed,closed loop")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tiny = args.tiny
@@ -418,10 +348,11 @@ def main() -> None:
     make: dict[str, Any] = {"device": "cpu", "shape": dummy_engine.TINY} if tiny else {}
     length, wide, steps = (64, 20, 8) if tiny else (4096, 256, 40)
     engine = dummy_engine.make(20_000 if tiny else 330_000, wide, sizes=(1, 64, wide), **make)
-    watch(engine)
+    watch(engine._scheduler, engine._parts)
     settle_collector()
-    print(f"engine after {time.perf_counter() - born:.1f} s", flush=True)
+    print(f"engine after {time.perf_counter() - born:.1f} s; threads of Python {threading.enumerate()}", flush=True)
     many = 16 if tiny else 40
+    attempt(f"lives {wide}", lambda: lives(engine, wide, 40 if tiny else 1024, 20 if tiny else 90))
     attempt("prefill", lambda: prefill(engine, many, length, clocks))
     attempt("decode of these", lambda: decode(engine, many, 0, steps, "8B", detail=False))
     for batch in (wide, 1):
@@ -433,7 +364,7 @@ def main() -> None:
     def of_the_small_one() -> dict[str, Any]:
         shape: dict[str, Any] = {"shape": dummy_engine.TINY if tiny else dummy_engine.QWEN3_06B}
         small = dummy_engine.make(20_000, 8, sizes=(1,), **(make | shape))
-        watch(small)
+        watch(small._scheduler, small._parts)
         settle_collector()
         return decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B")
 

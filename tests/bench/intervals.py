@@ -2,6 +2,10 @@
 
     python -m baton.tests.bench.intervals                 # a unified server on this machine's GPU
     python -m baton.tests.bench.intervals --paced [--pace 4]    # paced_server.py on a CPU, steps that much slower
+    python -m baton.tests.bench.intervals --trace               # and why
+
+``--trace`` also tells what intervals consist of, from the GPU to the client (interval_parts.py), which slows a step by
+some 0.05 ms.
 
 A closed loop as in ``relay``. Of each workload: percentiles of the intervals, how long the first, the second and the
 last of an answer are, and all others; how many are longer than 1.25 medians; and the steps (tokens that came within
@@ -23,7 +27,8 @@ from ...common.bench.answer import Answer
 from ...common.bench.dataset_args import DatasetArgs
 from ..integration.harness import Server
 from ..ports import free_port
-from . import load, relay
+from . import interval_parts, load, relay
+from .step_trace import FOLDER, note_collections
 
 LONG = 1.25
 
@@ -77,29 +82,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--paced", action="store_true")
     parser.add_argument("--pace", type=float, default=1.0)
+    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--workloads", default="1024/256/256/64", help="input/output/requests/clients, commas between")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    report = {}
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [*relay.dummy_flags(Path(folder)), "--disable-radix-cache"]
+    report: dict[str, dict[str, object]] = {}
+    answers: dict[str, list[Answer]] = {}
+    collections = note_collections()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = [*relay.dummy_flags(folder), "--disable-radix-cache"]
+        environment = {"PACE": str(args.pace), **({FOLDER: name} if args.trace else {})}
         module, argv = "baton.launch", ["server", *flags]
-        if args.paced:
-            module, argv = "baton.tests.bench.paced_server", flags
-        server = Server(module, argv, free_port(), Path(folder) / "log", PACE=str(args.pace)).start()
+        if args.paced or args.trace:
+            module, argv = f"baton.tests.bench.{'paced' if args.paced else 'traced'}_server", flags
+        server = Server(module, argv, free_port(), folder / "log", **environment).start()
         try:
             server.wait_ready(300)
             asyncio.run(load.run(server.url, load.Workload(512, 32, 8, 8)))  # warm-up
             for text in args.workloads.split(","):
                 given, made, requests, clients = map(int, text.split("/"))
-                found = of_answers(asyncio.run(ask(server.url, load.Workload(given, made, requests, clients))))
-                report[text] = found
+                answers[text] = asyncio.run(ask(server.url, load.Workload(given, made, requests, clients)))
+                report[text] = of_answers(answers[text])
                 print(text)
-                shown(found)
-                if args.out:
-                    args.out.write_text(json.dumps(report, indent=1))
+                shown(report[text])
         finally:
             server.stop(40)
+        for text, some in answers.items() if args.trace else ():
+            print(f"{text}, parts of intervals, ms")
+            report[text]["parts"] = interval_parts.shown(interval_parts.read(some, folder), LONG, folder, collections)
+    if args.out:
+        args.out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

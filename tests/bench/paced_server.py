@@ -16,10 +16,8 @@ import time
 from typing import Any, cast
 
 from ...common.api.messages import Ready
-from ...common.config.cli import parse
-from ...common.config.server import ServerConfig
 from ...common.engine.ranks import RankSpec
-from ...common.http.server import run_server
+from .traced_server import run
 
 POOL_TOKENS = 400_000
 
@@ -81,6 +79,7 @@ def rank_main(spec: RankSpec) -> None:
     from ...common.kvcache.manager import KVCacheManager
     from ..common.simulated_server import H200
     from .step_host import PAGE, VOCAB, FreeModel
+    from .step_trace import EngineTrace, folder
 
     torch.set_num_threads(1)
     pace = float(os.environ.get("PACE", "1"))
@@ -91,7 +90,12 @@ def rank_main(spec: RankSpec) -> None:
     batcher = Batcher(cache, spec.config.schedule)
     model = cast(Any, FreeModel())
     executor = PacedExecutor(Executor(model, Sampler(VOCAB, "cpu", 0)), lambda batch: pace * H200.of(batch))
-    scheduler = UnifiedScheduler(batcher, cast(Executor, executor), ledger, overlap=True)
+    into = folder()
+    trace = None if into is None else EngineTrace(into)
+    scheduler = UnifiedScheduler(batcher, cast(Executor, trace.executor(executor) if trace else executor), ledger,
+                                 overlap=True)
+    if trace is not None:
+        trace.watch(scheduler, ledger)
     control = Control(spec.config, Parallel().everyone, model, batcher)
     channel.send(Ready(POOL_TOKENS, 16384))
     settle_collector()
@@ -100,4 +104,4 @@ def rank_main(spec: RankSpec) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_server(parse(ServerConfig, prog="paced_server", description="Server of fixed step times."), rank_main))
+    sys.exit(run(rank_main, "paced_server"))
