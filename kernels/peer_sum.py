@@ -26,7 +26,7 @@ from ._triton import tl, triton
 
 SLOTS = 128
 SLOT = 8192
-"""Programs of a sum at most, and values that each takes at most."""
+"""Programs of a sum at least that buffers have slots for, and values that each takes at most."""
 _BLOCK = 4096
 EMPTY = -32768
 """The bits of a negative zero, in bfloat16 and in float16."""
@@ -225,12 +225,12 @@ def buffer_values(ranks: int, slots: int = SLOTS) -> int:
 def peer_sum(x: torch.Tensor, peers: Peers, *, two_shots: bool = False, patience: int = FOREVER) -> None:
     """Sum ``x``, contiguous, in bfloat16 or float16 and of equal size on every rank, over the ranks; in place.
 
-    It has ``SLOTS * 4096`` values at most. All ranks make the same calls in one order, on one stream each. With
+    It has 4096 values for each slot at most. All ranks make the same calls in one order, on one stream each. With
     ``two_shots`` the ranks are a power of two.
     """
     count = x.numel()
     programs = -(-count // _BLOCK)
-    assert 0 < programs <= SLOTS and x.is_contiguous() and x.dtype.itemsize == 2
+    assert 0 < programs <= peers.slots and x.is_contiguous() and x.dtype.itemsize == 2
     _peer_sum_kernel[(programs,)](x, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size,
                                   TWO_SHOTS=two_shots, SLOT_SIZE=SLOT, BLOCK=_BLOCK, NOTHING=EMPTY, num_warps=16)
 
@@ -244,15 +244,17 @@ def rows_a_program(rows: int, width: int) -> int | None:
 
 
 def peer_sum_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers, *,
-                  two_shots: bool = False, patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+                  two_shots: bool = False, patience: int = FOREVER,
+                  each: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``(norm(sum + residual) * weight, sum + residual)`` of the sum of ``x`` over the ranks; see ``peer_sum``.
 
     ``x`` and ``residual`` are ``[T, width]``, contiguous, as many rows as ``rows_a_program`` has an answer for;
-    ``residual`` and ``weight`` [width] are equal on all ranks.
+    ``residual`` and ``weight`` [width] are equal on all ranks. ``each``: rows of a program, in place of that answer.
     """
     rows, width = x.shape
-    each = rows_a_program(rows, width)
-    assert each is not None and rows and x.is_contiguous() and residual.is_contiguous() and x.dtype.itemsize == 2
+    each = each or rows_a_program(rows, width)
+    assert each is not None and 0 < -(-rows // each) <= peers.slots
+    assert x.is_contiguous() and residual.is_contiguous() and x.dtype.itemsize == 2
     block = triton.next_power_of_2(width)
     y, total = torch.empty_like(x), torch.empty_like(x)
     _peer_sum_norm_kernel[(-(-rows // each),)](
@@ -281,6 +283,6 @@ def peer_gather(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> to
 def _over_blocks(kernel: Any, x: torch.Tensor, y: torch.Tensor, count: int, peers: Peers, patience: int) -> None:
     """``count`` values of each rank."""
     programs = -(-count // _BLOCK)
-    assert 0 < programs <= SLOTS and x.dtype.itemsize == 2
+    assert 0 < programs <= peers.slots and x.dtype.itemsize == 2
     kernel[(programs,)](x, y, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size,
                         SLOT_SIZE=SLOT, BLOCK=_BLOCK, NOTHING=EMPTY, num_warps=16)
