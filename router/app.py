@@ -125,14 +125,14 @@ class Router:
 
     async def _sweep(self) -> None:
         limit = self.config.http.request_timeout_secs
-        idle_limit = self.config.http.keep_alive_secs
-        pause = min(1.0, limit / 4 or 1.0, idle_limit / 4 or 1.0)
+        idle_limit, unread_limit = self.config.http.keep_alive_secs, self.config.http.client_timeout_secs
+        pause = min(1.0, limit / 4 or 1.0, idle_limit / 4 or 1.0, unread_limit / 4 or 1.0)
         while True:
             await asyncio.sleep(pause)
             self.dispatcher.sweep(limit)
             now = self.dispatcher.loop.time()
             for connection in list(self._connections):
-                connection.sweep(now, limit)
+                connection.sweep(now, limit, unread_limit)
                 if idle_limit and connection.idle_sweeps > idle_limit / pause:
                     connection.close_when_idle()
 

@@ -18,7 +18,8 @@ from .request_reader import HeadRules, RequestReader
 from .wire import Response, SlowRequest
 
 _MAX_WAITING = 32
-"""Pipelined requests that wait on one connection before it is read no further."""
+"""Pipelined requests that wait on one connection before it is read no further, or are answered before it shows whether
+their answers are taken."""
 _LINGER_SECONDS = 2.0
 """How long a refused upload is still swallowed: closing at once resets the connection, and the client
 loses the answer that says why."""
@@ -43,7 +44,7 @@ class ClientConnection(asyncio.Protocol):
     """One client connection; its requests are served one after another."""
 
     __slots__ = ("_serve", "_reader", "_open", "_loop", "_serving", "_busy", "_reading_paused", "_heard", "_outbox",
-                 "transport", "handler", "closing", "heard_at", "idle_sweeps")
+                 "_clogged", "_unread", "_unread_since", "transport", "handler", "closing", "heard_at", "idle_sweeps")
 
     transport: asyncio.Transport
 
@@ -58,6 +59,11 @@ class ClientConnection(asyncio.Protocol):
         self._heard = heard
         self._outbox = outbox
         self._serving = self._busy = self._reading_paused = False
+        self._clogged = False
+        """Whether the client reads too slowly: until it does not, the connection is busy."""
+        self._unread = -1
+        """Bytes that a clogged client had to read at the last sweep; they are those since ``_unread_since``."""
+        self._unread_since = 0.0
         self.handler: Handler | None = None
         self.closing = False
         self.heard_at = 0.0
@@ -78,22 +84,30 @@ class ClientConnection(asyncio.Protocol):
     def done(self, *, keep_alive: bool) -> None:
         """The handler finished its answer: serve the next request, or close after the bytes are out."""
         self.handler = None
-        self._busy = False
+        self._busy = self._clogged
         if not keep_alive or self.closing:
             self.closing = True
             self._outbox.close(self.transport)
-        elif self._reader.ready:
+        elif self._reader.ready and not self._busy:
             self._serve_ready()
 
     def close_when_idle(self) -> None:
         """Take no new request; a running one still gets its answer."""
         self.closing = True
         self._reader.ready.clear()
-        if not self._busy:
+        if self.handler is None:
             self._outbox.close(self.transport)
 
-    def sweep(self, now: float, silence_limit: float) -> None:
-        """Give up on a client that stopped for ``silence_limit`` seconds in the middle of a request."""
+    def sweep(self, now: float, silence_limit: float, unread_limit: float) -> None:
+        """Give up on a client that stopped for ``silence_limit`` seconds in the middle of a request, or read nothing of
+        its answer for ``unread_limit``."""
+        if self._clogged:
+            unread = self.transport.get_write_buffer_size()
+            if unread != self._unread:
+                self._unread, self._unread_since = unread, now
+            elif unread_limit and now - self._unread_since > unread_limit:
+                self.transport.abort()
+            return
         reader = self._reader
         if reader.partial is None:
             if not self._busy:
@@ -127,12 +141,18 @@ class ClientConnection(asyncio.Protocol):
             self._serve(self, request)
 
     def pause_writing(self) -> None:
+        self._clogged = self._busy = True
+        self._unread = -1
         if self.handler is not None:
             self.handler.pause()
 
     def resume_writing(self) -> None:
+        self._clogged = False
         if self.handler is not None:
             self.handler.resume()
+        else:
+            self._busy = False
+            self._serve_ready()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closing = True
@@ -162,7 +182,12 @@ class ClientConnection(asyncio.Protocol):
             return
         self._serving = True
         ready = self._reader.ready
+        served = 0
         while ready and not self._busy and not self.transport.is_closing():
+            served += 1
+            if served % _MAX_WAITING == 0:
+                self._outbox.flush()  # Only what is written shows that its reader does not read.
+                continue
             item = ready.popleft()
             if isinstance(item, ServingError):
                 self._answer_refusal(item)

@@ -20,6 +20,8 @@ class HttpArgs:
         "for this many microseconds after something arrived, poll the sockets instead of sleeping: lower latency, at "
         "the price of the core; 0: never"))
     request_timeout_secs: float = flag(1800.0, help="longest silence of a worker within one request; 0: no limit")
+    client_timeout_secs: float = flag(300.0, help=(
+        "give up on a client that takes nothing of a waiting answer for this long: it holds a worker; 0: never"))
     keep_alive_secs: float = flag(75.0, help="close a client's connection that idles for this long; 0: never")
     request_id_headers: tuple[str, ...] = flag(
         ("x-request-id", "x-correlation-id", "x-trace-id", "request-id"), metavar="NAME",
@@ -34,4 +36,5 @@ class HttpArgs:
             raise ConfigError("--max-payload-size must be at least 1.")
         if not 1 <= self.router_workers <= 64:
             raise ConfigError(f"--router-workers must be between 1 and 64, not {self.router_workers}.")
-        not_negative(self, "busy_poll_us", "request_timeout_secs", "keep_alive_secs", "shutdown_grace_secs")
+        not_negative(self, "busy_poll_us", "request_timeout_secs", "client_timeout_secs", "keep_alive_secs",
+                     "shutdown_grace_secs")

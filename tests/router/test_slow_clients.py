@@ -1,0 +1,87 @@
+"""Clients that do not read: what waits for them stays bounded, and they are given up."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+async def test_answers_to_pipelined_requests_wait_for_their_reader(router, worker, connect, script):
+    """Requests behind an answer that its client does not take are not served: their answers would pile up here."""
+    answers = 0
+    body = b"x" * 2**15
+
+    async def tell(served):
+        nonlocal answers
+        answers += 1
+        served.answer(body=body)
+
+    front = await router(await worker(tell))
+    client = await connect(front)
+    many = 800
+    for _ in range(many):
+        client.send("POST", "/generate", b"{}")
+    before = -1
+    while before != answers or not answers:
+        before = answers
+        await asyncio.sleep(0.1)
+    (connection,) = front._connections
+    assert connection.transport.get_write_buffer_size() < 2**19
+    assert answers < many
+    read = 0
+    while read < many * len(body):
+        read += len(await asyncio.wait_for(client.reader.read(2**20), 5))
+    await script.until(lambda: answers == many)
+
+
+async def test_own_answers_wait_for_their_reader_too(router, connect):
+    front = await router()
+    client = await connect(front)
+    many = 20_000
+    client.writer.write(b"GET /metrics HTTP/1.1\r\nHost: r\r\n\r\n" * many)
+    await asyncio.sleep(0.2)
+    (connection,) = front._connections
+    assert connection.transport.get_write_buffer_size() < 2**20
+    client.leave()
+
+
+async def test_a_client_that_reads_nothing_is_given_up(router, worker, connect, script):
+    """Its request holds a place and a worker's load; a suspended one would hold them until it is woken."""
+    async def pour(served):
+        served.head()
+        while not served.gone.is_set():
+            served.event("x" * 2**16)
+            await asyncio.sleep(0)
+            await served.writable.wait()
+        served.worker.left += 1
+
+    mock = await worker(pour)
+    front = await router(mock, client_timeout_secs=0.2)
+    client = await connect(front)
+    client.send("POST", "/generate", b'{"stream": true}')
+    await script.until(lambda: mock.posts)
+    (listed,) = front.registry
+    assert listed.load == 1
+    await script.until(lambda: mock.left, seconds=10)
+    assert not listed.load
+    assert not front._connections
+    assert front.metrics.client_disconnects == 1
+
+
+async def test_a_client_that_reads_slowly_is_not(router, worker, connect, script):
+    async def pour(served):
+        served.head()
+        for _ in range(128):
+            await served.writable.wait()
+            served.event("x" * 2**16)
+        served.end()
+
+    front = await router(await worker(pour), client_timeout_secs=0.2)
+    client = await connect(front)
+    client.send("POST", "/generate", b'{"stream": true}')
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        piece = await asyncio.wait_for(client.reader.read(2**20), 5)
+        assert piece
+        data += piece
+        await asyncio.sleep(0.01)
+    assert front.metrics.client_disconnects == 0
