@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.greatest import widened_and_greatest
+from ...kernels.greatest import greatest
 from ..attention.base import Planned
 from ..models.decoder import DenseDecoder
 from .decode_inputs import DecodeInputs
@@ -72,7 +72,8 @@ class DecodeGraphs:
         return self._sizes[index] if index < len(self._sizes) else None
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Float32 logits ``[size, vocab]`` of a decode batch of a captured size; the next run overwrites them."""
+        """Logits ``[size, vocab]`` of a decode batch of a captured size, in the model's type; the next run overwrites
+        them."""
         size = batch.num_reqs
         for names in _BY_TYPE:  # one kernel for tensors of a type, in place of one each
             sources = [getattr(batch, name) for name in names]
@@ -85,8 +86,8 @@ class DecodeGraphs:
         return self._logits[size]
 
     def decode(self, table: DecodeTable, token_ids: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits ``[B, vocab]`` of ``table``'s rows, whose tokens [B] int64 are on the device, and the
-        likeliest token [B] int64 of each. The next run of this size overwrites both.
+        """Logits ``[B, vocab]`` of ``table``'s rows in the model's type, whose tokens [B] int64 are on the device, and
+        the likeliest token [B] int64 of each. The next run of this size overwrites both.
 
         A graph leaves its likeliest tokens where it reads them: given back to the run that follows they are not copied.
         """
@@ -135,7 +136,8 @@ class DecodeGraphs:
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             batch.live = batch.page_of_token != self._scratch_page
-            return widened_and_greatest(model.forward(batch, attention, lambda layer: None), batch.input_ids)
+            logits = model.forward(batch, attention, lambda layer: None)
+            return logits, greatest(logits, batch.input_ids)[1]
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -148,4 +150,5 @@ class DecodeGraphs:
         # Other threads of a rank (NCCL's, transfers') call CUDA too, and must not end the capture.
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             self._logits[size], self._likeliest[size] = forward()
+        graph.replay()  # the first launch brings the graph to the device: 0.6 ms, which requests would wait for
         self._graphs[size] = graph

@@ -58,6 +58,28 @@ def test_a_graph_holds_the_making_of_its_plan():
     assert graphs.size_for(3) == 4 and graphs.size_for(5) is None and seen == [1 / 3, 2 / 3, 1]
 
 
+def test_a_graph_is_launched_before_requests_come():
+    """Its first launch takes longer; what it reads then is padding, whose keys and values go to the scratch page."""
+    launched = []
+
+    class Launched(Played):
+        @contextlib.contextmanager
+        def graph(self, made, **options):
+            with super().graph(made, **options):
+                made.replay = lambda: launched.append(graphs_table(self.batch))
+                yield
+
+        def forward(self, batch, attention, after_layer):
+            self.batch = batch
+            return super().forward(batch, attention, after_layer)
+
+    def graphs_table(batch):
+        return batch.num_reqs, set(batch.page_of_token.tolist()), set(batch.kv_indices.tolist())
+
+    captured(Launched())
+    assert launched == [(4, {9}, {9}), (2, {9}, {9}), (1, {9}, {9})]
+
+
 def test_likeliest_tokens_are_left_to_the_graph_that_found_them():
     """It copies them itself; tokens of other steps, rows or sizes are copied, also when another batch ran between."""
     graphs = captured(Played())
