@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -182,6 +183,8 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
 def lives(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
     """The first batches of an engine, each a whole life: is the first one slower, and in which parts?"""
     found = {}
+    far = np.zeros(1 << 25, np.int64)
+    places = np.random.default_rng(0).integers(0, len(far), 1 << 18)
     for name in ("first", "second", "third"):
         spins = [spin() for _ in range(20)]
         found[name] = life(engine, batch, context, tokens)
@@ -190,8 +193,16 @@ def lives(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str
         print("  of the thread in all: " + ", ".join(
             f"{what} {sum(used[what] for used in PARTS.usages):.4g}" for what in PARTS.usages[0])
               + f"; a loop of Python before took {min(spins):.0f} to {max(spins):.0f} us, behind "
-              f"{min(spin() for _ in range(20)):.0f}", flush=True)
+              f"{min(spin() for _ in range(20)):.0f}; a random place of 256 MiB takes {_reach_ns(far, places):.1f} ns",
+              flush=True)
     return found
+
+
+def _reach_ns(far: np.ndarray, places: np.ndarray) -> float:
+    """Nanoseconds to read one of ``far``'s ``places``."""
+    begin = time.perf_counter()
+    far.take(places)
+    return 1e9 * (time.perf_counter() - begin) / len(places)
 
 
 def spin() -> float:
