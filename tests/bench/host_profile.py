@@ -183,7 +183,7 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
 def lives(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
     """The first batches of an engine, each a whole life: is the first one slower, and in which parts?"""
     found = {}
-    far = np.zeros(1 << 25, np.int64)
+    far = np.arange(1 << 25)
     places = np.random.default_rng(0).integers(0, len(far), 1 << 18)
     for name in ("first", "second", "third"):
         spins = [spin() for _ in range(20)]
