@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 from ..common.api.errors import Overloaded, ServingError, WorkerUnavailable
 
+_SPARE = 64
+"""Requests that wait no more and are still listed, beyond as many as do wait: each keeps its body."""
 _MAX_KEYS = 10_000
 """Keys that are remembered at once; above it, those without requests and with a full bucket are forgotten."""
 
@@ -255,6 +257,10 @@ class Admission:
         assert waiting.queued
         waiting.queued = False
         self.queued -= 1
+        if max(len(self._heap), len(self._arrivals)) > 2 * self.queued + _SPARE:
+            self._arrivals = [other for other in self._arrivals if other.queued]
+            self._heap = [entry for entry in self._heap if entry[2].queued]
+            heapq.heapify(self._heap)
 
     def _check(self, key: bytes, now: float) -> _Key | None:
         if self._bucket is not None and (wait := self._bucket.wait(now)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import pytest
 
@@ -22,6 +23,16 @@ class Scene:
     def enter(self, name="", key=b"", streamed=False, priority=0):
         return self.admission.enter(key, streamed, lambda: priority, lambda ticket: self.started.update({name: ticket}),
                                     lambda error: self.refused.update({name: error}))
+
+
+class Body:
+    """What a waiting request holds on to."""
+
+    def start(self, ticket):
+        self.ticket = ticket
+
+    def refuse(self, error):
+        raise AssertionError("nobody waits for too long")
 
 
 def test_the_limit_is_exact_and_the_queue_goes_by_priority_then_arrival():
@@ -51,6 +62,26 @@ def test_a_thousand_waiting_requests_that_fail_at_once_do_not_pile_up():
         scene.admission.enter(b"", False, lambda: 0, fail, lambda error: None)
     first.finished()
     assert (len(ended), scene.admission.running, scene.admission.queued) == (2000, 0, 0)
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "served"])
+def test_requests_that_waited_are_not_kept(leaves):
+    """Each would keep its body: where clients come and go in front of a full router, that is all of its memory."""
+    scene, kept = Scene(max_concurrent=1, queue_size=4), []
+    last = scene.enter()
+    urgent = scene.enter("urgent", priority=9) if leaves else None
+    for _ in range(1000):
+        body = Body()
+        waiting = scene.admission.enter(b"", False, lambda: 0, body.start, body.refuse)
+        kept.append(weakref.ref(body))
+        if leaves:
+            waiting.leave()
+        else:
+            last.finished()
+            last = body.ticket
+        del body, waiting
+    assert sum(ref() is not None for ref in kept) < 100
+    assert scene.admission.queued == (urgent is not None)
 
 
 def test_waiting_ends_in_time_and_who_left_is_skipped():
