@@ -71,7 +71,7 @@ def _sum_above(row_ptr, vocab, peak, slope, floor, BLOCK: tl.constexpr):
     acc = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + token, token < vocab, other=float("-inf"))
+        x = tl.load(row_ptr + token, token < vocab, other=float("-inf")).to(tl.float32)
         acc += tl.where(x > floor, _weigh(x, peak, slope, True), 0.0)
     return tl.sum(acc, 0)
 
@@ -97,7 +97,7 @@ def _search(row_ptr, vocab, peak, slope, low, high, at_low, at_high, target, BY_
         least = tl.full((BLOCK,), float("inf"), tl.float32)
         for start in range(0, vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
-            x = tl.load(row_ptr + token, token < vocab, other=float("-inf"))
+            x = tl.load(row_ptr + token, token < vocab, other=float("-inf")).to(tl.float32)
             weight = _weigh(x, peak, slope, BY_MASS)
             a1 += tl.where(x >= p1, weight, 0.0)
             a2 += tl.where(x >= p2, weight, 0.0)
@@ -136,7 +136,7 @@ def _place_of(row_ptr, vocab, value, nth, BLOCK: tl.constexpr):
     place = vocab + 0
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + token, token < vocab, other=float("-inf"))
+        x = tl.load(row_ptr + token, token < vocab, other=float("-inf")).to(tl.float32)
         equal = (x == value).to(tl.int32)
         here = tl.sum(equal, 0)
         if (seen < nth) & (seen + here >= nth):
@@ -170,7 +170,7 @@ def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, flo
         least = tl.full((BLOCK,), float("inf"), tl.float32)
         for start in range(0, vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
-            x = tl.load(row_ptr + token, token < vocab, other=float("-inf"))
+            x = tl.load(row_ptr + token, token < vocab, other=float("-inf")).to(tl.float32)
             counts = (x >= deepest) & (x > float("-inf"))
             mass += tl.where(counts, _weigh(x, peak, slope, True), 0.0)
             tokens += tl.where(counts, 1.0, 0.0)
@@ -227,7 +227,7 @@ def _draw_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_p
     temperature = tl.load(floats_ptr + place).to(tl.float32)
     least = tl.load(floats_ptr + 2 * count + place).to(tl.float32)
     peak = tl.load(peak_ptr + row)
-    x = tl.load(logits_ptr + row * stride_row + token, inside, other=float("-inf"))
+    x = tl.load(logits_ptr + row * stride_row + token, inside, other=float("-inf")).to(tl.float32)
     scaled = tl.div_rn(x - peak, temperature + tl.zeros((BLOCK,), tl.float32))
     kept = inside & (scaled >= least)
     if TRUNCATES:
@@ -245,11 +245,12 @@ def _draw_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_p
 
 
 def draw(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
-    """Tokens ``[n]`` int64 drawn from n of the rows of ``logits`` [R, vocab] float32, which is not changed.
+    """Tokens ``[n]`` int64 drawn from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
 
-    ``peaks`` [R] are the rows' greatest logits. ``params`` [7, n] int64 are each draw's row, seed, position and top_k
-    (below 1: all), and as float64 bits its temperature (above 0), top_p, and log of min_p. ``truncates``: some draw has
-    a top_k or a top_p below 1. A row without a finite logit draws token 0. Runs on a GPU or under the interpreter.
+    ``peaks`` [R] float32 are the rows' greatest logits. ``params`` [7, n] int64 are each draw's row, seed, position and
+    top_k (below 1: all), and as float64 bits its temperature (above 0), top_p, and log of min_p. ``truncates``: some
+    draw has a top_k or a top_p below 1. A row without a finite logit draws token 0. Runs on a GPU or under the
+    interpreter.
     """
     count, vocab = params.shape[1], logits.shape[1]
     ints, floats = params[:INTS], params[INTS:].view(torch.float64)

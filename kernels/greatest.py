@@ -1,7 +1,6 @@
 """The greatest value of each row, and where it is: argmax over rows so long that one needs many programs.
 
-torch's reduction gives a row to one program: a vocabulary's logits then take 28 us on an H200, where 5 do. Logits of 16
-bits are made float32 by the kernel that looks at them: so they are read once.
+torch's reduction gives a row to one program: a vocabulary's logits then take 28 us on an H200, where 5 do.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
-_CHUNK = 4096
+_CHUNK_BYTES = 16384
 
 
 @triton.jit
@@ -25,8 +24,8 @@ def _place(values, columns, width):
 
 
 @triton.jit
-def _greatest_of_chunks_kernel(x_ptr, stride_row, wide_ptr, most_ptr, first_ptr, width, WIDENS: tl.constexpr,
-                               BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _greatest_of_chunks_kernel(x_ptr, stride_row, most_ptr, first_ptr, width, BLOCK: tl.constexpr,
+                               PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     start_next(PDL)
@@ -34,8 +33,6 @@ def _greatest_of_chunks_kernel(x_ptr, stride_row, wide_ptr, most_ptr, first_ptr,
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     # Columns beyond the last equal a row of nothing but minus infinity, and come after all of it.
     x = tl.load(x_ptr + row * stride_row + columns, columns < width, other=float("-inf")).to(tl.float32)
-    if WIDENS:
-        tl.store(wide_ptr + row * width + columns, x, columns < width)
     most, first = _place(x, columns, width)
     place = row * tl.num_programs(1) + chunk
     tl.store(most_ptr + place, most)
@@ -57,38 +54,25 @@ def _greatest_kernel(most_ptr, first_ptr, value_ptr, column_ptr, again_ptr, chun
     tl.store(again_ptr + row, column.to(tl.int64))
 
 
-def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(values [R], columns [R] int64)`` of ``x`` [R, width] float32, contiguous in its rows: what ``x.max(-1)``
-    gives, and of equal values the first column."""
+def greatest(x: torch.Tensor, again: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(values [R] float32, columns [R] int64)`` of ``x`` [R, width] of 16 or 32 bits, contiguous in its rows: what
+    ``x.max(-1)`` gives, and of equal values the first column. The columns are written to ``again`` [R] int64, too: so
+    the step behind finds its tokens without a copy."""
     if not runs_triton(x):
-        return reference.greatest(x)
-    columns = torch.empty(len(x), dtype=torch.int64, device=x.device)
-    return _launch(x, x, columns, columns), columns
-
-
-def widened_and_greatest(x: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(x in float32 [R, width], columns [R] int64 of greatest)`` of ``x`` [R, width], contiguous in its rows; itself
-    where it is float32. The columns are written to ``again`` [R] int64, too: so the step behind finds its tokens
-    without a copy."""
-    if not runs_triton(x):
-        again.copy_(reference.greatest(x.float())[1])
-        return x.float(), again.clone()
-    wide = x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    columns = torch.empty_like(again)
-    _launch(x, wide, columns, again)
-    return wide, columns
-
-
-def _launch(x: torch.Tensor, wide: torch.Tensor, columns: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
-    """The greatest values of ``x``, which becomes ``wide`` where that is another tensor; their columns are written."""
+        values, columns = reference.greatest(x)
+        if again is not None:
+            again.copy_(columns)
+        return values, columns
     rows, width = x.shape
+    columns = torch.empty(rows, dtype=torch.int64, device=x.device)
     values = torch.empty(rows, dtype=torch.float32, device=x.device)
-    chunks = triton.cdiv(width, _CHUNK)
+    block = _CHUNK_BYTES // x.element_size()
+    chunks = triton.cdiv(width, block)
     most = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
     first = torch.empty((rows, chunks), dtype=torch.int32, device=x.device)
     if rows:
-        _greatest_of_chunks_kernel[(rows, chunks)](x, x.stride(0), wide, most, first, width, WIDENS=wide is not x,
-                                                   BLOCK=_CHUNK, num_warps=8, **pdl(x))
-        _greatest_kernel[(rows,)](most, first, values, columns, again, chunks, width,
+        _greatest_of_chunks_kernel[(rows, chunks)](x, x.stride(0), most, first, width, BLOCK=block, num_warps=8,
+                                                   **pdl(x))
+        _greatest_kernel[(rows,)](most, first, values, columns, columns if again is None else again, chunks, width,
                                   BLOCK=triton.next_power_of_2(chunks), num_warps=1, **pdl(x))
-    return values
+    return values, columns

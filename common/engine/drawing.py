@@ -34,39 +34,43 @@ SamplingBackend = Literal["auto", "torch", "triton"]
 
 class Drawing(Protocol):
     def __call__(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
-        """Tokens ``[R]`` int64 of ``logits`` [R, vocab] float32, by ``params`` and ``position`` of ``rows`` [R, not 0].
+        """Tokens ``[R]`` int64 of ``logits`` [R, vocab] of 16 or 32 bits, by ``params`` and ``position`` of ``rows``
+        [R, not 0].
 
         Neither changes the logits nor waits for the device.
         """
 
 
-def choose_drawing(backend: SamplingBackend, vocab_size: int, device: torch.device, seed: int) -> Drawing:
-    """``auto``: the kernels on a GPU where they work, tried now. Raises ConfigError where ``triton`` cannot run."""
+def choose_drawing(backend: SamplingBackend, vocab_size: int, device: torch.device, seed: int,
+                   dtype: torch.dtype = torch.float32) -> Drawing:
+    """``auto``: the kernels on a GPU where they work, tried now over logits in float32 and in ``dtype``. Raises
+    ConfigError where ``triton`` cannot run."""
     plain = PlainDrawing(vocab_size, device, seed)
     if backend == "torch" or (backend == "auto" and not (device.type == "cuda" and AVAILABLE)):
         return plain
     if not AVAILABLE or (device.type == "cpu" and not INTERPRETED):
         raise ConfigError("--sampling-backend triton needs a GPU and the package triton: use torch.")
     fused = FusedDrawing(device, seed)
-    if backend == "auto" and (trouble := _trouble(fused, vocab_size, device)):
+    if backend == "auto" and (trouble := _trouble(fused, vocab_size, device, {torch.float32, dtype})):
         log.warning("Sampling runs without its fused kernels: %s.", trouble)
         return plain
     return fused
 
 
-def _trouble(fused: Drawing, vocab_size: int, device: torch.device) -> str | None:
+def _trouble(fused: Drawing, vocab_size: int, device: torch.device, dtypes: set[torch.dtype]) -> str | None:
     """Why the kernels cannot be used here; None where they draw as PlainDrawing does."""
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(8, vocab_size, generator=generator) * 3).to(torch.bfloat16).float().to(device)
+    logits = (torch.randn(8, vocab_size, generator=generator) * 3).to(torch.bfloat16).to(device)
     params = [SamplingParams(temperature=0.7 + 0.1 * row, seed=row, top_k=50 if row % 2 else -1,
                              top_p=0.9 if row % 4 > 1 else 1.0, min_p=0.01 if row > 5 else 0.0) for row in range(8)]
     whole = [SamplingParams(seed=row) for row in range(8)]  # draws without a cut are another kernel
+    trials = [(logits.to(dtype), [Choosing(one, 5) for one in some]) for dtype in dtypes for some in (params, whole)]
     try:
-        found = [fused(logits, [Choosing(one, 5) for one in some]).tolist() for some in (params, whole)]
+        found = [fused(*trial).tolist() for trial in trials]
     except Exception as error:  # whatever a compiler does on a machine that nobody has seen
         return f"{type(error).__name__}: {error}"
     plain = PlainDrawing(vocab_size, device, 0)
-    wanted = [plain(logits, [Choosing(one, 5) for one in some]).tolist() for some in (params, whole)]
+    wanted = [plain(*trial).tolist() for trial in trials]
     return None if found == wanted else f"they drew {found} in place of {wanted}"
 
 
@@ -84,7 +88,7 @@ class PlainDrawing:
             return tokens
         index = self._tensor(drawn)
         subset = [rows[i].params for i in drawn]
-        probabilities = self._truncate(scaled_logits(logits[index], subset), subset).softmax(-1)
+        probabilities = self._truncate(scaled_logits(logits[index].float(), subset), subset).softmax(-1)
         noise = self._noise(subset, [rows[i].position for i in drawn])
         tokens[index] = (probabilities / noise).argmax(-1)
         return tokens

@@ -237,22 +237,23 @@ class ModelRunner:
         self._between_steps()
         if batch.is_decode and self._graphs is not None and self._replayed_size(batch.num_reqs) == batch.num_reqs:
             assert after_group is None and batch.logits_rows is not None
-            return self._graphs.run(batch)[:len(batch.logits_rows)]
+            return self._graphs.run(batch)[:len(batch.logits_rows)].float()
         return self._model.forward(batch, self._attention, self._group_ends.telling(after_group), self._plan(batch),
                                    self._pieces(batch)).float()
 
     @torch.inference_mode()
     def decode(self, table: DecodeTable, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A decode step: float32 logits ``[B, vocab]`` of ``table``'s rows, whose tokens ``token_ids`` [B] int64 are on
-        the device, and the likeliest tokens ``[B]`` where a graph has found them. Later steps overwrite both."""
+        """A decode step: logits ``[B, vocab]`` of ``table``'s rows in the engine's type, whose tokens ``token_ids`` [B]
+        int64 are on the device, and the likeliest tokens ``[B]`` where a graph has found them. Later steps overwrite
+        both."""
         self._between_steps()
         size = None if self._graphs is None else self._replayed_size(len(table.positions))
         if self._graphs is not None and size is not None:
             return self._graphs.decode(table, token_ids, size)
         batch = build_run_batch(table, token_ids, self.device)
         self._attention.plan(batch)
-        logits = self._model.forward(batch, self._attention, self._group_ends.telling(None), pieces=self._pieces(batch))
-        return logits.float(), None
+        return self._model.forward(batch, self._attention, self._group_ends.telling(None),
+                                   pieces=self._pieces(batch)), None
 
     @torch.inference_mode()
     def forward_with_hidden(self, batch: ForwardBatch, num_logits: int,

@@ -32,6 +32,7 @@ from .kv_events import start_publisher
 from .ledger import Ledger
 from .loop import EngineLoop, Scheduler
 from .model_runner import ModelRunner
+from .pool_plan import resolve_dtype
 from .ranks import RankSpec
 from .sampler import Sampler
 from .scheduling.make import make_batcher
@@ -148,7 +149,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         reserves_output=config.mode != "prefill",
     )
     sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attention,
-                      original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend)
+                      original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
+                      dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
     grammars = None
     if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)

@@ -32,14 +32,15 @@ class Sampler:
     """Under tensor parallelism rank 0 chooses and the others receive its tokens (and no log-probabilities)."""
 
     def __init__(self, vocab_size: int, device: torch.device | str, seed: int, tp: TPGroup | None = None, *,
-                 original_logprobs: bool = False, backend: SamplingBackend = "auto"):
-        """``original_logprobs``: log-probabilities are those before temperature. Raises ConfigError where ``backend``
-        cannot run."""
+                 original_logprobs: bool = False, backend: SamplingBackend = "auto",
+                 dtype: torch.dtype = torch.float32):
+        """``original_logprobs``: log-probabilities are those before temperature. ``dtype`` is that of the logits that
+        ``draw`` will be given. Raises ConfigError where ``backend`` cannot run."""
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._tp = tp or TPGroup()
         self._original_logprobs = original_logprobs
-        self._draw = choose_drawing(backend if self._tp.rank == 0 else "torch", vocab_size, self._device, seed)
+        self._draw = choose_drawing(backend if self._tp.rank == 0 else "torch", vocab_size, self._device, seed, dtype)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Choosing], previous: torch.Tensor | None = None) -> Sampled:
         """``launch`` and wait."""
@@ -72,7 +73,8 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, rows: Sequence[Choosing]) -> torch.Tensor:
-        """Tokens [R] int64 where step 5 of Choosing is all there is, on every rank; ``logits`` stay as they are."""
+        """Tokens [R] int64 where step 5 of Choosing is all there is, on every rank; ``logits``, of 16 or 32
+        bits, stay as they are."""
         if self._tp.rank > 0:
             return self._tp.broadcast(torch.empty(len(rows), dtype=torch.int64, device=self._device))
         return self._tp.broadcast(self._draw(logits, rows))

@@ -32,4 +32,4 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kernels.greatest.greatest``."""
     columns = x.argmax(-1)
-    return x.gather(-1, columns[:, None])[:, 0], columns
+    return x.gather(-1, columns[:, None])[:, 0].float(), columns

@@ -21,8 +21,8 @@ VOCAB = 128_256 if GPU else 4301  # not a multiple of either kernel's block, and
 
 def make_logits(rows: int, kind: str) -> torch.Tensor:
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows)) * 3
-    if kind == "ties":  # what a head in bfloat16 makes, and coarser
-        logits = (logits * 4).round() / 4
+    if kind == "ties":  # what a head of 16 bits makes, and coarser
+        logits = ((logits * 4).round() / 4).half()
     if kind == "flat":
         logits = logits * 0 + 1.5
     if kind == "peaked":
@@ -61,7 +61,8 @@ def left_by(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int
     sent = torch.from_numpy(_Table(params, VOCAB).filled([0] * count, np.random.default_rng(0))).to(DEVICE)
     floors = torch.empty(count, device=DEVICE)
     lasts = torch.empty(count, dtype=torch.int32, device=DEVICE)
-    kernel._truncate_kernel[(count,)](logits, logits.stride(0), logits.amax(-1), sent, sent[4:].view(torch.float64),
+    peaks = logits.amax(-1).float()
+    kernel._truncate_kernel[(count,)](logits, logits.stride(0), peaks, sent, sent[4:].view(torch.float64),
                                       floors, lasts, count, VOCAB, BLOCK=4096, num_warps=16)
     floors, lasts, tokens = floors[:, None], lasts[:, None], torch.arange(VOCAB, device=DEVICE)
     kept = (logits > floors) | ((logits == floors) & (tokens <= lasts))
@@ -117,9 +118,10 @@ def test_rows_that_hold_nothing_to_draw():
 def test_the_kernels_pass_the_check_at_start():
     assert isinstance(choose_drawing("triton", VOCAB, CUDA, 0), FusedDrawing)
     from baton.common.engine.drawing import _trouble
-    assert _trouble(FusedDrawing(CUDA, 0), VOCAB, CUDA) is None
-    assert "in place of" in str(_trouble(lambda logits, rows: logits.argmax(-1), VOCAB, CUDA))
-    assert "ValueError: no" in str(_trouble(_refuse, VOCAB, CUDA))
+    types = {torch.float32, torch.float16}
+    assert _trouble(FusedDrawing(CUDA, 0), VOCAB, CUDA, types if GPU else {torch.float16}) is None
+    assert "in place of" in str(_trouble(lambda logits, rows: logits.argmax(-1), VOCAB, CUDA, types))
+    assert "ValueError: no" in str(_trouble(_refuse, VOCAB, CUDA, types))
 
 
 def _refuse(logits: torch.Tensor, rows: list[Choosing]) -> torch.Tensor:

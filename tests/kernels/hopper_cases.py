@@ -26,7 +26,7 @@ from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_to
 from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
 from baton.kernels.fresh_rows import FreshRows
 from baton.kernels.gather_rows import gather_rows
-from baton.kernels.greatest import greatest, widened_and_greatest
+from baton.kernels.greatest import greatest
 from baton.kernels.joined_rmsnorm import joined_rmsnorm
 from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
@@ -200,8 +200,8 @@ def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch
     dense_product(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), tile, gated=gated)
 
 
-def drawn(count: int, vocab: int, truncates: bool) -> None:
-    draw(fp32(count, vocab), fp32(count), int64(7, count), truncates)
+def drawn(logits: torch.Tensor, truncates: bool) -> None:
+    draw(logits, fp32(len(logits)), int64(7, len(logits)), truncates)
 
 
 def summed(tokens: int, world: int, dtype: torch.dtype, two_shots: bool) -> None:
@@ -377,9 +377,9 @@ CASES: dict[str, Callable[[], object]] = {
     "skinny_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
     "gather_rows 4096": lambda: gather_rows(of(128256, 4096), int64(7)),
     "greatest": lambda: greatest(fp32(7, 128256)),
-    "greatest of bfloat16": lambda: widened_and_greatest(of(7, 128256), int64(7)),
-    "draw": lambda: drawn(7, 128256, False),
-    "draw, truncated": lambda: drawn(7, 128256, True),
+    "greatest of bfloat16": lambda: greatest(of(7, 128256), int64(7)),
+    "draw": lambda: drawn(fp32(7, 128256), False),
+    "draw, truncated": lambda: drawn(of(7, 128256), True),
     "peer_sum of 2, one shot": lambda: summed(7, 2, BF16, False),
     "peer_sum of 8, one shot": lambda: summed(7, 8, BF16, False),
     "peer_sum of 2, two shots": lambda: summed(7, 2, BF16, True),
@@ -391,6 +391,9 @@ CASES: dict[str, Callable[[], object]] = {
     "peer_sum_norm 4096 of 2": lambda: summed_and_normed(7, 4096, 2, False),
     "peer_sum_norm 5120 of 2": lambda: summed_and_normed(7, 5120, 2, False),
     "peer_sum_norm 2048 of 2, 200 rows": lambda: summed_and_normed(200, 2048, 2, False),
+    "peer_sum_norm 2048 of 2, 512 rows": lambda: summed_and_normed(512, 2048, 2, False),
+    "peer_sum of 2, most values": lambda: summed(2 * SLOTS, 2, BF16, False),
+    "peer_gather and peer_scatter of 2, most values": lambda: met(2 * SLOTS, 2),
     "peer_sum_norm 8192 of 8": lambda: summed_and_normed(7, 8192, 8, False),
     "peer_sum_norm 4096 of 4, two shots": lambda: summed_and_normed(7, 4096, 4, True),
     "peer_sum_norm 8192 of 8, two shots": lambda: summed_and_normed(7, 8192, 8, True),
@@ -453,8 +456,8 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "joined_rmsnorm of 4": lambda n: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(n, 4096)),
     "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitTile(256, 64, 64, 4), True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
-    "greatest of bfloat16": lambda n: widened_and_greatest(of(n, 128256), int64(n)),
-    "draw, truncated": lambda n: drawn(n, 128256, True),
+    "greatest of bfloat16": lambda n: greatest(of(n, 128256), int64(n)),
+    "draw, truncated": lambda n: drawn(of(n, 128256), True),
     "peer_sum of 2, one shot": lambda n: summed(n, 2, BF16, False),
     "peer_sum of 2, two shots": lambda n: summed(n, 2, BF16, True),
     "peer_sum_norm 4096 of 2": lambda n: summed_and_normed(n, 4096, 2, False),
