@@ -28,6 +28,14 @@ def matmul_tflops(n: int = 8192) -> float:
     return 2 * n**3 / _seconds(lambda: a @ b) / 1e12
 
 
+def fp8_matmul_tflops(n: int = 8192) -> float:
+    """Of float8_e4m3fn, into bfloat16, with one scale for each matrix."""
+    a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones(1, device="cuda")
+    return 2 * n**3 / _seconds(lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
+                                                        use_fast_accum=True)) / 1e12
+
+
 def peer_gb_s(size: int = 2 << 30) -> float | None:
     """GPU 0 to GPU 1; None on a machine with one."""
     if torch.cuda.device_count() < 2:

@@ -3,10 +3,13 @@
     python -m baton.tests.bench.grouped_gemm [--shapes qwen3-30b-a3b,...] [--dtype float8_e4m3fn] [--tokens 1,8,64,...]
         [--output figures.json]
 
-``experts``: alignment, both products and the sum, which stand behind it, each alone. ``topk``: the choice of experts by
-router logits. ``floor``: what the operations take at the rate of one large matrix product (in float8 at twice that of
-bfloat16), or the weights of the experts that are hit at the rate of a copy, whichever is more. ``loop``: the same by
-torch, expert by expert.
+``experts``: the layer, that is alignment, both products and the sum, which stand behind it, each alone (in float8 the
+quantizing of its tokens too). ``topk``: the choice of experts by router logits, which is no part of it. ``floor``: for
+each of the two products what its operations take at the rate of one large matrix product of the same type (float8:
+``torch._scaled_mm`` with one scale for each matrix), without padding, or its bytes at the rate of a copy, whichever is
+more; then both together. Bytes are the matrices of the experts that are hit, and all rows once in and once out.
+``of_floor``: the floor in the layer's time; ``products_of_floor``: in that of the two products alone. ``loop``: the
+layer by torch, expert by expert.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 
 from ...common.config.moe import MoESpec
 from ...kernels import reference
+from ...kernels.fp8_quantize import quantize_groups
 from ...kernels.moe_experts import moe_experts
+from ...kernels.moe_gemm import SCALE_GROUP
 from ...kernels.moe_sorted import takes_warpgroups
 from ...kernels.moe_tiles import Tiles, device_name, tiles_for
 from ...kernels.moe_topk import moe_topk
@@ -32,6 +37,7 @@ DRAWS = 4  # different choices in turn, so that few tokens do not find their exp
 
 
 def measure(layer: Layer, tokens: int, copy_tb_s: float | None, tflops: float | None) -> dict[str, object]:
+    """``tflops`` is of one large product of the experts' type."""
     shape, width = layer.shape, layer.gate_up.dtype.itemsize
     draws = [layer.tokens(tokens) for _ in range(DRAWS)]
 
@@ -40,27 +46,38 @@ def measure(layer: Layer, tokens: int, copy_tb_s: float | None, tflops: float | 
             moe_experts(x, layer.gate_up, layer.down, places, weights, layer.scales, None, layer.biases,
                         shape.gate_limit)
 
-    figures: dict[str, object] = {"tokens": tokens, "experts_us": micros(experts) / DRAWS, **_parts(layer, tokens)}
+    took, parts = micros(experts) / DRAWS, _parts(layer, tokens)
+    figures: dict[str, object] = {"tokens": tokens, "experts_us": took, **parts}
     if copy_tb_s and tflops:
         hit = sum(len(places.unique()) for _, places, _ in draws) / DRAWS
-        figures["floor_us"] = max(shape.flops(tokens) * width / 2 / tflops / 1e6,
-                                  hit * shape.expert_bytes * width / 2 / copy_tb_s / 1e6)
-        figures["of_floor"] = figures["floor_us"] / figures["experts_us"]  # type: ignore[operator]
-        figures["tflops"] = shape.flops(tokens) / figures["experts_us"] / 1e6  # type: ignore[operator]
-        figures["loop_us"] = _loop_us(layer, draws)
+        floor = floor_us(shape, tokens, hit, width, copy_tb_s, tflops)
+        figures |= {"floor_us": floor, "of_floor": floor / took,
+                    "products_of_floor": floor / (parts["up_us"] + parts["down_us"]),
+                    "tflops": shape.flops(tokens) / took / 1e6, "loop_us": _loop_us(layer, draws)}
     return figures
 
 
-def _parts(layer: Layer, tokens: int) -> dict[str, object]:
+def floor_us(shape: Shape, tokens: int, hit: float, width: int, copy_tb_s: float, tflops: float) -> float:
+    """Of both products, one after the other; ``width``: bytes of one of their values, but for those of the layer."""
+    rows, flops, matrices = tokens * shape.top_k, shape.flops(tokens), hit * shape.expert_bytes * width / 2
+    up_bytes = matrices * 2 / 3 + width * (tokens * shape.hidden + rows * shape.size)
+    down_bytes = matrices / 3 + width * rows * shape.size + max(width, 2) * rows * shape.hidden
+    up, down = max(2 / 3 * flops / tflops, up_bytes / copy_tb_s), max(flops / 3 / tflops, down_bytes / copy_tb_s)
+    return (up + down) / 1e6
+
+
+def _parts(layer: Layer, tokens: int) -> dict[str, float]:
     shape = layer.shape
     tiles = _tiles(shape, tokens, layer.gate_up.dtype, layer.gate_up.device)
     products = Products(layer, tokens, tiles.gate_up)
     align_us, sum_us = products.others()
     spec = MoESpec(num_experts=shape.experts, top_k=shape.top_k, intermediate_size=shape.size, layers=(0,))
     logits = torch.randn(tokens, shape.experts, device=layer.device)
-    return {"up_us": micros(lambda: products.up(tiles.gate_up)), "down_us": micros(lambda: products.down(tiles.down)),
-            "align_us": align_us, "sum_us": sum_us, "topk_us": micros(lambda: moe_topk(logits, None, spec)),
-            "tiles": f"{tiles.gate_up}"}
+    parts = {"up_us": micros(lambda: products.up(tiles.gate_up)), "down_us": micros(lambda: products.down(tiles.down)),
+             "align_us": align_us, "sum_us": sum_us, "topk_us": micros(lambda: moe_topk(logits, None, spec))}
+    if layer.scales is not None:
+        parts["quantize_us"] = micros(lambda: quantize_groups(products.x, SCALE_GROUP))
+    return parts
 
 
 def _loop_us(layer: Layer, draws: list) -> float:
@@ -96,10 +113,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     shapes, counts = args.shapes.split(","), list(map(int, args.tokens.split(",")))
-    copy, tflops = (ceilings.copy_tb_s(), ceilings.matmul_tflops()) if DEVICE.type == "cuda" else (None, None)
-    name = device_name(DEVICE)
+    copy, tflops, name = None, None, device_name(DEVICE)
+    product = ceilings.fp8_matmul_tflops if args.dtype.startswith("float8") else ceilings.matmul_tflops
     if DEVICE.type == "cuda":
         _compile(shapes, counts, args.dtype)
+        copy, tflops = ceilings.copy_tb_s(), product()
     print(f"{args.dtype} on {name}; copy {copy} TB/s, matrix product {tflops} TFLOP/s")
     found = []
     for shape in shapes:
@@ -108,9 +126,12 @@ def main() -> None:
             found.append({"shape": shape, **measure(layer, tokens, copy, tflops)})
             print("  ".join(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}"
                             for key, value in found[-1].items()), flush=True)
+    after = product() if DEVICE.type == "cuda" else None
+    print(f"matrix product after these {after} TFLOP/s")
     if args.output:
         args.output.write_text(json.dumps({"dtype": args.dtype, "device": name, "copy_tb_s": copy,
-                                           "bf16_matmul_tflops": tflops, "measured": found}, indent=1) + "\n")
+                                           "matmul_tflops": tflops, "matmul_tflops_after": after,
+                                           "measured": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

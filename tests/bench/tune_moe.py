@@ -24,7 +24,7 @@ from ...kernels.fp8_quantize import quantize_groups
 from ...kernels.moe_align import Alignment, moe_align
 from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import moe_gemm
-from ...kernels.moe_sorted import fits, moe_down, moe_up, takes_warpgroups
+from ...kernels.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
 from ...kernels.moe_sum import moe_sum
 from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, shape_key, to_json, warpgroup_tiles
 from .moe_shapes import SHAPES, Layer, Shape, micros
@@ -91,6 +91,9 @@ class Products:
     def up(self, tile: Tile) -> torch.Tensor:
         layer, total = self.layer, self.places.numel()
         scale = None if layer.scales is None else layer.scales.gate_up
+        if scale is not None and self.given_scale is not None and tile.by_warpgroups:
+            return moe_up_in_float8(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile,
+                                    layer.dtype, self.given_scale, scale, self.up_bias, layer.shape.gate_limit)[0]
         if not self.in_order:
             return moe_up(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile, layer.dtype,
                           self.given_scale, scale, self.up_bias, layer.shape.gate_limit)
