@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 from ..common.api.errors import ConfigError, InvalidRequest, NotFound, ServingError, Unauthorized
+from ..common.api.unreadable import UNREADABLE
 from .messages import RankInfo
 from .seal import OTHER_SECRET, Secret, secret_of
 
@@ -101,7 +102,7 @@ class BootstrapServer:
     async def _register(self, request: web.Request) -> web.Response:
         try:
             info = msgspec.json.decode(await request.read(), type=RankInfo)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             return _failure(InvalidRequest(f"The body is no rank description: {error}."))
         self.ranks[info.dp_rank, info.pp_rank, info.rank] = info
         return web.json_response({})
@@ -154,7 +155,7 @@ def fetch_ranks(address: tuple[str, int], timeout: float, secret: Secret | None 
         raise OSError(f"it answered {status}")
     try:
         ranks = msgspec.json.decode(body, type=list[RankInfo])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise OSError(f"it answered something else than its ranks ({error})") from None
     if not ranks:
         raise OSError("it answered no ranks")
@@ -180,7 +181,10 @@ def _request(address: tuple[str, int], method: str, path: str, body: bytes | Non
 
 def _exchange(address: tuple[str, int], method: str, path: str, body: bytes | None, timeout: float,
               headers: dict[str, str]) -> tuple[int, bytes, str]:
-    connection = http.client.HTTPConnection(*address, timeout=timeout)
+    try:
+        connection = http.client.HTTPConnection(*address, timeout=timeout)
+    except http.client.InvalidURL as error:
+        raise OSError(f"{address[0]!r} is no host name ({error})") from None
     try:
         connection.connect()
         with _Deadline(connection.sock, timeout):
@@ -189,6 +193,8 @@ def _exchange(address: tuple[str, int], method: str, path: str, body: bytes | No
             return response.status, response.read(MAX_BODY_BYTES), response.headers.get(_SEAL, "")
     except http.client.HTTPException as error:
         raise OSError(f"it speaks no HTTP ({error})") from None
+    except UnicodeError as error:  # of the resolver
+        raise OSError(f"{address[0]!r} is no host name ({error})") from None
     finally:
         connection.close()
 
@@ -222,7 +228,7 @@ class _Deadline:
 def _session_of(answer: bytes) -> str:
     try:
         return msgspec.json.decode(answer, type=dict[str, str]).get("session", "")
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         raise OSError("it answered something else than its session") from None
 
 

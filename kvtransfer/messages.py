@@ -202,12 +202,12 @@ _to_receiver = msgspec.msgpack.Decoder(ToReceiver)
 
 
 def decode_to_sender(frame: bytes) -> ToSender:
-    """Raises ``msgspec.MsgspecError`` on anything else."""
+    """Raises one of ``UNREADABLE`` on anything else."""
     return _to_sender.decode(frame)
 
 
 def decode_to_receiver(frame: bytes) -> ToReceiver:
-    """Raises ``msgspec.MsgspecError`` on anything else."""
+    """Raises one of ``UNREADABLE`` on anything else."""
     return _to_receiver.decode(frame)
 
 

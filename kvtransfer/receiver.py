@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import numpy as np
 import zmq
 import zmq.utils.monitor
 
 from ..common.api.errors import ServingError
+from ..common.api.unreadable import UNREADABLE
 from ..common.config.server import DisaggregationArgs
 from ..common.kvcache.layout import KVLayout
 from .backends.base import Backend
@@ -223,7 +223,7 @@ class KVReceiver:
             return
         try:
             message = decode_to_receiver(channel.open(frames))
-        except (Unsealed, msgspec.MsgspecError) as error:
+        except (Unsealed, *UNREADABLE) as error:
             with self._driver.lock:
                 self._core.unreadable(link_id, time.monotonic(), unsealed=isinstance(error, Unsealed))
             return

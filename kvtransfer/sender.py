@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import zmq
 
 from ..common.api.errors import ServingError
+from ..common.api.unreadable import UNREADABLE
 from ..common.config.server import DisaggregationArgs
 from ..common.kvcache.layout import KVLayout
 from .backends.base import Backend, WriteState
@@ -152,7 +152,7 @@ class KVSender:
         session_id, *rest = frames
         try:
             message = decode_to_sender(self._channels.open(session_id, rest))
-        except (Unsealed, msgspec.MsgspecError) as error:
+        except (Unsealed, *UNREADABLE) as error:
             with self._driver.lock:
                 self._core.counters["kv_messages_dropped"] += 1
                 known = session_id in self._core.sessions.open

@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from ..common.api.errors import InvalidRequest
+from ..common.api.unreadable import UNREADABLE
 from . import dashboard
 from .cluster import Cluster
 from .collect import Answer, ask, get
@@ -138,7 +139,7 @@ def _parameters(request: Request) -> dict[str, Any]:
     if request.body:
         try:
             body = msgspec.json.decode(request.body)
-        except (msgspec.DecodeError, RecursionError):
+        except UNREADABLE:
             body = None
         if not isinstance(body, dict):
             raise InvalidRequest("The request body must be a JSON object.")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ..common.api.errors import InvalidRequest
+from ..common.api.unreadable import UNREADABLE
 
 _ABSENT = msgspec.Raw()
 _TRUE = msgspec.Raw(b"true")
@@ -82,7 +83,7 @@ def _batch(raw: msgspec.Raw) -> int | None:
         return None
     try:
         items = _decode_items(raw)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return len(items) or None
 
@@ -91,16 +92,25 @@ def peek(body: bytes) -> Peek | None:
     """Read a body; None when it is not a JSON object."""
     try:
         return _decode_peek(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
 def require_object(body: bytes) -> Peek:
     """Read a body that has to be a JSON object; raises InvalidRequest."""
     found = peek(body)
-    if found is None:
+    if found is None or (found.has_bootstrap and not _is_readable(body)):
         raise InvalidRequest("The request body must be a JSON object.")
     return found
+
+
+def _is_readable(body: bytes) -> bool:
+    """Whether ``splice`` can replace fields: only then are all names decoded, and they may be no UTF-8."""
+    try:
+        _decode_fields(body)
+    except UNREADABLE:
+        return False
+    return True
 
 
 def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import httptools
 import msgspec
 
+from ..common.api.unreadable import UNREADABLE
 from .answer import AnswerHead, Failure
 from .dispatch import Dispatcher
 from .registry import Worker
@@ -36,7 +37,7 @@ class Answer(NamedTuple):
         """The body's JSON value; None when it is none, and of answers that are not ``ok``."""
         try:
             return msgspec.json.decode(self.body) if self.ok else None
-        except (msgspec.DecodeError, RecursionError):
+        except UNREADABLE:
             return None
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ..common.api.unreadable import UNREADABLE
+
 ASK_FOR_IDS = b"x-baton-token-ids: 1\r\n"
 _END_OF_CHUNK = b"\n\n\r\n"
 """Our servers end a chunk with an event; within one, JSON has no line breaks."""
@@ -58,7 +60,7 @@ def continuable(body: bytes) -> bool:
         return False
     try:
         found = _decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         return False  # Refused by the worker, or a batch with parameters each.
     sampling = found.sampling_params or found
     same = (sampling.temperature == 0 or sampling.top_k == 1 or sampling.seed is not None

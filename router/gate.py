@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 
 from ..common.api.errors import ServingError
+from ..common.api.unreadable import UNREADABLE
 from .admission import Admission, Ticket, Waiting
 from .exchange import Exchange
 from .pd import PairRelay
@@ -25,7 +26,7 @@ _fields = msgspec.json.Decoder(_Fields).decode
 def _peek(body: bytes) -> _Fields:
     try:
         return _fields(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         return _Fields()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -191,7 +192,7 @@ class KVWatch:
         follower = Follower(self._context, source, apply, lambda: residency.clear(worker.id), self._count_resync)
         try:
             await follower.run(lambda: followed.add(worker.id))
-        except (Gap, OSError, zmq.ZMQError, ValueError) as error:
+        except (Gap, OSError, zmq.ZMQError, ValueError, struct.error) as error:
             logger.warning("The KV events of %s are lost for the moment: %s.", worker.url, error)
         finally:
             followed.discard(worker.id)

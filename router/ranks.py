@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ..common.api.unreadable import UNREADABLE
 from .registry import Worker
 
 _RANK = re.compile(r"@[0-9]+/*$")
@@ -67,7 +68,7 @@ def _with_rank(body: bytes, name: str, rank: int) -> bytes:
     if any(b'"%b"' % other.encode() in body for other in _SAME[name]):
         try:
             found = _decode_fields(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        except UNREADABLE:
             return body
         if not found.keys().isdisjoint(_SAME[name]):
             kept = {field: value for field, value in found.items() if field not in _SAME[name]}

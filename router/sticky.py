@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from ..common.api.errors import WorkerUnavailable
+from ..common.api.unreadable import UNREADABLE
 from .registry import Registry, Role, Worker
 
 FILES = b"files"
@@ -63,7 +64,7 @@ def key_of(path: bytes, body: bytes) -> bytes | None:
 def _read(decode: Any, body: bytes) -> Any:
     try:
         return decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         return None  # The worker says what is wrong with it.
 
 

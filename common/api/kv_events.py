@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .unreadable import UNREADABLE
+
 TOPIC = b"kv-events"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 PROMPT_PAGES_HEADER = "x-baton-prompt-pages"
@@ -108,7 +110,7 @@ def decode(payload: bytes) -> list[Event]:
         batch = _decode(payload)
         events = batch["events"] if isinstance(batch, dict) else batch[1]
         read = [_read(event) for event in events]
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError, UnicodeDecodeError) as error:
+    except (*UNREADABLE, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(f"not a batch of KV events: {error}") from None
     return [event for event in read if event is not None]
 
@@ -136,8 +138,10 @@ def _read(event: Any) -> Event | None:
         return Removed(_hashes(fields["block_hashes"]))
     if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
         return None
-    return Stored(_hashes(fields["block_hashes"]), fields["parent_block_hash"], fields["token_ids"],
-                  _count(fields["block_size"]))
+    parent, token_ids = fields["parent_block_hash"], fields["token_ids"]
+    if not isinstance(parent, (int, bytes, type(None))) or not isinstance(token_ids, list):
+        raise ValueError("parent_block_hash must be a hash or null, and token_ids a list")
+    return Stored(_hashes(fields["block_hashes"]), parent, token_ids, _count(fields["block_size"]))
 
 
 def _hashes(value: Any) -> Sequence[Hash]:

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from ..api.errors import InvalidRequest, ServingError, TooLarge
+from ..api.unreadable import UNREADABLE
 from ..openai.batches import (
     MAX_ERRORS,
     MAX_LINES,
@@ -265,7 +266,7 @@ def _examine(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:
 def _streams(body: bytes) -> bool:
     try:
         return bool(_peek.decode(body).stream)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         return False  # the route says what is wrong
 
 
@@ -273,7 +274,7 @@ def _with_priority(body: bytes, priority: int) -> bytes:
     """The body with this priority, whatever it names: a batch can wait."""
     try:
         fields = _fields.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except UNREADABLE:
         return body  # the route says what is wrong
     return encode(fields | {"priority": msgspec.Raw(str(priority).encode())})
 

@@ -21,6 +21,7 @@ from ..anthropic.answer import (
     event,
 )
 from ..anthropic.request import MessagesRequest, as_chat, decode_count, decode_messages
+from ..api.unreadable import UNREADABLE
 from ..openai.blocks import Block, Blocks, Change, Closed, Grown, Opened
 from ..openai.continuation import HEADER
 from ..openai.prompts import Prompts
@@ -142,6 +143,6 @@ def _input(arguments: str) -> msgspec.Raw | dict[str, object]:
     """The call's arguments as they are; a model that wrote no JSON object is told as having given none."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}
     return msgspec.Raw(arguments.encode())

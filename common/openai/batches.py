@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.unreadable import UNREADABLE
 from .decoding import BodyDecoder
 from .files import expiry_seconds
 
@@ -145,7 +146,7 @@ def decode_line(text: bytes, number: int, endpoint: str) -> InputLine | BatchErr
     except msgspec.ValidationError as error:
         message = f"The line must be an object with custom_id, method, url and body: {error}."
         return BatchError("invalid_request", message, number)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return BatchError("invalid_json_line", "The line is not valid JSON.", number)
     if line.method != "POST":
         return BatchError("invalid_method", f"method must be 'POST', got {line.method[:80]!r}.", number, "method")

@@ -19,6 +19,7 @@ import numpy as np
 import zmq
 
 from ...common.api.errors import ConfigError, TransferFailed
+from ...common.api.unreadable import UNREADABLE
 from .base import Region, WriteState
 
 
@@ -82,7 +83,7 @@ class FakeBackend:
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
             description = msgspec.msgpack.decode(metadata, type=_Metadata)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)

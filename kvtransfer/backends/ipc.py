@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
+from ...common.api.unreadable import UNREADABLE
 from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle, shared_bytes
 from .base import Region, WriteState
 
@@ -137,7 +138,7 @@ class IpcBackend:
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
             description = msgspec.msgpack.decode(metadata, type=_Metadata)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
         if description.host != self._host:
             raise TransferFailed("the peer is on another host, which --disaggregation-transfer-backend ipc does not "

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
+from ...common.api.unreadable import UNREADABLE
 from ...kernels import _triton
 from ...kernels.copy_blocks import BlockShape, compiled
 from .base import Region, WriteState
@@ -69,7 +70,7 @@ class CudaMemory:
         try:
             exported = msgspec.msgpack.decode(handle, type=_Exported)
             begin = self._driver.open(exported.handle)
-        except (DriverError, msgspec.MsgspecError) as error:
+        except (DriverError, *UNREADABLE) as error:
             raise TransferFailed(f"the peer's GPU memory cannot be mapped ({error}): both GPUs must be visible to both "
                                  f"servers and reach each other, or use --disaggregation-transfer-backend nixl.",
                                  cause="mismatch") from None

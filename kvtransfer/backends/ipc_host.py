@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
+from ...common.api.unreadable import UNREADABLE
 from ...common.kvcache.host_memory import HostHandle, handle_of, map_handle
 from .base import Region, WriteState
 
@@ -33,7 +34,7 @@ class HostMemory:
     def attach(self, handle: bytes, region: Region, *, ours: bool) -> int:
         try:
             array = map_handle(msgspec.msgpack.decode(handle, type=HostHandle), region.num_bytes)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise TransferFailed(f"the peer's memory cannot be mapped ({error}): both servers must run as one user and "
                                  f"in one PID namespace, or use --disaggregation-transfer-backend nixl.",
                                  cause="mismatch") from None

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
+from ...common.api.unreadable import UNREADABLE
 from .base import Region, WriteState
 
 _THREADS = 4
@@ -103,7 +104,7 @@ class MooncakeBackend:
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
             description = msgspec.msgpack.decode(metadata, type=_Metadata)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
         theirs = [Region(*region) for region in description.regions]
         return _Peer(description.session, _cut(self._regions, self._num_pages, src_blocks),

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ...common.api.errors import ConfigError, TransferFailed
+from ...common.api.unreadable import UNREADABLE
 from .base import Backend, Peer, Region, Write, WriteState
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class NearestBackend:
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Peer:
         try:
             parts = msgspec.msgpack.decode(metadata, type=dict[str, bytes])
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
         why = TransferFailed(f"the peer's pages travel by {', '.join(parts) or 'nothing'}, and ours by "
                              f"{', '.join(backend.name for backend in self._backends)}", cause="mismatch")

@@ -15,6 +15,7 @@ from itertools import count
 
 import msgspec
 
+from ...common.api.unreadable import UNREADABLE
 from ..body import Peek
 from ..registry import Worker
 from ..request import Request
@@ -113,7 +114,7 @@ class ConsistentHash:
             return b""
         try:
             key = _decode_session(request.body).key
-        except msgspec.DecodeError:  # e.g. a user that is a list: for the worker to refuse
+        except UNREADABLE:  # e.g. a user that is a list: for the worker to refuse
             return b""
         return b"" if key is None else str(key).encode("utf-8", "surrogatepass")
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...common.api.kv_events import chained, token_bytes
+from ...common.api.unreadable import UNREADABLE
 
 PIECE = 512
 """Bytes of text of a piece, at least: about 80 ids, 5 pages of 16."""
@@ -90,7 +91,7 @@ class TokenPages:
                 new += 1
                 try:
                     tokens = rest + token_bytes(_decode_ids(b"[" + cut.text[start:end] + b"]"))
-                except (msgspec.DecodeError, struct.error):
+                except (*UNREADABLE, struct.error):
                     return
                 hashes = chained(tokens, 4 * page_size, parent)
                 count = len(hashes)

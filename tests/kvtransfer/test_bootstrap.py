@@ -117,6 +117,25 @@ async def test_something_else_at_the_address_is_an_error_not_a_hang():
             await asyncio.to_thread(fetch_ranks, server.sockets[0].getsockname()[:2], 1.0)
 
 
+async def test_an_answer_that_is_no_text_is_an_error():
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n[{"instance":"\xff\xff"}]')
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(OSError, match="something else than its ranks"):
+            await asyncio.to_thread(fetch_ranks, server.sockets[0].getsockname()[:2], 1.0)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70, "a\x00b"])
+def test_a_host_that_cannot_be_is_an_error(host):
+    """Of any other kind it would be lost in the look-up's thread, and nobody would ask for that address again."""
+    with pytest.raises(OSError, match="is no host name"):
+        fetch_ranks((host, 80), 1.0)
+
+
 async def test_an_answer_that_drips_ends_by_the_deadline():
     """Four such servers would otherwise hold all threads of the look-ups, for ever."""
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from baton.common.api.errors import Aborted, TransferFailed
+from baton.kvtransfer import messages
 from baton.kvtransfer.states import Phase
 from baton.tests.kvtransfer.conftest import Proxy, wait_until
 
@@ -112,12 +113,13 @@ def test_garbage_on_the_control_channel_is_dropped_and_counted(pair):
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(pair.sender.info.endpoint)
-        for frame in (b"", b"\xc1", b"\x81\xa4type\xa5hello", b"x" * 1000):
+        declined = messages.encode(messages.Decline(1, "code", "words"))
+        for frame in (b"", b"\xc1", b"\x81\xa4type\xa5hello", b"x" * 1000, declined.replace(b"words", b"\xff" * 5)):
             stranger.send(frame)
         deadline = time.monotonic() + 2
-        while pair.sender.counters["kv_messages_dropped"] < 4 and time.monotonic() < deadline:
+        while pair.sender.counters["kv_messages_dropped"] < 5 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert pair.sender.counters["kv_messages_dropped"] == 4
+    assert pair.sender.counters["kv_messages_dropped"] == 5
     pair.push_all(1)
     pair.finish(1)
     pair.until(1, Phase.DONE)

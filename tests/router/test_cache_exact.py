@@ -447,6 +447,9 @@ async def test_a_foreign_publisher_is_followed_through_gaps(worker, router, scri
     send(5, Stored([-3, -4], None, second, PAGE))
     await script.until(lambda: depths(made, second) == {2})
     assert depths(made, first) == set()
+    send(6, Stored([-5], None, [[1, 2]], PAGE))  # pairs of tokens, as speculative decoding counts them
+    await script.until(lambda: depths(made, second) == set())
+    await seen(first, 7, Stored([-1, -2], None, first, PAGE))
     context.destroy(linger=0)
 
 

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from baton.router.collect import Answer
+
 
 def values(served, name: bytes) -> list[bytes]:
     return [value for spelled, value in served.headers if spelled.lower() == name]
@@ -135,3 +137,24 @@ def test_exporters(endpoint, package):
     exporter = exporter_for(endpoint)
     assert f".{package}." in type(exporter).__module__
     exporter.shutdown()
+
+
+_NO_TEXT = b'{"messages": [], "user": "\xff", "session_id": "\xff", "bootstrap_room": 1, "\xfe": 2}'
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "consistent_hash", "cache_exact"])
+@pytest.mark.parametrize("pairs", [False, True], ids=["whole", "pairs"])
+async def test_a_body_that_is_no_text_is_answered_and_leaves_no_load(router, worker, request_to, policy, pairs):
+    """Where the router must read such a body it refuses it; else that is the worker's business."""
+    mock = await worker()
+    workers = {"prefill": [mock], "decode": [await worker()]} if pairs else {}
+    front = await router(*([] if pairs else [mock]), policy=policy, max_concurrent_requests=4, **workers)
+    reply = await request_to(front, "POST", "/v1/chat/completions", _NO_TEXT)
+    assert reply.status == (400 if pairs else 200)
+    assert front._gate.admission.running == 0
+    assert (await request_to(front, "POST", "/add_worker", b'{"url": "\xff"}')).status == 400
+
+
+def test_an_answer_that_is_no_text_tells_nothing():
+    """Health checks read answers: one that raised would end the watching of its worker for good."""
+    assert Answer(200, b'{"data": "\xff"}').json_object() == {}
