@@ -160,8 +160,10 @@ def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, 
 def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
     """A batch that begins together, comes to new pages together and ends together: which steps cost most."""
     engine.start(batch, context, tokens)
+    begin, prompts = time.perf_counter(), []
     while engine.prefilling:
         engine.step()
+        prompts.append(time.perf_counter() - begin)
     engine.synchronize()
     PARTS.on = True
     PARTS.clear()
@@ -171,7 +173,8 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
         PARTS.end()
     PARTS.on = False
     hosts = [1e6 * sum(took for name, took in step.items() if name != "wait") for step in PARTS.steps]
-    print(f"\n## a life of {batch}, {context} + {tokens} tokens: host {statistics.mean(hosts):.0f} us a step (median "
+    print(f"\n## a life of {batch}, {context} + {tokens} tokens: prompts {prompts[-1]:.2f} s, the first two steps "
+          f"{1e3 * prompts[min(1, len(prompts) - 1)]:.0f} ms; host {statistics.mean(hosts):.0f} us a step (median "
           f"{statistics.median(hosts):.0f}, {len(hosts)} steps)")
     for place in sorted(sorted(range(len(hosts)), key=hosts.__getitem__)[-14:]):
         parts = sorted((-1e6 * took, name) for name, took in PARTS.steps[place].items() if name != "wait")
