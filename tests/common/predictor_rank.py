@@ -45,7 +45,8 @@ def rows_by_chunks(runner: ModelRunner, predictors: Predictors, chunk: int) -> t
         batch = build_forward_batch([Row(TOKENS[start:stop], start, pages)], runner.layout.page_size, runner.device,
                                     False, list(range(stop - start)))
         following = np.stack([TOKENS[start + k:stop + k] for k in range(1, len(predictors) + 1)])
-        parts.append(torch.stack(predictors.rows(batch, runner.hidden(batch), torch.from_numpy(following))))
+        rows = predictors.rows(batch, runner.hidden(batch), torch.from_numpy(following).to(runner.device))
+        parts.append(torch.stack(rows))
     return torch.cat(parts, dim=1)
 
 

@@ -17,12 +17,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 VOCAB = 32_000
 
 
-def test_seeded_choice_equals_the_cpus():
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_seeded_choice_equals_the_cpus(backend):
     logits = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     rows = [Choosing(SamplingParams(seed=row, top_p=0.9 if row % 2 else 1.0, top_k=50 if row % 3 else -1), row,
                      WantedLogprobs(2)) for row in range(64)]
-    chosen = [Sampler(VOCAB, device, 0).sample(logits.to(device, copy=True), rows)
-              for device in ("cpu", "cuda")]
+    chosen = [Sampler(VOCAB, device, 0, backend=by).sample(logits.to(device, copy=True), rows)
+              for device, by in (("cpu", "torch"), ("cuda", backend))]
     assert chosen[0].token_ids == chosen[1].token_ids
     cpu, cuda = ([found.value for found in one.logprobs] for one in chosen)
     assert cpu == pytest.approx(cuda, abs=1e-4)
@@ -49,11 +50,12 @@ def test_adjusted_logits_equal_the_cpus():
         assert torch.allclose(*adjusted, atol=1e-5) and not torch.equal(adjusted[0], logits)
 
 
-def test_unseeded_frequencies():
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_unseeded_frequencies(backend):
     logits = torch.full((1, VOCAB), -20.0, device="cuda")
     logits[0, :4] = torch.tensor([0.4, 0.3, 0.2, 0.1], device="cuda").log()
     draws = 20_000
-    sampler = Sampler(VOCAB, "cuda", 0)
+    sampler = Sampler(VOCAB, "cuda", 0, backend=backend)
     tokens = [token for _ in range(10) for token in sampler.sample(
         logits.repeat(draws // 10, 1), [Choosing(SamplingParams(top_k=4), 0)] * (draws // 10)).token_ids]
     seen = torch.bincount(torch.tensor(tokens), minlength=VOCAB) / draws

@@ -90,3 +90,38 @@ def test_tokens_equal_eager_ones(overlap):
             engine.start(str(i), prompt, max_new_tokens=24, ignore_eos=True)
         found.append(tokens_of(engine.run()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+def test_cached_prefixes_and_logprobs_of_prompts(overlap):
+    """Of the second turn's prompts most begin behind what the prefix cache has; every third one's logprobs are wanted,
+    so that it is computed whole."""
+    prompts = [[(7 * i * j + 3 * j) % 300 + 20 for j in range(90 + 23 * i)] for i in range(6)]
+    found = []
+    for pieces in ((), (32, 64, 100)):
+        engine = Engine(CHECKPOINT, page_size=16, max_total_tokens=16384, chunk=100, device="cuda", overlap=overlap,
+                        kernels=KernelArgs("triton", disable_piecewise_cuda_graph=not pieces,
+                                           piecewise_cuda_graph_tokens=pieces))
+        outputs = []
+        for turn in range(2):
+            for i, prompt in enumerate(prompts):
+                longer = prompt if turn == 0 else prompt + tokens_of(outputs)[f"0-{i}"] + [30 + i] * 40
+                wanted = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [50],
+                          "logprob_start_len": -1 if i % 3 else 0}
+                engine.start(f"{turn}-{i}", longer, max_new_tokens=12, ignore_eos=True, logprobs=wanted)
+            outputs += engine.run()
+        found.append((tokens_of(outputs), {item.rid: item.num_cached_tokens for item in outputs}, values_of(outputs)))
+    (tokens, cached, values), (others, theirs, near) = found
+    assert tokens == others and cached == theirs
+    assert [cached[f"1-{i}"] > 80 for i in range(6)] == [i % 3 > 0 for i in range(6)]
+    assert len(values) > 1000
+    np.testing.assert_allclose(near, values, atol=1e-3)
+
+
+def values_of(outputs) -> list[float]:
+    """All that is told of logprobs, in order."""
+    told = [part for item in sorted(outputs, key=lambda item: item.rid)
+            for part in (item.prompt_logprobs, item.logprobs) if part is not None]
+    return [value for part in told for value in
+            (*part.values, *(pair[1] for pairs in (*part.top, *part.of_ids) for pair in pairs or ()))
+            if value is not None]
