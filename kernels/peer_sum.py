@@ -26,8 +26,9 @@ from ._triton import tl, triton
 
 SLOTS = 128
 SLOT = 8192
-"""Programs of a sum at least that buffers have slots for, and values that each takes at most."""
+"""Programs that buffers have slots for at least, and values that each takes at most."""
 _BLOCK = 4096
+"""Values that a program takes where the slots are enough for that."""
 EMPTY = -32768
 """The bits of a negative zero, in bfloat16 and in float16."""
 FOREVER = 2**31 - 1
@@ -225,21 +226,29 @@ def buffer_values(ranks: int, slots: int = SLOTS) -> int:
 def peer_sum(x: torch.Tensor, peers: Peers, *, two_shots: bool = False, patience: int = FOREVER) -> None:
     """Sum ``x``, contiguous, in bfloat16 or float16 and of equal size on every rank, over the ranks; in place.
 
-    It has 4096 values for each slot at most. All ranks make the same calls in one order, on one stream each. With
+    It has ``SLOT`` values for each slot at most. All ranks make the same calls in one order, on one stream each. With
     ``two_shots`` the ranks are a power of two.
     """
     count = x.numel()
-    programs = -(-count // _BLOCK)
-    assert 0 < programs <= peers.slots and x.is_contiguous() and x.dtype.itemsize == 2
-    _peer_sum_kernel[(programs,)](x, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size,
-                                  TWO_SHOTS=two_shots, SLOT_SIZE=SLOT, BLOCK=_BLOCK, NOTHING=EMPTY, num_warps=16)
+    block = _block(count, peers)
+    _peer_sum_kernel[(-(-count // block),)](
+        x, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size, TWO_SHOTS=two_shots,
+        SLOT_SIZE=SLOT, BLOCK=block, NOTHING=EMPTY, num_warps=16)
 
 
-def rows_a_program(rows: int, width: int) -> int | None:
-    """How many rows each program of ``peer_sum_norm`` takes; None where so many do not fit."""
+def _block(count: int, peers: Peers) -> int:
+    """Values of a program, of so many in all."""
+    assert 0 < count <= peers.slots * SLOT
+    return _BLOCK if count <= peers.slots * _BLOCK else SLOT
+
+
+def rows_a_program(rows: int, width: int, slots: int = SLOTS) -> int | None:
+    """How many rows each program of ``peer_sum_norm`` takes, which have so many ``slots``; None where so many rows do
+    not fit."""
     block = triton.next_power_of_2(width)
-    most = SLOT // block
-    wanted = triton.next_power_of_2(-(-rows // SLOTS))
+    most, wanted = SLOT // block, triton.next_power_of_2(-(-rows // SLOTS))
+    if wanted * block > _BLOCK:
+        wanted = max(triton.next_power_of_2(-(-rows // slots)), _BLOCK // block)
     return wanted if 0 < wanted <= most else None
 
 
@@ -252,7 +261,7 @@ def peer_sum_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
     ``residual`` and ``weight`` [width] are equal on all ranks. ``each``: rows of a program, in place of that answer.
     """
     rows, width = x.shape
-    each = each or rows_a_program(rows, width)
+    each = each or rows_a_program(rows, width, peers.slots)
     assert each is not None and 0 < -(-rows // each) <= peers.slots
     assert x.is_contiguous() and residual.is_contiguous() and x.dtype.itemsize == 2
     block = triton.next_power_of_2(width)
@@ -282,7 +291,7 @@ def peer_gather(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> to
 
 def _over_blocks(kernel: Any, x: torch.Tensor, y: torch.Tensor, count: int, peers: Peers, patience: int) -> None:
     """``count`` values of each rank."""
-    programs = -(-count // _BLOCK)
-    assert 0 < programs <= peers.slots and x.dtype.itemsize == 2
-    kernel[(programs,)](x, y, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size,
-                        SLOT_SIZE=SLOT, BLOCK=_BLOCK, NOTHING=EMPTY, num_warps=16)
+    block = _block(count, peers)
+    assert x.dtype.itemsize == 2
+    kernel[(-(-count // block),)](x, y, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size,
+                                  SLOT_SIZE=SLOT, BLOCK=block, NOTHING=EMPTY, num_warps=16)

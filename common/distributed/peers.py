@@ -20,6 +20,10 @@ log = logging.getLogger("baton.engine")
 LARGEST_BYTES = 1 << 20
 """Of one message, or of what a rank sends to gather or scatter; a longer one is NCCL's. Two H200s take 6.7 us
 for it, NCCL 19.5 us; more does not fit into the buffers."""
+_LARGEST_OF_TWO = 32 << 20
+"""Of two ranks, whose sums cross the link once."""
+_SLOTS_OF_TWO = 2048
+"""What such a message takes: 128 MiB of each rank."""
 MOST_ROWS = 1024
 """Of a rank that meet others in one kernel: of 8 ranks they take 256 MiB of each."""
 _TWO_SHOT_TRAFFIC = 768 << 10
@@ -27,7 +31,7 @@ _TWO_SHOT_TRAFFIC = 768 << 10
 _DTYPES = (torch.bfloat16, torch.float16)
 _TRIAL_WIDTH = 4096
 _TRIALS = ((1, 8), (1, _TRIAL_WIDTH), (1, 4104), (LARGEST_BYTES // 2 // _TRIAL_WIDTH, _TRIAL_WIDTH), (3, _TRIAL_WIDTH))
-"""Rows and their width."""
+"""Rows and their width, besides the most."""
 _TRIAL_PATIENCE = 1 << 23  # looks for a peer's part, about 10 s: another rank may still compile the kernel
 
 
@@ -46,6 +50,7 @@ class PeerSums:
         """``slots``: rows of each rank that can meet; the buffers have as many values as they take."""
         self._size = len(buffers.of_ranks)
         self._buffers = buffers
+        self._largest = min(_LARGEST_OF_TWO, 2 * slots * kernel.SLOT) if self._size == 2 else LARGEST_BYTES
         self.shared = kernel.Peers(rank, buffers.of_ranks, torch.zeros(slots, dtype=torch.int32, device=buffers.device))
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -53,14 +58,14 @@ class PeerSums:
         return self._takes(tensor, tensor.nbytes)
 
     def _takes(self, tensor: torch.Tensor, sent: int) -> bool:
-        return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < sent <= LARGEST_BYTES and tensor.is_contiguous())
+        return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < sent <= self._largest and tensor.is_contiguous())
 
     def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
         """Sum ``tensor``, which ``takes`` took, in place."""
         kernel.peer_sum(tensor, self.shared, two_shots=self._in_two(tensor), patience=patience)
 
     def takes_rows(self, rows: torch.Tensor) -> bool:
-        return self.takes(rows) and kernel.rows_a_program(*rows.shape) is not None
+        return self.takes(rows) and kernel.rows_a_program(*rows.shape, self.shared.slots) is not None
 
     def sum_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                    patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,9 +116,11 @@ class PeerSums:
         device = self._buffers.device
         generator = torch.Generator(device).manual_seed(dist.get_rank(group))
         patience, found = _TRIAL_PATIENCE, None
+        most = (self._largest // 2 // _TRIAL_WIDTH, _TRIAL_WIDTH)
         for dtype in _DTYPES:
             weight = torch.ones(_TRIAL_WIDTH, device=device, dtype=dtype)
-            for rows, width in _TRIALS:  # all of them on every rank, whatever is found: NCCL's sums need all ranks
+            # All of them on every rank, whatever is found: NCCL's sums need all ranks.
+            for rows, width in (*_TRIALS, most):
                 mine = torch.randn(rows, width, generator=generator, device=device).to(dtype)
                 wanted = mine.float()
                 dist.all_reduce(wanted, group=group)
@@ -125,7 +132,7 @@ class PeerSums:
                 gathered = self.gather(mine, patience)
                 summed = self.scatter_sum(gathered, patience).float() / self._size  # of equal rows on every rank
                 right = right and _close(summed, mine.float())
-                if width == _TRIAL_WIDTH:
+                if width == _TRIAL_WIDTH and self.meets(mine):
                     right = right and self._meets_right(mine, weight, patience)
                 self.sum(mine, patience)
                 if not (right and _close(mine, wanted)):
@@ -160,7 +167,7 @@ def connect_all(parallel: Parallel, rows: int = 0) -> None:
         groups.append(parallel.across)
     for group in {id(group): group for group in groups}.values():
         if group.device_group is not None:
-            group.peers = connect(group, slots)
+            group.peers = connect(group, max(slots, _SLOTS_OF_TWO) if group.size == 2 else slots)
     if parallel.across.size == parallel.world.size:  # the same ranks
         parallel.across.peers = parallel.world.peers
 

@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_IN
 class Fakes:
     """The buffers of ``size`` ranks in one process, as ``rank`` sees them in turn ``turns``."""
 
-    def __init__(self, rank: int, size: int, turns: int = 0):
-        buffers = tuple(torch.full((buffer_values(size),), EMPTY, dtype=torch.int16) for _ in range(size))
-        self.peers = Peers(rank, buffers, torch.full((SLOTS,), turns, dtype=torch.int32))
+    def __init__(self, rank: int, size: int, turns: int = 0, slots: int = SLOTS):
+        buffers = tuple(torch.full((buffer_values(size, slots),), EMPTY, dtype=torch.int16) for _ in range(size))
+        self.peers = Peers(rank, buffers, torch.full((slots,), turns, dtype=torch.int32))
         self.place = turns % 2
 
     def area(self, of: int, slot: int, source: int) -> torch.Tensor:
         """What ``source`` sends to rank ``of``'s slot in this turn."""
-        return self.peers.buffers[of].view(SLOTS, 2, self.peers.size, SLOT)[slot, self.place, source]
+        return self.peers.buffers[of].view(-1, 2, self.peers.size, SLOT)[slot, self.place, source]
 
     def arrived(self, parts: list[torch.Tensor], tile: int) -> None:
         """Every other rank has sent its part [T, width] of one-shot sums, ``tile`` rows a program."""
@@ -122,10 +122,10 @@ def test_norm_of_a_sum_in_two_shots():
     assert fakes.is_empty
 
 
-def arrived_blocks(fakes: Fakes, parts: list[torch.Tensor]) -> None:
-    """Every other rank has sent these values, 4096 a program."""
+def arrived_blocks(fakes: Fakes, parts: list[torch.Tensor], each: int = 4096) -> None:
+    """Every other rank has sent these values, ``each`` a program."""
     for source, part in enumerate(parts):
-        for slot, block in enumerate(part.flatten().split(4096) if source != fakes.peers.rank else ()):
+        for slot, block in enumerate(part.flatten().split(each) if source != fakes.peers.rank else ()):
             fakes.area(fakes.peers.rank, slot, source)[:len(block)] = block.view(torch.int16)
 
 
@@ -150,6 +150,37 @@ def test_a_rank_sums_its_rows(rank, size, turns):
     sent = torch.cat([fakes.area(0, slot, rank)[:4096] for slot in range(2)])[:5000]
     assert torch.equal(sent.view(torch.float16).view(50, 100), parts[rank][:50])
     assert fakes.is_empty and fakes.peers.turns[:3].tolist() == [turns + 1, turns + 1, turns]
+
+
+def test_programs_take_more_where_slots_are_few():
+    parts = parts_of(2, 150, 96)  # 14,400 values, for two slots
+    fakes = Fakes(1, 2, slots=2)
+    arrived_blocks(fakes, parts, SLOT)
+    assert torch.equal(peer_gather(parts[1], fakes.peers, patience=1), torch.cat(parts))
+    assert fakes.is_empty and fakes.peers.turns.tolist() == [1, 1]
+    fakes = Fakes(1, 2, slots=2)
+    arrived_blocks(fakes, parts, SLOT)
+    x = parts[1].clone()
+    peer_sum(x, fakes.peers, patience=1)
+    assert torch.equal(x, reference.peer_sum(parts)) and fakes.is_empty
+
+
+def test_norms_of_many_rows_take_more_slots():
+    rows, width = SLOTS + 4, 4096  # two rows a program, had they no more slots
+    assert rows_a_program(rows, width) == 2 and rows_a_program(rows, width, rows) == 1
+    parts, residual, weight = parts_of(2, rows, width), torch.randn(rows, width).half(), torch.rand(width).half()
+    fakes = Fakes(0, 2, slots=rows)
+    fakes.arrived(parts, 1)
+    y, total = peer_sum_norm(parts[0], residual, weight, 1e-5, fakes.peers, patience=1)
+    wanted, wanted_total = reference.peer_sum_norm(parts, residual, weight, 1e-5)
+    assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
+    assert fakes.is_empty and fakes.peers.turns.tolist() == [1] * rows
+
+
+def test_rows_of_a_program():
+    """Of small sums as few programs as ever; larger ones have 4,096 values a program until slots are few."""
+    assert [rows_a_program(rows, 2048, 2048) for rows in (1, 128, 256, 512, 4096, 8192)] == [1, 1, 2, 2, 2, 4]
+    assert [rows_a_program(rows, 4096, 2048) for rows in (128, 256, 2048, 4096, 4097)] == [1, 1, 1, 2, None]
 
 
 def test_rows_that_do_not_fit():
