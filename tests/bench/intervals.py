@@ -15,13 +15,13 @@ half a median) that most of these others belong to.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import uvloop
 
 from ...common.bench.answer import Answer
 from ...common.bench.dataset_args import DatasetArgs
@@ -99,10 +99,10 @@ def main() -> None:
         server = Server(module, argv, free_port(), folder / "log", **environment).start()
         try:
             server.wait_ready(300)
-            asyncio.run(load.run(server.url, load.Workload(512, 32, 8, 8)))  # warm-up
+            uvloop.run(load.run(server.url, load.Workload(512, 32, 8, 8)))  # warm-up
             for text in args.workloads.split(","):
                 given, made, requests, clients = map(int, text.split("/"))
-                answers[text] = asyncio.run(ask(server.url, load.Workload(given, made, requests, clients)))
+                answers[text] = uvloop.run(ask(server.url, load.Workload(given, made, requests, clients)))
                 report[text] = of_answers(answers[text])
                 print(text)
                 shown(report[text])

@@ -9,7 +9,6 @@ each with the same workloads, beside the machine's ceilings. Prints a Markdown t
 from __future__ import annotations
 
 import argparse
-import asyncio
 import datetime
 import json
 import subprocess
@@ -18,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import uvloop
 
 from ..integration.harness import Server
 from ..ports import free_port, free_ports
@@ -123,10 +124,10 @@ def main() -> None:
             if args.only and args.only not in name:
                 continue
             with serve([*dummy_flags(Path(folder)), *flags], logs) as url:  # type: ignore[operator]
-                asyncio.run(load.run(url, load.Workload(512, 32, 8, 8)))  # warm-up
+                uvloop.run(load.run(url, load.Workload(512, 32, 8, 8)))  # warm-up
                 chosen = [WORKLOADS[int(i)] for i in args.workloads.split(",")]
                 for work in (*chosen, *([OPEN_LOOP] if args.open_loop else [])):
-                    report["rows"].append({"server": name, **asyncio.run(load.run(url, work))})
+                    report["rows"].append({"server": name, **uvloop.run(load.run(url, work))})
                     print(report["rows"][-1], flush=True)
             args.out.write_text(json.dumps(report, indent=1))
         if not args.skip_chat:
