@@ -31,13 +31,15 @@ _NUMBERS_BEHIND_PROMPTS = (1, 2, 3, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Shared:
-    """An interval that ``streams`` share; milliseconds. ``number``: of the decode step behind the last prompts."""
+    """An interval that ``streams`` share; milliseconds. ``number``: of the decode step behind the last prompts.
+    ``delays``: from the engine's thread knowing of its tokens until they were sent, there, written, and read."""
 
     end: float  # on the processes' clock, in seconds
     streams: int
     number: int
     length: float
     parts: dict[str, float]
+    delays: dict[str, float]
     step: dict[str, Any]
 
     def excess(self, usual: dict[str, float]) -> str:
@@ -59,8 +61,9 @@ def read(answers: Sequence[Answer], folder: Path) -> list[Shared]:
     for (left, _, step), (there, writes, total, _), begin, end in zip(told, came, cuts, cuts[1:]):
         whole = writes and end > begin and step >= 0 and "ready" in steps[step]
         delays.append(None if not whole else {
-            "engine": left - steps[step]["ready"], "channel": there - left, "front": total / writes - there,
-            "client": float(reads[begin:end].mean()) - total / writes})
+            "engine": 1e3 * (left - steps[step]["ready"]), "channel": 1e3 * (there - left),
+            "front": 1e3 * (total / writes - there),
+            "client": 1e3 * (float(reads[begin:end].mean()) - total / writes)})
     found = []
     for at in range(1, count):
         before, now, step = delays[at - 1], delays[at], told[at][2]
@@ -69,8 +72,8 @@ def read(answers: Sequence[Answer], folder: Path) -> list[Shared]:
         note = steps[step]
         parts = {"gpu": note.get("gpu", 0.0), "idle": note.get("idle", 0.0)}
         parts["wake"] = 1e3 * (note["ready"] - steps[step - 1]["ready"]) - sum(parts.values())
-        parts |= {name: 1e3 * (now[name] - before[name]) for name in now}
-        found.append(Shared(told[at][0], told[at][1], numbers[step], sum(parts.values()), parts, note))
+        parts |= {name: now[name] - before[name] for name in now}
+        found.append(Shared(told[at][0], told[at][1], numbers[step], sum(parts.values()), parts, now, note))
     return found
 
 
@@ -92,8 +95,10 @@ def shown(found: Sequence[Shared], long: float, folder: Path,
         return {}
     length = np.array([one.length for one in found])
     table = {name: np.array([one.parts[name] for one in found]) for name in PARTS}
-    for name, column in {"interval": length, **table, "host": np.array([_host(one.step) for one in found])}.items():
-        print(f"    {name:9}" + "".join(f"{title} {value:8.3f}   " for title, value in zip(
+    delays = {f"{name} delay": np.array([one.delays[name] for one in found]) for name in found[0].delays}
+    host = np.array([_host(one.step) for one in found])
+    for name, column in {"interval": length, **table, **delays, "host": host}.items():
+        print(f"    {name:14}" + "".join(f"{title} {value:8.3f}   " for title, value in zip(
             ("least", "p50", "p99", "most"), (column.min(), *np.percentile(column, (50, 99)), column.max()))))
     usual = {name: float(np.median(column)) for name, column in table.items()}
     middle = float(np.median(length))
@@ -114,8 +119,8 @@ def shown(found: Sequence[Shared], long: float, folder: Path,
               + "".join(f"; {who} collects {1e3 * took:.1f} ms" for who, at, took, _ in collections
                         if one.end - 1.5e-3 * one.length < at < one.end + 5e-3))
     return {"usual": usual, "median": middle, "slow": len(slow), "of": len(found), "rows": [
-        [round(one.end - begin, 4), one.streams, one.number, *(round(one.parts[name], 3) for name in PARTS),
-         round(_host(one.step), 3)] for one in found]}
+        [round(value, 4) for value in (one.end - begin, one.streams, one.number, *one.parts.values(),
+                                       *one.delays.values(), _host(one.step))] for one in found]}
 
 
 def _host(step: dict[str, Any]) -> float:
