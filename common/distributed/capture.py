@@ -11,7 +11,7 @@ from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
 
-_SIZES = (2048, 600_000)  # a sum of each kind: through peers' memory where that is used, and NCCL's
+_SIZES = (2048, 600_000)
 
 
 def may_capture(parallel: Parallel) -> bool:
@@ -52,23 +52,35 @@ def may_capture_prompts(parallel: Parallel, rows: int) -> bool:
 
 
 def _trouble(group: TPGroup) -> str | None:
-    """Capture sums and gathers, replay them twice and compare. Nobody replays unless all have captured."""
+    """Capture sums and gathers, through peers' memory where that is used and NCCL's, replay them twice and compare.
+    Nobody replays unless all have captured."""
     graph, trouble = torch.cuda.CUDAGraph(), None
     values = [torch.full((size,), float(group.rank + 1), dtype=torch.bfloat16, device=group.device) for size in _SIZES]
-    results: list[torch.Tensor] = []
+    summed: list[torch.Tensor] = []
+    gathered: list[torch.Tensor] = []
 
-    def collect() -> list[torch.Tensor]:
+    def collect() -> None:
         parts = [value.expand(group.size, -1).contiguous() for value in values]
-        return [*(group.reduce_scatter_rows(part) for part in parts),
-                *(group.all_reduce(value.clone()) for value in values),
-                group.all_gather_last_dim(values[0]), group.all_gather_rows(values[0])]
+        summed.extend(group.reduce_scatter_rows(part) for part in parts)
+        summed.extend(group.all_reduce(value.clone()) for value in values)
+        gathered.extend([group.all_gather_last_dim(values[0]), group.all_gather_rows(values[0])])
 
-    collect()  # NCCL connects its ranks at the first call, which cannot be captured
+    def collect_both_ways() -> None:
+        summed.clear()
+        gathered.clear()
+        collect()
+        peers, group.peers = group.peers, None
+        try:
+            collect()
+        finally:
+            group.peers = peers
+
+    collect_both_ways()  # NCCL connects its ranks at the first call, which cannot be captured
     torch.cuda.synchronize(group.device)
     group.barrier()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = collect()
+            collect_both_ways()
     except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
         trouble = f"collectives cannot be captured ({type(error).__name__}: {error})"
     if not group.all_true(trouble is None):
@@ -77,7 +89,7 @@ def _trouble(group: TPGroup) -> str | None:
         graph.replay()
     torch.cuda.synchronize(group.device)
     total = sum(range(1, group.size + 1))
-    right = all(bool((result == total).all()) for result in results[:-2])
+    right = all(bool((result == total).all()) for result in summed)
     ranks = torch.arange(1, group.size + 1, device=group.device).repeat_interleave(_SIZES[0])
-    right = right and all(bool((result == ranks).all()) for result in results[-2:])
+    right = right and all(bool((result == ranks).all()) for result in gathered)
     return None if group.all_true(right) else "captured collectives gave wrong results"

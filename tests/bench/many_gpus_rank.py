@@ -246,6 +246,7 @@ def exchange_ceiling(world: TPGroup, rows: int = 8192, width: int = 2048) -> dic
     if world.device.type != "cuda":
         return {}
     mine = torch.randn(rows, width, device=world.device).bfloat16()
+    peers, world.peers = world.peers, None
     every = world.all_gather_rows(mine)
     found = {}
     for name, work in (("all_gather_us", lambda: world.all_gather_rows(mine)),
@@ -259,6 +260,7 @@ def exchange_ceiling(world: TPGroup, rows: int = 8192, width: int = 2048) -> dic
             work()
         torch.cuda.synchronize()
         found[name] = (time.perf_counter() - began) / 20 * 1e6
+    world.peers = peers
     found["gb_s_each_way"] = (world.size - 1) * mine.nbytes / found["all_gather_us"] / 1e3
     return found
 

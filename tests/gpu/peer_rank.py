@@ -20,6 +20,9 @@ from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.rank_processes import end_rank
 
 COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
+NORMED = [(1, 4096), (7, 5120), (60, 4096), (99, 2048)]
+OF_TWO, NORMED_OF_TWO = [6_000_001], [(600, 2048), (8192, 2048), (2100, 4096)]
+"""What two ranks sum, too."""
 
 
 def main(rank: int, size: int, init_method: str, out: str, part: str, checkpoint: str) -> None:
@@ -38,7 +41,7 @@ def sums(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
         seen["sums"] = [worst_error(group, peers, dtype) for dtype in (torch.bfloat16, torch.float16)]
         seen["graph"] = worst_in_graph(group, peers)
         seen["equal"] = same_bits(group, peers)
-        seen["norms"] = [worst_norm(group, *shape) for shape in ((1, 4096), (7, 5120), (60, 4096), (99, 2048))]
+        seen["norms"] = [worst_norm(group, *shape) for shape in NORMED + (NORMED_OF_TWO if group.size == 2 else [])]
     return seen
 
 
@@ -60,7 +63,8 @@ GRAPHS = KernelArgs("triton", cuda_graph_bs=(2, 8))
 def worst_error(group: TPGroup, peers: PeerSums, dtype: torch.dtype) -> float:
     """Of 300 sums of sizes in turn, each right behind the one before: no rank waits for another in between."""
     generator = torch.Generator(group.device).manual_seed(group.rank)
-    inputs = [torch.randn(COUNTS[i % len(COUNTS)], device=group.device, generator=generator).to(dtype)
+    counts = COUNTS + (OF_TWO if group.size == 2 else [])
+    inputs = [torch.randn(counts[i % len(counts)], device=group.device, generator=generator).to(dtype)
               for i in range(300)]
     wanted = [tensor.float() for tensor in inputs]
     for tensor in wanted:
