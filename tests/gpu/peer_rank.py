@@ -46,18 +46,20 @@ def sums(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
 
 
 def tokens(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
-    return {name: answers(checkpoint, parallel, kernels) for name, kernels in (("eager", EAGER), ("graphs", GRAPHS))}
+    return {name: answers(checkpoint, parallel, kernels)
+            for name, kernels in (("eager", EAGER), ("graphs", GRAPHS), ("pieces", PIECES))}
 
 
 def bfloat16(parallel: Parallel, checkpoint: str) -> dict[str, Any]:
-    by_peers = answers(checkpoint, parallel, GRAPHS, "bfloat16")
+    by_peers = answers(checkpoint, parallel, PIECES, "bfloat16")
     parallel.world.peers = None
-    return {"peers": by_peers, "nccl": answers(checkpoint, parallel, GRAPHS, "bfloat16")}
+    return {"peers": by_peers, "nccl": answers(checkpoint, parallel, PIECES, "bfloat16")}
 
 
 PARTS = {"sums": sums, "tokens": tokens, "bfloat16": bfloat16}
 EAGER = KernelArgs("triton", disable_cuda_graph=True)
-GRAPHS = KernelArgs("triton", cuda_graph_bs=(2, 8))
+GRAPHS = KernelArgs("triton", cuda_graph_bs=(2, 8), disable_piecewise_cuda_graph=True)
+PIECES = KernelArgs("triton", cuda_graph_bs=(2, 8), piecewise_cuda_graph_tokens=(16, 48, 64))
 
 
 def worst_error(group: TPGroup, peers: PeerSums, dtype: torch.dtype) -> float:
@@ -125,9 +127,11 @@ def worst_norm(group: TPGroup, rows: int, width: int) -> float:
 
 
 def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs, dtype: str = "float32") -> dict[str, list[int]]:
-    engine = Engine(checkpoint, page_size=16, max_total_tokens=8192, max_running=8, device=parallel.device,
+    engine = Engine(checkpoint, page_size=16, max_total_tokens=8192, max_running=8, device=parallel.device, chunk=64,
                     parallel=parallel, kernels=kernels, overlap=True, dtype=dtype)
-    assert (engine.runner._graphs is None) == kernels.disable_cuda_graph or not may_capture(parallel)
+    if may_capture(parallel):
+        assert (engine.runner._graphs is None) == kernels.disable_cuda_graph
+        assert (engine.runner.prompts.graphs is None) != bool(kernels.piecewise_cuda_graph_tokens)
     for i in range(6):
         engine.start(str(i), [(11 * i + j) % 90 + 5 for j in range(5 + 20 * i)], max_new_tokens=24, ignore_eos=True)
     return tokens_of(engine.run())

@@ -1,4 +1,5 @@
-"""Two GPUs: sums through each other's memory are NCCL's, and captured decode steps give the eager ones' tokens."""
+"""Two GPUs: sums through each other's memory are NCCL's, and captured decode steps and pieces of prompts
+give the eager ones' tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_ranks_sum_and_capture(tmp_path, size):
         assert found["connected"] and found["capture"]
         assert max(found["sums"]) < 0.1 and found["graph"] == 0 and found["equal"] and max(found["norms"]) < 0.1
     for found in seen["tokens"]:
-        assert found["connected"] and found["eager"] == found["graphs"] == alone
+        assert found["connected"] and found["eager"] == found["graphs"] == found["pieces"] == alone
     for found in seen["bfloat16"]:
         assert found["connected"] and found["peers"] == seen["bfloat16"][0]["peers"]
         near = [tokens == found["nccl"][rid] for rid, tokens in found["peers"].items()]
