@@ -161,15 +161,19 @@ def connect_all(parallel: Parallel, rows: int = 0) -> None:
     """
     if parallel.device.type != "cuda":
         return
-    slots = max(kernel.SLOTS, min(rows, MOST_ROWS))
     groups = [parallel.world, parallel.attention]
     if parallel.attention.size > 1:
         groups.append(parallel.across)
     for group in {id(group): group for group in groups}.values():
         if group.device_group is not None:
-            group.peers = connect(group, max(slots, _SLOTS_OF_TWO) if group.size == 2 else slots)
+            group.peers = connect(group, slots_for(group.size, rows))
     if parallel.across.size == parallel.world.size:  # the same ranks
         parallel.across.peers = parallel.world.peers
+
+
+def slots_for(ranks: int, rows: int = 0) -> int:
+    """Of a group's buffers; ``rows`` as in ``connect_all``."""
+    return max(_SLOTS_OF_TWO if ranks == 2 else kernel.SLOTS, min(rows, MOST_ROWS))
 
 
 def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerSums | None:

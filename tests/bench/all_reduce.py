@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from ...common.distributed.peers import connect
+from ...common.distributed.peers import connect, slots_for
 from ...common.distributed.tp import TPGroup, init_tp
-from ...kernels.peer_sum import SLOTS, Peers, peer_sum, peer_sum_norm, rows_a_program
+from ...kernels.peer_sum import SLOT, Peers, peer_sum, peer_sum_norm, rows_a_program
 from ...kernels.rmsnorm import rmsnorm
 from .device_time import run_seconds
 
-SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
+SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10,
+         *(1 << 20 + bits for bits in range(6))]
 CALLS = 32
 WAYS = ("nccl", "one shot", "two shots", "nccl, norm", "one shot with norm", "two shots with norm")
 
@@ -62,9 +63,9 @@ def ways(group: TPGroup, peers: Peers | None, rows: int, width: int) -> dict[str
     for name, two_shots in (("one shot", False), ("two shots", True)):
         if peers is None or (two_shots and peers.size & (peers.size - 1)):
             continue
-        if rows * width <= SLOTS * 4096:
+        if rows * width <= peers.slots * SLOT:
             found[name] = partial(peer_sum, peers=peers, two_shots=two_shots)
-        if rows_a_program(rows, width) is not None:
+        if rows_a_program(rows, width, peers.slots) is not None:
             found[f"{name} with norm"] = partial(peer_sum_norm, residual=residual, weight=weight, eps=1e-5, peers=peers,
                                                  two_shots=two_shots)
     return found
@@ -72,7 +73,7 @@ def ways(group: TPGroup, peers: Peers | None, rows: int, width: int) -> dict[str
 
 def rank_main(rank: int, size: int, width: int, folder: str) -> None:
     group = init_tp(rank, size, f"file://{folder}/rendezvous", f"cuda:{rank}", timeout=240)
-    made = connect(group)
+    made = connect(group, slots_for(size))
     table = []
     for nbytes in SIZES:
         rows = nbytes // 2 // width
