@@ -28,6 +28,8 @@ have stages: its ranks then have some of the layers each, which an older peer re
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 
@@ -38,6 +40,7 @@ from .checksum import Extent
 from .lanes import Side, why_not
 
 PROTOCOL = 3
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 # The largest message is the result of a 128K-token prompt with 20 alternatives a token: about 40 MiB.
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -69,14 +72,19 @@ class RankInfo(msgspec.Struct, frozen=True):
     instance: str
     endpoint: str
     rank: int
-    tp_size: int
+    tp_size: _Ranks
     layout: KVLayout
     backend: str
     protocol: int = PROTOCOL
     dp_rank: int = 0
-    dp_size: int = 1
+    dp_size: _Ranks = 1
     pp_rank: int = 0
-    pp_size: int = 1
+    pp_size: _Ranks = 1
+
+    def __post_init__(self) -> None:
+        places = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
+        if any(not 0 <= rank < size for rank, size in places):
+            raise ValueError("a rank lies outside of its group")
 
     def mismatch(self, peer: RankInfo) -> str | None:
         """Why pages cannot travel from ``peer`` to us, as the name and both values of what differs; None: they can."""

@@ -281,3 +281,16 @@ def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
     assert told == {(links[0].id, 4), (links[1].id, 5), (links[1].id, 6)}
     assert "no data-parallel rank 2, only 2" in core.rooms[7].error.message and core.rooms[7].error.status == 400
     assert core.rooms[7].phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("told", [
+    {"tp_size": 0}, {"tp_size": 10**9}, {"rank": 1}, {"rank": -1}, {"dp_size": 0}, {"pp_rank": 2},
+    {"layout": {"page_size": 0}}, {"layout": {"num_kv_heads": 0}}, {"layout": {"groups": []}},
+    {"layout": {"groups": [1, -1]}}, {"layout": {"scales": [[1.0, 1.0]] * 2}}, {"layout": {"windows": [4, 4]}}])
+def test_a_rank_that_cannot_be_is_unreadable(told):
+    """Comparing it with ours would divide by zero, look beyond a tuple's end, or never end."""
+    description = msgspec.to_builtins(DECODE)
+    layout = description["layout"] | told.pop("layout", {})
+    hello = msgspec.to_builtins(m.Hello(DECODE, "prefill", 8, b"")) | {"info": description | told | {"layout": layout}}
+    with pytest.raises(msgspec.ValidationError):
+        m.decode_to_sender(msgspec.msgpack.encode(hello))
