@@ -86,7 +86,7 @@ def drained(router: Cluster, url: str) -> Response:
 
 
 async def broadcast(router: Cluster, request: Request) -> Response:
-    """Send the request to every worker; 200 when all agree, with each worker's status (0: no answer).
+    """Send the request to every worker; 200 when all agree, with each worker's status (0: no answer) and error.
 
     Where all that did not, refused the request by a 4xx, that is the status, else 502.
     """
@@ -96,8 +96,18 @@ async def broadcast(router: Cluster, request: Request) -> Response:
     answers = await asyncio.gather(*(_tell(router, w, request, seconds) for w in servers.values()))
     failed = [answer.status for answer in answers if not answer.ok]
     refused = all(400 <= status < 500 for status in failed)
-    return Response.json({"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}},
-                         200 if not failed else max(failed) if refused else 502)
+    told: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
+    if failed:
+        told["errors"] = {url: a.detail or _said(a) for url, a in zip(servers, answers) if not a.ok}
+    return Response.json(told, 200 if not failed else max(failed) if refused else 502)
+
+
+def _said(refusal: Answer) -> str:
+    """The sentence of a worker's error, or the beginning of what it answered instead."""
+    try:
+        return str(msgspec.json.decode(refusal.body)["error"]["message"])
+    except (*UNREADABLE, KeyError, TypeError):
+        return refusal.body[:200].decode("utf-8", "replace")
 
 
 async def _tell(router: Cluster, worker: Worker, request: Request, seconds: float) -> Answer:

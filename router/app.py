@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
@@ -91,7 +92,8 @@ class Router:
                                          outbox=self.dispatcher.outbox, heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else error
+            known = error.errno and not isinstance(error, socket.gaierror)  # whose numbers mean something else
+            reason = os.strerror(error.errno) if known else error.strerror or error
             raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
 
     async def stop(self) -> None:

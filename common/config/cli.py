@@ -89,6 +89,8 @@ class _Flag:
 
 
 def _as(kind: type, value: Any, key: str) -> Any:
+    if kind is float and value != value:  # It would pass every check of a range: nothing is below it or above.
+        raise ConfigError(f"{key} takes a number, not nan.")
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     if kind is bool or isinstance(value, bool):

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from ..api.commands import Command
-from ..api.errors import Conflict, Overloaded, WorkerUnavailable, from_code
+from ..api.errors import Conflict, InvalidRequest, Overloaded, WorkerUnavailable, from_code
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import (
     Abort,
@@ -76,7 +76,8 @@ class EngineClient:
     def open(self, requests: Sequence[Generate]) -> OutputStream:
         """A stream of the requests' outputs; they are sent on entering it.
 
-        Entering raises WorkerUnavailable where the engine is gone, Conflict for an id in use, Overloaded.
+        Entering raises WorkerUnavailable where the engine is gone, Conflict for an id in use, Overloaded, InvalidRequest
+        for more than the server holds.
         """
         return OutputStream(self, requests)
 
@@ -91,6 +92,9 @@ class EngineClient:
         """Send what a stream is of; called by the stream, which is left in the same way (``abandon``)."""
         if self._dead is not None:
             raise WorkerUnavailable(self._dead)
+        if len(requests) > self._max_requests:  # a client that tries again would do so for ever
+            raise InvalidRequest(f"The request asks for {len(requests)} answers, and the server holds "
+                                 f"{self._max_requests} at most; split it.")
         if len(self._streams) + len(requests) > self._max_requests:
             raise Overloaded(f"The server holds {len(self._streams)} requests, of {self._max_requests} at most; "
                              "try again later.", retry_after=1.0)

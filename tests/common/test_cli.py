@@ -27,6 +27,7 @@ class Outer:
     urls: tuple[str, ...] = flag((), help="URLs")
     prefill: tuple[tuple[str, ...], ...] = flag((), help="URL [PORT]", repeat=True)
     fast: bool = flag(False, help="be fast")
+    share: float = flag(0.5, help="a share")
     checks: bool = flag(True, help="check")
 
 
@@ -45,11 +46,11 @@ def test_defaults_and_flags():
     assert read() == Outer(Inner())
     config = read("--nickname", "n", "--size", "7", "--urls", "u", "v", "--prefill", "p", "1", "--prefill", "q",
                   "--fast", "--no-checks", "--kind", "b")
-    assert config == Outer(Inner(7, "n"), "b", ("u", "v"), (("p", "1"), ("q",)), True, False)
+    assert config == Outer(Inner(7, "n"), "b", ("u", "v"), (("p", "1"), ("q",)), True, checks=False)
 
 
 def test_a_configuration_survives_its_own_command_line():
-    config = Outer(Inner(7, "n"), "b", ("u", "v"), (("p", "1"), ("q",)), True, False)
+    config = Outer(Inner(7, "n"), "b", ("u", "v"), (("p", "1"), ("q",)), True, checks=False)
     assert read(*to_argv(config)) == config
     assert to_argv(Outer(Inner())) == []
     server = parse(ServerConfig, ["--model-path", "m", "--tp", "2", "--disable-radix-cache"], prog="p", description="")
@@ -60,12 +61,12 @@ def test_yaml_file_and_flags_win(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("size: 5\nkind: b\nprefill: [[p, 1], q]\nurls: [u]\nchecks: false\n")
     config = read("--config", str(file), "--size", "6")
-    assert config == Outer(Inner(6), "b", ("u",), (("p", "1"), ("q",)), False, False)
+    assert config == Outer(Inner(6), "b", ("u",), (("p", "1"), ("q",)), False, checks=False)
 
 
 @pytest.mark.parametrize("content, part", [
     ("sizes: 5", "no flag"), ("size: big", "type int"), ("size: true", "int"), ("kind: c", "one of a, b"),
-    ("- 1", "mapping"), ("{", "YAML"), ("fast: 3", "true or false")])
+    ("- 1", "mapping"), ("share: .nan", "not nan"), ("{", "YAML"), ("fast: 3", "true or false")])
 def test_wrong_yaml_is_one_sentence(tmp_path, capsys, content, part):
     file = tmp_path / "c.yaml"
     file.write_text(content)
@@ -76,6 +77,7 @@ def test_wrong_yaml_is_one_sentence(tmp_path, capsys, content, part):
 def test_wrong_flags_are_one_sentence(capsys):
     assert "--size must be 0 or more" in refused(capsys, "--size", "-1")
     assert "Cannot read" in refused(capsys, "--config", "/nowhere.yaml")
+    assert "share takes a number, not nan" in refused(capsys, "--share", "nan")
     with pytest.raises(SystemExit):
         parse(ServerConfig, [], prog="p", description="")
     assert "--model-path is required" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from fake_engine import EOS, Seed, rank_main
 
 from baton.common.api.commands import FlushCache
-from baton.common.api.errors import Aborted, Conflict, Overloaded, TransferFailed, WorkerUnavailable
+from baton.common.api.errors import Aborted, Conflict, InvalidRequest, Overloaded, TransferFailed, WorkerUnavailable
 from baton.common.api.messages import Generate, Loading, Output, Ready, StartFailed
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
@@ -123,6 +123,9 @@ async def test_limits_and_duplicates(engine: Engine) -> None:
             await collect(client.generate(request("a", [5])))
         with pytest.raises(Overloaded, match="of 8 at most"), \
                 client.open([request(f"b{i}", [5]) for i in range(8)]):
+            pass
+        with pytest.raises(InvalidRequest, match="asks for 9 answers, and the server holds 8"), \
+                client.open([request(f"b{i}", [5]) for i in range(9)]):
             pass
         with pytest.raises(Conflict, match="Requests run"):
             await client.control(FlushCache())

@@ -196,6 +196,7 @@ async def test_broadcasts_reach_all(router, worker, request_to, script):
     workers[1].behaviour = script.status(500)
     reply = await request_to(front, "POST", "/flush_cache")
     assert (reply.status, sorted(reply.json["workers"].values())) == (502, [200, 200, 500])
+    assert reply.json["errors"] == {workers[1].url: "scripted 500"}
 
 
 async def test_questions_are_relayed(router, worker, request_to):
@@ -292,6 +293,7 @@ async def test_second_signal_does_not_wait(worker, script):
     (["--pd-disaggregation", "--prefill", "http://h:1", "x"], "bootstrap port"),
     (["--worker-urls", "http://h:1", "http://h:1/"], "more than once"),
     (["--policy", "nonsense"], "--policy"),
+    (["--host", "256.1.1.1"], "Name or service not known"),
 ])
 def test_bad_command_lines_end_with_a_sentence(args, sentence):
     process = _launch(*args)
