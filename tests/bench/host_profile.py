@@ -44,8 +44,8 @@ def _first_gpu() -> list[str]:
 class Clocks:
     """The GPU's clock in MHz and power in W, sampled meanwhile.
 
-    Not for where the host is timed: polled every 100 ms, ``nvidia-smi`` makes calls of CUDA and all else take up to four
-    times as long on a virtual machine.
+    Not for where the host is timed: polled every 100 ms, ``nvidia-smi`` makes calls of CUDA and all else take up to
+    four times as long on a virtual machine.
     """
 
     def __init__(self) -> None:
@@ -171,10 +171,12 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
     engine.synchronize()
     PARTS.on = True
     PARTS.clear()
+    spins = []
     while not engine.idle:
         PARTS.begin()
         engine.step()
         PARTS.end()
+        spins.append(spin(1000))
     PARTS.on = False
     hosts = [1e6 * sum(took for name, took in step.items() if name != "wait") for step in PARTS.steps]
     print(f"\n## a life of {batch}, {context} + {tokens} tokens: prompts {prompts[-1]:.2f} s, the first two steps "
@@ -184,7 +186,9 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
         parts = sorted((-1e6 * took, name) for name, took in PARTS.steps[place].items() if name != "wait")
         print(f"  step {place}: {hosts[place]:.0f} us: " + ", ".join(f"{name} {-took:.0f}" for took, name in parts[:7]))
     engine.finish()
-    return {"batch": batch, "context": context, "host_us": hosts}
+    print(f"  a short loop of Python behind each step, us: least {min(spins):.1f}, median {statistics.median(spins):.1f}, "
+          f"most {max(spins):.1f}; as it goes with the host's time: {np.corrcoef(spins, hosts)[0, 1]:.2f}")
+    return {"batch": batch, "context": context, "host_us": hosts, "spin_us": spins}
 
 
 def lives(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
@@ -212,10 +216,10 @@ def _reach_ns(far: np.ndarray, places: np.ndarray) -> float:
     return 1e9 * (time.perf_counter() - begin) / len(places)
 
 
-def spin() -> float:
-    """Microseconds of a loop that does always the same: how fast the processor is now."""
+def spin(turns: int = 10_000) -> float:
+    """Microseconds of a loop that does always the same: how fast the processor is now, wherever memory is."""
     begin = time.perf_counter()
-    for _ in range(10_000):
+    for _ in range(turns):
         pass
     return 1e6 * (time.perf_counter() - begin)
 
