@@ -186,8 +186,9 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
         parts = sorted((-1e6 * took, name) for name, took in PARTS.steps[place].items() if name != "wait")
         print(f"  step {place}: {hosts[place]:.0f} us: " + ", ".join(f"{name} {-took:.0f}" for took, name in parts[:7]))
     engine.finish()
-    print(f"  a short loop of Python behind each step, us: least {min(spins):.1f}, median {statistics.median(spins):.1f}, "
-          f"most {max(spins):.1f}; as it goes with the host's time: {np.corrcoef(spins, hosts)[0, 1]:.2f}")
+    print(f"  a short loop of Python behind each step, us: least {min(spins):.1f}, median "
+          f"{statistics.median(spins):.1f}, most {max(spins):.1f}; correlation with the host's time "
+          f"{np.corrcoef(spins, hosts)[0, 1]:.2f}")
     return {"batch": batch, "context": context, "host_us": hosts, "spin_us": spins}
 
 
