@@ -1,12 +1,13 @@
 """Starting and watching the processes of a cluster on one host: the demo, and a laptop's way to try Baton.
 
 A part is one server process with an HTTP port. All are started together, each shows one status line until it is
-ready, and all stop together: on Ctrl-C, on SIGTERM, or when one of them dies.
+ready, and all stop together: on Ctrl-C, on SIGTERM, when the terminal is closed, or when one of them dies.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+from .engine.ranks import die_with
 
 POLL_SECONDS = 0.2
 STOP_GRACE_SECONDS = 15.0
@@ -38,7 +42,9 @@ class Part:
     def start(self) -> None:
         with self.log.open("wb") as output:
             # A session of its own: Ctrl-C reaches the supervisor alone, which stops the parts in order.
-            self.process = subprocess.Popen(self.argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            # It must not outlive the supervisor either: nobody would know of it, and it would keep its port.
+            self.process = subprocess.Popen(self.argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                            preexec_fn=partial(die_with, os.getpid()))
 
     @property
     def dead(self) -> bool:
@@ -95,7 +101,7 @@ class _Board:
 def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool]) -> int:
     """Start all parts, call ``when_ready`` once all are, and wait while it returned True; returns the exit code.
 
-    0 after Ctrl-C or SIGTERM or where ``when_ready`` returned False, 1 where a part died.
+    0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died.
     """
     stop = _StopFlag()
     try:
@@ -118,11 +124,11 @@ def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool]) -> int:
 
 
 class _StopFlag:
-    """Raised by SIGINT or SIGTERM; a second signal changes nothing, the stop is on its way."""
+    """Raised by SIGINT, SIGTERM or SIGHUP; a second signal changes nothing, the stop is on its way."""
 
     def __init__(self) -> None:
         self.raised = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._raise)
 
     def _raise(self, *_: object) -> None:

@@ -76,8 +76,8 @@ class EngineClient:
     def open(self, requests: Sequence[Generate]) -> OutputStream:
         """A stream of the requests' outputs; they are sent on entering it.
 
-        Entering raises WorkerUnavailable where the engine is gone, Conflict for an id in use, Overloaded, InvalidRequest
-        for more than the server holds.
+        Entering raises WorkerUnavailable where the engine is gone, Conflict for an id in use, Overloaded, and
+        InvalidRequest for more than the server holds.
         """
         return OutputStream(self, requests)
 

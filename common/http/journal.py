@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ..api.errors import ConfigError
 from ..api.messages import Generate
 
 log = logging.getLogger("baton.requests")
@@ -38,6 +40,9 @@ class Journal:
     """
 
     def __init__(self, level: int | None, dump_folder: Path | None):
+        """Raises ConfigError where the folder cannot be written: when the engine is dead it is too late to say so."""
+        if dump_folder is not None:
+            _check_folder(dump_folder)
         self._level = level
         self._dump_folder = dump_folder
         self._entries: dict[str, _Entry] = {}
@@ -93,6 +98,17 @@ class Journal:
         if self._level and self._level >= 2:
             told["input_ids"] = request.input_ids if self._level > 2 else request.input_ids[:_SHOWN]
         return told
+
+
+def _check_folder(folder: Path) -> None:
+    """Make it where it is missing; raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot keep crash dumps in {folder}: {error.strerror}; give another "
+                          "--crash-dump-folder.") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"Cannot write to {folder}; give another --crash-dump-folder.")
 
 
 def _line(event: str, rid: str, told: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import flag, parse, to_argv
 from baton.common.config.server import ServerConfig
+from baton.common.http.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,25 @@ def test_wrong_flags_are_one_sentence(capsys):
     with pytest.raises(SystemExit):
         parse(ServerConfig, [], prog="p", description="")
     assert "--model-path is required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--context-length 0", "must be 1 or more"), ("--num-layer-groups 0", "must be 1 or more"),
+    ("--cuda-graph-bs 1 -1", "must be 1 or more"), ("--base-gpu-id -1", "must be 0 or more"),
+    ("--peer-timeout 0", "above 0"), ("--kv-transfer-timeout -1", "above 0"), ("--request-timeout 0", "above 0"),
+    ("--disaggregation-bootstrap-timeout 0", "above 0"), ("--disaggregation-bootstrap-port 0", "65535"),
+    ("--port 70000", "65535"), ("--shutdown-grace-secs -1", "must be 0 or more"),
+    ("--max-queued-requests -1", "must be 0 or more")])
+def test_numbers_that_cannot_be_are_refused(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, ["--model-path", "m", *flags.split()], prog="p", description="")
+    message = capsys.readouterr().err
+    assert flags.split()[0] in message and words in message
+
+
+def test_a_dump_folder_that_cannot_be_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="give another --crash-dump-folder"):
+        Journal(None, tmp_path / "file")
+    Journal(None, tmp_path / "new")
+    assert (tmp_path / "new").is_dir()

@@ -49,11 +49,16 @@ class ServerConfig:
         positive = {
             "--page-size": self.cache.page_size, "--tp-size": self.parallel.tp_size,
             "--stream-interval": self.http.stream_interval, "--max-payload-size": self.http.max_payload_size,
-            "--batch-concurrency": self.storage.batch_concurrency,
+            "--batch-concurrency": self.storage.batch_concurrency, "--context-length": self.model.context_length,
+            "--num-layer-groups": self.cache.num_layer_groups,
+            "--cuda-graph-bs": min(self.kernels.cuda_graph_bs, default=None),
+            "--piecewise-cuda-graph-tokens": min(self.kernels.piecewise_cuda_graph_tokens, default=None),
         }
         for name, value in positive.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} must be 1 or more, not {value}.")
+        if self.model.base_gpu_id < 0:
+            raise ConfigError(f"--base-gpu-id must be 0 or more, not {self.model.base_gpu_id}.")
         if not 0 <= self.events.kv_events_port < 65535:
             raise ConfigError(f"--kv-events-port must be between 0 and 65534, not {self.events.kv_events_port}.")
         if self.storage.file_storage_path is not None and self.mode == "prefill":

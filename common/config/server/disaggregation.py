@@ -48,6 +48,14 @@ class DisaggregationArgs:
         if self.disaggregation_ib_device is not None and self.disaggregation_transfer_backend != "mooncake":
             raise ConfigError("--disaggregation-ib-device is for --disaggregation-transfer-backend mooncake; NIXL "
                               "takes its devices from the UCX_NET_DEVICES variable of the environment.")
+        waits = {"--disaggregation-bootstrap-timeout": self.disaggregation_bootstrap_timeout,
+                 "--kv-transfer-timeout": self.kv_transfer_timeout, "--peer-timeout": self.peer_timeout}
+        for name, seconds in waits.items():
+            if not seconds > 0:
+                raise ConfigError(f"{name} must be above 0, not {seconds:g}.")
+        if not 0 < self.disaggregation_bootstrap_port < 65536:
+            raise ConfigError("--disaggregation-bootstrap-port must be between 1 and 65535, not "
+                              f"{self.disaggregation_bootstrap_port}.")
         if self.kv_retain_seconds < 0:
             raise ConfigError(f"--kv-retain-seconds must be 0 or more, not {self.kv_retain_seconds:g}.")
         if self.cluster_secret == "":

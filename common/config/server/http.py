@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...api.errors import ConfigError
 from ..cli import flag
 
 
@@ -21,3 +22,9 @@ class HttpArgs:
     shutdown_grace_secs: float = flag(20.0, help=(
         "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
     stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be between 0 and 65535, not {self.port}.")
+        if not self.shutdown_grace_secs >= 0:
+            raise ConfigError(f"--shutdown-grace-secs must be 0 or more, not {self.shutdown_grace_secs:g}.")

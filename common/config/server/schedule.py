@@ -44,6 +44,7 @@ class ScheduleArgs:
             raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for whole prompts, not "
                               f"{self.chunked_prefill_size}.")
         least = {"--max-running-requests": (self.max_running_requests, 1),
+                 "--max-queued-requests": (self.max_queued_requests, 0),
                  "--max-prefill-tokens": (self.max_prefill_tokens, 1),
                  "--schedule-conservativeness": (self.schedule_conservativeness, 0),
                  "--priority-scheduling-preemption-threshold": (self.priority_scheduling_preemption_threshold, 0),
@@ -51,6 +52,8 @@ class ScheduleArgs:
         for name, (value, bound) in least.items():
             if not value >= bound:
                 raise ConfigError(f"{name} must be {bound} or more, not {value}.")
+        if not self.request_timeout > 0:
+            raise ConfigError(f"--request-timeout must be above 0, not {self.request_timeout:g}.")
         if self.enable_priority_scheduling:
             return
         defaults = ScheduleArgs.__dataclass_fields__
