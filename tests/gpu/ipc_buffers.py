@@ -3,6 +3,9 @@ from the other processes by CUDA IPC."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
+
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
@@ -20,13 +23,18 @@ class IpcBuffers:
         torch.cuda.synchronize(world.device)
         told: list = [None] * world.size
         dist.all_gather_object(told, reduce_tensor(mine))
-        self.of_ranks = tuple(mine if rank == world.rank else rebuild(*given)
-                              for rank, (rebuild, given) in enumerate(told))
-        for buffer in self.of_ranks:  # copies either way let the GPUs see each other's memory
-            buffer[:8].copy_(mine[:8])
-            assert bool((buffer[:8].to(world.device) == EMPTY).all())
+        self.of_ranks = tuple(mine if rank == world.rank else _opened(*one, world.device)
+                              for rank, one in enumerate(told))
+        assert all(bool((buffer[:8] == EMPTY).all()) for buffer in self.of_ranks)
         torch.cuda.synchronize(world.device)
         world.barrier()
+
+
+def _opened(rebuild: Callable[..., torch.Tensor], given: tuple, device: torch.device) -> torch.Tensor:
+    """A tensor of another process, whose writes have ended, as this ``device`` sees it. Opened on the device where it
+    lies, as torch would, kernels of another one could not read it."""
+    named = dict(zip(signature(rebuild).parameters, given, strict=True))
+    return rebuild(**named | {"storage_device": device.index, "event_sync_required": False})
 
 
 def ipc_sums(world: TPGroup, slots: int = SLOTS) -> PeerSums:

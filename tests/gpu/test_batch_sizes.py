@@ -29,9 +29,10 @@ ROWS = (1, 2, 3, 8, 9, 16, 17, 31, 33, 40, 64, 65, 66, 100, 127, 128, 129, 130)
 MOST = 150
 
 
-@pytest.mark.parametrize("shape,quantization", [("8b", None), ("8b", "fp8"), ("8b", "fp8_per_block"),
-                                                ("latents", None)])
-def test_rows_do_not_depend_on_how_many_there_are(tmp_path, shape, quantization):
+@pytest.mark.parametrize("shape,quantization,most", [("8b", None, 0.05), ("8b", "fp8", 0.2),
+                                                     ("8b", "fp8_per_block", 0.2), ("latents", None, 0.05)])
+def test_rows_do_not_depend_on_how_many_there_are(tmp_path, shape, quantization, most):
+    """``most``: a rounding otherwise may turn a value to the next of float8, an eighth away."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     kernels = KernelArgs("triton", cuda_graph_bs=CAPTURED, disable_piecewise_cuda_graph=True)
     config = server_config(tmp_path, dtype="bfloat16", load_format="dummy", quantization=quantization,
@@ -56,7 +57,7 @@ def test_rows_do_not_depend_on_how_many_there_are(tmp_path, shape, quantization)
         assert torch.equal(likeliest, logits.argmax(-1))
         for way, found in (("launched", eager), ("a graph's", logits.float())):
             errors = (found - wanted[:rows]).norm(dim=-1) / wanted[:rows].norm(dim=-1)
-            assert errors.max() < 0.05, (way, rows, errors)
+            assert errors.max() < most and errors.median() < most / 2, (way, rows, errors)
 
 
 def batch_of(runner, rows: list[Row], is_decode: bool) -> ForwardBatch:

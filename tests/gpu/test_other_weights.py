@@ -11,8 +11,7 @@ from baton.tests.common.small_models import save_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
-         "head_dim": 32}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "fp8_per_block"])
