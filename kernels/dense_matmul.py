@@ -7,8 +7,10 @@ from types import ModuleType
 import torch
 from torch.nn.functional import linear
 
+from . import library_tiles
 from .dense_tiles import MANY_ROWS, TALL, USUAL, DenseTile, gated_tile, takes_gated
 from .joined_rmsnorm import joined_rmsnorm
+from .library_tiles import better_plan, left_pieces, product_in_pieces
 from .rmsnorm import rmsnorm
 from .silu_and_mul import silu_and_mul
 from .skinny_matmul import skinny_matmul
@@ -28,7 +30,8 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     many = gated_tile(x, weight) if gated and bias is None else None
     if many is not None:
         return _activated(x, weight, many)
-    y = linear(x, weight, bias)
+    plan = better_plan(x, weight) if bias is None else None
+    y = linear(x, weight, bias) if plan is None else plan(x, weight)
     return silu_and_mul(y) if gated else y
 
 
@@ -51,7 +54,9 @@ def adds_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether ``normed_product`` is the quicker way to what ``dense_matmul`` makes and the norm of a sum behind it."""
     if not x.is_cuda or weight.itemsize != 2:
         return False
-    return len(x) >= MANY_ROWS or (_in_graph(x) and left_tile(x, weight) is not None)
+    if len(x) >= MANY_ROWS or left_pieces(x, weight):
+        return True
+    return _in_graph(x) and left_tile(x, weight) is not None
 
 
 def normed_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor,
@@ -61,6 +66,9 @@ def normed_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     tile = left_tile(x, weight)
     if tile is not None:
         return _joined(residual, x, weight, gain, eps, tile)
+    pieces = left_pieces(x, weight)
+    if pieces:
+        return joined_rmsnorm(product_in_pieces(x, weight, pieces), gain, eps, residual)
     residual.addmm_(x, weight.T)  # rounded once
     return rmsnorm(residual, gain, eps)
 
@@ -86,3 +94,6 @@ def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
             _split().split_matmul(x, weight, split, gated=gated)
         elif left is not None and not gated:
             _joined(weight.new_zeros((rows, len(weight))), x, weight, weight.new_zeros(len(weight)), 1.0, left)
+    x = weight.new_zeros((library_tiles.MOST_ROWS, weight.shape[1]))
+    if not gated and left_pieces(x, weight):
+        normed_product(weight.new_zeros((len(x), len(weight))), x, weight, weight.new_zeros(len(weight)), 1.0)
