@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
-from .rmsnorm import rmsnorm
+from .rmsnorm import normed, rmsnorm
 
 
 @triton.jit
@@ -21,12 +21,10 @@ def _joined_rmsnorm_kernel(part_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, e
     made = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(PIECES):
         made += tl.load(part_ptr + tl.cast(piece, tl.int64) * piece_values + place, inside, other=0.0).to(tl.float32)
-    # Rounded as a product's result, and before the weight is applied, as in rmsnorm.py.
+    # Rounded as a product's result.
     x = made.to(sum_ptr.dtype.element_ty) + tl.load(residual_ptr + place, inside, other=0.0)
     tl.store(sum_ptr + place, x, inside)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    tl.store(y_ptr + place, (wide * scale).to(y_ptr.dtype.element_ty) * weight, inside)
+    tl.store(y_ptr + place, normed(x, weight, eps, width), inside)
 
 
 def joined_rmsnorm(parts: torch.Tensor, weight: torch.Tensor, eps: float,

@@ -9,6 +9,15 @@ from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 
 
 @triton.jit
+def normed(x, weight, eps, width):
+    """``x`` [BLOCK], of which the first ``width`` values are a row and the others 0, normed, in its type."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    # Rounded before the weight is applied: transformers does so, and in bf16 the other order gives other values.
+    return (wide * scale).to(x.dtype) * weight
+
+
+@triton.jit
 def _rmsnorm_kernel(x_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, eps, inner, stride_outer, stride_inner, width,
                     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -22,10 +31,7 @@ def _rmsnorm_kernel(x_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, eps, inner,
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * width + columns, inside, other=0.0)
         tl.store(sum_ptr + row * width + columns, x, inside)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    # Rounded before the weight is applied: transformers does so, and in bf16 the other order gives other values.
-    y = (wide * scale).to(y_ptr.dtype.element_ty) * weight
+    y = normed(x, weight, eps, width)
     tl.store(y_ptr + row * width + columns, y, inside)
 
 

@@ -76,7 +76,7 @@ class FlashInferBackend:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
             self.refresh(batch)
         elif batch.is_decode:
-            self._plan(self._decode, batch)
+            self._plan(self._decode, batch, self._lengths(batch))
         else:
             self._plan_prompts(batch)
 
@@ -87,21 +87,22 @@ class FlashInferBackend:
         if self._long_prompts is not None and ours:
             self._wrapper = None
             self._long_prompts.plan(batch)
-        elif self._whole is not None and np.array_equal(np.diff(batch.qo_indptr_cpu), self._lengths(batch)):
-            self._plan(self._whole, batch)
         else:
-            self._plan(self._prefill, batch)
+            lengths = self._lengths(batch)
+            whole = self._whole is not None and np.array_equal(np.diff(batch.qo_indptr_cpu), lengths)
+            self._plan(self._whole if whole else self._prefill, batch, lengths)
 
     def refresh(self, batch: ForwardBatch) -> None:
-        self._plan(self._captured[batch.num_reqs], batch)
+        self._plan(self._captured[batch.num_reqs], batch, self._lengths(batch))
 
-    def _plan(self, wrapper: Any, batch: ForwardBatch) -> None:
+    def _plan(self, wrapper: Any, batch: ForwardBatch, of_requests: np.ndarray) -> None:
+        """``of_requests`` are the batch's ``_lengths``."""
         # A plan is copied to the device from the wrapper's pinned buffer: written again before that copy has run, as
         # when chunks without logits are enqueued back to back, it would change the batch still in flight.
         self._planned.synchronize()
         layout = self._pool.layout
         self._wrapper = wrapper
-        qo_indptr, kv_indptr, last_page_len, lengths = self._host_copies(batch)
+        qo_indptr, kv_indptr, last_page_len, lengths = self._host_copies(batch, of_requests)
         pages = self._pages = batch.kv_indices[:int(batch.kv_indptr_cpu[-1])]
         types = self._types
         if wrapper is self._prefill and self._widens:
@@ -118,10 +119,11 @@ class FlashInferBackend:
             wrapper.plan(*table, head_dim=layout.head_dim, page_size=layout.page_size, **self._heads, **types)
         self._planned.record()
 
-    def _host_copies(self, batch: ForwardBatch) -> list[torch.Tensor]:
+    @staticmethod
+    def _host_copies(batch: ForwardBatch, lengths: np.ndarray) -> list[torch.Tensor]:
         """``qo_indptr``, ``kv_indptr``, ``kv_last_page_len`` and the lengths of the sequences, int32 in pinned memory:
         a plan copies them to the device, and from pageable memory a copy may wait for what runs there."""
-        arrays = (batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, self._lengths(batch))
+        arrays = (batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu, lengths)
         packed = torch.empty(sum(map(len, arrays)), dtype=torch.int32, pin_memory=True)
         np.concatenate(arrays, out=packed.numpy(), casting="same_kind")
         return list(packed.split([len(array) for array in arrays]))
