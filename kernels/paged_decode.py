@@ -7,6 +7,7 @@ the program that ends last, with a count of those that have, took 5 us of one re
 
 All query heads of a KV head are rows of one tile, padded to the 16 that a matrix product takes: keys are read once.
 Float8 keys are multiplied in float16, which holds each of them; queries, and weights of 1 at most, fit it as well.
+16-bit heads of 128 of many requests are decode_warpgroups.py's on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from ._triton import pdl, runs_gluon, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
 from .float8_words import load_quarters, merge_quarters, reads_words
 from .fresh_rows import FreshRows, angles_of, turned
@@ -228,6 +229,15 @@ def pieces_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> dict[
     return {"programs": 2 if few else 4, "shortest": 128, "turns": 2}
 
 
+def takes_warpgroups(q: torch.Tensor, k_pages: torch.Tensor) -> bool:
+    """Whether decode_warpgroups.py's kernel takes ``paged_decode``'s arguments of the same names, and is quicker where
+    there are no windows, sinks or fresh rows."""
+    heads, page_size, dim = k_pages.shape[1:]
+    return (q.is_cuda and q.element_size() == 2 and q.dtype == k_pages.dtype and dim == 128 and k_pages.stride(2) == dim
+            and page_size in (16, 32, 64, 128) and q.shape[1] <= 16 * heads and len(q) * heads > _FEW_HEADS
+            and runs_gluon(q.device))
+
+
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
                  tile: Tile | None = None, v_scale: float = 1.0, settled: bool = False, window: int | None = None,
@@ -237,12 +247,11 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
     [pages, Hkv, page_size, D]; the page table in FlashInfer's form (int32). Query heads
     ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than ``q``. ``plan`` is of
-    the same page table, and its pieces are no shorter than ``tile.tokens`` (at most 64 by
-    default). ``settled``: plan, page table and the
-    pages' tokens but the last of each request were written before the last launch without PDL (kernels/_triton.py), so
-    that they may be read while the kernel ahead is still at work; without it, this is such a launch. ``fresh``: of each
-    request's last token, which is not in its page yet; it is stored there, and ``q`` is turned as it is. Pages are then
-    of the type of ``q``.
+    the same page table, and its pieces are no shorter than ``tile.tokens``: as ``pieces_of``
+    has them where ``tile`` is left to us. ``settled``: plan, page table and the pages' tokens but the last of each
+    request were written before the last launch without PDL (kernels/_triton.py), so that they may be read while the
+    kernel ahead is still at work; without it, this is such a launch. ``fresh``: of each request's last token, which is
+    not in its page yet; it is stored there, and ``q`` is turned as it is. Pages are then of the type of ``q``.
     """
     assert fresh is None or (k_pages.dtype == q.dtype and fresh.k.stride() == fresh.v.stride())
     if not runs_triton(q):
@@ -253,8 +262,6 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         return reference.paged_attention(q, k_pages, v_pages, rows, kv_indptr, kv_indices, kv_last_page_len, scale,
                                          v_scale, window, sinks)
     requests, num_q_heads, dim = q.shape
-    num_kv_heads, page_size = k_pages.shape[1:3]
-    group = num_q_heads // num_kv_heads
     out = torch.empty((requests, num_q_heads, dim), dtype=q.dtype, device=q.device)
     parts = lses = out
     most = requests
@@ -262,20 +269,36 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         most = len(plan.owners)
         parts = torch.empty((most, num_q_heads, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((most, num_q_heads), dtype=torch.float32, device=q.device)
-    tile = tile or tile_of(dim, q.element_size(), k_pages.element_size(), requests * num_kv_heads)
-    early = pdl(q) if settled else {"PDL": False}
-    k, v, cos_sin, positions, norms = fresh or FreshRows(q, q, q, q)
-    _paged_decode_kernel[(num_kv_heads, most)](
-        q, k_pages, v_pages, sinks, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts,
-        requests, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), k_pages.stride(0),
-        k_pages.stride(1), k_pages.stride(2), num_q_heads, k, v, k.stride(0), k.stride(1), cos_sin, positions,
-        norms.q_weight if norms else q, norms.k_weight if norms else q, norms.eps if norms else 0.0,
-        FRESH=fresh is not None, LATE=fresh is not None and tile.late and settled, NORM=norms is not None,
-        PAGE=page_size, GROUP=group,
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
-        BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead, EARLY=early["PDL"], WINDOW=window or 0,
-        SINKS=sinks is not None, HALF=q.element_size() == 2 and k_pages.element_size() == 1,
-        WORDS=reads_words(q, k_pages), num_warps=tile.warps, num_stages=tile.stages, **early)
+    outs = (out, parts, lses)
+    if tile is None and window is None and sinks is None and fresh is None and takes_warpgroups(q, k_pages):
+        from .decode_warpgroups import launch_warpgroups  # not there without Triton
+        launch_warpgroups(q, k_pages, v_pages, kv_indptr, kv_indices, kv_last_page_len, scale, plan, v_scale, settled,
+                          outs)
+    else:
+        tile = tile or tile_of(dim, q.element_size(), k_pages.element_size(), requests * k_pages.shape[1])
+        _launch(q, k_pages, v_pages, (kv_indptr, kv_indices, kv_last_page_len), scale, plan, tile, v_scale, settled,
+                window, sinks, fresh, outs)
     if plan.joins:
         join_pieces(parts, lses, out, plan, settled)
     return out
+
+
+def _launch(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+            table: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scale: float, plan: DecodePlan, tile: Tile,
+            v_scale: float, settled: bool, window: int | None, sinks: torch.Tensor | None, fresh: FreshRows | None,
+            outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    requests, num_q_heads, dim = q.shape
+    num_kv_heads, page_size = k_pages.shape[1:3]
+    group = num_q_heads // num_kv_heads
+    early = pdl(q) if settled else {"PDL": False}
+    k, v, cos_sin, positions, norms = fresh or FreshRows(q, q, q, q)
+    _paged_decode_kernel[(num_kv_heads, len(plan.owners) if plan.joins else requests)](
+        q, k_pages, v_pages, sinks, *outs, *table, plan.owners, plan.firsts, requests, scale * 1.4426950408889634,
+        v_scale, q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), num_q_heads, k, v,
+        k.stride(0), k.stride(1), cos_sin, positions, norms.q_weight if norms else q, norms.k_weight if norms else q,
+        norms.eps if norms else 0.0, FRESH=fresh is not None, LATE=fresh is not None and tile.late and settled,
+        NORM=norms is not None, PAGE=page_size, GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)), BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead,
+        EARLY=early["PDL"], WINDOW=window or 0, SINKS=sinks is not None,
+        HALF=q.element_size() == 2 and k_pages.element_size() == 1, WORDS=reads_words(q, k_pages),
+        num_warps=tile.warps, num_stages=tile.stages, **early)

@@ -12,6 +12,7 @@ import torch
 from baton.kernels import _triton
 from baton.kernels.greatest import greatest
 from baton.tests.bench import small_kernels
+from baton.tests.rank_processes import SECONDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -20,12 +21,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_kernels_equal_their_twins(file):
     cases = Path(__file__).parents[1] / "kernels" / file
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=280)
+                           str(cases)], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("rows", [1, 8, 64, 140])
 def test_kernels_that_start_early_compute_what_they_do_one_after_the_other(rows, monkeypatch):
     """Layers of a decode step in a CUDA graph, with other inputs in each replay: a value that is read too early, or
     overwritten before it is read, would show."""

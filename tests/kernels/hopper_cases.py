@@ -16,6 +16,7 @@ import torch
 
 from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
+from baton.kernels.decode_warpgroups import launch_warpgroups
 from baton.kernels.dense_tiles import DenseTile
 from baton.kernels.dense_warpgroups import dense_product
 from baton.kernels.draw import draw
@@ -117,6 +118,13 @@ def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
                  dim**-0.5, plan(requests, kv_heads, **pieces, window=window),
                  v_scale=0.5 if cache else 1.0, settled=settled, window=window, sinks=fp32(heads) if sinks else None,
                  fresh=fresh)
+
+
+def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, settled: bool = True) -> None:
+    outs = of(requests, heads, 128, dtype=dtype), fp32(requests + 66, heads, 128), fp32(requests + 66, heads)
+    launch_warpgroups(of(requests, heads + 2 * kv_heads, 128, dtype=dtype)[:, :heads], *pool(kv_heads, 128, dtype),
+                      int32(requests + 1), int32(requests * 8), int32(requests), 128**-0.5,
+                      plan(requests, kv_heads, **pieces_of(128, 2, 2, requests * kv_heads)), 1.0, settled, outs)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -263,6 +271,8 @@ CASES: dict[str, Callable[[], object]] = {
     "paged_decode Qwen3": lambda: decode_heads(7, 32, 4, 128, BF16),
     "paged_decode Llama, takes rows in": lambda: decode_heads(7, 32, 8, 128, BF16, takes_in=True),
     "paged_decode Qwen3, takes rows in": lambda: decode_heads(7, 32, 4, 128, BF16, takes_in=True, norms=True),
+    "paged_decode Llama, many requests": lambda: many_heads(135, 32, 8, BF16),
+    "paged_decode Qwen3, many requests, first layer": lambda: many_heads(135, 32, 4, FP16, False),
     "paged_decode 64 wide": lambda: decode_heads(7, 32, 8, 64, FP16),
     "paged_decode 256 wide": lambda: decode_heads(7, 8, 4, 256, BF16),
     "paged_decode float32": lambda: decode_heads(7, 32, 8, 128, FP32),
@@ -417,6 +427,7 @@ CASES: dict[str, Callable[[], object]] = {
 
 FEW = ["rmsnorm 4096, residual", "scale_by_sinks", "fp8_rmsnorm 4096, a scale a group", "silu_and_mul 14336",
        "rope_and_store Qwen3, float8", "paged_decode Qwen3", "paged_prefill Llama", "mla_rope_and_store V2-Lite",
+       "paged_decode Llama, many requests",
        "mla_decode V2-Lite", "mla_decode V3", "per_head_matmul V2-Lite, absorbed", "mla_prefill V2-Lite, merges",
        "moe_topk Qwen3", "moe_experts Qwen3, by warp groups", "dense_product Llama, gated",
        "moe_experts Qwen3, 7 tokens", "moe_experts float8 by rows, 8192 tokens", "block_matmul 7 rows", "widen_pages",
@@ -438,6 +449,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "silu_and_mul 14336": lambda n: silu_and_mul(of(n, 28672)),
     "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
     "paged_decode Qwen3": lambda n: decode_heads(n, 32, 4, 128, BF16),
+    "paged_decode Llama, many requests": lambda n: many_heads(128 + n, 32, 8, BF16),
     "paged_decode Qwen3, takes rows in": lambda n: decode_heads(n, 32, 4, 128, BF16, takes_in=True, norms=True),
     "paged_prefill Llama": lambda n: prefill_heads(n * 32, 32, 8, 128, BF16),
     "mla_rope_and_store V2-Lite": lambda n: store_latents(n, 16, BF16),
