@@ -41,7 +41,8 @@ class DecodeRun:
         self.follows = [] if before is None else before.reqs
         new = reqs[len(kept):]
         self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
-        self.left = np.array([req.max_tokens - req.length for req in new], np.int64)
+        self.left = np.array([req.num_prompt_tokens + req.sampling.max_new_tokens for req in new], np.int64)
+        self.left -= self.positions + 1
         self._held = np.array([0 if req.hold is None else req.hold.count * page_size for req in new], np.int64)
         self._facts = np.array([(_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
                                bool).reshape(-1, 3)
@@ -230,9 +231,9 @@ class DecodeRun:
         if not self.stop_ids.isdisjoint(token_ids):
             places.update(place for place, token_id in enumerate(token_ids) if token_id in self.stop_ids)
         if self._unreported:
-            places.update(self._unreported)
             reqs = self.reqs
             self._unreported = [place for place in self._unreported if not reqs[place].reported or reqs[place].stages]
+            places.update(self._unreported)
         return sorted(places)
 
 
@@ -297,4 +298,4 @@ def _plain(req: Req) -> bool:
     sampling = req.sampling
     return (req.logprobs is None and req.history is None and req.bias is None and req.processor is None
             and req.embeds is None and req.hidden is None and sampling.grammar is None
-            and req.length - req.num_prompt_tokens >= sampling.min_new_tokens)
+            and (not sampling.min_new_tokens or req.length - req.num_prompt_tokens >= sampling.min_new_tokens))

@@ -55,17 +55,18 @@ class PageHold:
     def num_own(self) -> int:
         return int(np.count_nonzero(self.own))
 
+    @property
+    def own_ids(self) -> np.ndarray:
+        """The pages that are freed with the request."""
+        if self.num_published == 0 and self.tail is None:  # the prefix cache has none of them
+            return self.ids
+        return self.ids[self.own]
+
     def extend(self, ids: np.ndarray) -> None:
         if self._new:
             self._place()
-        end = self.count + len(ids)
-        if end > len(self._ids):
-            capacity = 2 * end
-            self._ids = np.concatenate((self._ids, np.empty(capacity - len(self._ids), np.int64)))
-            self._own = np.concatenate((self._own, np.zeros(capacity - len(self._own), bool)))
-        self._ids[self.count : end] = ids
-        self._own[self.count : end] = True
-        self.count = end
+        begin, self.count = self.count, self.count + len(ids)
+        self._put(begin, ids)
 
     def add(self, page: int) -> None:
         """``extend`` by one page, which is put with the others when somebody looks."""
@@ -74,8 +75,17 @@ class PageHold:
 
     def _place(self) -> None:
         new, self._new = self._new, []
-        self.count -= len(new)
-        self.extend(np.array(new))
+        self._put(self.count - len(new), new[0] if len(new) == 1 else new)
+
+    def _put(self, begin: int, ids: np.ndarray | list[int] | int) -> None:
+        """``ids`` are the pages from ``begin`` to ``count``."""
+        end = self.count
+        if end > len(self._ids):
+            capacity = 2 * end
+            self._ids = np.concatenate((self._ids, np.empty(capacity - len(self._ids), np.int64)))
+            self._own = np.concatenate((self._own, np.zeros(capacity - len(self._own), bool)))
+        self._ids[begin:end] = ids
+        self._own[begin:end] = True
 
 
 class KVCacheManager:
@@ -224,7 +234,7 @@ class KVCacheManager:
         for hold, tokens in ending:
             if tokens is not None:
                 self.commit(hold, tokens)
-            freed.append(hold.ids[hold.own])
+            freed.append(hold.own_ids)
             if self.prefix_cache is not None and hold.node is not None:
                 self.prefix_cache.unlock(hold.node)
             if hold.tail is not None:

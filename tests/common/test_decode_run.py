@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.api.messages import Generate, Outputs, decode_from_engine, encode
+from baton.common.api.messages import Generate, Outputs, Stage, decode_from_engine, encode
 from baton.common.api.sampling import SamplingParams
 from baton.common.engine import chosen, decode_inputs, decode_run
 from baton.common.engine.batch import RunChunks
@@ -158,7 +158,9 @@ def test_what_is_watched():
     assert run.watched([5, 5, 5, 5], []) == [0, 1, 2, 3]  # the front knows none of them yet
     for req in reqs:
         req.reported = True
-    assert run.watched([5, 5, 5, 5], []) == [0, 1, 2, 3]
+    reqs[1].stages = [Stage("prefill", 1.0)]  # to be told with its next token
+    assert run.watched([5, 5, 5, 5], []) == [1]
+    reqs[1].stages = []
     assert run.watched([5, 5, 5, 5], []) == []
     assert run.watched([5, 1, 5, 5], []) == [1]  # an end-of-sequence token
     assert run.watched([5, 5, 5, 5], [2]) == [2]
