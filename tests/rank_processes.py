@@ -13,8 +13,11 @@ import torch
 
 from baton.common.distributed.tp import DistBackend, TPGroup
 
+SECONDS = 1200.0 if torch.cuda.is_available() else 240.0
+"""For processes of a test; on a GPU they compile, which takes a machine of few cores long."""
 
-def run_ranks(script: Path, size: int, folder: Path, *args: str, seconds: float = 240.0) -> list[Any]:
+
+def run_ranks(script: Path, size: int, folder: Path, *args: str, seconds: float = SECONDS) -> list[Any]:
     """Run ``script RANK SIZE INIT_METHOD OUT ARGS...`` for each rank at once; returns what each saved in OUT.
 
     Fails with the words of the first rank that does, whatever the others then wait for.

@@ -25,13 +25,13 @@ from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.host_peers import HostPeers
 from baton.tests.common.padded_steps import PaddedSteps
 from baton.tests.common.prompts_again import record_again
-from baton.tests.rank_processes import end_rank, place_of
+from baton.tests.rank_processes import SECONDS, end_rank, place_of
 
 
 def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
     place, backend = place_of(rank, device)
-    joined = init_parallel(rank, size, dp_size, init_method, place, timeout=120, beside=True, backend=backend)
+    joined = init_parallel(rank, size, dp_size, init_method, place, timeout=SECONDS / 2, beside=True, backend=backend)
     seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
     torch.save(seen, out)
     end_rank(joined.world)

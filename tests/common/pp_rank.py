@@ -24,13 +24,13 @@ from baton.common.engine.loop import EngineLoop
 from baton.common.engine.stage_line import StageLine
 from baton.tests.common.hand_driven import Engine
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
-from baton.tests.rank_processes import end_rank, place_of
+from baton.tests.rank_processes import SECONDS, end_rank, place_of
 
 
 def main(rank: int, size: int, init_method: str, out: str, pp_size: int, device: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
     place, backend = place_of(rank, device)
-    parallel = init_parallel(rank, size, 1, init_method, place, timeout=120, pp_size=pp_size, backend=backend)
+    parallel = init_parallel(rank, size, 1, init_method, place, timeout=SECONDS / 2, pp_size=pp_size, backend=backend)
     seen = {"stage": parallel.stages.index, "cases": [run(dict(case), parallel) for case in cases]}
     if device == "cpu":
         seen["logits"] = logits_of(cases[0]["checkpoint"], parallel)

@@ -17,7 +17,7 @@ from baton.common.distributed.pending import PendingSum
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.kernels.rmsnorm import rmsnorm
 from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.rank_processes import end_rank
+from baton.tests.rank_processes import SECONDS, end_rank
 
 COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
 NORMED = [(1, 4096), (7, 5120), (60, 4096), (99, 2048)]
@@ -26,7 +26,7 @@ OF_TWO, NORMED_OF_TWO = [6_000_001], [(600, 2048), (8192, 2048), (2100, 4096)]
 
 
 def main(rank: int, size: int, init_method: str, out: str, part: str, checkpoint: str) -> None:
-    group = init_tp(rank, size, init_method, f"cuda:{rank}", timeout=240)
+    group = init_tp(rank, size, init_method, f"cuda:{rank}", timeout=SECONDS / 2)
     parallel = Parallel(group)
     connect_all(parallel)
     seen = {"connected": group.peers is not None, **PARTS[part](parallel, checkpoint)}

@@ -17,7 +17,7 @@ from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
 from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
 from baton.tests.gpu.ipc_buffers import ipc_sums
-from baton.tests.rank_processes import end_rank, place_of
+from baton.tests.rank_processes import SECONDS, end_rank, place_of
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 60)
 
@@ -25,7 +25,7 @@ TOKENS = np.random.default_rng(2).integers(0, 97, 60)
 def main(rank: int, size: int, init_method: str, out: str, device: str, cases: list[dict]) -> None:
     torch.set_num_threads(1)
     place, backend = place_of(rank, device)
-    world = init_tp(rank, size, init_method, place, timeout=120, backend=backend)
+    world = init_tp(rank, size, init_method, place, timeout=SECONDS / 2, backend=backend)
     seen = {"moved": moved(world), "logits": [logits_of(world, **case) for case in cases]}
     if world.device.type == "cuda":
         world.peers = ipc_sums(world)

@@ -24,6 +24,7 @@ from baton.tests.common.gpt_oss_models import save_gpt_oss
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.gpu.test_attention import fused
 from baton.tests.gpu.whole_models import check_bfloat16, check_graphs_and_overlap
+from baton.tests.rank_processes import SECONDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,7 +35,7 @@ FLASHINFER = pytest.mark.skipif(find_spec("flashinfer") is None, reason="not ins
 def test_kernels_equal_their_twins():
     cases = Path(__file__).parents[1] / "kernels" / "window_cases.py"
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=280)
+                           str(cases)], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 

@@ -24,6 +24,7 @@ from baton.tests.bench.mla_decode import V2_LITE
 from baton.tests.common.deepseek_models import YARN, save_deepseek
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.tests.rank_processes import SECONDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -35,7 +36,7 @@ NUM_PAGES = 900
 def test_kernels_equal_their_twins():
     cases = Path(__file__).parents[1] / "kernels" / "mla_cases.py"
     done = subprocess.run([sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider",
-                           str(cases)], capture_output=True, text=True, timeout=600)
+                           str(cases)], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
