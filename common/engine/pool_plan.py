@@ -12,6 +12,7 @@ from ..config.server import CacheArgs, ModelArgs, ServerConfig
 from ..distributed.parallel import Parallel
 from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
+from .prefill_graphs import prompt_sizes
 
 _CPU_POOL_TOKENS = 65_536
 _CPU_POOL_BYTES = 2 << 30
@@ -89,7 +90,7 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
     row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)
-    rows += config.captured_prompts(spec.context_length)  # whose graphs have memory of their own
+    rows += max(prompt_sizes(config, spec, parallel), default=0)  # whose graphs have memory of their own
     logits = schedule.max_running_requests * spec.vocab_size * 4 * 4  # logits, scaled, sorted, noise
     workspaces = 1 << 30 << config.data_parallel.enable_two_batch_overlap  # of the halves' attentions
     return rows * row + logits + workspaces

@@ -14,6 +14,7 @@ from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.launch_bound import launch_bound
+from baton.common.engine.pool_plan import count_pages, kv_layout
 from baton.common.engine.prefill_graphs import PrefillGraphs, default_sizes, prompt_sizes
 from baton.tests.common.deepseek_models import save_deepseek
 from baton.tests.common.prompts_again import PADDED, SIZES, record_again, steps_of
@@ -94,3 +95,26 @@ def test_what_is_recorded_by_flags_and_by_how_tokens_reach_experts(tmp_path):
     peers = Parallel(TPGroup(0, 2), TPGroup(), TPGroup(0, 2), ExpertShare(TPGroup(0, 2), 2, "peer"))
     peers.experts.sent._shared = SimpleNamespace(peers=SimpleNamespace(areas=SimpleNamespace(rows=64)))
     assert sizes_of(peers) == [32, 64], "of more rows the exchange waits for the host"
+
+
+def test_the_pool_leaves_no_room_for_graphs_that_nobody_records(tmp_path, monkeypatch):
+    """A chunk's worth of rows, of several GB in large models, would stay empty."""
+    save_moe(tmp_path, "Qwen3Moe")
+    config = server_config(tmp_path)
+    spec = load_model_spec(config.model)
+    layout = kv_layout(config.cache, spec, 1, "bfloat16")
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 30, 80 << 30))
+
+    def pages(parallel=None, **kernels):
+        changed = dataclasses.replace(config, kernels=KernelArgs(**kernels),
+                                      cache=dataclasses.replace(config.cache, max_total_tokens=None),
+                                      schedule=ScheduleArgs(chunked_prefill_size=4096))
+        return count_pages(changed, spec, layout, parallel or Parallel(), torch.device("cuda"))
+
+    without = pages(disable_piecewise_cuda_graph=True)
+    assert pages(Parallel(experts=ExpertShare(TPGroup(), counted=True))) == without
+    assert pages() < pages(piecewise_cuda_graph_tokens=(256, 100_000)) < without
