@@ -73,6 +73,17 @@ class PeerSums:
         return kernel.peer_sum_norm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
                                     patience=patience)
 
+    def warm_up(self, width: int, dtype: torch.dtype) -> None:
+        """Compile all that norms sums of rows of ``width`` values, so that no request waits for it; all ranks call it.
+        """
+        if dtype not in _DTYPES:
+            return
+        weight = torch.ones(width, dtype=dtype, device=self._buffers.device)
+        for rows in _fewest_rows(width, self.shared.slots):
+            x = weight.new_zeros(rows, width)
+            if self.takes_rows(x):
+                self.sum_normed(x, x, weight, 1e-5)
+
     def scatters(self, rows: torch.Tensor) -> bool:
         return self._takes(rows, rows.nbytes // self._size * (self._size - 1))
 
@@ -148,6 +159,16 @@ class PeerSums:
         normed = torch.nn.functional.rms_norm(mine.float() + 1, width, eps=1e-5)
         return (_close(total, mine.float() + 1) and _close(doubled / self._size, normed)
                 and _close(back, torch.nn.functional.rms_norm(normed, width, eps=1e-5)))
+
+
+def _fewest_rows(width: int, slots: int) -> list[int]:
+    """For which programs take one row each, for which two, and so on."""
+    found: dict[int, int] = {}
+    rows = 1
+    while (each := kernel.rows_a_program(rows, width, slots)) is not None:
+        found.setdefault(each, rows)
+        rows *= 2
+    return sorted(found.values())
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:

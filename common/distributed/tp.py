@@ -33,6 +33,9 @@ class SmallSums(Protocol):
                    eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden], which ``takes_rows`` took."""
 
+    def warm_up(self, width: int, dtype: torch.dtype) -> None:
+        """Before rows of so many values are summed and normed. All ranks call it."""
+
     def scatters(self, rows: torch.Tensor) -> bool: ...
 
     def scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:

@@ -122,6 +122,9 @@ class ModelRunner:
         """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
         for layer in list(expert_layers(self._model).values())[:1]:  # the others are alike
             layer.experts.warm_up(self._config.schedule.largest_prefill(self.spec.context_length))
+        for group in dict.fromkeys([self._parallel.attention, self._parallel.mlp]):
+            if group.peers is not None:
+                group.peers.warm_up(self._model.width, self._model.dtype)
         embeds, groups = self._config.model.is_embedding, self._parallel.dp_size
         compute = self.hidden if embeds else self.forward
         many = min(_MANY_ROWS, self.spec.context_length)
