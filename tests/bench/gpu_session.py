@@ -73,7 +73,7 @@ PLANS: dict[str, list[Step]] = {
         tests("kv-ipc", 120), tests("grammar", 240), tests("scheduling", 240), tests("prefill-graphs", 120),
         tests("peer-sum", 240), tests("skinny-matmul", 120), tests("dense-warpgroups", 120),
         tests("split-warpgroups", 120), tests("models-sampler", 240), tests("peer-rows", 120),
-        tests("decode-warpgroups", 120),
+        tests("decode-warpgroups", 120), tests("library-tiles", 120),
         tests("peer-tokens", 120), tests("batch-sizes", 180), tests("hidden-states", 120), tests("other-weights", 120),
         tests("long-contexts", 120),
         tests("one-batch", 90, alone=True), tests("memory-occupation", 90, alone=True),

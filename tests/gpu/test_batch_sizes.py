@@ -24,9 +24,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": LLAMA_8B | SHORT | {"eos_token_id": 1},
     "latents": V2_LITE | SHORT | {"bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 2},
 }
-CAPTURED = (1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, 160)
-ROWS = (1, 2, 3, 8, 9, 16, 17, 31, 33, 40, 64, 65, 66, 100, 127, 128, 129, 130)
-MOST = 150
+CAPTURED = (1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129, 160, 224, 225, 256)
+ROWS = (1, 2, 3, 8, 9, 16, 17, 31, 33, 34, 40, 64, 65, 66, 100, 127, 128, 129, 130, 200, 224, 225, 230, 256)
+MOST = 270
 
 
 @pytest.mark.parametrize("shape,quantization,most", [("8b", None, 0.05), ("8b", "fp8", 0.2),

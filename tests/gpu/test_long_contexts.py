@@ -22,6 +22,8 @@ CUDA = torch.device("cuda", 0)
 PAGE = 16
 DECODED = (1, 2, 16, 17, 255, 256, 257, 511, 4096, 30_001, 32_768)
 """Tokens of each request, the one that is computed included."""
+MANY = (*DECODED, *range(90, 110), *range(1000, 1020))
+"""So many that another kernel may take them."""
 EXTENDED = ((0, 65), (4095, 1), (20_000, 300), (128, 129))
 """Tokens before a chunk, and of it."""
 MOST = 40_000
@@ -30,7 +32,7 @@ DEEPSEEK = MLASpec(q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64
 
 def pools_of(layout: KVLayout) -> list[KVPool]:
     """Two that hold the same, as if all tokens had been stored."""
-    pools = [KVPool(layout, -(-sum(DECODED) // PAGE) + len(DECODED), CUDA) for _ in range(2)]
+    pools = [KVPool(layout, sum(-(-length // PAGE) for length in MANY), CUDA) for _ in range(2)]
     held = torch.randn(pools[0].groups[0].shape, device=CUDA, generator=torch.Generator(CUDA).manual_seed(3))
     for pool in pools:
         pool.groups[0].copy_(held)
@@ -49,8 +51,9 @@ def batch_of(parts: list[tuple[int, int]], pages: np.ndarray, is_decode: bool) -
 def check(backends: list, run: Callable[[object, int], torch.Tensor]) -> None:
     """``run(backend, rows)``, the same inputs in each call; a decode step also as one that is captured is planned."""
     pages = np.random.default_rng(0).permutation(backends[0]._pool.num_pages)
-    decode, extend = [(length - 1, 1) for length in DECODED], list(EXTENDED)
-    for parts, is_decode, longest in ((decode, True, None), (decode, True, MOST), (extend, False, None)):
+    few, many = ([(length - 1, 1) for length in lengths] for lengths in (DECODED, MANY))
+    for parts, is_decode, longest in ((few, True, None), (few, True, MOST), (many, True, None), (many, True, MOST),
+                                      (list(EXTENDED), False, None)):
         batch = batch_of(parts, pages, is_decode)
         for backend in backends:
             backend.plan(batch, longest)
