@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import torch
 
 from ...common.config.moe import MoESpec
 from ...kernels import reference
+from ...kernels.decode_plan import processors_of
 from ...kernels.fp8_quantize import quantize_groups
 from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import SCALE_GROUP
@@ -66,18 +68,33 @@ def floor_us(shape: Shape, tokens: int, hit: float, width: int, copy_tb_s: float
     return (up + down) / 1e6
 
 
+def _each(work: Callable[[], object]) -> float:
+    """Microseconds of one of several in a row, as ``experts`` is measured too: a graph takes some to begin."""
+    return micros(lambda: [work() for _ in range(DRAWS)]) / DRAWS
+
+
+def _waves(products: Products, tiles: Tiles) -> dict[str, float]:
+    """Tiles of each product for a multiprocessor, where warps with roles share them."""
+    if products.aligned.spans is None:
+        return {}
+    spans = int((products.aligned.spans[:, 2] >= 0).sum()) / processors_of(products.x.device)
+    shape = products.layer.shape
+    return {"up_waves": spans * -(-shape.size // tiles.gate_up.columns),
+            "down_waves": spans * -(-shape.hidden // tiles.down.columns)}
+
+
 def _parts(layer: Layer, tokens: int) -> dict[str, float]:
     shape = layer.shape
     tiles = _tiles(shape, tokens, layer.gate_up.dtype, layer.gate_up.device)
     products = Products(layer, tokens, tiles.gate_up)
-    align_us, sum_us = products.others()
+    align, total = products.others()
     spec = MoESpec(num_experts=shape.experts, top_k=shape.top_k, intermediate_size=shape.size, layers=(0,))
     logits = torch.randn(tokens, shape.experts, device=layer.device)
-    parts = {"up_us": micros(lambda: products.up(tiles.gate_up)), "down_us": micros(lambda: products.down(tiles.down)),
-             "align_us": align_us, "sum_us": sum_us, "topk_us": micros(lambda: moe_topk(logits, None, spec))}
+    works = {"up": lambda: products.up(tiles.gate_up), "down": lambda: products.down(tiles.down), "align": align,
+             "sum": total, "topk": lambda: moe_topk(logits, None, spec)}
     if layer.scales is not None:
-        parts["quantize_us"] = micros(lambda: quantize_groups(products.x, SCALE_GROUP))
-    return parts
+        works["quantize"] = lambda: quantize_groups(products.x, SCALE_GROUP)
+    return {f"{name}_us": _each(work) for name, work in works.items()} | _waves(products, tiles)
 
 
 def _loop_us(layer: Layer, draws: list) -> float:

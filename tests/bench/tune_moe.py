@@ -115,12 +115,12 @@ class Products:
         return moe_experts(self.x, layer.gate_up, layer.down, self.places, self.weights, layer.scales, tiles,
                            layer.biases, layer.shape.gate_limit)
 
-    def others(self) -> tuple[float, float]:
-        """Microseconds of the alignment and, of sorted rows, of the sum."""
+    def others(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """The alignment and, of sorted rows, the sum."""
         out, count = torch.empty_like(self.x), self.layer.shape.experts
         made = torch.zeros(len(self.aligned.rows), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
-        return (micros(lambda: moe_align(self.places, count, self.tile.block, self.tile.tall)),
-                micros(lambda: moe_sum(made, self.places, count, self.weights, self.aligned.positions, out)))
+        return (lambda: moe_align(self.places, count, self.tile.block, self.tile.tall),
+                lambda: moe_sum(made, self.places, count, self.weights, self.aligned.positions, out))
 
 
 Job = tuple[str, Tile, bool, float]
@@ -199,7 +199,7 @@ def tune(layer: Layer, tokens: int, most_rows: int, verbose: bool) -> Tiles:
         tried.append((micros(lambda t=tiles, p=products: p.whole(t)), tiles))  # type: ignore[misc]
         if verbose:
             flops = shape.flops(tokens)
-            align_us, sum_us = products.others()
+            align_us, sum_us = map(micros, products.others())
             print(f"  {rows} rows: {tried[-1][0]:.0f} us; up {up_us:.0f} us, {2 * flops / 3e6 / up_us:.0f} TFLOP/s, "
                   f"down {down_us:.0f} us, {flops / 3e6 / down_us:.0f} TFLOP/s, align {align_us:.0f}, "
                   f"sum {sum_us:.0f}; {_short(up)} {_short(down)}", flush=True)
