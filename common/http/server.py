@@ -23,6 +23,7 @@ from ..obs.logging import setup_logging
 from ..obs.tracing import Tracing, exporter_for
 from .app import make_app
 from .host import EngineHost, Service
+from .lateness import note_lateness
 from .traces import Traces
 
 log = logging.getLogger("baton.front")
@@ -90,7 +91,8 @@ class _Server:
                 stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
             site = await self._serve_http(stack, listener)
             await host.start(services)
-            stack.callback(asyncio.create_task(self._settle()).cancel)
+            for task in (self._settle(), self._note_lateness()):
+                stack.callback(asyncio.create_task(task).cancel)
             reason = await host.ended
             if reason is None:
                 await self._drain(site)
@@ -103,6 +105,10 @@ class _Server:
         """Once all is loaded: a full collection stops every stream, for 80 ms where 256 of them run."""
         await self._host.ready.wait()
         settle_collector()
+
+    async def _note_lateness(self) -> None:
+        await self._host.ready.wait()
+        await note_lateness(self._host.front.metrics.late.observe)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> web.SockSite:
         front = self._host.front
