@@ -34,7 +34,7 @@ def may_capture(parallel: Parallel) -> bool:
     trouble = None
     for group in {id(group): group for group in (parallel.world, parallel.attention, parallel.across)}.values():
         if group.size > 1 and trouble is None:
-            trouble = _trouble(group)
+            trouble = _trouble(group, group.size == parallel.dp_size)
     fine = parallel.world.all_true(trouble is None)
     if not fine:
         log.warning("Decode steps run without CUDA graphs: %s.", trouble or "other ranks cannot capture theirs")
@@ -51,11 +51,12 @@ def may_capture_prompts(parallel: Parallel, rows: int) -> bool:
     return not experts.spreads or (experts.sent is not None and experts.sent.fits(rows))
 
 
-def _trouble(group: TPGroup) -> str | None:
-    """Capture sums and gathers, through peers' memory where that is used and NCCL's, replay them twice and compare.
-    Nobody replays unless all have captured."""
+def _trouble(group: TPGroup, sends: bool) -> str | None:
+    """Capture sums and gathers, through peers' memory where that is used and NCCL's, replay them twice and compare;
+    with ``sends`` also what goes to one rank each. Nobody replays unless all have captured."""
     graph, trouble = torch.cuda.CUDAGraph(), None
     values = [torch.full((size,), float(group.rank + 1), dtype=torch.bfloat16, device=group.device) for size in _SIZES]
+    ones = [1] * group.size
     summed: list[torch.Tensor] = []
     gathered: list[torch.Tensor] = []
 
@@ -64,6 +65,8 @@ def _trouble(group: TPGroup) -> str | None:
         summed.extend(group.reduce_scatter_rows(part) for part in parts)
         summed.extend(group.all_reduce(value.clone()) for value in values)
         gathered.extend([group.all_gather_last_dim(values[0]), group.all_gather_rows(values[0])])
+        if sends:
+            gathered.append(group.all_to_all_rows(parts[0], ones, ones).flatten())
 
     def collect_both_ways() -> None:
         summed.clear()

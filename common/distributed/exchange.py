@@ -42,6 +42,11 @@ class TokenExchange:
         """Whether there is more than one attention group."""
         return self._across.size > 1
 
+    @property
+    def ranks(self) -> int:
+        """That it brings together."""
+        return self._across.size
+
     def begin(self, counts: Sequence[int], *, decodes: bool = False) -> None:
         """Rows of each attention group in the calls that follow, equal on all ranks. ``decodes``: in all groups."""
         if not self.spans:
@@ -68,6 +73,17 @@ class TokenExchange:
         y = compute(self.gather(x)) if sum(self._counts) else compute(x)
         first = sum(self._counts[:self._across.rank])
         return y[first:first + self._counts[self._across.rank]]
+
+    def around_columns(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
+        """``around`` of what every rank computes other columns of: ``compute`` gives ``[N, c]``, the result is
+        ``[own, ranks * c]``. Of ranks that are an attention group each: none needs the others' rows."""
+        columns = compute(self.gather(x) if sum(self._counts) else x)
+        own, size, peers = self._counts[self._across.rank], self._across.size, self._across.peers
+        if peers is not None and peers.gathers(columns):  # so quickly that more of it costs less
+            first = sum(self._counts[:self._across.rank])
+            return self._across.all_gather_last_dim(columns)[first:first + own]
+        parts = self._across.all_to_all_rows(columns, self._counts, [own] * size)
+        return parts.view(size, own, columns.shape[1]).transpose(0, 1).flatten(1)
 
     def summed(self, partial: Compute, summands: InTwo, x: torch.Tensor | Met) -> Summed:
         """``around`` for what every rank of the engine has a summand of, ``partial``: only the group's own rows are

@@ -65,7 +65,8 @@ class PeerSums:
         kernel.peer_sum(tensor, self.shared, two_shots=self._in_two(tensor), patience=patience)
 
     def takes_rows(self, rows: torch.Tensor) -> bool:
-        return self.takes(rows) and kernel.rows_a_program(*rows.shape, self.shared.slots) is not None
+        count, width = rows.shape
+        return self.takes(rows) and kernel.rows_a_program(count, width, self.shared.slots) is not None
 
     def sum_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                    patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:

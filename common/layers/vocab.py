@@ -44,7 +44,12 @@ class VocabTable:
         """``[R, hidden]`` to logits ``[R, vocab]`` in its type, whole on every rank and contiguous in its rows."""
         if not len(hidden):
             return hidden.new_empty((0, self.vocab_size))
-        return self.tp.all_gather_last_dim(dense_matmul(hidden, self.weight))[:, :self.vocab_size]
+        return self.tp.all_gather_last_dim(self.columns(hidden))[:, :self.vocab_size]
+
+    def columns(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the logits, ``[R, hidden]`` to ``[R, c]``: side by side, the ranks' begin with ``vocab``
+        columns."""
+        return dense_matmul(hidden, self.weight) if len(hidden) else hidden.new_empty((0, len(self.weight)))
 
     def slots(self) -> Iterator[Slot]:
         if self.used:

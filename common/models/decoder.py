@@ -72,6 +72,8 @@ class DenseDecoder:
         assert self.head is not None
         if self.head is self.embedding:  # which every attention group has for itself
             return self.head.scores(hidden)
+        if self.scored.spans and self.scored.ranks == self.head.tp.size:
+            return self.scored.around_columns(self.head.columns, hidden)[:, :self.head.vocab_size]
         return self.scored.around(self.head.scores, hidden)
 
     def hidden(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],

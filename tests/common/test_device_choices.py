@@ -80,10 +80,10 @@ def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
     two = Group(0, 2)
     assert may_capture(Parallel())
     tried = []
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", tried.append)
-    assert may_capture(Parallel(two)) and tried == [two]
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: tried.append((group, sends)))
+    assert may_capture(Parallel(two)) and tried == [(two, False)]
     across = Group(0, 2)
-    assert may_capture(Parallel(two, TPGroup(), across)) and tried == [two, two, across]
+    assert may_capture(Parallel(two, TPGroup(), across)) and tried == [(two, False), (two, True), (across, True)]
     assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
     assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counted=True)))
     assert not may_capture(Parallel(Group(0, 2, "cuda:0"))), "it goes through host memory"
@@ -91,7 +91,7 @@ def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
 
 
 def test_a_trial_that_fails_is_told(monkeypatch, caplog):
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: "they were not captured")
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: "they were not captured")
     assert not may_capture(Parallel(Group(0, 2)))
     assert "Decode steps run without CUDA graphs: they were not captured." in caplog.text
 
@@ -99,7 +99,7 @@ def test_a_trial_that_fails_is_told(monkeypatch, caplog):
 def test_groups_capture_where_all_ranks_can(monkeypatch, caplog):
     world = Group(0, 2)
     world.min_reduce = lambda values: values * 0  # another rank's attention group could not
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: None)
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: None)
     assert not may_capture(Parallel(world, TPGroup(), Group(0, 2)))
     assert "Decode steps run without CUDA graphs: other ranks cannot capture theirs." in caplog.text
 
@@ -137,7 +137,7 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     def refuses(*given):
         raise RuntimeError("no peers here")
 
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group: None)
+    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: None)
     monkeypatch.setattr(sent_tokens, "AVAILABLE", True)
     monkeypatch.setattr(sent_tokens, "SharedAreas", refuses)
     alone = parallel()
