@@ -92,8 +92,9 @@ class Router:
                                          outbox=self.dispatcher.outbox, heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
-            known = error.errno and not isinstance(error, socket.gaierror)  # whose numbers mean something else
-            reason = os.strerror(error.errno) if known else error.strerror or error
+            reason = error.strerror or error
+            if error.errno and not isinstance(error, socket.gaierror):  # whose numbers mean something else
+                reason = os.strerror(error.errno)
             raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
 
     async def stop(self) -> None:

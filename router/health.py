@@ -17,11 +17,14 @@ from .collect import ask, get
 from .config.workers import HealthArgs
 from .dispatch import Dispatcher
 from .ranks import count_of
-from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
+from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
 
 logger = logging.getLogger("baton.router")
 
 _RECOVERY_SECONDS = 0.5
+_NOT_FOR: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
+                                          "decode": ("null", "prefill")}
+"""What a worker of a role may not say of itself (``disaggregation_mode``). Our decode servers serve alone, too."""
 
 
 class HealthMonitor:
@@ -41,6 +44,7 @@ class HealthMonitor:
         self._startup = args.worker_startup_timeout_secs
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
+        self._told: set[Worker] = set()
 
     def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
         self._wake[worker] = asyncio.Event()
@@ -48,6 +52,7 @@ class HealthMonitor:
 
     def unwatch(self, worker: Worker) -> None:
         del self._wake[worker]
+        self._told.discard(worker)
         self._tasks.pop(worker).cancel()
 
     async def close(self) -> None:
@@ -94,8 +99,9 @@ class HealthMonitor:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
             return
-        if worker.state != "healthy":
-            await self._learn(worker, dispatcher)
+        if worker.state != "healthy" and (role := await self._learn(worker, dispatcher)) is not None:
+            self._misplaced(worker, role)
+            return
         if worker in self._wake and self._registry.passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
 
@@ -103,12 +109,24 @@ class HealthMonitor:
         if self._registry.failed(worker, certain=certain):
             logger.warning("Worker %s takes no requests: %s.", worker.url, detail)
 
-    async def _learn(self, worker: Worker, dispatcher: Dispatcher) -> None:
-        """Ask a worker what it is, as far as nobody said; a worker that cannot tell keeps the defaults."""
+    def _misplaced(self, worker: Worker, role: str) -> None:
+        """It would answer, and wrongly: a prefill server in decode's place ends every answer with its first token."""
+        self._registry.failed(worker, certain=True)
+        if worker not in self._told:
+            self._told.add(worker)
+            logger.error("Worker %s was named as %s worker, and says that it is a %s server: it gets no requests.",
+                         worker.url, worker.role, "unified" if role == "null" else role)
+
+    async def _learn(self, worker: Worker, dispatcher: Dispatcher) -> str | None:
+        """Ask a worker what it is, as far as nobody said; a worker that cannot tell keeps the defaults. Returns the
+        role that it says it has, where that cannot serve in the one that it was given."""
         models = (await ask(dispatcher, worker, get("/v1/models"), self._timeout)).json_object().get("data")
         if isinstance(models, list):
             worker.model_ids = tuple(str(m["id"]) for m in models if isinstance(m, dict) and "id" in m)
         info = (await ask(dispatcher, worker, get("/get_server_info"), self._timeout)).json_object()
+        mode = info.get("disaggregation_mode")
+        if not worker.asks_role and mode in _NOT_FOR[worker.role]:
+            return str(mode)
         worker.is_baton = info.get("stream_continuation") is True
         worker.keeps_files = bool(info.get("file_storage_path"))
         if self._on_ranks is not None and info:
@@ -117,6 +135,7 @@ class HealthMonitor:
             apply_server_info(worker, info)
             if worker.role == "regular":
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
+        return None
 
 
 def apply_server_info(worker: Worker, info: dict[str, Any]) -> None:

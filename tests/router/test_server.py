@@ -126,6 +126,21 @@ async def test_role_and_port_of_a_new_worker_are_learnt(router, worker, request_
     assert p.posts[0].json["bootstrap_port"] == 9001
 
 
+@pytest.mark.parametrize(("given", "told"), [("prefill", "decode"), ("decode", "prefill"), ("prefill", "null"),
+                                             ("decode", "null"), ("regular", "prefill")])
+async def test_a_worker_in_anothers_place_gets_no_requests(router, worker, request_to, script, caplog, given, told):
+    """Swapped addresses would be answered: by prefill, with one token."""
+    mock = await worker(disaggregation_mode=told)
+    named = {given: [mock]} if given != "regular" else {}
+    front = await router(*([] if named else [mock]), wait=False, **named)
+    await script.until(lambda: "it gets no requests" in caplog.text)
+    assert f"named as {given} worker" in caplog.text and f"a {told.replace('null', 'unified')} server" in caplog.text
+    assert not front.registry.available(given)
+    mock.info = {"disaggregation_mode": "null" if given == "regular" else given}  # started again, as it should be
+    await script.until(lambda: front.registry.available(given))
+    assert caplog.text.count("it gets no requests") == 1
+
+
 async def test_removal_does_not_cut_a_stream(router, worker, request_to, connect, script):
     mock = await worker(script.stream(*map(str, range(20)), pause=0.01))
     front = await router(mock)
