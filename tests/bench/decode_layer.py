@@ -27,6 +27,7 @@ from torch.nn.functional import linear
 
 from ...kernels.decode_plan import plan_decode, processors_of
 from ...kernels.fresh_rows import FreshRows
+from ...kernels.library_tiles import better_plan, product_in_pieces
 from ...kernels.paged_decode import Tile, paged_decode, pieces_of, takes_rows_in
 from ...kernels.silu_and_mul import silu_and_mul
 from ...kernels.skinny_matmul import skinny_matmul
@@ -41,8 +42,9 @@ from .small_kernels import LAYERS, SHAPES, Batch
 CALLS = 32
 KIB = 1024
 Ways = dict[str, Any]
-"""Of a part of the layer how it is computed: a product's tile, or None for cuBLAS; ``gated``: whether the activation is
-part of the product; ``attention``: its tile, and what its plan is told; ``takes_in``: see Batch."""
+"""Of a part of the layer how it is computed: a product's tile, a Library, or None for what torch takes of cuBLAS's;
+``gated``: whether the activation is part of the product; ``attention``: its tile, and what its plan is told;
+``takes_in``: see Batch."""
 
 
 class Left(NamedTuple):
@@ -50,6 +52,12 @@ class Left(NamedTuple):
 
     tile: SplitTile
     dtype: torch.dtype
+
+
+class Library(NamedTuple):
+    """cuBLAS's products as kernels/library_tiles.py makes them: by better tiles, or in so many pieces for the norm."""
+
+    pieces: int = 1
 
 
 def tiles(columns: int, depth: int, warps: int, stages: int, pieces: tuple[int, ...],
@@ -119,10 +127,11 @@ def many_rows() -> dict[str, list[SkinnyTile]]:
 
 def split(rows: int) -> dict[str, list[Any]]:
     """Of more than 64 rows; the sums of ``o`` and ``down`` are left to the norm."""
-    narrow = SplitTile(128, 64, 64, 6) if rows <= 128 else SplitTile(256, 64, 64, 4)
+    if rows > 128:
+        return {"gate_up": [Library()], "qkv": [], "o": [Library(2)], "down": [Library(2), Library(4)]}
+    narrow = SplitTile(128, 64, 64, 6)
     left = [Left(replace(narrow, pieces=4), dtype) for dtype in (torch.float32, torch.bfloat16)]
-    return {"gate_up": [narrow, SplitTile(128, 128, 64, 4)] if rows <= 128 else [narrow], "qkv": [], "o": left,
-            "down": left}
+    return {"gate_up": [narrow, SplitTile(128, 128, 64, 4)], "qkv": [], "o": left, "down": left}
 
 
 def candidates(rows: int) -> dict[str, list[Any]]:
@@ -141,8 +150,10 @@ def candidates(rows: int) -> dict[str, list[Any]]:
     return found
 
 
-def product(tile: SkinnyTile | StreamedTile | SplitTile | Left | None, gated: bool, x: torch.Tensor,
+def product(tile: SkinnyTile | StreamedTile | SplitTile | Left | Library | None, gated: bool, x: torch.Tensor,
             weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(tile, Library):
+        return of_library(tile.pieces, gated, x, weight)
     if isinstance(tile, Left):
         return split_pieces(x, weight, tile.tile, tile.dtype)
     if isinstance(tile, SplitTile):
@@ -150,6 +161,14 @@ def product(tile: SkinnyTile | StreamedTile | SplitTile | Left | None, gated: bo
     if tile is not None:
         return skinny_matmul(x, weight, tile=tile, gated=gated)
     return silu_and_mul(linear(x, weight)) if gated else linear(x, weight)
+
+
+def of_library(pieces: int, gated: bool, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if pieces > 1:
+        return product_in_pieces(x, weight, pieces)
+    plan = better_plan(x, weight)
+    assert plan is not None, "torch's choice serves"
+    return silu_and_mul(plan(x, weight)) if gated else plan(x, weight)
 
 
 def apply(batch: Batch, ways: Ways) -> None:
@@ -270,7 +289,7 @@ def jobs(batches: list[int]) -> list[Job]:
                 elif isinstance(option, (SplitTile, Left)):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
                         found[rows, option, gated] = None
-                elif name != "attention" and option:
+                elif name != "attention" and option and not isinstance(option, Library):
                     narrow = rows == 1 and option.pieces == 1 and option.columns <= 16
                     tall = 1 if narrow else 8 if rows <= 16 else rows
                     for gated in (False, True)[:1 + (name == "gate_up")]:
