@@ -57,7 +57,7 @@ def shape_of(model: str) -> dict[str, Any]:
 def setting_flags(name: str, gpus: int) -> list[str]:
     """Of a server: ``tp``, ``dp``, ``tp+ep`` or ``dp+ep``; behind that ``+a2a``, ``+ll`` or ``+peer``, ``+two`` batches
     (``two8``: exchanges have 8 multiprocessors, ``two0``: as ever), ``+eager`` for prompts without CUDA graphs, and
-    ``+chunk16384``.
+    ``+chunk16384``; ``+prompts`` decodes nothing.
     """
     parts, count = name.split("+"), str(gpus)
     return ["--tp-size", count, *(["--dp-size", count, "--enable-dp-attention"] if "dp" in parts else []),

@@ -142,7 +142,7 @@ class Driven:
 def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tuple[Driven, dict[str, float]]:
     """The engine, and what its start took in seconds. Raises ConfigError."""
     shape = shape_of(case["model"]) | ({"num_hidden_layers": args.layers} if args.layers else {})
-    batches = batches_of(args)
+    batches = batches_of(args, case)
     groups = args.gpus if "dp" in case["setting"].split("+") else 1
     most = -(-max(batches, default=1) // groups)
     tokens = max(most * (args.context + 32) + answered(batches), -(-args.prompts // groups) * (args.length + 32))
@@ -182,7 +182,10 @@ def beside(setting: str, world: TPGroup) -> TPGroup | None:
     return group_beside(world, list(range(world.size)), timedelta(seconds=120), ctas) if ctas else None
 
 
-def batches_of(args: argparse.Namespace) -> list[int]:
+def batches_of(args: argparse.Namespace, case: dict[str, str] | None = None) -> list[int]:
+    """Of one engine; without a ``case`` of all."""
+    if case is not None and "prompts" in case["setting"].split("+"):
+        return []
     return [int(batch) for batch in args.batches.split(",") if batch]
 
 
@@ -208,8 +211,8 @@ def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> d
             row |= {"shares": exchange_times(kernels, world), "kernels": longest(kernels)}
         if args.host:
             row["host"] = host_times(lambda: driven.prefill(args.prompts, args.length))
-        took = driven.decode(batches_of(args), args.context)
-        row["decode_ms"] = {str(batch): 1e3 * took[batch].seconds for batch in batches_of(args)}
+        took = driven.decode(batches_of(args, case), args.context)
+        row["decode_ms"] = {str(batch): 1e3 * steps.seconds for batch, steps in took.items()}
         row["steps_of"] = {str(batch): steps.told() for batch, steps in took.items() if steps.kernels}
         row["took_s"] = time.perf_counter() - began
         if world.device.type == "cuda":
@@ -228,8 +231,9 @@ def rehearse(rank: int, case: dict[str, str], args: argparse.Namespace, folder: 
     try:
         driven, stages = build(case, args, world)
         driven.prefill(max(args.prompts // 4, args.gpus), args.length)
-        driven.start(args.gpus, 8, WARM)
-        driven.finish()
+        if batches_of(args, case):
+            driven.start(args.gpus, 8, WARM)
+            driven.finish()
     except ConfigError as error:
         stages, told = {}, f"{error}"
     if rank == 0:
