@@ -160,3 +160,19 @@ def test_sums_on_a_cpu_have_no_peers():
     parallel = Parallel(TPGroup(0, 2))
     peers.connect_all(parallel)
     assert parallel.world.peers is None
+
+
+def test_two_ranks_sum_large_messages_in_each_other_s_memory():
+    def message(nbytes: int) -> SimpleNamespace:
+        return SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, nbytes=nbytes, is_contiguous=lambda: True,
+                               shape=(nbytes // 8192, 4096))
+
+    def largest(ranks: int) -> int:
+        buffers = SimpleNamespace(device="cpu", of_ranks=(None,) * ranks)
+        sums = peers.PeerSums(0, buffers, peers.slots_for(ranks))
+        taken = [mib for mib in (1, 2, 32, 33) if sums.takes(message(mib << 20))]
+        assert taken == [mib for mib in (1, 2, 32, 33) if sums.takes_rows(message(mib << 20))]
+        return taken[-1]
+
+    assert largest(2) == 32 and largest(4) == 1
+    assert peers.slots_for(4, 700) == 700 and peers.slots_for(8, 5000) == peers.MOST_ROWS
