@@ -88,7 +88,8 @@ def test_wrong_flags_are_one_sentence(capsys):
     ("--context-length 0", "must be 1 or more"), ("--num-layer-groups 0", "must be 1 or more"),
     ("--cuda-graph-bs 1 -1", "must be 1 or more"), ("--base-gpu-id -1", "must be 0 or more"),
     ("--peer-timeout 0", "above 0"), ("--kv-transfer-timeout -1", "above 0"), ("--request-timeout 0", "above 0"),
-    ("--disaggregation-bootstrap-timeout 0", "above 0"), ("--disaggregation-bootstrap-port 0", "65535"),
+    ("--disaggregation-bootstrap-timeout 0", "above 0"),
+    ("--disaggregation-bootstrap-port 0 --disaggregation-mode prefill", "65535"),
     ("--port 70000", "65535"), ("--shutdown-grace-secs -1", "must be 0 or more"),
     ("--max-queued-requests -1", "must be 0 or more")])
 def test_numbers_that_cannot_be_are_refused(flags, words, capsys):

@@ -53,8 +53,9 @@ class DisaggregationArgs:
         for name, seconds in waits.items():
             if not seconds > 0:
                 raise ConfigError(f"{name} must be above 0, not {seconds:g}.")
-        if not 0 < self.disaggregation_bootstrap_port < 65536:
-            raise ConfigError("--disaggregation-bootstrap-port must be between 1 and 65535, not "
+        least = 1 if self.disaggregation_mode == "prefill" else 0
+        if not least <= self.disaggregation_bootstrap_port < 65536:
+            raise ConfigError(f"--disaggregation-bootstrap-port must be between {least} and 65535, not "
                               f"{self.disaggregation_bootstrap_port}.")
         if self.kv_retain_seconds < 0:
             raise ConfigError(f"--kv-retain-seconds must be 0 or more, not {self.kv_retain_seconds:g}.")
