@@ -21,7 +21,8 @@ _GROWTH = 20  # tokens that each request is to gain before the next retraction
 
 def left_of(req: Req) -> int:
     """Output tokens that are counted for ``req``: those that it may still ask for, up to a bound."""
-    return min(max(req.max_tokens - req.length, 0), _LONGEST)
+    left = req.num_prompt_tokens + req.sampling.max_new_tokens - req.tokens.count - req.num_pending
+    return min(left, _LONGEST) if left > 0 else 0
 
 
 def one_less(left: np.ndarray) -> int:

@@ -59,10 +59,11 @@ class Places:
 
     def take_out(self, reqs: Sequence[Req]) -> None:
         """Wherever they stand; they may stand nowhere."""
-        leaving = {req for req in reqs if req not in self.waiting}
-        for req in reqs:
-            if req not in leaving:
+        leaving = set(reqs)
+        for req in reqs if len(self.waiting) else ():
+            if req in self.waiting:
                 self.waiting.remove(req)
+                leaving.discard(req)
         for place in (self.prefilling, self.running, self.arriving):
             if not leaving:
                 return
