@@ -70,12 +70,15 @@ class Progress:
 
 
 class Rooms:
-    """The halves that are open on this rank. Every rank of the group holds equal ones, in equal order."""
+    """The halves that are open on this rank, by room. Every rank of the group holds equal ones, in equal order.
+
+    Not by request id: a client's own comes again with its next attempt, while this one's pages still drain.
+    """
 
     def __init__(self, transport: Transport, group: Agreeing):
         self._transport = transport
         self._group = group
-        self._halves: dict[str, Half] = {}
+        self._halves: dict[int, Half] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -88,12 +91,14 @@ class Rooms:
         return sum(half.stage is stage for half in self)
 
     def open(self, req: Req, stage: Stage) -> Half:
-        assert req.bootstrap is not None and req.rid not in self._halves
-        half = self._halves[req.rid] = Half(req, req.bootstrap.room, stage, next(self._numbers))
+        """``req``'s room is the transport's since it was told of it, and so free here."""
+        assert req.bootstrap is not None and req.bootstrap.room not in self._halves
+        half = self._halves[req.bootstrap.room] = Half(req, req.bootstrap.room, stage, next(self._numbers))
         return half
 
     def of(self, req: Req) -> Half | None:
-        return self._halves.get(req.rid)
+        half = None if req.bootstrap is None else self._halves.get(req.bootstrap.room)
+        return half if half is not None and half.req is req else None
 
     def poll(self) -> list[Progress]:
         """The group's view of every half, in order of opening."""
@@ -125,5 +130,5 @@ class Rooms:
 
     def close(self, half: Half, forget: Callable[[int], None] | None = None) -> None:
         """``forget``: in place of the transport's."""
-        del self._halves[half.req.rid]
+        del self._halves[half.room]
         (forget or self._transport.forget)(half.room)

@@ -40,7 +40,7 @@ class PrefillScheduler:
         self.rooms = Rooms(sender, group)
         self._departures = Departures(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
         self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap)
-        self._first_tokens: dict[str, tuple[list[int], Logprobs | None]] = {}
+        self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._kept = KeptPrompts(batcher.cache, sender, group, kv_retain_seconds)
         self._now = 0.0
 
@@ -122,7 +122,7 @@ class PrefillScheduler:
             half.req.mark("meeting")
             self._begin(half)
         elif half.stage is Stage.SENDING and progress.settled:
-            token_ids, logprobs = self._first_tokens[half.req.rid]
+            token_ids, logprobs = self._first_tokens[half.room]
             self._let_go(half)
             self.ledger.gain(half.req, token_ids, logprobs)
 
@@ -157,14 +157,14 @@ class PrefillScheduler:
         req = half.req
         half.stage = Stage.SENDING
         req.mark("prefill")
-        self._first_tokens[req.rid] = (token_ids, result.logprobs)
+        self._first_tokens[half.room] = (token_ids, result.logprobs)
         req.finish = req.finish or Finish("length")
         self._kept.add(half.room, req, result)
         self.sender.finish(half.room, result)
 
     def _let_go(self, half: Half) -> None:
         """No write can touch the pages any more: what was computed stays in the prefix cache."""
-        self._first_tokens.pop(half.req.rid, None)
+        self._first_tokens.pop(half.room, None)
         if half.stage is Stage.SENDING:
             self.rooms.close(half, forget=lambda room: self._kept.done(room, self._now))
         else:

@@ -41,7 +41,7 @@ class Fleet:
         self.decodes.append(Side(self.folder, make_decode, "decode", self.port, "fake", max_total_tokens=640))
         return self.decodes[-1]
 
-    def start(self, prompt, decode, previous=None, sampling=None, **fields):
+    def start(self, prompt, decode, previous=None, sampling=None, rid=None, **fields):
         """Both halves of an attempt; returns prefill's request and the room."""
         self.prefill.take()
         room = next(self.rooms)
@@ -49,7 +49,7 @@ class Fleet:
         halves = []
         for side in (self.prefill, decode):
             meet = Bootstrap("127.0.0.1", self.port, room, previous)
-            message = Generate(f"r{room}", list(prompt), sampling, bootstrap=meet, **fields)
+            message = Generate(rid or f"r{room}", list(prompt), sampling, bootstrap=meet, **fields)
             halves.append(side.ledger.accept(message, 0.0))
             side.scheduler.add(halves[-1])
         return halves[0], room
@@ -162,6 +162,23 @@ def test_a_transfer_that_broke_off_is_sent_again_while_its_writes_hang(fleet, an
     if noticed == "first by the router":
         fleet.kill(first)
     assert tokens_in(answered(fleet, second)) == answer(prompt)
+    drain(fleet)
+
+
+def test_another_attempt_may_have_the_same_id(fleet, answer):
+    """A client's own id comes again with each attempt, also while the pages of the one before are still held."""
+    prompt, decode = prompt_of(30, 9), fleet.decode()
+    gate = decode.scheduler.receiver._backend.gate
+    gate.clear()
+    req, room = fleet.start(prompt, decode, rid="mine")
+    fleet.until_computed(req, decode)
+    for side, half in ((fleet.prefill, req), (decode, decode.ledger.live["mine"])):
+        side.abort(half)
+        side.take()
+    assert len(fleet.prefill.scheduler.rooms) == len(decode.scheduler.rooms) == 1, "both wait for the writes"
+    fleet.start(prompt, decode, previous=room, rid="mine")
+    gate.set()
+    assert tokens_in(answered(fleet, decode)) == answer(prompt)
     drain(fleet)
 
 
