@@ -1,4 +1,5 @@
-"""Sums over a group's ranks through each other's memory, for messages so small that NCCL's protocol is their cost."""
+"""Sums over a group's ranks through each other's memory, for messages so small that NCCL's protocol is their cost; of
+two ranks also for those of prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LARGEST_BYTES = 1 << 20
 """Of one message, or of what a rank sends to gather or scatter; a longer one is NCCL's. Two H200s take 6.7 us
 for it, NCCL 19.5 us; more does not fit into the buffers."""
 _LARGEST_OF_TWO = 32 << 20
-"""Of two ranks, whose sums cross the link once."""
+"""Of two ranks, whose sums cross the link once. Two H200s take 105 us for it with the norm behind, where the link alone
+takes 85, and NCCL 154 and the norm 25."""
 _SLOTS_OF_TWO = 2048
 """What such a message takes: 128 MiB of each rank."""
 MOST_ROWS = 1024
