@@ -98,8 +98,8 @@ class DecodeRun:
         stays = self.left > 0
         stays[self.gone] = False
         reqs = self.reqs if stays.all() else [self.reqs[place] for place in np.flatnonzero(stays).tolist()]
-        behind = len(running)
-        while behind and not (reqs and running[behind - 1] is reqs[-1]):
+        behind = len(running) if reqs else 0
+        while behind and running[behind - 1] is not reqs[-1]:
             behind -= 1
         return reqs + [req for req in running[behind:] if not req.complete]
 

@@ -55,12 +55,13 @@ class PageHold:
     def num_own(self) -> int:
         return int(np.count_nonzero(self.own))
 
-    @property
-    def own_ids(self) -> np.ndarray:
-        """The pages that are freed with the request."""
+    def take_own(self) -> tuple[np.ndarray, list[int]]:
+        """The pages that are freed with the request, the newest of them apart; nothing is left of the hold."""
+        new, self._new = self._new, []
+        placed, self.count = self.count - len(new), 0
         if self.num_published == 0 and self.tail is None:  # the prefix cache has none of them
-            return self.ids
-        return self.ids[self.own]
+            return self._ids[:placed], new
+        return self._ids[:placed][self._own[:placed]], new
 
     def extend(self, ids: np.ndarray) -> None:
         if self._new:
@@ -231,16 +232,20 @@ class KVCacheManager:
     def release_each(self, ending: Sequence[tuple[PageHold, np.ndarray | None]]) -> None:
         """``release`` one after the other; what is free by it is entered at once."""
         freed: list[np.ndarray] = []
+        newest: list[int] = []
         for hold, tokens in ending:
             if tokens is not None:
                 self.commit(hold, tokens)
-            freed.append(hold.own_ids)
+            pages, new = hold.take_own()
+            freed.append(pages)
+            newest += new
             if self.prefix_cache is not None and hold.node is not None:
                 self.prefix_cache.unlock(hold.node)
             if hold.tail is not None:
                 self.allocator.free(self.tails.done(hold.tail))
-            hold.node, hold.count, hold.tail = None, 0, None
-        own = freed[0] if len(freed) == 1 else np.concatenate(freed[::-1]) if freed else np.empty(0, np.int64)
+            hold.node, hold.tail = None, None
+        freed = [*freed[::-1], np.array(newest, np.int64)]
+        own = np.concatenate(freed)
         self.allocator.free(own)
         self._num_held -= len(own)
 

@@ -291,3 +291,18 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+def test_pages_of_holds_that_end_together_come_out_in_runs():
+    """Those that they grew by one by one, in turn with each other, come last."""
+    cache = KVCacheManager(8, 16, prefix_cache=False)
+    holds = [cache.begin_private() for _ in range(2)]
+    assert all(cache.grow(hold, 3 * 16) for hold in holds)
+    assert cache.add_page_each(holds).tolist() == [6, 7]
+    cache.release_each([(hold, None) for hold in holds])
+    cache.check_integrity()
+    assert cache.num_free == 8 and not any(len(hold.ids) for hold in holds)
+    again = [cache.begin_private() for _ in range(2)]
+    assert all(cache.grow(hold, 3 * 16) for hold in again)
+    assert [hold.ids.tolist() for hold in again] == [[3, 4, 5], [0, 1, 2]]
+    assert cache.add_page_each(again).tolist() == [6, 7]
