@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
+
 from ..api.commands import Command
-from ..api.errors import Conflict, InvalidRequest, Overloaded, WorkerUnavailable, from_code
+from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError, WorkerUnavailable, from_code
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import (
     Abort,
@@ -30,6 +32,7 @@ from ..api.messages import (
 )
 from .balancer import Balancer
 from .engine_channel import EngineChannel
+from .names import Names
 from .output_stream import OutputStream
 from .questions import Question, Questions
 from .states import merged
@@ -54,7 +57,8 @@ class EngineClient:
         self._balancer = balancer
         self.channel = EngineChannel()
         self._receiver: asyncio.Task[None] | None = None
-        self._streams: dict[str, OutputStream] = {}
+        self._names = Names()
+        self._streams: dict[str, OutputStream] = {}  # by the requests' names
         self._questions = Questions(1 if balancer is None else balancer.size, self._send)
         self._dead: str | None = None
 
@@ -98,37 +102,44 @@ class EngineClient:
         if len(self._streams) + len(requests) > self._max_requests:
             raise Overloaded(f"The server holds {len(self._streams)} requests, of {self._max_requests} at most; "
                              "try again later.", retry_after=1.0)
-        taken = [request.rid for request in requests if request.rid in self._streams]
+        taken = [request.rid for request in requests if self._names.of(request.rid) in self._streams]
         if taken or len({request.rid for request in requests}) < len(requests):
             raise Conflict(f"Request id {(taken or [requests[0].rid])[0]!r} is in use; choose another.", param="rid")
         for request in requests:
-            self._streams[request.rid] = stream
+            name = self._names.choose(request.rid)
+            self._streams[name] = stream
+            if name != request.rid:
+                request = msgspec.structs.replace(request, rid=name)
             if self._balancer is not None:
                 self._balancer.place(request)
             self._send(request)
 
     def abort(self, rid: str, silent: bool = False) -> None:
         """Cancel a request, or all for ``rid == ""``; unless ``silent``, whoever waits for it gets Aborted."""
-        self._send(Abort(rid, silent))
+        self._send(Abort(self._names.of(rid), silent))
 
     def abort_group(self, rid: str) -> None:
         """Cancel a request and, where it was asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
-        for name in list(self._streams):
-            head, _, tail = name.rpartition("-")
-            if name == rid or (head == rid and tail.isdigit()):
-                self.abort(name)
+        for own in [self._names.rid(name) for name in self._streams]:
+            head, _, tail = own.rpartition("-")
+            if own == rid or (head == rid and tail.isdigit()):
+                self.abort(own)
 
     def abandon(self, rid: str) -> None:
         """Nobody waits for a request any more."""
-        if self._forget(rid) is not None:
-            self.abort(rid, silent=True)
+        name = self._names.of(rid)
+        if self._forget(name) is not None:
+            self._send(Abort(name, silent=True))
+            self._names.abandon(rid)
 
-    def _forget(self, rid: str) -> OutputStream | None:
-        """The stream of a request that has ended; None where it had before."""
-        stream = self._streams.pop(rid, None)
-        if stream is not None and self._balancer is not None:
-            self._balancer.ended(rid)
-        return stream
+    def _forget(self, name: str) -> tuple[OutputStream, str] | None:
+        """The stream and the id of a request that has ended; None where it had before."""
+        stream = self._streams.pop(name, None)
+        if stream is None:
+            return None
+        if self._balancer is not None:
+            self._balancer.ended(name)
+        return stream, self._names.drop(name)
 
     # ------------------------------------------------------------------ the engine as a whole
 
@@ -164,9 +175,8 @@ class EngineClient:
         """Fail all that waits, with WorkerUnavailable, and refuse what comes; ``reason`` is a sentence."""
         self._dead = reason
         self.channel.drop_unsent()
-        for rid, stream in list(self._streams.items()):
-            self._forget(rid)
-            stream.fail(rid, WorkerUnavailable(reason))
+        for name in list(self._streams):
+            self._fail(name, WorkerUnavailable(reason))
         self._questions.fail(WorkerUnavailable(reason))
 
     def shut_down(self) -> None:
@@ -197,24 +207,30 @@ class EngineClient:
             case Outputs():
                 for output in message.items:
                     self._deliver(output)
-            case Failed(rid, code, text):
-                stream = self._forget(rid)
-                if stream is not None:
-                    stream.fail(rid, from_code(code, text))
+            case Failed(name, code, text):
+                self._fail(name, from_code(code, text))
             case State() | Done():
                 self._questions.answered(message)
             case Loading() | Ready() | StartFailed():
                 self._on_startup(message)
 
+    def _fail(self, name: str, error: ServingError) -> None:
+        if (found := self._forget(name)) is not None:
+            stream, rid = found
+            stream.fail(rid, error)
+
     def _deliver(self, output: Output) -> None:
         """An output of an unknown request is of one that ended here before the engine knew; it is dropped."""
-        stream = self._streams.get(output.rid)
+        name = output.rid
+        stream = self._streams.get(name)
         if stream is None:
             return
         if self._balancer is not None:
-            self._balancer.grew(output.rid, len(output.token_ids))
+            self._balancer.grew(name, len(output.token_ids))
+        if self._names.renamed:
+            output.rid = self._names.rid(name)
         if output.finish is not None:
-            self._forget(output.rid)
+            self._forget(name)
         stream.put(output)
 
 

@@ -15,7 +15,7 @@ from fake_engine import EOS, Seed, rank_main
 
 from baton.common.api.commands import FlushCache
 from baton.common.api.errors import Aborted, Conflict, InvalidRequest, Overloaded, TransferFailed, WorkerUnavailable
-from baton.common.api.messages import Generate, Loading, Output, Ready, StartFailed
+from baton.common.api.messages import Failed, Finish, Generate, Loading, Output, Outputs, Ready, StartFailed
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
@@ -156,6 +156,30 @@ async def test_aborts(engine: Engine) -> None:
     assert client.num_open == 0
     await until_idle(client)
     assert (await client.state()).counters["aborted_requests"] == 4
+
+
+async def test_what_comes_late_of_a_request_is_not_its_successors(engine: Engine) -> None:
+    """A client that leaves and sends its own id again, or a router that tries again, is quicker than the engine."""
+    client = engine.client
+    for _ in range(2):
+        with client.open([request("a", [5], seed=Seed.SILENT)]):
+            pass
+        with client.open([request("a", [5, 6, 7])]) as stream:
+            client._dispatch(Outputs([Output("a", [99], 1, 0, 1, Finish("length"))]))
+            client._dispatch(Failed("a", "aborted", "The one before was aborted."))
+            with pytest.raises(Conflict, match="'a' is in use"):
+                await collect(client.generate(request("a", [5])))
+            found = []
+            while stream.live:
+                found += await stream.next()
+        assert {output.rid for output in found} == {"a"}
+        assert [token for output in found for token in output.token_ids] == [5, 6, 7, EOS]
+        with client.open([request("a", [5], seed=Seed.SILENT)]) as stream:
+            client.abort_group("a")
+            with pytest.raises(Aborted):
+                await stream.next()
+    assert client.num_open == 0
+    await until_idle(client)
 
 
 async def test_a_dead_engine_fails_everything(engine: Engine) -> None:
