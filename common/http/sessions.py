@@ -38,9 +38,11 @@ class _Session:
         return sum(len(node.prompt) + len(node.output) for node in self.nodes.values())
 
     def forget(self, rid: str) -> None:
-        node = self.nodes.pop(rid, None)
-        for child in node.children if node is not None else ():
-            self.forget(child)
+        """With all that went on from it."""
+        waiting = [rid]
+        while waiting:
+            node = self.nodes.pop(waiting.pop(), None)
+            waiting += node.children if node is not None else ()
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,16 @@ def test_branches_and_replacement(sessions):
         sessions.turn(SessionParams("s", "a"), [4], None)
 
 
+def test_a_long_conversation_is_replaced(sessions):
+    sessions.open(10**9, "long")
+    sessions.turn(SessionParams("long"), [1], None).ended("0", [1])
+    for turn in range(2000):
+        sessions.turn(SessionParams("long", str(turn), offset=1), [1], None).ended(str(turn + 1), [1])
+    sessions.turn(SessionParams("long", "0", replace=True), [4], None)
+    with pytest.raises(InvalidRequest, match="'2000'"):
+        sessions.turn(SessionParams("long", "2000"), [4], None)
+
+
 def test_mistakes_are_sentences(sessions):
     for params, error in (({"rid": "a", "offset": 6}, InvalidRequest), ({"rid": "x"}, InvalidRequest)):
         with pytest.raises(error):
