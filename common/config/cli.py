@@ -127,10 +127,12 @@ def _flags(cls: type) -> list[_Flag]:
 
 
 def build(cls: type[C], values: dict[str, Any]) -> C:
-    """``cls`` from flat values by field name, as ``parse`` would build it; raises ConfigError for unknown names."""
-    if unknown := values.keys() - {item.key for item in _flags(cls)}:
+    """``cls`` from flat values by field name, as ``parse`` would build it; raises ConfigError for unknown names and for
+    values of other types than their fields'."""
+    flags = {item.key: item for item in _flags(cls)}
+    if unknown := values.keys() - flags.keys():
         raise ConfigError(f"{cls.__name__} has no {', '.join(sorted(unknown))}.")
-    return _build(cls, values)
+    return _build(cls, {key: flags[key].convert(value) for key, value in values.items()})
 
 
 def _build(cls: type[C], values: dict[str, Any]) -> C:

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.cli import flag, parse, to_argv
+from baton.common.config.cli import build, flag, parse, to_argv
 from baton.common.config.server import ServerConfig
 from baton.common.http.journal import Journal
 
@@ -82,6 +82,15 @@ def test_wrong_flags_are_one_sentence(capsys):
     with pytest.raises(SystemExit):
         parse(ServerConfig, [], prog="p", description="")
     assert "--model-path is required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("values, words", [({"size": "x"}, "size takes a value of type int"), ({"kind": "c"}, "one of"),
+                                            ({"fast": "yes"}, "true or false"), ({"sizes": 1}, "no sizes")])
+def test_values_of_a_script_are_checked_as_flags_are(values, words):
+    with pytest.raises(ConfigError, match=words):
+        build(Outer, values)
+    assert build(Outer, {"size": 7, "urls": ("u",), "prefill": [("p", 1)]}) == read(
+        "--size", "7", "--urls", "u", "--prefill", "p", "1")
 
 
 @pytest.mark.parametrize("flags, words", [
