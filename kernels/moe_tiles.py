@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("tiles")
-WARPGROUPS_FROM = 64
-"""Rows an expert from which on the rule takes products by warps with roles."""
+WARPGROUPS_FROM = 32
+"""Rows an expert from which on the rule takes products by warps with roles: a layer of Qwen3-30B-A3B's halved experts
+takes 222 us for 512 tokens by the others and 181 by these, in float8 159 and 119."""
 
 
 @dataclass(frozen=True)
