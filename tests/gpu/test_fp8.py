@@ -192,12 +192,12 @@ def test_8b_shape_prefills_and_decodes(tmp_path, flag, stored, capsys):
     import dataclasses
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    config = server_config(tmp_path, backend="auto", load_format="dummy", max_total_tokens=300_000, quantization=flag)
+    config = server_config(tmp_path, backend="auto", load_format="dummy", max_total_tokens=140_000, quantization=flag)
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, kv_cache_dtype=stored))
     runner = load_runner(config, device="cuda:0")
     tokens = np.random.default_rng(0).integers(0, 128256, 8192)
-    pages = scattered_pages(runner, 64, 4096 + 64)
-    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:2].flatten())], False)
+    pages = scattered_pages(runner, 64, 2048 + 64)
+    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:4].flatten())], False)
     decode = timed(runner, lambda: [Row(tokens[:1], 2048, pages[b]) for b in range(64)], True)
     single = timed(runner, lambda: [Row(tokens[:1], 2048, pages[0])], True)
     with capsys.disabled():

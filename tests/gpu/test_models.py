@@ -82,13 +82,13 @@ def test_8b_shape_prefills_and_decodes(tmp_path, backend, capsys):
     """Both phases run at full size within loose bounds; the measured times are printed."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     started = time.perf_counter()
-    runner = load_runner(server_config(tmp_path, backend=backend, load_format="dummy", max_total_tokens=300_000),
+    runner = load_runner(server_config(tmp_path, backend=backend, load_format="dummy", max_total_tokens=140_000),
                          device="cuda:0")
     loaded = time.perf_counter() - started
     tokens = np.random.default_rng(0).integers(0, 128256, 8192)
-    pages = scattered_pages(runner, 64, 4096 + 64)
+    pages = scattered_pages(runner, 64, 2048 + 64)
     events: list[int] = []
-    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:2].flatten())], False,
+    prefill = timed(runner, lambda: [Row(tokens, 0, pages[:4].flatten())], False,
                     lambda group, event: events.append(group))
     context = 2048
     decode = timed(runner, lambda: [Row(tokens[:1], context, pages[b]) for b in range(64)], True)
