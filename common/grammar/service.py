@@ -32,7 +32,7 @@ class GrammarEngine(Protocol):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """A grammar that is ready and takes ``num_bytes``, or the reason why it never will be."""
+    """A grammar that is ready, or the reason why it never will be; ``num_bytes`` are kept for it."""
 
     num_bytes: int = 0
     refusal: str | None = None
@@ -75,12 +75,20 @@ class GrammarService:
 
     async def _outcome(self, spec: GrammarSpec, tokenizer: Tokenizer) -> _Outcome:
         task = self._outcomes.get(spec)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        if task is None:
             if sum(not task.done() for task in self._outcomes.values()) >= MAX_WAITING:
                 raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled; try again later.", retry_after=1.0)
-            task = self._outcomes[spec] = asyncio.create_task(self._make(spec, tokenizer), name="grammar")
+            task = self._outcomes[spec] = asyncio.create_task(self._try(spec, tokenizer), name="grammar")
         self._outcomes.move_to_end(spec)
         return await asyncio.shield(task)  # others may wait for it, too
+
+    async def _try(self, spec: GrammarSpec, tokenizer: Tokenizer) -> _Outcome:
+        """What is neither made nor refused is tried again by whoever asks next."""
+        try:
+            return await self._make(spec, tokenizer)
+        except BaseException:
+            del self._outcomes[spec]
+            raise
 
     async def _make(self, spec: GrammarSpec, tokenizer: Tokenizer) -> _Outcome:
         loop = asyncio.get_running_loop()
@@ -90,13 +98,14 @@ class GrammarService:
                 self._trial = Trial(vocabulary, self._args.whitespace)
         trial = self._trial
         try:
-            num_bytes = await loop.run_in_executor(self._thread, trial.check, spec)
+            outcome = _Outcome(await loop.run_in_executor(self._thread, trial.check, spec))
         except InvalidRequest as error:
-            return _Outcome(refusal=error.message)
-        told, self._told_vocabulary = self._told_vocabulary, True
-        await self._engine.prepare_grammar(spec, None if told else trial.vocabulary)
-        self._make_room(num_bytes)
-        return _Outcome(num_bytes)
+            outcome = _Outcome(len(spec.text), error.message)
+        else:
+            told, self._told_vocabulary = self._told_vocabulary, True
+            await self._engine.prepare_grammar(spec, None if told else trial.vocabulary)
+        self._make_room(outcome.num_bytes)
+        return outcome
 
     def _vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
         return Vocabulary([tokenizer.piece(token) for token in range(self._vocab_size)],
@@ -104,8 +113,7 @@ class GrammarService:
 
     def _make_room(self, num_bytes: int) -> None:
         """Forget the grammars that were not asked for longest, until one more fits. Requests that use them go on."""
-        done = [(spec, task.result()) for spec, task in self._outcomes.items()
-                if task.done() and not task.cancelled() and task.exception() is None]
+        done = [(spec, task.result()) for spec, task in self._outcomes.items() if task.done()]
         total, count = num_bytes + sum(outcome.num_bytes for _, outcome in done), len(self._outcomes)
         for spec, outcome in done:
             if total <= CACHE_BYTES and count <= CACHE_COUNT:

@@ -107,7 +107,7 @@ class FakeTrial:
     def check(self, spec):
         self.checked.append(spec)
         time.sleep(0.02)
-        if spec.text == "bad":
+        if spec.text.startswith("bad"):
             raise InvalidRequest("It is bad.")
         return 100
 
@@ -158,6 +158,25 @@ async def test_the_oldest_grammars_make_room(service, engine, monkeypatch):
     assert [spec.text for spec in engine.dropped] == ["b"]
     await service.prepare(regex("b"), tokenizer(), "regex")
     assert [spec.text for spec in engine.dropped] == ["b", "a"] and [s.text for s in engine.prepared] == list("abcb")
+
+
+async def test_what_came_to_nothing_makes_room_too(service, engine, monkeypatch):
+    """Refused grammars, and those that the engine failed to prepare: each keeps its source, of up to 256 KiB."""
+    monkeypatch.setattr(service_module, "CACHE_COUNT", 4)
+    kept = GrammarSpec("regex", "kept")
+    await service.prepare(kept, tokenizer(), None)
+
+    async def fail(spec, vocabulary):
+        raise Overloaded("later")
+
+    for i in range(12):
+        await service.prepare(kept, tokenizer(), None)  # used again and again, it stays
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "prepare_grammar", fail)
+            with pytest.raises((InvalidRequest, Overloaded)):
+                await service.prepare(GrammarSpec("ebnf", f"bad {i}" if i % 2 else f"unlucky {i}"), tokenizer(), None)
+    assert len(service._outcomes) <= 5
+    assert kept in service._outcomes and not engine.dropped
 
 
 async def test_a_client_that_leaves_does_not_spoil_it_for_others(service):
