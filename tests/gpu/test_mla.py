@@ -141,6 +141,7 @@ def test_v2_lite_shape_prefills_and_decodes(tmp_path, capsys):
     with capsys.disabled():
         print("\nV2-Lite, 9 layers: " + ", ".join(f"{name} {1e3 * found:.1f} ms" for name, found in seconds.items()))
     assert max(seconds.values()) < 2
+    del runner
     torch.cuda.empty_cache()
 
 

@@ -99,6 +99,7 @@ def test_8b_shape_prefills_and_decodes(tmp_path, backend, capsys):
               f"of 1 {single * 1e3:.1f} ms, groups {runner.layout.groups}, {runner.pool}")
     assert events[:len(runner.layout.groups)] == list(range(len(runner.layout.groups)))
     assert prefill < 2 and decode < 0.2
+    del runner
     torch.cuda.empty_cache()
 
 
