@@ -24,6 +24,6 @@ setup(
     package_dir={"baton": "."},
     packages=["baton", *PACKAGES],
     package_data={"baton.common.tinychat": ["checkpoint/*"], "baton.common.tokenizer": ["chat_templates/*.jinja"],
-                  "baton.kernels": ["tiles/*.json"], "baton.router": ["dashboard.html"]},
+                  "baton.kernels": ["tiles/*.json", "tiles/cublaslt/*.json"], "baton.router": ["dashboard.html"]},
     cmdclass={"build_py": BuildPackages},
 )

@@ -58,6 +58,10 @@ class Library:
     def __init__(self) -> None:
         major = (torch.version.cuda or "none").split(".")[0]
         self._functions = ctypes.CDLL(f"libcublasLt.so.{major}")
+        version = self._functions.cublasLtGetVersion
+        version.restype = c_size_t
+        self.release = version() // 10000, version() % 10000 // 100
+        """Its major and minor number."""
         self.handle = c_pointer()
         if self("Create", byref(self.handle)):
             raise OSError("cuBLASLt does not start here")

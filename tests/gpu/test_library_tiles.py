@@ -8,10 +8,11 @@ from torch.nn.functional import linear
 
 from baton.kernels import dense_matmul, reference
 from baton.kernels.cublaslt import Algorithm, Plan, library
-from baton.kernels.library_tiles import better_plan, left_pieces
+from baton.kernels.library_tiles import better_plan, left_pieces, table
 
+H200 = "NVIDIA H200"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
+    not torch.cuda.is_available() or torch.cuda.get_device_name() != H200, reason="the H200's tables")]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
@@ -22,11 +23,12 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got.float() - want.float()).norm() <= 0.004 * want.float().norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [225, 240, 256])
-def test_a_product_equals_torchs(rows, dtype):
+@pytest.mark.parametrize("rows", [184, 192, 225, 240, 256])
+def test_a_product_equals_torchs(rows):
+    if library(0).release != table(H200).release:
+        pytest.skip("the table is of another release of cuBLASLt")
     torch.manual_seed(rows)
-    wide, weight = random(rows, 8192, dtype=dtype), random(28672, 4096, dtype=dtype, scale=1 / 64)
+    wide, weight = random(rows, 8192), random(28672, 4096, scale=1 / 64)
     for x in (wide[:, :4096].contiguous(), wide[:, 4096:]):
         plan = better_plan(x, weight)
         assert plan is not None
@@ -36,7 +38,7 @@ def test_a_product_equals_torchs(rows, dtype):
             assert torch.equal(plan(x, weight), got)
 
 
-@pytest.mark.parametrize("rows", [129, 200, 256])
+@pytest.mark.parametrize("rows", [225, 256])
 def test_pieces_and_their_norm(rows):
     torch.manual_seed(rows)
     x, weight = random(rows, 14336), random(4096, 14336, scale=1 / 120)

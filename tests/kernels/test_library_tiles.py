@@ -10,31 +10,46 @@ from baton.kernels import cublaslt, dense_matmul, library_tiles, reference
 from baton.kernels.cublaslt import Algorithm
 from baton.kernels.library_tiles import better_plan, left_pieces, product_in_pieces
 
+H200 = "NVIDIA H200"
+
 
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(library_tiles, "_hopper", lambda device: True)
     monkeypatch.setattr(library_tiles, "processors_of", lambda device: 132)
-    monkeypatch.setattr(library_tiles, "_plan", lambda *product: product)
+    monkeypatch.setattr(library_tiles, "_plan", lambda *product: product[1:])
 
 
 def of(*sizes: int) -> torch.Tensor:
     return torch.empty(sizes, dtype=torch.bfloat16, device="meta")
 
 
-@pytest.mark.parametrize("rows,out,better", [
-    (256, 28672, True),  # 256 tiles on 2 x 132 multiprocessors, and 224 of the usual
-    (240, 28672, True), (224, 28672, False), (257, 28672, False),
-    (256, 128256, False),  # eight turns either way
-    (256, 6144, False), (256, 4096, False),  # other tiles keep more multiprocessors busy
+@pytest.mark.parametrize("rows,out,width,tile", [
+    (256, 28672, 4096, 221), (225, 28672, 4096, 221), (224, 28672, 4096, None), (257, 28672, 4096, None),
+    (192, 28672, 4096, 222), (193, 28672, 4096, None), (256, 4096, 14336, None), (256, 24576, 4096, None),
 ])
-def test_low_tiles_where_they_fill_more_multiprocessors(hopper, rows, out, better):
-    plan = better_plan(of(rows, 4096), of(out, 4096))
-    assert plan == ((0, rows, out, 4096, 4096, torch.bfloat16) if better else None)
+def test_measured_products_have_their_tiles(rows, out, width, tile):
+    found = library_tiles.table(H200)
+    assert found is not None
+    algorithm = found.algorithm(rows, out, width)
+    assert (algorithm and algorithm.tile) == tile
+
+
+def test_tables_are_of_one_entry_a_number_of_rows():
+    found = library_tiles.table(H200)
+    assert found is not None and found.products and library_tiles.table("another GPU") is None
+    for entries in found.products.values():
+        rows = [rows for least, most, _ in entries for rows in range(least, most + 1)]
+        assert len(rows) == len(set(rows)) and min(rows) >= library_tiles.LEAST_ROWS
+        assert max(rows) <= library_tiles.MOST_ROWS
+
+
+def test_a_plan_is_asked_for_by_its_sizes(hopper):
+    assert better_plan(of(240, 8192)[:, :4096], of(28672, 4096)) == (240, 28672, 4096, 8192)
 
 
 @pytest.mark.parametrize("rows,out,width,pieces", [
-    (129, 4096, 14336, 2), (256, 4096, 14336, 2), (128, 4096, 14336, 0), (257, 4096, 14336, 0),
+    (225, 4096, 14336, 2), (256, 4096, 14336, 2), (224, 4096, 14336, 0), (257, 4096, 14336, 0),
     (256, 4096, 4096, 0),  # not deep enough
     (256, 8192, 28672, 0), (256, 28672, 8192, 0),  # tiles enough
     (256, 2048, 8192, 0), (256, 4096, 14344, 0),  # too few are left, or halves begin at odd places
@@ -55,32 +70,46 @@ def test_elsewhere_all_is_torchs():
     assert better_plan(x.bfloat16(), weight.bfloat16()) is None and left_pieces(x, weight) == 0
 
 
-def test_without_the_library_torch_multiplies(monkeypatch):
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(library_tiles, "device_name", lambda device: H200)
+    library_tiles._plan.cache_clear()
+    yield torch.device("cuda", 0)
+    library_tiles._plan.cache_clear()
+
+
+class Loaded:
+    """A library that refuses every product; ``asked``: attributes' sizes by their numbers."""
+
+    handle = cublaslt.c_pointer()
+
+    def __init__(self, release):
+        self.release, self.asked = release, {}
+
+    def __call__(self, name, *values):
+        if name == "MatmulAlgoConfigSetAttribute":
+            self.asked[values[1].value] = values[3].value
+        return name == "MatmulAlgoCheck"
+
+    def expect(self, name, *values):
+        assert not self(name, *values)
+
+
+def test_without_the_library_torch_multiplies(monkeypatch, h200):
     monkeypatch.setattr(library_tiles, "library", lambda device: None)
-    assert library_tiles._plan(0, 256, 28671, 4096, 4096, torch.bfloat16) is None
+    assert library_tiles._plan(h200, 256, 28672, 4096, 4096) is None
     monkeypatch.setattr(cublaslt.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     with pytest.raises(OSError):
         cublaslt.Library()
 
 
-def test_what_another_release_lacks_is_torchs(monkeypatch):
-    """It is asked for every attribute, each by its number and size, and refuses the product."""
-    asked: dict[int, int] = {}
-
-    class Refuses:
-        handle = cublaslt.c_pointer()
-
-        def __call__(self, name, *values):
-            if name == "MatmulAlgoConfigSetAttribute":
-                asked[values[1].value] = values[3].value
-            return name == "MatmulAlgoCheck"
-
-        def expect(self, name, *values):
-            assert not self(name, *values)
-
-    monkeypatch.setattr(library_tiles, "library", lambda device: Refuses())
-    assert library_tiles._plan(0, 256, 28673, 4096, 4096, torch.bfloat16) is None
-    assert asked == {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4, 7: 2, 8: 2}
+@pytest.mark.parametrize("release,asked", [((13, 1), [4, 4, 4, 4, 4, 4, 2, 2]), ((13, 2), []), ((12, 9), [])])
+def test_what_the_library_refuses_is_torchs(monkeypatch, h200, release, asked):
+    """It is asked for every attribute, each by its number and size; another release is not asked."""
+    loaded = Loaded(release)
+    monkeypatch.setattr(library_tiles, "library", lambda device: loaded)
+    assert library_tiles._plan(h200, 256, 28672, 4096, 4096) is None
+    assert list(loaded.asked.values()) == asked and list(loaded.asked) == list(range(1, 1 + len(asked)))
 
 
 def test_dense_products_are_the_plans(monkeypatch):
