@@ -223,7 +223,7 @@ def biases(given: dict[str, float] | None) -> dict[int, float] | None:
     """OpenAI's ``logit_bias``, whose keys are token ids as strings. Raises InvalidRequest."""
     if given is None:
         return None
-    wrong = next((key for key in given if not (key.isascii() and key.isdigit())), None)
+    wrong = next((key for key in given if not (key.isascii() and key.isdigit() and len(key) < 20)), None)
     if wrong is not None:
         raise InvalidRequest(f"logit_bias must have token ids as its keys, got {wrong[:80]!r}.", param="logit_bias")
     return {int(key): value for key, value in given.items()}

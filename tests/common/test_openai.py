@@ -72,7 +72,7 @@ def test_completion_fields_that_are_refused(fields: dict[str, object]) -> None:
     ({"frequency_penalty": 2.5}, "frequency_penalty"), ({"presence_penalty": -3}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"), ({"logit_bias": {"100": 1}}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"logit_bias": {"5": 200}}, "logit_bias"),
+    ({"logit_bias": {"5": 200}}, "logit_bias"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
 ])
 def test_sampling_values_out_of_range(fields: dict[str, object], param: str) -> None:
     request = decode_completion(json.dumps({"prompt": "hi", **fields}).encode())

@@ -39,6 +39,7 @@ async def test_samples(router, worker, request_to, chat, script):
     assert sample["hits"] >= 2
     assert 0.01 < sample["itl_p50"] <= 0.05
     assert (await request_to(front, "GET", f"/dashboard/data?since={sample['at']}")).json["samples"] == []
+    assert (await request_to(front, "GET", f"/dashboard/data?since={'9' * 5000}")).json["samples"]
 
 
 async def test_samples_of_the_queue(router, worker, connect, chat, script):
