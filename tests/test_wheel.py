@@ -33,7 +33,7 @@ def test_contents(wheel):
                       "prefill", "decode", "router"}
     assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/dashboard.html",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
-    assert {f"baton/kernels/tiles/{table.name}" for table in (ROOT / "kernels/tiles").glob("*.json")} <= set(names)
+    assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tiles").rglob("*.json")} <= set(names)
 
 
 def test_it_runs_from_outside_the_checkout(wheel, tmp_path):
