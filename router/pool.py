@@ -76,6 +76,7 @@ class UpstreamPool:
         self.known = known if known is not None else KnownHeads(plain_answer)
         """Heads of answers met before; workers of one kind may share them."""
         self.connections: set[UpstreamConnection] = set()
+        self._connecting: set[Call] = set()
         self._idle: list[UpstreamConnection] = []
         self._connect_timeout = connect_timeout
         self._tls = tls
@@ -114,9 +115,14 @@ class UpstreamPool:
             self._idle.remove(connection)
 
     def cut(self, failure: Failure) -> None:
-        """Fail all calls that have a connection."""
+        """Fail all calls."""
         for connection in self.busy:
             connection.fail(failure)
+        for call in list(self._connecting):
+            if call.connecting is not None:
+                call.connecting.cancel()
+                call.connecting = None
+                call.lost(failure)
 
     def close(self) -> None:
         """Drop the idle connections, and busy ones as soon as their answer ended."""
@@ -142,6 +148,21 @@ class UpstreamPool:
                 connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
 
     async def _connect(self, call: Call) -> None:
+        self._connecting.add(call)
+        try:
+            connection = await self._open(call)
+        finally:
+            self._connecting.discard(call)
+        if connection is None:
+            return
+        call.connecting = None
+        if call.sink is None:  # Cancelled as the connection came: wait_for may return it all the same (Python < 3.12).
+            connection.transport.abort()
+        else:
+            connection.carry(call)
+
+    async def _open(self, call: Call) -> UpstreamConnection | None:
+        """A new connection; None where there is none, which the call has been told."""
         host, port = self.endpoint.host, self.endpoint.port
         try:
             _, connection = await asyncio.wait_for(
@@ -152,9 +173,5 @@ class UpstreamPool:
             detail = "no answer" if isinstance(error, asyncio.TimeoutError) else (error.strerror or str(error))
             call.lost(Failure("connect", f"cannot connect to {self.url}: {detail}",
                               refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
-            return
-        call.connecting = None
-        if call.sink is None:  # Cancelled as the connection came: wait_for may return it all the same (Python < 3.12).
-            connection.transport.abort()
-        else:
-            connection.carry(call)
+            return None
+        return connection

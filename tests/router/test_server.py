@@ -154,6 +154,29 @@ async def test_removal_does_not_cut_a_stream(router, worker, request_to, connect
     await script.until(lambda: not mock.connections)
 
 
+async def test_force_cuts_what_is_still_being_connected(router, worker, request_to, connect, script, monkeypatch):
+    """A host that has gone answers no connection for as long as the kernel tries."""
+    front = await router(await worker(), connect_timeout_secs=60.0, retry_max_retries=0)
+    (listed,) = front.registry
+    loop, called = asyncio.get_running_loop(), asyncio.Event()
+
+    async def hang(self, call):
+        called.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(type(front.dispatcher.pool(listed)), "_open", hang)
+    for connection in list(front.dispatcher.pool(listed).connections):
+        connection.abandon()
+    await script.until(lambda: not front.dispatcher.pool(listed).connections)
+    client = await connect(front)
+    client.send("POST", "/generate", b"{}")
+    await asyncio.wait_for(called.wait(), 5)
+    began = loop.time()
+    assert (await request_to(front, "POST", f"/remove_worker?url={listed.url}&force=true")).status == 200
+    assert (await client.reply()).status == 503
+    assert loop.time() - began < 5
+
+
 async def test_new_worker_takes_no_traffic_before_it_is_healthy(router, worker, chat, script):
     loading, ready = await worker(), await worker()
     loading.health = 503
