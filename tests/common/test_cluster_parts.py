@@ -19,7 +19,7 @@ sys.exit(run_parts([part], lambda: True))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
 def test_no_part_is_left(tmp_path: Path, number: signal.Signals) -> None:
     """SIGHUP: the terminal was closed."""
     supervisor = psutil.Popen([sys.executable, "-c", _SUPERVISOR, str(tmp_path / "log")], stdout=subprocess.PIPE,
