@@ -64,7 +64,8 @@ def scaled_product(ring, step, depth, a_scale_at, left_at, right_at, GROUP: gl.c
                    DEPTH: gl.constexpr, STAGES: gl.constexpr):
     """As ``product``, of float8 with a scale for each row's and each matrix's 128 values of depth.
 
-    That the two groups give their products to the tensor cores in turn, by barriers, gained nothing.
+    That the two groups give their products to the tensor cores in turn, by barriers, gained nothing, nor did parts of
+    64 columns, of which one is scaled while the tensor cores have the next (tests/bench/results, experts).
     """
     a_bufs, b_bufs, ready, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
