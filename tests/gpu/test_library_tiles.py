@@ -23,7 +23,7 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got.float() - want.float()).norm() <= 0.004 * want.float().norm()
 
 
-@pytest.mark.parametrize("rows", [184, 192, 225, 240, 256])
+@pytest.mark.parametrize("rows", [225, 240, 256])
 def test_a_product_equals_torchs(rows):
     if library(0).release != table(H200).release:
         pytest.skip("the table is of another release of cuBLASLt")

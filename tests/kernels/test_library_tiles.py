@@ -26,7 +26,7 @@ def of(*sizes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows,out,width,tile", [
     (256, 28672, 4096, 221), (225, 28672, 4096, 221), (224, 28672, 4096, None), (257, 28672, 4096, None),
-    (192, 28672, 4096, 222), (193, 28672, 4096, None), (256, 4096, 14336, None), (256, 24576, 4096, None),
+    (192, 28672, 4096, None), (240, 28672, 8192, 221), (256, 4096, 14336, None), (256, 24576, 4096, None),
 ])
 def test_measured_products_have_their_tiles(rows, out, width, tile):
     found = library_tiles.table(H200)
