@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ class Control:
     def wait_ready(self, seconds: float) -> None:
         """Returns when models are told; raises ConfigError where they are not within ``seconds``."""
         deadline = time.monotonic() + seconds
+        told = False
         while True:
             try:
                 self._ask("/v1/models")
@@ -41,6 +43,9 @@ class Control:
             if time.monotonic() >= deadline:
                 raise ConfigError(f"No server answers at {self._base_url} ({reason}); start it, or name another with "
                                   "--base-url.")
+            if not told:
+                told = True
+                print(f"Waiting up to {seconds:g} s for {self._base_url} ({reason}).", file=sys.stderr, flush=True)
             time.sleep(0.5)
 
     def model(self) -> dict[str, Any]:

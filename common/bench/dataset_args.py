@@ -51,3 +51,14 @@ class DatasetArgs:
             raise ConfigError(f"--trace-scale must not be negative, it is {self.trace_scale}.")
         if self.dataset_name in NEED_A_FILE and self.dataset_path is None:
             raise ConfigError(f"--dataset-name {self.dataset_name} needs its file: give --dataset-path.")
+        if self.dataset_path is not None and self.dataset_name != "random-ids":
+            _check_readable(self.dataset_path)
+
+
+def _check_readable(path: str) -> None:
+    """Raises ConfigError now, not when the server has been waited for."""
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"Cannot read --dataset-path {path}: {error.strerror}.") from None

@@ -13,6 +13,7 @@ from baton.common.api.errors import ConfigError
 from baton.common.bench.answer import Answer, Failure
 from baton.common.bench.apis import APIS, Asking
 from baton.common.bench.client import Client
+from baton.common.bench.control import Control
 from baton.common.bench.events import Reader, read_chat, read_completion, read_generate
 from baton.common.bench.workload import Prompt
 from baton.tests.ports import free_port
@@ -204,6 +205,13 @@ def read_all(read, *events):
 
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
+
+
+def test_a_server_that_is_waited_for_is_named(capsys):
+    address = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError, match=f"No server answers at {address}"):
+        Control(address, {}).wait_ready(0.1)
+    assert capsys.readouterr().err.count(f"Waiting up to 0.1 s for {address}") == 1
 
 
 def test_completions_count_by_usage_and_time_by_event():

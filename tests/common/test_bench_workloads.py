@@ -194,7 +194,8 @@ def test_lines_of_a_trace_that_are_none_are_sentences(tmp_path, ids, line, words
 
 @pytest.mark.parametrize("fields, words", [
     ({"num_prompts": 0}, "--num-prompts"), ({"random_range_ratio": 1.5}, "--random-range-ratio"),
-    ({"dataset_name": "trace"}, "--dataset-path"), ({"trace_scale": -1.0}, "--trace-scale")])
+    ({"dataset_name": "trace"}, "--dataset-path"), ({"trace_scale": -1.0}, "--trace-scale"),
+    ({"dataset_name": "sharegpt", "dataset_path": "/nowhere"}, "Cannot read --dataset-path /nowhere: No such file")])
 def test_arguments_that_make_no_sense_are_sentences(fields, words):
     with pytest.raises(ConfigError, match=words):
         DatasetArgs(**fields)
