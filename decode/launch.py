@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..common.api.errors import ConfigError
 from ..common.config.cli import parse
 from ..common.config.server import ServerConfig
 from ..common.engine.ranks import RankSpec
@@ -14,15 +13,8 @@ from ..common.http.server import run_server
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_decode", description="Start a decode server.",
-                   defaults={"disaggregation_mode": "decode"}, adjust=_of_this_role)
+                   defaults={"disaggregation_mode": "decode"}, adjust=lambda config: config.only("decode"))
     sys.exit(run(config))
-
-
-def _of_this_role(config: ServerConfig) -> ServerConfig:
-    if config.mode != "decode":
-        raise ConfigError(f"launch_decode starts decode servers; for --disaggregation-mode {config.mode} there is "
-                          "launch_server.")
-    return config
 
 
 def run(config: ServerConfig) -> int:

@@ -65,7 +65,13 @@ def runs_gluon(device: torch.device) -> bool:
     """Whether the kernels written in Gluon run there, all of them for Hopper GPUs. Gluon is young: other versions of
     Triton may name things otherwise, and then the kernels that do without serve."""
     known = AVAILABLE and triton.__version__.startswith("3.6.")
-    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return known and on_hopper(device)
+
+
+@functools.cache
+def on_hopper(device: torch.device) -> bool:
+    return (device.type == "cuda" and torch.version.cuda is not None
+            and torch.cuda.get_device_capability(device) == (9, 0))
 
 
 PDL_ALLOWED = True

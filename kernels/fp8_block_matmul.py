@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from . import reference
-from ._triton import runs_triton
+from ._triton import on_hopper, runs_triton
 from .fp8_matmul import GROUP, fp8_matmul
 from .fp8_tiles import MOST_ROWS
 
@@ -42,10 +42,10 @@ def _library_takes(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
 
 @cache
 def _has_library(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None or not hasattr(functional, "scaled_mm"):
+    if not on_hopper(device) or not hasattr(functional, "scaled_mm"):
         return False
-    built = tuple(map(int, torch.version.cuda.split(".")[:2]))
-    return built >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+    assert torch.version.cuda is not None
+    return tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
 
 
 def _by_library(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor,

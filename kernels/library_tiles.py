@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ._triton import on_hopper
 from .cublaslt import Algorithm, Plan, library
 from .decode_plan import processors_of
-from .moe_tiles import FOLDER, device_name
+from .moe_tiles import FOLDER, device_name, file_of
 
 LEAST_ROWS, MOST_ROWS = 129, 256
 _WELL_FILLED = 225
@@ -70,13 +71,7 @@ def product_in_pieces(x: torch.Tensor, weight: torch.Tensor, pieces: int) -> tor
 
 def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (LEAST_ROWS <= len(x) <= MOST_ROWS and weight.itemsize == 2 and x.dtype == weight.dtype and x.stride(1) == 1
-            and not x.stride(0) % 8 and not weight.shape[0] % 8 and not weight.shape[1] % 8 and _hopper(x.device))
-
-
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    known = device.type == "cuda" and torch.version.cuda is not None
-    return known and torch.cuda.get_device_capability(device) == (9, 0)
+            and not x.stride(0) % 8 and not weight.shape[0] % 8 and not weight.shape[1] % 8 and on_hopper(x.device))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,7 +92,7 @@ def _plan(device: torch.device, rows: int, out: int, width: int, stride: int) ->
 @functools.lru_cache
 def table(device: str) -> Table | None:
     """Of ``device`` (torch's name of it); None where nothing was measured."""
-    file = FOLDER / "cublaslt" / f"{device.replace(' ', '_')}.json"
+    file = file_of(FOLDER / "cublaslt", device)
     if not file.exists():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))

@@ -106,7 +106,7 @@ def default_tiles(rows_each: float, dtype: torch.dtype) -> Tiles:
 @lru_cache
 def table(device: str) -> dict[str, dict[int, Tiles]]:
     """The measured tiles of ``device`` (torch's name of it), by shape and tokens; empty where none were measured."""
-    file = FOLDER / f"{device.replace(' ', '_')}.json"
+    file = file_of(FOLDER, device)
     if not file.exists():
         return {}
     return {shape: {int(tokens): Tiles(Tile(**tiles["gate_up"]), Tile(**tiles["down"]), tiles.get("sorted", False))
@@ -119,6 +119,11 @@ def to_json(measured: dict[str, dict[int, Tiles]]) -> str:
     content = {shape: {str(tokens): asdict(tiles) for tokens, tiles in sorted(by_tokens.items())}
                for shape, by_tokens in sorted(measured.items())}
     return json.dumps(content, indent=1) + "\n"
+
+
+def file_of(folder: Path, device: str) -> Path:
+    """Where ``folder`` has the table of ``device`` (torch's name of it)."""
+    return folder / f"{device.replace(' ', '_')}.json"
 
 
 @lru_cache

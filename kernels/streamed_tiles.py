@@ -5,10 +5,11 @@ Chosen by ``python -m baton.tests.bench.decode_layer`` on an H200, over the laye
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
+
+from ._triton import on_hopper
 
 _LARGE, _DEEP = 32 << 20, 4096
 """Bytes of a weight, and its depth, from which on other kernels than ours were measured to be slower."""
@@ -37,7 +38,7 @@ class StreamedTile:
 def streams(weight: torch.Tensor) -> bool:
     """Whether ``weight`` [out, in] is one for ``streamed_tile``, with rows that are contiguous."""
     return (weight.itemsize == 2 and weight.nbytes >= _LARGE and weight.shape[1] >= _DEEP and weight.shape[1] % 16 == 0
-            and weight.is_contiguous() and _on_hopper(weight.device))
+            and weight.is_contiguous() and on_hopper(weight.device))
 
 
 def streamed_tile(rows: int, out: int, width: int) -> StreamedTile | None:
@@ -53,9 +54,3 @@ def streamed_tile(rows: int, out: int, width: int) -> StreamedTile | None:
         return None
     tall = StreamedTile(block, 2, depth, 1).tall(rows)
     return StreamedTile(block, 2, depth, _RING // ((block + 2 * tall) * depth * 2))
-
-
-@functools.cache
-def _on_hopper(device: torch.device) -> bool:
-    return (device.type == "cuda" and torch.version.cuda is not None
-            and torch.cuda.get_device_capability(device)[0] == 9)

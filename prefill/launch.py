@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..common.api.errors import ConfigError
 from ..common.config.cli import parse
 from ..common.config.server import ServerConfig
 from ..common.engine.ranks import RankSpec
@@ -15,15 +14,8 @@ from ..kvtransfer.bootstrap import BootstrapServer
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_prefill", description="Start a prefill server.",
-                   defaults={"disaggregation_mode": "prefill"}, adjust=_of_this_role)
+                   defaults={"disaggregation_mode": "prefill"}, adjust=lambda config: config.only("prefill"))
     sys.exit(run(config))
-
-
-def _of_this_role(config: ServerConfig) -> ServerConfig:
-    if config.mode != "prefill":
-        raise ConfigError(f"launch_prefill starts prefill servers; for --disaggregation-mode {config.mode} there is "
-                          "launch_server.")
-    return config
 
 
 def run(config: ServerConfig) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from ..api.errors import ConfigError
 from ..config.cli import flag
@@ -52,13 +54,15 @@ class DatasetArgs:
         if self.dataset_name in NEED_A_FILE and self.dataset_path is None:
             raise ConfigError(f"--dataset-name {self.dataset_name} needs its file: give --dataset-path.")
         if self.dataset_path is not None and self.dataset_name != "random-ids":
-            _check_readable(self.dataset_path)
+            with dataset_file(self.dataset_path):  # now, not when the server has been waited for
+                pass
 
 
-def _check_readable(path: str) -> None:
-    """Raises ConfigError now, not when the server has been waited for."""
+@contextmanager
+def dataset_file(path: str) -> Iterator[BinaryIO]:
+    """The file, to be read; raises ConfigError where it cannot be."""
     try:
-        with open(path, "rb"):
-            pass
+        with open(path, "rb") as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"Cannot read --dataset-path {path}: {error.strerror}.") from None

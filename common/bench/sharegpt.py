@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from ..api.errors import ConfigError
-from .dataset_args import DatasetArgs
+from .dataset_args import DatasetArgs, dataset_file
 from .vocabulary import Vocabulary
 from .workload import Conversation, single
 
@@ -46,12 +46,10 @@ def texts(path: str) -> list[str]:
 def _conversations(path: str) -> list[list[str]]:
     """What is said in each, in order. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            entries = json.load(file)
+        with dataset_file(path) as file:
+            entries = json.loads(file.read().decode())
         return [[_said(message) for message in entry.get("conversations") or entry.get("conversation") or ()]
                 for entry in entries]
-    except OSError as error:
-        raise ConfigError(f"Cannot read --dataset-path {path}: {error.strerror}.") from None
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is no ShareGPT file, a JSON list of objects with conversations, whose messages have "
                           f"a value: {error!r}.") from None

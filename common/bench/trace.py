@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from ..api.errors import ConfigError
-from .dataset_args import DatasetArgs
+from .dataset_args import DatasetArgs, dataset_file
 from .vocabulary import Vocabulary
 from .workload import Conversation, single
 
@@ -56,15 +56,13 @@ def read(path: str, count: int) -> list[Line]:
     decoder, number = msgspec.json.Decoder(Line), 0
     lines: list[Line] = []
     try:
-        with open(path, "rb") as file:
+        with dataset_file(path) as file:
             for text in file:
                 number += 1
                 if len(lines) == count:
                     break
                 if text.strip():
                     lines.append(decoder.decode(text))
-    except OSError as error:
-        raise ConfigError(f"Cannot read --dataset-path {path}: {error.strerror}.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"Line {number} of {path} is no request of a trace: {error}.") from None
     if not lines:

@@ -72,11 +72,8 @@ def _trouble(group: TPGroup, sends: bool) -> str | None:
         summed.clear()
         gathered.clear()
         collect()
-        peers, group.peers = group.peers, None
-        try:
+        with group.without_peers():
             collect()
-        finally:
-            group.peers = peers
 
     collect_both_ways()  # NCCL connects its ranks at the first call, which cannot be captured
     torch.cuda.synchronize(group.device)

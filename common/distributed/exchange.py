@@ -70,20 +70,26 @@ class TokenExchange:
             return compute(x.rows).chunk(self._across.size)[self._across.rank]
         if not self.spans:
             return compute(x)
-        y = compute(self.gather(x)) if sum(self._counts) else compute(x)
-        first = sum(self._counts[:self._across.rank])
-        return y[first:first + self._counts[self._across.rank]]
+        return self._own(self._of_all(compute, x))
 
     def around_columns(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
         """``around`` of what every rank computes other columns of: ``compute`` gives ``[N, c]``, the result is
         ``[own, ranks * c]``. Of ranks that are an attention group each: none needs the others' rows."""
-        columns = compute(self.gather(x) if sum(self._counts) else x)
+        columns = self._of_all(compute, x)
         own, size, peers = self._counts[self._across.rank], self._across.size, self._across.peers
         if peers is not None and peers.gathers(columns):  # so quickly that more of it costs less
-            first = sum(self._counts[:self._across.rank])
-            return self._across.all_gather_last_dim(columns)[first:first + own]
+            return self._own(self._across.all_gather_last_dim(columns))
         parts = self._across.all_to_all_rows(columns, self._counts, [own] * size)
         return parts.view(size, own, columns.shape[1]).transpose(0, 1).flatten(1)
+
+    def _of_all(self, compute: Compute, x: torch.Tensor) -> torch.Tensor:
+        """``compute`` of the rows of all groups, where any has some."""
+        return compute(self.gather(x) if sum(self._counts) else x)
+
+    def _own(self, y: torch.Tensor) -> torch.Tensor:
+        """This group's of the rows of all."""
+        first = sum(self._counts[:self._across.rank])
+        return y[first:first + self._counts[self._across.rank]]
 
     def summed(self, partial: Compute, summands: InTwo, x: torch.Tensor | Met) -> Summed:
         """``around`` for what every rank of the engine has a summand of, ``partial``: only the group's own rows are

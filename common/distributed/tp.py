@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, Protocol
 
@@ -92,6 +93,15 @@ class TPGroup:
         self._device_group = device_group
         self._host_group = host_group
         self.peers: SmallSums | None = None
+
+    @contextmanager
+    def without_peers(self) -> Iterator[None]:
+        """Nothing goes through ``peers`` meanwhile. All ranks do so together."""
+        peers, self.peers = self.peers, None
+        try:
+            yield
+        finally:
+            self.peers = peers
 
     @property
     def device_group(self) -> dist.ProcessGroup | None:

@@ -64,8 +64,9 @@ class Parts:
         self.steps.append(dict(self._now))
         self.usages.append({name: now - before for (name, now), before in zip(_used().items(), self._used.values())})
 
-    def clear(self) -> None:
-        self.steps, self.usages = [], []
+    def start(self) -> None:
+        """Forget the steps that there were; it is on until somebody says otherwise."""
+        self.steps, self.usages, self.on = [], [], True
 
     def _charge(self) -> None:
         now = time.perf_counter()

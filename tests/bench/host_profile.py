@@ -141,8 +141,7 @@ def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, 
         begin = time.perf_counter()
         engine.step()
         walls.append(1e3 * (time.perf_counter() - begin))
-    PARTS.on = True
-    PARTS.clear()
+    PARTS.start()
     for _ in range(steps):
         PARTS.begin()
         engine.step()
@@ -169,8 +168,7 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
         engine.step()
         prompts.append(time.perf_counter() - begin)
     engine.synchronize()
-    PARTS.on = True
-    PARTS.clear()
+    PARTS.start()
     spins = []
     while not engine.idle:
         PARTS.begin()
@@ -257,8 +255,7 @@ def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict
     begin = time.perf_counter()
     found |= record(engine, 3, marks=False)
     print("  while recorded: " + clocks.between(begin, time.perf_counter()))
-    PARTS.on = True
-    PARTS.clear()
+    PARTS.start()
     for _ in range(3):
         PARTS.begin()
         engine.step()

@@ -251,21 +251,20 @@ def exchange_ceiling(world: TPGroup, rows: int = 8192, width: int = 2048) -> dic
     if world.device.type != "cuda":
         return {}
     mine = torch.randn(rows, width, device=world.device).bfloat16()
-    peers, world.peers = world.peers, None
-    every = world.all_gather_rows(mine)
-    found = {}
-    for name, work in (("all_gather_us", lambda: world.all_gather_rows(mine)),
-                       ("reduce_scatter_us", lambda: world.reduce_scatter_rows(every))):
-        for _ in range(3):
-            work()
-        torch.cuda.synchronize()
-        world.barrier()
-        began = time.perf_counter()
-        for _ in range(20):
-            work()
-        torch.cuda.synchronize()
-        found[name] = (time.perf_counter() - began) / 20 * 1e6
-    world.peers = peers
+    with world.without_peers():
+        every = world.all_gather_rows(mine)
+        found = {}
+        for name, work in (("all_gather_us", lambda: world.all_gather_rows(mine)),
+                           ("reduce_scatter_us", lambda: world.reduce_scatter_rows(every))):
+            for _ in range(3):
+                work()
+            torch.cuda.synchronize()
+            world.barrier()
+            began = time.perf_counter()
+            for _ in range(20):
+                work()
+            torch.cuda.synchronize()
+            found[name] = (time.perf_counter() - began) / 20 * 1e6
     found["gb_s_each_way"] = (world.size - 1) * mine.nbytes / found["all_gather_us"] / 1e3
     return found
 

@@ -64,8 +64,7 @@ class EngineTrace:
         def turn(now: float) -> bool:
             before = len(self.steps)
             if self._parts is not None:
-                self._parts.clear()
-                self._parts.on = True
+                self._parts.start()
                 self._parts.begin()
             busy: bool = step(now)
             if self._parts is not None:

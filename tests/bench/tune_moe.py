@@ -26,7 +26,7 @@ from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import moe_gemm
 from ...kernels.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
 from ...kernels.moe_sum import moe_sum
-from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, shape_key, to_json, warpgroup_tiles
+from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, file_of, shape_key, to_json, warpgroup_tiles
 from .moe_shapes import SHAPES, Layer, Shape, micros
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -230,7 +230,7 @@ def main() -> None:
         compile_all(all_candidates(dtypes, args.most_rows, limits))
     measured = dict(moe_tiles.table(name))
     args.folder.mkdir(exist_ok=True, parents=True)
-    file = args.folder / f"{name.replace(' ', '_')}.json"
+    file = file_of(args.folder, name)
     for dtype, shape_name in ((getattr(torch, dtype), shape) for dtype in dtypes for shape in args.shapes.split(",")):
         shape = SHAPES[shape_name]
         layer = Layer(shape, dtype, DEVICE.type)

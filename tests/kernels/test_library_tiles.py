@@ -15,7 +15,7 @@ H200 = "NVIDIA H200"
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(library_tiles, "_hopper", lambda device: True)
+    monkeypatch.setattr(library_tiles, "on_hopper", lambda device: True)
     monkeypatch.setattr(library_tiles, "processors_of", lambda device: 132)
     monkeypatch.setattr(library_tiles, "_plan", lambda *product: product[1:])
 

@@ -105,28 +105,30 @@ async def test_registering_waits_for_the_server_but_not_for_ever():
         assert server.ranks == {(0, 0, 0): info()}
 
 
-async def test_something_else_at_the_address_is_an_error_not_a_hang():
+@contextlib.asynccontextmanager
+async def answering(answer: bytes, behind: bytes):
+    """The address of a server that says ``answer`` to all, once it has read up to ``behind``."""
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        writer.write(b"SSH-2.0-what\r\n")
+        await reader.readuntil(behind)
+        writer.write(answer)
         writer.close()
 
     server = await asyncio.start_server(babble, "127.0.0.1", 0)
     async with server:
+        yield server.sockets[0].getsockname()[:2]
+
+
+async def test_something_else_at_the_address_is_an_error_not_a_hang():
+    async with answering(b"SSH-2.0-what\r\n", b"\n") as address:
         with pytest.raises(OSError, match="it speaks no HTTP"):
-            await asyncio.to_thread(fetch_ranks, server.sockets[0].getsockname()[:2], 1.0)
+            await asyncio.to_thread(fetch_ranks, address, 1.0)
 
 
 async def test_an_answer_that_is_no_text_is_an_error():
-    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n[{"instance":"\xff\xff"}]')
-        writer.close()
-
-    server = await asyncio.start_server(babble, "127.0.0.1", 0)
-    async with server:
+    said = b'HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n[{"instance":"\xff\xff"}]'
+    async with answering(said, b"\r\n\r\n") as address:
         with pytest.raises(OSError, match="something else than its ranks"):
-            await asyncio.to_thread(fetch_ranks, server.sockets[0].getsockname()[:2], 1.0)
+            await asyncio.to_thread(fetch_ranks, address, 1.0)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70, "a\x00b"])

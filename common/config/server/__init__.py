@@ -136,6 +136,13 @@ class ServerConfig:
     def mode(self) -> Mode:
         return self.disaggregation.disaggregation_mode
 
+    def only(self, mode: Mode) -> ServerConfig:
+        """Itself, for a command that starts servers of one mode; raises ConfigError for another."""
+        if self.mode != mode:
+            raise ConfigError(f"launch_{mode} starts {mode} servers; for --disaggregation-mode {self.mode} there is "
+                              "launch_server.")
+        return self
+
     @property
     def model_name(self) -> str:
         return self.model.served_model_name or self.model.model_path
