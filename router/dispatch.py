@@ -22,7 +22,7 @@ from .pool import UpstreamPool, plain_answer
 from .ranks import tell_rank
 from .registry import ROLES, Registry, Reservation, Role, Worker, without
 from .request import Request
-from .retry import Backoff, Retries
+from .retry import FAILURES, Backoff, Outcome, Retries
 from .tls import worker_context
 from .upstream import Call
 
@@ -188,9 +188,12 @@ class Dispatcher:
     # ------------------------------------------------------------------ outcomes
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
-        """An attempt failed below HTTP."""
-        self._suspect(worker, failure)
-        self.on_server_error(worker)
+        """An attempt failed below HTTP, or in the middle of its stream."""
+        outcome = FAILURES[failure.reason]
+        if outcome.excludes or failure.refused:
+            self._suspect(worker, failure)
+        if outcome.counts:
+            self.on_server_error(worker)
 
     def on_server_error(self, worker: Worker) -> None:
         """An attempt failed by its worker's fault."""
@@ -200,9 +203,9 @@ class Dispatcher:
             # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
             self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
 
-    def on_status(self, worker: Worker, status: int) -> None:
-        """A worker answered; a 4xx tells nothing about it."""
-        if status >= 500:
+    def on_status(self, worker: Worker, status: int, outcome: Outcome) -> None:
+        """A worker answered; a 4xx tells nothing about it, nor that it is busy."""
+        if outcome.counts:
             self.on_server_error(worker)
         elif status < 400 and worker.circuit.troubled and self.registry.request_served(worker):
             logger.info("Worker %s answers again: its circuit is closed.", worker.url)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import httptools
 
-from .answer import AnswerFacts, Failure, Sink
+from .answer import ENGINE_DEAD, AnswerFacts, Failure, Sink
 from .endpoint import Endpoint
 from .heads import KnownHeads
 from .outbox import Outbox
@@ -43,7 +43,9 @@ class _Probe:
 
 
 def plain_answer(head: bytes) -> AnswerFacts | None:
-    """What ``KnownHeads.read`` is for answers: see there."""
+    """What ``KnownHeads.read`` is for answers: see there. The last words of an engine are read each time."""
+    if ENGINE_DEAD in head.lower():
+        return None
     probe = _Probe()
     try:
         probe.parser.feed_data(head)
@@ -138,13 +140,11 @@ class UpstreamPool:
         self._swept_at = now = self.loop.time()
         while self._idle and now - self._idle[0].idle_since > IDLE_SECONDS:
             self._idle.pop(0).transport.close()
-        if not silence_limit:
-            return
         for connection in self.busy:
             if connection.heard or connection.call is None or connection.call.paused:
                 connection.heard = False
                 connection.silent_since = now
-            elif now - connection.silent_since > silence_limit:
+            elif silence_limit and now - connection.silent_since > silence_limit:
                 connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
 
     async def _connect(self, call: Call) -> None:
@@ -158,6 +158,9 @@ class UpstreamPool:
         call.connecting = None
         if call.sink is None:  # Cancelled as the connection came: wait_for may return it all the same (Python < 3.12).
             connection.transport.abort()
+        elif call.stale and not call.resend:
+            self.park(connection)
+            call.lost(Failure("stale", f"{self.url} closed an idle connection"))
         else:
             connection.carry(call)
 
@@ -171,7 +174,10 @@ class UpstreamPool:
         except (OSError, asyncio.TimeoutError) as error:
             call.connecting = None
             detail = "no answer" if isinstance(error, asyncio.TimeoutError) else (error.strerror or str(error))
-            call.lost(Failure("connect", f"cannot connect to {self.url}: {detail}",
-                              refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
+            refused = isinstance(error, OSError) and error.errno in _NOBODY_THERE
+            if call.stale:
+                call.lost(Failure("lost", f"{self.url} died under a request: {detail}", refused=refused))
+            else:
+                call.lost(Failure("connect", f"cannot connect to {self.url}: {detail}", refused=refused))
             return None
         return connection
