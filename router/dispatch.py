@@ -61,6 +61,7 @@ class Dispatcher:
         self.exact = exact.pop() if exact else None
         """The policy that is to be told what workers have cached, by a ``watch``."""
         self.watch: Watch | None = None
+        self._hung_seconds = config.health.health_check_timeout_secs
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
@@ -104,12 +105,19 @@ class Dispatcher:
         """Fail what runs on a worker."""
         self._pools[worker].cut(Failure("removed", f"{worker.url} was removed by force"))
 
+    def end_silent(self, worker: Worker) -> None:
+        """Fail what a hung worker has left without a byte for as long as a health check may take."""
+        if worker in self._pools:
+            self._pools[worker].end_silent(self._hung_seconds)
+
     def sweep(self, silence_limit: float) -> None:
         """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
         for policy in self._swept:
             policy.sweep(self.loop.time())
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
+            if worker.hung:
+                pool.end_silent(self._hung_seconds)
             if worker not in self.registry and not worker.load and not pool.busy:
                 del self._pools[worker]
 

@@ -140,12 +140,34 @@ class UpstreamPool:
         self._swept_at = now = self.loop.time()
         while self._idle and now - self._idle[0].idle_since > IDLE_SECONDS:
             self._idle.pop(0).transport.close()
+        self._note_silence(now)
+        for connection in self.busy:
+            if silence_limit and now - connection.silent_since > silence_limit:
+                connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
+
+    def end_silent(self, limit: float) -> None:
+        """Fail calls that have been silent for ``limit`` seconds: the worker is hung. Nothing that it sends of them
+        when it wakes up reaches anybody."""
+        now = self.loop.time()
+        self._note_silence(now)
+        for connection in self.busy:
+            if now - connection.silent_since > limit:
+                connection.fail(Failure("hung", f"{self.url} hangs, and sent nothing for {limit:g} s"))
+
+    def heard_since(self, when: float) -> bool:
+        """Whether more of an answer came after ``when``, a moment at which ``note_silence`` was called or later."""
+        return any(connection.answering and (connection.heard or connection.silent_since > when)
+                   for connection in self.busy)
+
+    def note_silence(self) -> None:
+        """From now on ``heard_since`` can tell."""
+        self._note_silence(self.loop.time())
+
+    def _note_silence(self, now: float) -> None:
         for connection in self.busy:
             if connection.heard or connection.call is None or connection.call.paused:
                 connection.heard = False
                 connection.silent_since = now
-            elif silence_limit and now - connection.silent_since > silence_limit:
-                connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
 
     async def _connect(self, call: Call) -> None:
         self._connecting.add(call)

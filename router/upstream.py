@@ -134,6 +134,11 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self._pool.outbox.put(self.transport, call.head)
 
+    @property
+    def answering(self) -> bool:
+        """Whether an answer has begun."""
+        return self._head is not None
+
     def abandon(self) -> None:
         """Cut the connection; a worker notices at its next read or write."""
         self._detach()

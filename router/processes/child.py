@@ -208,6 +208,8 @@ class Child(Parts):
                 self._join(told)
             else:
                 known.take(told)
+                if known.hung:
+                    self._dispatcher.end_silent(known)
         self._registry.changed()
         self._link.tell(Knows(news.version))
 

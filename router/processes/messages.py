@@ -24,6 +24,7 @@ class WorkerNews(msgspec.Struct, frozen=True):
     bootstrap_port: int | None
     model_ids: tuple[str, ...]
     state: State
+    hung: bool
     draining: bool
     is_baton: bool
     keeps_files: bool
@@ -31,8 +32,8 @@ class WorkerNews(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "state", "draining", "is_baton",
-                                            "keeps_files")
+    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "state", "hung", "draining",
+                                            "is_baton", "keeps_files")
     """Fields that are attributes of a worker and may change."""
 
 
