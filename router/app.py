@@ -60,8 +60,8 @@ class Router:
         loop = asyncio.get_running_loop()
         parts = self._parts
         self.dispatcher = parts.dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
-        if self.dispatcher.exact is not None:
-            self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.exact)
+        if self.dispatcher.policies.exact is not None:
+            self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.policies.exact)
         rules = self.config.admission.rules
         self._gate = Gate(parts.admission(rules, loop), loop) if rules.active and parts.accepts else None
         self.metrics.admission = self._gate.admission if self._gate is not None else None

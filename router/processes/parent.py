@@ -104,7 +104,7 @@ class Parent(Parts):
         self._registry = ToldRegistry(
             failure_threshold=config.health.health_failure_threshold,
             success_threshold=config.health.health_success_threshold, circuit_rules=config.circuit.rules,
-            changed=self._changed, draining=self._watch_drains)
+            changed=self._changed, draining=self._watch_drains, models=config.workers.models)
         return self._registry
 
     def health(self, config: RouterConfig, registry: Registry,

@@ -43,7 +43,7 @@ SAME = """
 --retry-jitter-factor 0.2|--disable-retries|--cb-failure-threshold 10|--cb-success-threshold 3
 --cb-timeout-duration-secs 60|--cb-window-duration-secs 120|--disable-circuit-breaker|--health-failure-threshold 3
 --health-success-threshold 2|--health-check-timeout-secs 5|--health-check-interval-secs 60
---health-check-endpoint /health|--backend sglang|--backend=openai|--history-backend none|--dp-aware
+--health-check-endpoint /health|--enable-igw|--backend sglang|--backend=openai|--history-backend none|--dp-aware
 --client-cert-path a --client-key-path b|--ca-cert-paths a b|--tls-cert-path a --tls-key-path b|--enable-trace
 --otlp-traces-endpoint localhost:4317|--api-key k|--control-plane-api-keys 1:me:admin:k
 --pd-disaggregation --prefill http://p:1 9000 --prefill http://q:1 none --prefill http://r:1 --decode http://d:1
