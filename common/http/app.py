@@ -32,7 +32,7 @@ from .api_document import api_document
 from .front import Front
 from .prompt_pages import tell_pages
 from .traces import TRACEPARENT
-from .web import error_response, json_bytes, our_fault
+from .web import error_response, json_bytes, note_failure, our_fault
 
 log = logging.getLogger("baton.front")
 
@@ -176,6 +176,7 @@ def _check_key(request: web.Request, expected: bytes) -> None:
 
 def _told(request: web.Request, error: ServingError) -> web.Response:
     """In the words of the API that was asked."""
+    note_failure(error, request)
     anthropic = request.path.startswith(message_routes.PATH)
     return error_response(error, error_body(error) if anthropic else None)
 

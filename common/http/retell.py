@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ..openai.responses import ChatChunk, ChatDelta, encode
 from .chat_run import ChatRun
 from .sse import shown
+from .web import note_failure
 
 
 class Teller(Protocol):
@@ -55,7 +56,9 @@ async def retold(run: ChatRun, teller: Teller, *, resumed: bool, with_ids: bool)
     except Exception as error:
         if not begun or isinstance(error, ConnectionError):
             raise
-        yield teller.fail(error) + (_comment(shown(error).to_openai()) if with_ids else b"")
+        told = shown(error)
+        note_failure(told, rid=run.requests[0].rid)
+        yield teller.fail(told) + (_comment(told.to_openai()) if with_ids else b"")
 
 
 def _comment(value: Any) -> bytes:
