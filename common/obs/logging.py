@@ -74,13 +74,16 @@ class SharedFile(logging.handlers.RotatingFileHandler):
         super().__init__(path, maxBytes=max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
 
     def shouldRollover(self, record: logging.LogRecord) -> int:
+        if self.stream is None:  # closed at the interpreter's end; it is opened again for what is still written
+            self.stream = self._open()
         return int(self.maxBytes > 0 and os.fstat(self.stream.fileno()).st_size >= self.maxBytes)
 
     def doRollover(self) -> None:
+        assert self.stream is not None
         folder = os.open(os.path.dirname(self.baseFilename), os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            if self._is_current():
+            if self._is_current(self.stream.fileno()):
                 super().doRollover()
             else:
                 self.stream.close()
@@ -88,10 +91,10 @@ class SharedFile(logging.handlers.RotatingFileHandler):
         finally:
             os.close(folder)
 
-    def _is_current(self) -> bool:
+    def _is_current(self, number: int) -> bool:
         """Whether the open file still has the name."""
         try:
-            return os.path.samestat(os.stat(self.baseFilename), os.fstat(self.stream.fileno()))
+            return os.path.samestat(os.stat(self.baseFilename), os.fstat(number))
         except FileNotFoundError:
             return False
 
