@@ -142,7 +142,7 @@ class Exchange:
 
         An event stream gets ``error`` as its last event, if an event can follow what was sent; without
         it, a reader that does not insist on [DONE] would take a torn answer for a whole one. Any other
-        answer is cut short of its announced length.
+        answer is cut short of its announced length, or, where it announced none, by a reset.
         """
         self._metrics.broken_streams += 1
         self._note(error.status, f"{error.message} The answer broke off: {failure.detail}.")
@@ -150,6 +150,8 @@ class Exchange:
         if facts.event_stream and (failure.at_boundary or self.log is not None):
             event = b"\n\n" + error_event(error, self.request.path)
             self.connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if facts.chunked else event)
+        elif not facts.delimited:
+            self.connection.reset()
         self._finish(facts.status)
         self.connection.done(keep_alive=False)
 

@@ -90,6 +90,8 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/update_weights_from_disk", control_routes.update_weights_from_disk),
     ("POST", "/release_memory_occupation", control_routes.release_memory_occupation),
     ("POST", "/resume_memory_occupation", control_routes.resume_memory_occupation),
+    ("POST", "/pause_generation", control_routes.pause_generation),
+    ("POST", "/continue_generation", control_routes.continue_generation),
     ("POST", "/start_profile", control_routes.start_profile),
     ("POST", "/stop_profile", control_routes.stop_profile),
     ("POST", "/set_internal_state", control_routes.set_internal_state),
