@@ -22,7 +22,7 @@ from .ranks import report_of, server_url
 from .registry import Worker
 from .request import Request
 from .routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
-from .wire import Response
+from .wire import Response, said
 
 Handler = Callable[[Cluster, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
@@ -100,16 +100,8 @@ async def broadcast(router: Cluster, request: Request) -> Response:
     refused = all(400 <= status < 500 for status in failed)
     told: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
     if failed:
-        told["errors"] = {url: a.detail or _said(a) for url, a in zip(servers, answers) if not a.ok}
+        told["errors"] = {url: a.detail or said(a.body) for url, a in zip(servers, answers) if not a.ok}
     return Response.json(told, 200 if not failed else max(failed) if refused else 502)
-
-
-def _said(refusal: Answer) -> str:
-    """The sentence of a worker's error, or the beginning of what it answered instead."""
-    try:
-        return str(msgspec.json.decode(refusal.body)["error"]["message"])
-    except (*UNREADABLE, KeyError, TypeError):
-        return refusal.body[:200].decode("utf-8", "replace")
 
 
 async def _tell(router: Cluster, worker: Worker, request: Request, seconds: float) -> Answer:

@@ -14,7 +14,7 @@ from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
 from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
-from .exchange import Exchange
+from .exchange import Exchange, note_failure
 from .gate import Gate
 from .http_server import ClientConnection
 from .local_prefill import LocalPrefill
@@ -103,6 +103,7 @@ class Entry:
                 check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
+            note_failure(error.status, error.message, request)
             self._answer(connection, request, Response.error(error, path))
 
     def serve_scrape(self, connection: ClientConnection, request: Request) -> None:

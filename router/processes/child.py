@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from ...common.api.errors import ConfigError, WorkerUnavailable
-from .. import logs
+from ...common.obs.logging import setup_logging
 from ..admission import Admission, AdmissionRules
 from ..answer import Failure
 from ..app import Router
@@ -93,7 +93,7 @@ async def _run(sock: socket.socket) -> None:
     link = await Link.over(sock, ToChild, received, ended.set)
     begin: Begin = await begun
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    logs.configure(begin.config.logs.log_level, begin.config.logs.log_dir)
+    setup_logging(begin.config.logs, f"router.{begin.child}")
     child = Child(begin, link, ended)
     try:
         await child.start(early)

@@ -286,5 +286,5 @@ def _of_parent(config: RouterConfig) -> RouterConfig:
     """The parent traces no requests, and shares no port."""
     return dataclasses.replace(
         config, http=dataclasses.replace(config.http, router_workers=1),
-        logs=dataclasses.replace(config.logs, enable_trace=False, otlp_traces_endpoint=None))
+        observe=dataclasses.replace(config.observe, enable_trace=False, otlp_traces_endpoint=None))
 

@@ -122,21 +122,3 @@ async def test_health_check_endpoint(router, worker, script):
     assert mock.posts[0].target == b"/alive"
     mock.behaviour = script.answer
     await script.until(lambda: front.registry.available("regular"))
-
-
-def test_log_dir(tmp_path):
-    import logging
-
-    from baton.router import logs
-
-    logs.configure("info", str(tmp_path / "deep"))
-    logger = logging.getLogger("baton.router")
-    logger.info("hello")
-    handlers = logger.handlers[:]
-    logger.handlers.clear()
-    logger.propagate = True
-    for handler in handlers:
-        handler.close() if isinstance(handler, logging.FileHandler) else None
-    assert '"message":"hello"' in (tmp_path / "deep" / "router.log").read_text()
-    with pytest.raises(ConfigError, match="--log-dir"):
-        logs.configure("info", "/proc/nowhere")
