@@ -79,6 +79,20 @@ def again(relay: Attempting, reason: str, error: ServingError, *, at_once: bool 
         exchange.fail(error)
 
 
+def expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
+    """The router gives a request up, whose attempt is cut: its answer ends with ``error``.
+
+    ``at_boundary``: what the worker sent so far ends where one more event may follow.
+    """
+    exchange = relay.exchange
+    if not exchange.began:
+        exchange.fail(error)
+    elif exchange.log is not None and (missing := exchange.log.missing_end) is not None:
+        exchange.end_broken(missing)
+    else:
+        exchange.break_off(error, Failure("expired", error.message.rstrip("."), at_boundary=at_boundary))
+
+
 def lost(relay: Attempting, worker: Worker, failure: Failure, reason: str) -> None:
     """An attempt failed below HTTP or in the middle of its stream. ``reason``: what metrics call it."""
     relay.dispatcher.on_failure(worker, failure)

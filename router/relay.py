@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..common.api.errors import ServingError
 from .answer import AnswerHead, Failure
-from .attempts import again, lost, tried_on
+from .attempts import again, expired, lost, tried_on
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .policies import Subject
@@ -42,12 +43,12 @@ class Relay:
         """Make an attempt; answers 503 when no worker is available."""
         exchange = self.exchange
         log = exchange.log if exchange.began else None
-        workers = self.dispatcher.candidates(self._role, self.retries, own=self._own or log is not None,
-                                              only=self._only)
+        workers = self.dispatcher.candidates(self._role, self.retries, exchange.request.group,
+                                             own=self._own or log is not None, only=self._only)
         if not workers:
-            again(self, "unavailable", nobody(self._role))
+            again(self, "unavailable", nobody(self._role, exchange.request.group))
             return
-        self._reservation = self.dispatcher.place(self._role, workers, self._subject)
+        self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
         worker = self._reservation.worker
         exchange.workers = (worker,)
         body = exchange.request.body if log is None else log.resumed_body()
@@ -107,6 +108,13 @@ class Relay:
         self._drop()
         self.exchange.abandon()
 
+    def expire(self, error: ServingError) -> None:
+        if self.retries is not None:
+            self.retries.cancel()
+        at_boundary = self._call is not None and self._call.at_boundary
+        self._drop()
+        expired(self, error, at_boundary)
+
     def pause(self) -> None:
         self._paused = True
         if self._call is not None:
@@ -122,7 +130,7 @@ class Relay:
     def _may_move_on(self, outcome: Outcome) -> bool:
         assert self._reservation is not None
         retries = tried_on(self, self._reservation.worker, outcome)
-        return retries.allows(outcome) and self.dispatcher.untried(self._role, retries)
+        return retries.allows(outcome) and self.dispatcher.untried(self._role, retries, self.exchange.request.group)
 
     def _drop(self) -> None:
         """Cut the running attempt, if there is one."""
