@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ..common.api.errors import TransferFailed, WorkerUnavailable
+from ..common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from .answer import AnswerHead, Failure
-from .attempts import again, broken, error_of, tried
+from .attempts import again, broken, error_of, expired, tried
 from .body import Peek, with_bootstrap, with_previous_room
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
@@ -230,6 +230,14 @@ class PairRelay:
             self.retries.cancel()
         self._cancel_halves()
         self.exchange.abandon()
+
+    def expire(self, error: ServingError) -> None:
+        if self.retries is not None:
+            self.retries.cancel()
+        half = self._relayed
+        at_boundary = half is not None and half.call is not None and half.call.at_boundary
+        self._cancel_halves()
+        expired(self, error, at_boundary)
 
     def pause(self) -> None:
         self._paused = True

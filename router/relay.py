@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..common.api.errors import WorkerUnavailable
+from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
-from .attempts import again, broken, error_of, tried
+from .attempts import again, broken, error_of, expired, tried
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .policies import Subject
@@ -117,6 +117,13 @@ class Relay:
             self.retries.cancel()
         self._drop()
         self.exchange.abandon()
+
+    def expire(self, error: ServingError) -> None:
+        if self.retries is not None:
+            self.retries.cancel()
+        at_boundary = self._call is not None and self._call.at_boundary
+        self._drop()
+        expired(self, error, at_boundary)
 
     def pause(self) -> None:
         self._paused = True

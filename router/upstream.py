@@ -92,6 +92,11 @@ class Call(msgspec.Struct, eq=False):
         if self.connection is not None:
             self.connection.abandon()
 
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the answer so far ends where one more event may follow; nothing can be read of it afterwards."""
+        return self.connection is not None and self.connection.at_boundary()
+
     def pause(self) -> None:
         """Stop reading from the worker: its socket fills up, and it waits."""
         if self.paused:
@@ -168,7 +173,7 @@ class UpstreamConnection(asyncio.Protocol):
         call = self.call
         self.abandon()
         if call is not None:
-            call.lost(failure._replace(at_boundary=self._at_boundary()))
+            call.lost(failure._replace(at_boundary=self.at_boundary()))
 
     def _detach(self) -> None:
         if self.call is not None:
@@ -319,12 +324,13 @@ class UpstreamConnection(asyncio.Protocol):
             call.ended(False)
         else:
             call.lost(Failure("lost", f"{self._pool.url} closed the connection before the end of its answer",
-                              at_boundary=self._at_boundary()))
+                              at_boundary=self.at_boundary()))
 
-    def _at_boundary(self) -> bool:
+    def at_boundary(self) -> bool:
         """Whether a broken answer stopped where an event may be put: between two chunks.
 
-        The parser does not tell; but between chunks, and only there, a last chunk ends the message.
+        The parser does not tell; but between chunks, and only there, a last chunk ends the message. Nothing can be read
+        any more once it was asked.
         """
         if self._head is None or not self._head.facts.chunked:
             return self._head is not None and not self._head.facts.delimited

@@ -224,6 +224,12 @@ class EngineClient:
             self._fail(name, WorkerUnavailable(reason))
         self._questions.fail(WorkerUnavailable(reason))
 
+    def fail_open(self, error: ServingError) -> None:
+        """End every request that is open, whoever waits for it with ``error``."""
+        self._send(Abort("", silent=True))
+        for name in list(self._streams):
+            self._fail(name, error)
+
     def shut_down(self) -> None:
         """Tell the ranks to leave their loops."""
         self._send(Shutdown())
