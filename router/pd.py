@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..common.api.errors import ServingError, TransferFailed
+from ..common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from .answer import AnswerHead, Failure
 from .attempts import again, broken, error_of, expired, tried
 from .body import Peek, with_bootstrap, with_previous_room
@@ -120,7 +120,11 @@ class PairRelay:
         same = self._again_on if self._again_on in prefills else None
         if same is not None:
             prefills = [same]
-        held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        try:
+            held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        except WorkerUnavailable as error:
+            again(self, "unavailable", error)
+            return
         self._prefill = prefill = Half(self, "prefill", held_prefill, held_prefill.worker)
         self._decode = decode = Half(self, "decode", held_decode, held_decode.worker)
         exchange.workers = (prefill.worker, decode.worker)
