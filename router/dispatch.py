@@ -144,7 +144,8 @@ class Dispatcher:
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
-        """Choose and reserve a prefill and a decode worker (neither sequence is empty)."""
+        """Choose and reserve a prefill and a decode worker (neither sequence is empty). Raises WorkerUnavailable, as a
+        policy may, and reserves none then."""
         policies = self.policies.of(request.group)
         pairing = policies["prefill"]
         if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
@@ -152,13 +153,16 @@ class Dispatcher:
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
         subject = self.subject("prefill", request, found)
-        prefill = self.place("prefill", prefills, subject, request.group)
+        prefill = pairing.choose(prefills, subject)
         if policies["decode"].read is not pairing.read:
             subject = self.subject("decode", request, found)
-        return prefill, self.place("decode", decodes, subject, request.group)
+        decode = policies["decode"].choose(decodes, subject)
+        return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
+            "decode", decode.worker, decode.reason)
 
     def place(self, role: Role, workers: Sequence[Worker], subject: Subject, group: Group = None) -> Reservation:
-        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it."""
+        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it. Raises WorkerUnavailable, as a policy
+        may."""
         chosen = self.policies.of(group)[role].choose(workers, subject)
         return self._reserve(role, chosen.worker, chosen.reason)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..common.api.errors import ServingError
+from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
 from .attempts import again, expired, lost, tried_on
 from .body import Peek, with_bootstrap, with_previous_room
@@ -121,7 +121,11 @@ class PairRelay:
         same = self._again_on if self._again_on in prefills else None
         if same is not None:
             prefills = [same]
-        held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        try:
+            held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        except WorkerUnavailable as error:
+            again(self, "unavailable", error)
+            return
         self._prefill = prefill = Half(self, "prefill", held_prefill, held_prefill.worker)
         self._decode = decode = Half(self, "decode", held_decode, held_decode.worker)
         exchange.workers = (prefill.worker, decode.worker)

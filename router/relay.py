@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.api.errors import ServingError
+from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
 from .attempts import again, expired, lost, tried_on
 from .dispatch import Dispatcher, nobody
@@ -48,7 +48,11 @@ class Relay:
         if not workers:
             again(self, "unavailable", nobody(self._role, exchange.request.group))
             return
-        self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
+        try:
+            self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
+        except WorkerUnavailable as error:
+            again(self, "unavailable", error)
+            return
         worker = self._reservation.worker
         exchange.workers = (worker,)
         body = exchange.request.body if log is None else log.resumed_body()
