@@ -20,7 +20,7 @@ Vector = np.ndarray  # [dimensions] float32
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
     input: str | list[Any]
     model: str | None = None
-    encoding_format: Literal["Float32", "base64"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int32 | None = None
     rid: str | list[str] | None = None
     priority: Int32 | None = None
