@@ -63,6 +63,20 @@ def again(relay: Attempting, reason: str, error: ServingError) -> None:
         exchange.fail(error)
 
 
+def expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
+    """The router gives a request up, whose attempt is cut: its answer ends with ``error``.
+
+    ``at_boundary``: what the worker sent so far ends where one more event may follow.
+    """
+    exchange = relay.exchange
+    if not exchange.began:
+        exchange.fail(error)
+    elif exchange.log is not None and (missing := exchange.log.missing_end) is not None:
+        exchange.end_broken(missing)
+    else:
+        exchange.break_off(error, Failure("expired", error.message.rstrip("."), at_boundary=at_boundary))
+
+
 def broken(relay: Attempting, failure: Failure) -> None:
     """The answer's stream broke: it goes on elsewhere, or ends with an error."""
     exchange = relay.exchange

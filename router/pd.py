@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ..common.api.errors import TransferFailed
+from ..common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from .answer import AnswerHead, Failure
-from .attempts import again, broken, error_of, tried
+from .attempts import again, broken, error_of, expired, tried
 from .body import Peek, with_bootstrap, with_previous_room
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
@@ -103,13 +103,14 @@ class PairRelay:
         dispatcher, exchange = self.dispatcher, self.exchange
         log = exchange.log if exchange.began else None
         self._relayed = None
-        prefills = dispatcher.candidates("prefill", self.retries, own=log is not None)
-        decodes = dispatcher.candidates("decode", self.retries, own=log is not None, only=self._only)
-        if not prefills and dispatcher.candidates("decode", self.retries, own=True):
+        group = exchange.request.group
+        prefills = dispatcher.candidates("prefill", self.retries, group, own=log is not None)
+        decodes = dispatcher.candidates("decode", self.retries, group, own=log is not None, only=self._only)
+        if not prefills and dispatcher.candidates("decode", self.retries, group, own=True):
             self._leave_to_decode()
             return
         if not prefills or not decodes:
-            again(self, "unavailable", nobody("decode" if prefills else "prefill"))
+            again(self, "unavailable", nobody("decode" if prefills else "prefill", group))
             return
         found = self._peek
         assert found is not None
@@ -119,7 +120,11 @@ class PairRelay:
         same = self._again_on if self._again_on in prefills else None
         if same is not None:
             prefills = [same]
-        held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        try:
+            held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        except WorkerUnavailable as error:
+            again(self, "unavailable", error)
+            return
         self._prefill = prefill = Half(self, "prefill", held_prefill, held_prefill.worker)
         self._decode = decode = Half(self, "decode", held_decode, held_decode.worker)
         exchange.workers = (prefill.worker, decode.worker)
@@ -226,6 +231,14 @@ class PairRelay:
         self._cancel_halves()
         self.exchange.abandon()
 
+    def expire(self, error: ServingError) -> None:
+        if self.retries is not None:
+            self.retries.cancel()
+        half = self._relayed
+        at_boundary = half is not None and half.call is not None and half.call.at_boundary
+        self._cancel_halves()
+        expired(self, error, at_boundary)
+
     def pause(self) -> None:
         self._paused = True
         if (half := self._relayed) is not None and half.call is not None:
@@ -264,4 +277,4 @@ class PairRelay:
             self._suspect = self._other(half).worker
         if (half is self._decode) is (status != TransferFailed.status):
             self._again_on = self._prefill_worker
-        return retries.left and self.dispatcher.untried(half.role, retries)
+        return retries.left and self.dispatcher.untried(half.role, retries, self.exchange.request.group)

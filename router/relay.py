@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
-from .attempts import again, broken, error_of, tried
+from .attempts import again, broken, error_of, expired, tried
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .policies import Subject
@@ -41,12 +42,16 @@ class Relay:
         """Make an attempt; answers 503 when no worker is available."""
         exchange = self.exchange
         log = exchange.log if exchange.began else None
-        workers = self.dispatcher.candidates(self._role, self.retries, own=self._own or log is not None,
-                                              only=self._only)
+        workers = self.dispatcher.candidates(self._role, self.retries, exchange.request.group,
+                                             own=self._own or log is not None, only=self._only)
         if not workers:
-            again(self, "unavailable", nobody(self._role))
+            again(self, "unavailable", nobody(self._role, exchange.request.group))
             return
-        self._reservation = self.dispatcher.place(self._role, workers, self._subject)
+        try:
+            self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
+        except WorkerUnavailable as error:
+            again(self, "unavailable", error)
+            return
         worker = self._reservation.worker
         exchange.workers = (worker,)
         body = exchange.request.body if log is None else log.resumed_body()
@@ -113,6 +118,13 @@ class Relay:
         self._drop()
         self.exchange.abandon()
 
+    def expire(self, error: ServingError) -> None:
+        if self.retries is not None:
+            self.retries.cancel()
+        at_boundary = self._call is not None and self._call.at_boundary
+        self._drop()
+        expired(self, error, at_boundary)
+
     def pause(self) -> None:
         self._paused = True
         if self._call is not None:
@@ -129,7 +141,7 @@ class Relay:
         assert self._reservation is not None
         retries = tried(self)
         retries.excluded.add(self._reservation.worker)
-        return retries.left and self.dispatcher.untried(self._role, retries)
+        return retries.left and self.dispatcher.untried(self._role, retries, self.exchange.request.group)
 
     def _drop(self) -> None:
         """Cut the running attempt, if there is one."""

@@ -27,6 +27,7 @@ from ..openai.prompts import Prompts, output_limit
 from ..tokenizer.tokenizer import Tokenizer
 from .chat_formats import ChatFormats
 from .generation import Generation
+from .in_flight import InFlight
 from .journal import Journal
 from .sessions import Sessions
 from .traces import Traces
@@ -47,6 +48,7 @@ class Front:
         self.grammars = GrammarService(config.grammar, client, model.vocab_size, model.eos_token_ids)
         self.loading = Loading("starting", 0.0)
         self.stopping = False
+        self.in_flight = InFlight()
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.sessions = Sessions()
         self.traces: Traces | None = None

@@ -15,12 +15,13 @@ _WINDOW = 32
 """Workers that are looked at together beyond that: about the root of a thousand."""
 
 _by_least = attrgetter("least")
+_by_total = attrgetter("total")
 
 
 class _Window:
     """Some of the workers, as they were at the last ``scan``."""
 
-    __slots__ = ("workers", "loads", "least", "most")
+    __slots__ = ("workers", "loads", "least", "most", "total")
 
     def __init__(self, workers: Sequence[Worker]):
         self.workers = workers
@@ -28,7 +29,7 @@ class _Window:
 
     def scan(self) -> None:
         self.loads = loads = [*map(by_load, self.workers)]
-        self.least, self.most = min(loads), max(loads)
+        self.least, self.most, self.total = min(loads), max(loads), sum(loads)
 
     def lightest(self, tie: Mapping[int, int], slack: int = 0) -> Worker:
         most = self.least + slack
@@ -56,6 +57,13 @@ class LoadView:
         """The first of at most EXACT_UP_TO workers that has the least load."""
         (window,) = self._windows
         return window.workers[window.loads.index(self.least)]
+
+    @property
+    def total(self) -> int:
+        """Requests on all workers."""
+        if len(self._windows) == 1:
+            return sum(self._windows[0].loads)
+        return sum(map(_by_total, self._windows))
 
     def look(self, workers: Sequence[Worker]) -> None:
         """Take in the loads of ``workers`` (not empty)."""
