@@ -25,7 +25,7 @@ FLAG = re.compile(r"--[a-z][a-z0-9-]*[a-z0-9]")
 NAMED = set(FLAG.findall(README))
 TABLES = {"| flag | default | what it does |": ServerConfig, "| router flag | default | what it does |": RouterConfig}
 CONFIGS = (RouterConfig, ServerConfig, ClusterConfig, BenchServing, BenchOneBatch, BenchOffline, BenchDraft, BenchArgs)
-OTHERS = {"--kv-events-config", "--router", "--enable"}  # SGLang's, and what flags begin with
+OTHERS = {"--kv-events-config", "--router", "--enable", "--no-deps"}  # SGLang's, what flags begin with, and pip's
 
 
 def spellings(config: type) -> set[str]:
