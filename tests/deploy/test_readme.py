@@ -29,7 +29,7 @@ OTHERS = {"--kv-events-config", "--router", "--enable", "--no-deps"}  # SGLang's
 
 
 def spellings(config: type) -> set[str]:
-    found = {"--config", "--help"}
+    found = {"--config", "--help", "--version", "--print-completion"}
     for item in _flags(config):
         name = item.key.replace("_", "-")
         found |= {f"--{name}", *item.field.metadata["names"], *({f"--no-{name}"} if item.field.default is True else ())}
