@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -20,6 +20,14 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 _ids = itertools.count()
 
 
+class LoadOrder(Protocol):
+    """Keeps workers in order of their loads."""
+
+    def moved(self, worker: Worker, before: int) -> None:
+        """A worker's ``known_load`` was ``before``."""
+        ...
+
+
 class Worker:
     """One instance that requests may be sent to.
 
@@ -31,14 +39,15 @@ class Worker:
     ``keeps_files``: it was given a folder for them.
     One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
     ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
-    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is told of each release.
+    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each release,
+    and each of ``load_orders`` with each change of the load.
     ``cached_tokens``: in its prefix cache, None unless it is followed (see ``kv_watch``).
     Leaving: a worker that is ``draining`` gets nothing new, and is off the list once its load is 0.
     Failing requests: ``circuit``, moved by the registry once the worker is in it.
     """
 
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port", "model_ids",
-                 "state", "failures", "successes", "load", "on_release", "draining", "is_baton", "circuit",
+                 "state", "failures", "successes", "known_load", "load_orders", "on_release", "draining", "is_baton", "circuit",
                  "cached_tokens", "rank", "root", "keeps_files")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
@@ -58,7 +67,8 @@ class Worker:
         self.state: State = "starting"
         self.failures = 0
         self.successes = 0
-        self.load = 0
+        self.known_load = 0
+        self.load_orders: tuple[LoadOrder, ...] = ()
         self.on_release: Callable[[Reservation], None] | None = None
         self.draining = False
         self.is_baton = False
@@ -68,6 +78,21 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<{self.role} {self.url} {self.state} load={self.load}>"
+
+    @property
+    def load(self) -> int:
+        return self.known_load
+
+    @load.setter
+    def load(self, load: int) -> None:
+        self.shift_load(load - self.known_load)
+
+    def shift_load(self, change: int) -> None:
+        """Count requests that came or went, in this process or in another."""
+        before = self.known_load
+        self.known_load = before + change
+        for order in self.load_orders:
+            order.moved(self, before)
 
     def of_rank(self, rank: int | None) -> Worker:
         """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
