@@ -40,8 +40,8 @@ class Worker:
     what it is sent alone and goes on with the answers of others; ``keeps_files``: it was given a folder for them.
     One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
     ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
-    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each release,
-    and each of ``load_orders`` with each change of the load.
+    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each
+    release, and each of ``load_orders`` with each change of the load.
     ``cached_tokens``: in its prefix cache, None unless it is followed (see ``kv_watch``).
     Leaving: a worker that is ``draining`` gets nothing new, and is off the list once its load is 0.
     Failing requests: ``circuit``, moved by the registry once the worker is in it.

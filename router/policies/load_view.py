@@ -108,7 +108,7 @@ class LoadView:
             return self.first
 
     def light(self, count: int, tie: Mapping[int, int]) -> list[Worker]:
-        """``count`` of the lightest workers; equals, of a large fleet some of them, by what ``tie`` holds for their ids."""
+        """``count`` of the lightest workers; equals by what ``tie`` holds for their ids (some of them, of many)."""
         some = self._workers if self._levels is None else islice(self._levels.ascending(), 4 * count)
         return nsmallest(count, some, key=lambda worker: (worker.known_load, tie.get(worker.id, 0)))
 
