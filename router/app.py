@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from ..common.api.errors import ConfigError
+from ..common.api.errors import ConfigError, WorkerUnavailable
 from ..common.obs.tracing import exporter_for
 from .activity import tell_activity
 from .config import RouterConfig
 from .dashboard import Sampler
 from .discovery import Discovery
-from .dispatch import Dispatcher, Watch
+from .dispatch import RETRY_AFTER_SECONDS, Dispatcher, Watch
 from .endpoint import Endpoint
 from .entry import Entry
 from .gate import Gate
@@ -32,6 +32,8 @@ from .tls import server_context
 from .tracing import Tracer
 
 logger = logging.getLogger("baton.router")
+_LAST_WORDS_SECONDS = 1.0
+"""How long clients that are slow to read may take to be told that their requests are cut."""
 
 
 class Router:
@@ -113,8 +115,7 @@ class Router:
         deadline = self.dispatcher.loop.time() + self.config.http.shutdown_grace_secs
         while self._connections and self.dispatcher.loop.time() < deadline:
             await asyncio.sleep(0.02)
-        if self._connections:
-            logger.warning("Cut %d connections at the end of --shutdown-grace-secs.", len(self._connections))
+        await self._expire()
         for connection in list(self._connections):
             connection.transport.abort()
         self._sweeper.cancel()
@@ -133,6 +134,24 @@ class Router:
             await self._server.wait_closed()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    async def _expire(self) -> None:
+        """End what still runs, each request with an error of its API, and give clients a moment to take it."""
+        error = WorkerUnavailable("The router was shut down before the answer was complete.",
+                                  retry_after=RETRY_AFTER_SECONDS)
+        cut = 0
+        for connection in list(self._connections):
+            if connection.handler is not None:
+                cut += 1
+                connection.handler.expire(error)
+        if cut:
+            logger.warning("%d %s cut at the end of --shutdown-grace-secs.", cut,
+                           "request was" if cut == 1 else "requests were")
+        deadline = self.dispatcher.loop.time() + _LAST_WORDS_SECONDS
+        while any(connection.transport.get_write_buffer_size() for connection in self._connections):
+            if self.dispatcher.loop.time() > deadline:
+                break
+            await asyncio.sleep(0.02)
 
     async def _sweep(self) -> None:
         limit = self.config.http.request_timeout_secs

@@ -42,8 +42,10 @@ AnswerOwn = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Respons
 class _Task:
     """An asynchronous endpoint as a connection's handler: a client that leaves cancels it."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None]):
+    def __init__(self, coroutine: Coroutine[Any, Any, None], fail: Callable[[ServingError], None]):
+        """``fail`` answers with an error instead."""
         self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._fail = fail
 
     def cancel(self) -> None:
         self._task.cancel()
@@ -53,6 +55,10 @@ class _Task:
 
     def resume(self) -> None:
         pass
+
+    def expire(self, error: ServingError) -> None:
+        self._task.cancel()
+        self._fail(error)
 
 
 class Entry:
@@ -192,7 +198,9 @@ class Entry:
         if isinstance(result, Response):
             self._answer(connection, request, result)
         else:
-            connection.handler = _Task(self._answer_later(connection, request, result))
+            connection.handler = _Task(
+                self._answer_later(connection, request, result),
+                lambda error: self._answer(connection, request, Response.error(error, request.path)))
 
     async def _answer_later(self, connection: ClientConnection, request: Request,
                             result: Coroutine[Any, Any, Response]) -> None:

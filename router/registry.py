@@ -33,7 +33,8 @@ class Worker:
     """One instance that requests may be sent to.
 
     Identity: ``id`` is never reused, so a worker that left and came back is another worker.
-    Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row.
+    Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row; ``hung``: it answers
+    no checks at all, so what it has not answered yet it probably never will.
     Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
     ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids`` (none: unknown) and their
     ``model_cards`` (see ``/v1/models``) when ``asks_models``, and ``is_baton``: one of our servers, which prefills
@@ -48,7 +49,7 @@ class Worker:
     """
 
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
-                 "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "known_load",
+                 "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
                  "keeps_files")
 
@@ -71,6 +72,7 @@ class Worker:
         self.state: State = "starting"
         self.failures = 0
         self.successes = 0
+        self.hung = False
         self.known_load = 0
         self.load_orders: tuple[LoadOrder, ...] = ()
         self.on_release: Callable[[Reservation], None] | None = None
@@ -228,6 +230,7 @@ class Registry:
         """
         worker.failures = 0
         worker.successes += 1
+        worker.hung = False
         if worker.state == "healthy" or (worker.state == "unhealthy" and worker.successes < self._success_threshold):
             return False
         worker.state = "healthy"
@@ -235,18 +238,22 @@ class Registry:
         self._rename()  # Its role is known now.
         return True
 
-    def failed(self, worker: Worker, *, certain: bool) -> bool:
+    def failed(self, worker: Worker, *, certain: bool, silent: bool = False) -> bool:
         """Note a failure; returns whether the worker became unavailable by it.
 
-        ``certain`` failures (nobody listens there) count at once, others from the failure threshold on.
+        ``certain`` failures (nobody listens there) count at once, others from the failure threshold on. ``silent``:
+        there was no answer to a health check.
         """
         worker.successes = 0
         worker.failures += 1
-        if worker.state != "healthy" or not (certain or worker.failures >= self._failure_threshold):
-            return False
-        worker.state = "unhealthy"
-        self._refresh()
-        return True
+        enough = certain or worker.failures >= self._failure_threshold
+        hung_before, worker.hung = worker.hung, silent and enough
+        out = worker.state == "healthy" and enough
+        if out:
+            worker.state = "unhealthy"
+        if out or worker.hung is not hung_before:
+            self._refresh()
+        return out
 
     # ------------------------------------------------------------------ circuits
 

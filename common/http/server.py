@@ -140,8 +140,13 @@ class _Server:
         log.info("stopping: %d requests are running", front.client.num_open)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle(), front.config.http.shutdown_grace_secs)
+        if front.in_flight and (count := await front.in_flight.give_up(front.client)):
+            log.warning("%d %s cut at the end of --shutdown-grace-secs", count,
+                        "request was" if count == 1 else "requests were")
 
     async def _idle(self) -> None:
+        """Until what has been received is answered, or a second signal comes."""
         front = self._host.front
-        while front.client.num_open and not self._again.is_set() and front.dead is None:
+        while ((front.client.num_open or front.in_flight.num_received)
+               and not self._again.is_set() and front.dead is None):
             await asyncio.sleep(0.02)

@@ -14,6 +14,9 @@ from ..request import Request
 
 by_load = attrgetter("known_load")
 
+ROUTING_KEY = b"x-smg-routing-key"
+"""sglang-router's header that names a session."""
+
 Subject = Any
 """What a policy's ``read`` took from a request for its own ``choose``; None where it needs nothing."""
 
@@ -33,7 +36,8 @@ class Policy(Protocol):
         ...
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
-        """``workers`` is not empty; ``subject`` is what ``read`` returned for the request."""
+        """``workers`` is not empty; ``subject`` is what ``read`` returned for the request. Raises WorkerUnavailable
+        where the request asks for none of them."""
         ...
 
 

@@ -30,6 +30,7 @@ class _Levels:
             self._levels.setdefault(worker.known_load, {})[worker] = None
             worker.load_orders += (self,)
         self.least, self.most = min(self._levels), max(self._levels)
+        self.total = sum(worker.known_load for worker in workers)
 
     def close(self) -> None:
         """Follow the workers no longer."""
@@ -38,6 +39,7 @@ class _Levels:
 
     def moved(self, worker: Worker, before: int) -> None:
         levels, load = self._levels, worker.known_load
+        self.total += load - before
         level = levels[before]
         del level[worker]
         levels.setdefault(load, {})[worker] = None
@@ -74,6 +76,11 @@ class LoadView:
     def first(self) -> Worker:
         """The first of at most EXACT_UP_TO workers that has the least load."""
         return self._workers[self._loads.index(self.least)]
+
+    @property
+    def total(self) -> int:
+        """Requests on all workers."""
+        return sum(self._loads) if self._levels is None else self._levels.total
 
     def look(self, workers: Sequence[Worker]) -> None:
         """Take in the loads of ``workers`` (not empty)."""
