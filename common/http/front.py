@@ -11,7 +11,7 @@ from functools import cached_property
 
 import msgspec
 
-from ..api.errors import InvalidRequest, NotFound, ServingError, WorkerUnavailable
+from ..api.errors import EngineDead, InvalidRequest, NotFound, ServingError, WorkerUnavailable
 from ..api.messages import Bootstrap, Generate, Loading, Pooling, Ready
 from ..api.sampling import SamplingParams
 from ..api.token_ids import check_ids
@@ -67,7 +67,7 @@ class Front:
     def serving_tokenizer(self) -> Tokenizer:
         """The tokenizer of a server that takes requests; raises WorkerUnavailable while it does not."""
         if self.dead is not None:
-            raise WorkerUnavailable(self.dead)
+            raise EngineDead(self.dead)
         if self.stopping:
             raise WorkerUnavailable("The server is shutting down.")
         if self.ready is None or self.tokenizer is None:
