@@ -41,6 +41,7 @@ class HealthMonitor:
         self._registry = registry
         self._on_ranks = on_ranks
         self._interval = args.health_check_interval_secs
+        self._pauses = {"healthy": self._interval, "starting": args.worker_startup_check_interval}
         self._timeout = args.health_check_timeout_secs
         self._endpoint = args.health_check_endpoint
         self._startup = args.worker_startup_timeout_secs
@@ -81,6 +82,7 @@ class HealthMonitor:
             if worker.state != "healthy":
                 asked_models = dispatcher.loop.time()
             await self._check(worker, dispatcher)
+            self._registry.first_checked(worker)
             if worker.state == "healthy" and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
                 asked_models = dispatcher.loop.time()
                 await ask_models(dispatcher, worker, self._timeout)
@@ -89,7 +91,7 @@ class HealthMonitor:
             elif deadline is not None and dispatcher.loop.time() > deadline:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
-            pause = self._interval if worker.state == "healthy" else min(self._interval, _RECOVERY_SECONDS)
+            pause = self._pauses.get(worker.state, min(self._interval, _RECOVERY_SECONDS))
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
             due = dispatcher.loop.time() + pause
             timer = dispatcher.loop.call_at(due, wake.set)
@@ -102,8 +104,10 @@ class HealthMonitor:
                 await asyncio.sleep(0.05)
 
     async def _check(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        if worker.always_healthy and worker.state == "healthy":
+            return
         answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
-        if not answer.ok:
+        if not answer.ok and not worker.always_healthy:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
             return

@@ -8,7 +8,7 @@ import msgspec
 
 from ..circuit import CircuitState
 from ..config import RouterConfig
-from ..registry import Role, State
+from ..registry import Role, State, WorkerMetadata
 
 
 class WorkerNews(msgspec.Struct, frozen=True):
@@ -24,6 +24,10 @@ class WorkerNews(msgspec.Struct, frozen=True):
     bootstrap_port: int | None
     model_ids: tuple[str, ...]
     model_cards: tuple[dict[str, Any], ...]
+    checked: bool
+    always_healthy: bool
+    named: bool
+    metadata: WorkerMetadata
     state: State
     draining: bool
     is_baton: bool
@@ -33,7 +37,7 @@ class WorkerNews(msgspec.Struct, frozen=True):
     probing: bool
 
     of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "draining",
-                                            "is_baton", "keeps_files")
+                                            "is_baton", "keeps_files", "checked", "always_healthy", "named", "metadata")
     """Fields that are attributes of a worker and may change."""
 
 
