@@ -128,6 +128,8 @@ class Router:
             self._gate.close()
         await self._health.close()
         self.dispatcher.close()
+        if self.entry.access_log is not None:
+            self.entry.access_log.flush()
         if self._server is not None:
             await self._server.wait_closed()
         if self._tracer is not None:

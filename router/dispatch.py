@@ -23,7 +23,7 @@ from .pool import UpstreamPool, plain_answer
 from .ranks import tell_rank
 from .registry import ROLES, Registry, Reservation, Role, Worker, without
 from .request import Request
-from .retry import Backoff, Retries
+from .retry import FAILURES, Backoff, Outcome, Retries
 from .tls import worker_context
 from .upstream import Call
 
@@ -58,6 +58,7 @@ class Dispatcher:
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
         self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
+        self._hung_seconds = config.health.health_check_timeout_secs
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
@@ -107,11 +108,18 @@ class Dispatcher:
         """Fail what runs on a worker."""
         self._pools[worker].cut(Failure("removed", f"{worker.url} was removed by force"))
 
+    def end_silent(self, worker: Worker) -> None:
+        """Fail what a hung worker has left without a byte for as long as a health check may take."""
+        if worker in self._pools:
+            self._pools[worker].end_silent(self._hung_seconds)
+
     def sweep(self, silence_limit: float) -> None:
         """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
         self.policies.sweep(self.loop.time(), self.registry.models.groups)
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
+            if worker.hung:
+                pool.end_silent(self._hung_seconds)
             if worker not in self.registry and not worker.load and not pool.busy:
                 del self._pools[worker]
 
@@ -195,9 +203,12 @@ class Dispatcher:
     # ------------------------------------------------------------------ outcomes
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
-        """An attempt failed below HTTP."""
-        self._suspect(worker, failure)
-        self.on_server_error(worker)
+        """An attempt failed below HTTP, or in the middle of its stream."""
+        outcome = FAILURES[failure.reason]
+        if outcome.excludes or failure.refused:
+            self._suspect(worker, failure)
+        if outcome.counts:
+            self.on_server_error(worker)
 
     def on_server_error(self, worker: Worker) -> None:
         """An attempt failed by its worker's fault."""
@@ -207,9 +218,9 @@ class Dispatcher:
             # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
             self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
 
-    def on_status(self, worker: Worker, status: int) -> None:
-        """A worker answered; a 4xx tells nothing about it."""
-        if status >= 500:
+    def on_status(self, worker: Worker, status: int, outcome: Outcome) -> None:
+        """A worker answered; a 4xx tells nothing about it, nor that it is busy."""
+        if outcome.counts:
             self.on_server_error(worker)
         elif status < 400 and worker.circuit.troubled and self.registry.request_served(worker):
             logger.info("Worker %s answers again: its circuit is closed.", worker.url)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..common.api.errors import NotFound, ServingError
 from .access import Cors, Keys
+from .access_log import AccessLog
 from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
 from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
@@ -30,6 +31,8 @@ from .sticky import away, keeper, key_of, with_session_id
 from .tracing import Tracer
 from .wire import Response, check_method
 from .worker_routes import WORKERS, changes_workers
+
+logger = logging.getLogger("baton.router")
 
 _OWN_PATHS = frozenset(ADMIN_ROUTES)
 
@@ -82,7 +85,7 @@ class Entry:
         if config.retry.local_prefill_tokens:
             self._local_prefill = LocalPrefill(self._dispatcher, config.retry.local_prefill_tokens)
         self._first_checks = FirstChecks(self._registry, self._serve_held, self._refuse)
-        self._log_access = logging.getLogger("baton.router").isEnabledFor(logging.INFO)
+        self.access_log = AccessLog(self._dispatcher.loop) if logger.isEnabledFor(logging.INFO) else None
 
     def serve(self, connection: ClientConnection, request: Request) -> None:
         """Begin to serve one request."""
@@ -148,7 +151,7 @@ class Entry:
         kept = self._keeper_of(request) if not usual else None
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
-                            self._log_access, span)
+                            self.access_log, span)
         if (self._continues and found is not None and found.streamed and path in PAIR_PATHS
                 and continuable(request.body)):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")

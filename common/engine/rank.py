@@ -143,6 +143,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     ledger = Ledger(
         send,
         eos_ids=frozenset(model.eos_token_ids),
+        vocab_size=model.vocab_size,
         max_request_tokens=min(runner.num_pages * runner.layout.page_size, model.context_length),
         max_requests=config.schedule.max_queued_requests + config.schedule.max_running_requests,
         timeout=config.schedule.request_timeout,

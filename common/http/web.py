@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import http, web
 
-from ..api.errors import Aborted, ServingError
+from ..api.errors import Aborted, EngineDead, ServingError
 from ..obs.failures import FailureLog
 from ..openai.responses import encode
 
@@ -41,4 +41,6 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 def error_response(error: ServingError, body: Any = None) -> web.Response:
     """OpenAI's error object, or ``body``, with Retry-After where the error knows it."""
     headers = None if error.retry_after is None else {"Retry-After": str(max(1, round(error.retry_after)))}
+    if isinstance(error, EngineDead):
+        headers = {"X-Baton-Engine": "dead"}
     return json_bytes(encode(error.to_openai() if body is None else body), error.status, headers)

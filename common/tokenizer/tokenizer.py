@@ -133,6 +133,15 @@ class Tokenizer:
         """The vocabulary's own names of tokens; an id that it does not name (padded vocabularies) is empty."""
         return [name or "" for name in self._hf.convert_ids_to_tokens(list(ids))]
 
+    def token_str(self, token_id: int) -> str:
+        """The vocabulary's own name of a token, empty where it has none."""
+        return self._hf.convert_ids_to_tokens(token_id) or ""
+
+    def tokens_beyond(self, vocab_size: int) -> dict[int, str]:
+        """The tokens that a text may become and a model of ``vocab_size`` does not have, in order."""
+        return {token: name for name, token in sorted(self._hf.get_vocab().items(), key=lambda item: item[1])
+                if token >= vocab_size}
+
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; empty for an id outside the vocabulary."""
         found = self._pieces.get(token_id)

@@ -29,6 +29,7 @@ class WorkerNews(msgspec.Struct, frozen=True):
     named: bool
     metadata: WorkerMetadata
     state: State
+    hung: bool
     draining: bool
     is_baton: bool
     keeps_files: bool
@@ -36,8 +37,9 @@ class WorkerNews(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "draining",
-                                            "is_baton", "keeps_files", "checked", "always_healthy", "named", "metadata")
+    of_worker: ClassVar[tuple[str, ...]] = (
+        "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
+        "checked", "always_healthy", "named", "metadata")
     """Fields that are attributes of a worker and may change."""
 
 
