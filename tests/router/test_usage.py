@@ -29,7 +29,8 @@ def shown(config: type, capsys) -> list[str]:
     with pytest.raises(SystemExit):
         parse(config, ["--help"], prog="x", description="")
     found = [form for row in ROW.findall(capsys.readouterr().out) for form in row.split(", ") if "--" in form]
-    return [form for form in found if not form.startswith(("--help", "--config"))]
+    return [form for form in found
+            if not form.startswith(("--help", "--config", "--version", "--print-completion"))]
 
 
 def expanded(form: str, sample: str) -> Iterator[list[str]]:
