@@ -16,7 +16,7 @@ from ..config.checkpoint import resolve_checkpoint
 from ..config.command import sentence_of
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
-from ..distributed.agreement import Agreeing
+from ..distributed.agreement import Agreeing, is_lost_peer
 from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peers import connect_all
@@ -123,8 +123,17 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     watchdog = Watchdog(timeout) if timeout else None
     settle_collector()
     ticker = Ticker(channel, parallel.world) if line is None else StageTicker(channel, line)
-    EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
-               parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None).run()
+    loop = EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
+                      parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
+                      None if _leads(spec) else channel.send)
+    try:
+        loop.run()
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        log.error("another rank of the engine is gone, so this one ends")
+        log.debug("what it met", exc_info=True)
+        raise SystemExit(1) from None
     if watchdog is not None:
         watchdog.close()
     if events is not None:

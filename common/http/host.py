@@ -69,7 +69,8 @@ class EngineHost:
         dp = self.config.data_parallel
         client = EngineClient(schedule.max_queued_requests + schedule.max_running_requests * dp.dp_size,
                               self._on_startup,
-                              Balancer(dp.load_balance_method, dp.dp_size) if dp.dp_size > 1 else None)
+                              Balancer(dp.load_balance_method, dp.dp_size) if dp.dp_size > 1 else None,
+                              self.config.parallel.world_size)
         self._stack.push_async_callback(client.close)
         client.start()
         self.front = Front(self.config, self._model, client)
