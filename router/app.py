@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from ..common.api.errors import ConfigError
+from ..common.api.errors import ConfigError, WorkerUnavailable
 from ..common.obs.tracing import exporter_for
+from .activity import tell_activity
 from .config import RouterConfig
 from .dashboard import Sampler
 from .discovery import Discovery
-from .dispatch import Dispatcher, Watch
+from .dispatch import RETRY_AFTER_SECONDS, Dispatcher, Watch
 from .endpoint import Endpoint
 from .entry import Entry
 from .gate import Gate
@@ -31,6 +32,8 @@ from .tls import server_context
 from .tracing import Tracer
 
 logger = logging.getLogger("baton.router")
+_LAST_WORDS_SECONDS = 1.0
+"""How long clients that are slow to read may take to be told that their requests are cut."""
 
 
 class Router:
@@ -50,7 +53,8 @@ class Router:
         self._discovery: Discovery | None = None
         self.port = config.http.port
         self._sweeper: asyncio.Task[None] | None = None
-        self._tracer = Tracer(exporter_for(config.logs.traces_to)) if config.logs.traces_to else None
+        self._teller: asyncio.Task[None] | None = None
+        self._tracer = Tracer(exporter_for(config.observe.traces_to)) if config.observe.traces_to else None
         self._gate: Gate | None = None
 
     # ------------------------------------------------------------------ life
@@ -60,8 +64,8 @@ class Router:
         loop = asyncio.get_running_loop()
         parts = self._parts
         self.dispatcher = parts.dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
-        if self.dispatcher.exact is not None:
-            self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.exact)
+        if self.dispatcher.policies.exact is not None:
+            self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.policies.exact)
         rules = self.config.admission.rules
         self._gate = Gate(parts.admission(rules, loop), loop) if rules.active and parts.accepts else None
         self.metrics.admission = self._gate.admission if self._gate is not None else None
@@ -70,15 +74,17 @@ class Router:
             self._server = await self._listen(self.entry.serve, self.config.http.host, self.config.http.port,
                                               server_context(self.config.security))
             self.port = self._server.sockets[0].getsockname()[1]
-        if self.config.logs.prometheus_port is not None:
-            self._scraped = await self._listen(self.entry.serve_scrape, self.config.logs.prometheus_host,
-                                               self.config.logs.prometheus_port, None)
+        if self.config.observe.prometheus_port is not None:
+            self._scraped = await self._listen(self.entry.serve_scrape, self.config.observe.prometheus_host,
+                                               self.config.observe.prometheus_port, None)
         for spec in self.config.workers.specs:
             self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port))
         if self.config.discovery.service_discovery:
             self._discovery = Discovery(self, self.config.discovery)
         self.sampler.start()
         self._sweeper = loop.create_task(self._sweep())
+        if self.config.logs.log_interval:
+            self._teller = loop.create_task(tell_activity(self.sampler, self.config.logs.log_interval))
         gc.freeze()  # What lives as long as the process need not be walked by every full collection.
 
     async def _listen(self, serve: Serve, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
@@ -109,11 +115,12 @@ class Router:
         deadline = self.dispatcher.loop.time() + self.config.http.shutdown_grace_secs
         while self._connections and self.dispatcher.loop.time() < deadline:
             await asyncio.sleep(0.02)
-        if self._connections:
-            logger.warning("Cut %d connections at the end of --shutdown-grace-secs.", len(self._connections))
+        await self._expire()
         for connection in list(self._connections):
             connection.transport.abort()
         self._sweeper.cancel()
+        if self._teller is not None:
+            self._teller.cancel()
         self.sampler.stop()
         if self._discovery is not None:
             self._discovery.stop()
@@ -121,10 +128,30 @@ class Router:
             self._gate.close()
         await self._health.close()
         self.dispatcher.close()
+        if self.entry.access_log is not None:
+            self.entry.access_log.flush()
         if self._server is not None:
             await self._server.wait_closed()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    async def _expire(self) -> None:
+        """End what still runs, each request with an error of its API, and give clients a moment to take it."""
+        error = WorkerUnavailable("The router was shut down before the answer was complete.",
+                                  retry_after=RETRY_AFTER_SECONDS)
+        cut = 0
+        for connection in list(self._connections):
+            if connection.handler is not None:
+                cut += 1
+                connection.handler.expire(error)
+        if cut:
+            logger.warning("%d %s cut at the end of --shutdown-grace-secs.", cut,
+                           "request was" if cut == 1 else "requests were")
+        deadline = self.dispatcher.loop.time() + _LAST_WORDS_SECONDS
+        while any(connection.transport.get_write_buffer_size() for connection in self._connections):
+            if self.dispatcher.loop.time() > deadline:
+                break
+            await asyncio.sleep(0.02)
 
     async def _sweep(self) -> None:
         limit = self.config.http.request_timeout_secs

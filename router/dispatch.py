@@ -15,14 +15,15 @@ from .busy_poll import BusyPoll
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
+from .models import Group
 from .outbox import Outbox
-from .policies import Subject, build_all
+from .policies import PolicySets, Subject
 from .policies.cache_exact import CacheExact
 from .pool import UpstreamPool, plain_answer
 from .ranks import tell_rank
 from .registry import ROLES, Registry, Reservation, Role, Worker, without
 from .request import Request
-from .retry import Backoff, Retries
+from .retry import FAILURES, Backoff, Outcome, Retries
 from .tls import worker_context
 from .upstream import Call
 
@@ -55,17 +56,13 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self._suspect = suspect
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
-        self.policies = build_all({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
-        exact = {policy for policy in self.policies.values() if isinstance(policy, CacheExact)}
-        self._pairing = self.policies["prefill"] if self.policies["prefill"] is self.policies["decode"] else None
-        self.exact = exact.pop() if exact else None
-        """The policy that is to be told what workers have cached, by a ``watch``."""
+        self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
+        self._hung_seconds = config.health.health_check_timeout_secs
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
                                 config.retry.retry_jitter_factor)
-        self._swept = [policy for policy in set(self.policies.values()) if hasattr(policy, "sweep")]
         self._pools: dict[Worker, UpstreamPool] = {}
         self._tls = worker_context(config.security)
         self._known = KnownHeads(plain_answer)
@@ -104,12 +101,18 @@ class Dispatcher:
         """Fail what runs on a worker."""
         self._pools[worker].cut(Failure("removed", f"{worker.url} was removed by force"))
 
+    def end_silent(self, worker: Worker) -> None:
+        """Fail what a hung worker has left without a byte for as long as a health check may take."""
+        if worker in self._pools:
+            self._pools[worker].end_silent(self._hung_seconds)
+
     def sweep(self, silence_limit: float) -> None:
         """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
-        for policy in self._swept:
-            policy.sweep(self.loop.time())
+        self.policies.sweep(self.loop.time(), self.registry.models.groups)
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
+            if worker.hung:
+                pool.end_silent(self._hung_seconds)
             if worker not in self.registry and not worker.load and not pool.busy:
                 del self._pools[worker]
 
@@ -137,25 +140,30 @@ class Dispatcher:
 
     def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
         """What the role's policy decides a request by, for ``place``."""
-        return self.policies[role].read(request, found)
+        return self.policies.of(request.group)[role].read(request, found)
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
-        """Choose and reserve a prefill and a decode worker (neither sequence is empty)."""
-        if isinstance(self._pairing, CacheExact):
-            subject = self._pairing.read(request, found)
-            chosen = self._pairing.choose_pair(prefills, decodes, subject)
+        """Choose and reserve a prefill and a decode worker (neither sequence is empty). Raises WorkerUnavailable, as a
+        policy may, and reserves none then."""
+        policies = self.policies.of(request.group)
+        pairing = policies["prefill"]
+        if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
+            chosen = pairing.choose_pair(prefills, decodes, pairing.read(request, found))
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
         subject = self.subject("prefill", request, found)
-        prefill = self.place("prefill", prefills, subject)
-        if self.policies["decode"].read is not self.policies["prefill"].read:
+        prefill = pairing.choose(prefills, subject)
+        if policies["decode"].read is not pairing.read:
             subject = self.subject("decode", request, found)
-        return prefill, self.place("decode", decodes, subject)
+        decode = policies["decode"].choose(decodes, subject)
+        return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
+            "decode", decode.worker, decode.reason)
 
-    def place(self, role: Role, workers: Sequence[Worker], subject: Subject) -> Reservation:
-        """Choose one of ``workers`` (not empty) and reserve it."""
-        chosen = self.policies[role].choose(workers, subject)
+    def place(self, role: Role, workers: Sequence[Worker], subject: Subject, group: Group = None) -> Reservation:
+        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it. Raises WorkerUnavailable, as a policy
+        may."""
+        chosen = self.policies.of(group)[role].choose(workers, subject)
         return self._reserve(role, chosen.worker, chosen.reason)
 
     def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
@@ -166,13 +174,13 @@ class Dispatcher:
             self.registry.probe(reservation)
         return reservation
 
-    def candidates(self, role: Role, retries: Retries | None, *, own: bool = False,
+    def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, own: bool = False,
                    only: Worker | None = None) -> Sequence[Worker]:
-        """Workers of a role that may be tried; those that failed this request only when no other is left.
+        """Workers of a role and group that may be tried; those that failed this request only when no other is left.
 
         ``own``: only our servers, for what no other understands. ``only``: none but this worker.
         """
-        available: Sequence[Worker] = self.registry.available(role)
+        available: Sequence[Worker] = self.registry.available(role, group)
         if retries is None and only is None and not own:
             return available
         if only is not None:
@@ -181,16 +189,19 @@ class Dispatcher:
             available = [worker for worker in available if worker.is_baton]
         return (without(available, retries.excluded) or available) if retries is not None else available
 
-    def untried(self, role: Role, retries: Retries) -> bool:
+    def untried(self, role: Role, retries: Retries, group: Group = None) -> bool:
         """Whether a worker is left that has not failed this request."""
-        return any(worker not in retries.excluded for worker in self.registry.available(role))
+        return any(worker not in retries.excluded for worker in self.registry.available(role, group))
 
     # ------------------------------------------------------------------ outcomes
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
-        """An attempt failed below HTTP."""
-        self._suspect(worker, failure)
-        self.on_server_error(worker)
+        """An attempt failed below HTTP, or in the middle of its stream."""
+        outcome = FAILURES[failure.reason]
+        if outcome.excludes or failure.refused:
+            self._suspect(worker, failure)
+        if outcome.counts:
+            self.on_server_error(worker)
 
     def on_server_error(self, worker: Worker) -> None:
         """An attempt failed by its worker's fault."""
@@ -200,9 +211,9 @@ class Dispatcher:
             # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
             self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
 
-    def on_status(self, worker: Worker, status: int) -> None:
-        """A worker answered; a 4xx tells nothing about it."""
-        if status >= 500:
+    def on_status(self, worker: Worker, status: int, outcome: Outcome) -> None:
+        """A worker answered; a 4xx tells nothing about it, nor that it is busy."""
+        if outcome.counts:
             self.on_server_error(worker)
         elif status < 400 and worker.circuit.troubled and self.registry.request_served(worker):
             logger.info("Worker %s answers again: its circuit is closed.", worker.url)
@@ -215,10 +226,11 @@ class Dispatcher:
         return Retries(self._backoff, self.rng, self.loop)
 
 
-def nobody(role: Role) -> WorkerUnavailable:
-    """The answer when no worker of a role can take a request."""
+def nobody(role: Role, group: Group = None) -> WorkerUnavailable:
+    """The answer when no worker of a role can take a request for a group."""
     name = "worker" if role == "regular" else f"{role} worker"
-    return WorkerUnavailable(f"No healthy {name} is available.", retry_after=RETRY_AFTER_SECONDS)
+    named = f" for the model `{group}`" if group else ""
+    return WorkerUnavailable(f"No healthy {name} is available{named}.", retry_after=RETRY_AFTER_SECONDS)
 
 
 def bearer(key: str) -> bytes:

@@ -6,7 +6,9 @@ import logging
 from time import perf_counter
 
 from ..common.api.errors import ServingError
+from ..common.obs.failures import FailureLog
 from .access import without_grants
+from .access_log import AccessLog
 from .admission import Ticket
 from .answer import AnswerHead, Failure
 from .continuation import StreamLog
@@ -15,10 +17,17 @@ from .metrics import Metrics
 from .registry import Worker
 from .request import Request
 from .tracing import RequestSpan
-from .wire import Response, error_event
+from .wire import Response, error_event, said
 
 logger = logging.getLogger("baton.router")
+failures = FailureLog(logger)
 CLIENT_LEFT = 499
+
+
+def note_failure(status: int, sentence: str, request: Request, **fields: str) -> None:
+    """Tell the log of a request that failed."""
+    failures.note(status, sentence, path=request.path.decode("latin-1"),
+                  request_id=request.request_id.decode("latin-1"), **fields)
 
 
 class Exchange:
@@ -29,10 +38,10 @@ class Exchange:
     """
 
     __slots__ = ("connection", "request", "route", "retries", "workers", "began", "ticket", "log", "_metrics",
-                 "_log_access", "_begun_at", "_facts", "_awaits_body", "_pieces", "_first_at", "_span")
+                 "_access_log", "_begun_at", "_facts", "_awaits_body", "_pieces", "_first_at", "_span")
 
-    def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics, log_access: bool,
-                 span: RequestSpan | None = None):
+    def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics,
+                 access_log: AccessLog | None, span: RequestSpan | None = None):
         self.connection = connection
         self.request = request
         self.route = route
@@ -42,7 +51,7 @@ class Exchange:
         self.began = False
         """Whether the first byte is on its way: from then on nothing can be retried."""
         self._metrics = metrics
-        self._log_access = log_access
+        self._access_log = access_log
         self._begun_at = perf_counter()
         self._span = span
         self._awaits_body = True
@@ -64,6 +73,8 @@ class Exchange:
         if request.on_head is not None:
             head = request.on_head(head)
         self._facts = facts = head.facts
+        if facts.status >= 400:
+            self._note(facts.status, said(head.data[head.size:]) or f"The worker answered {facts.status}.")
         if self.log is not None:
             self._follow(self.log, head)
         data = head.data
@@ -123,6 +134,7 @@ class Exchange:
         """Answer with an error of our own; nothing has been sent."""
         assert not self.began
         self.connection.respond(self.request, Response.error(error, self.request.path))
+        self._note(error.status, error.message)
         self._finish(error.status)
         self.connection.done(keep_alive=self.request.keep_alive)
 
@@ -134,8 +146,7 @@ class Exchange:
         answer is cut short of its announced length, or, where it announced none, by a reset.
         """
         self._metrics.broken_streams += 1
-        logger.warning("An answer broke off: %s.", failure.detail,
-                       extra={"fields": {"request_id": self.request.request_id.decode("latin-1")}})
+        self._note(error.status, f"{error.message} The answer broke off: {failure.detail}.")
         facts = self._facts
         if facts.event_stream and (failure.at_boundary or self.log is not None):
             event = b"\n\n" + error_event(error, self.request.path)
@@ -149,6 +160,9 @@ class Exchange:
         """The client left."""
         self._metrics.client_disconnects += 1
         self._finish(CLIENT_LEFT)
+
+    def _note(self, status: int, sentence: str) -> None:
+        note_failure(status, sentence, self.request, worker=self.worker)
 
     def _first_token(self) -> None:
         self._awaits_body = False
@@ -175,9 +189,7 @@ class Exchange:
             self.ticket.finished()
         if self._span is not None:
             self._span.end(route, status, self.worker, self.retries)
-        if self._log_access:
+        if self._access_log is not None:
             request = self.request
-            logger.info("request", extra={"fields": {
-                "method": request.method.decode(), "path": request.path.decode("latin-1"), "status": status,
-                "duration_ms": round(seconds * 1e3, 3), "request_id": request.request_id.decode("latin-1"),
-                "worker": self.worker, "retries": self.retries}})
+            self._access_log.note(request.method, request.path, status, seconds, request.request_id, self.workers,
+                                  self.retries)

@@ -96,6 +96,7 @@ class ModelSpec:
     mtp_layers: int = 0
     windows: Windows = ()
     sinks: bool = False
+    dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
 
     def seen_back(self, layers: range) -> Windows:
         """The windows of some layers, an entry each, None also where a window holds the whole context."""
@@ -174,6 +175,8 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
     context_length = args.context_length or longest
     if not 0 < context_length <= longest:
         raise ConfigError(f"--context-length {context_length} must be between 1 and the model's {longest}.")
+    eos_ids = _eos_token_ids(config, generation)
+    has = range(config["vocab_size"])
     attention_bias = family.biases_in_config and bool(config.get("attention_bias", family.attention_bias))
     return ModelSpec(
         architecture=architecture, hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"],
@@ -183,12 +186,13 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
-        dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
+        dtype=_dtype(config), eos_token_ids=tuple(id for id in eos_ids if id in has),
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
         moe=family.experts(config) if family.experts else None,
         quantization=scheme_of(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
         windows=family.windows(config), sinks=family.sinks,
+        dropped_eos_ids=tuple(id for id in eos_ids if id not in has),
     )
 
 
@@ -261,5 +265,5 @@ def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[
     found: list[int] = []
     for source in (generation, config):
         ids = source.get("eos_token_id")
-        found.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        found.extend(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
     return tuple(dict.fromkeys(found))

@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 
 from ..api.commands import Command, ContinueGeneration, PauseGeneration, PauseMode
-from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError, WorkerUnavailable, from_code
+from ..api.errors import (
+    Conflict,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+    from_code,
+)
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import (
     Abort,
@@ -82,7 +89,7 @@ class EngineClient:
     def open(self, requests: Sequence[Generate]) -> OutputStream:
         """A stream of the requests' outputs; they are sent on entering it.
 
-        Entering raises WorkerUnavailable where the engine is gone, Conflict for an id in use, Overloaded, and
+        Entering raises EngineDead, Conflict for an id in use, Overloaded, and
         InvalidRequest for more than the server holds.
         """
         return OutputStream(self, requests)
@@ -97,7 +104,7 @@ class EngineClient:
     def enter(self, stream: OutputStream, requests: Sequence[Generate]) -> None:
         """Send what a stream is of; called by the stream, which is left in the same way (``abandon``)."""
         if self._dead is not None:
-            raise WorkerUnavailable(self._dead)
+            raise EngineDead(self._dead)
         if len(requests) > self._max_requests:  # a client that tries again would do so for ever
             raise InvalidRequest(f"The request asks for {len(requests)} answers, and the server holds "
                                  f"{self._max_requests} at most; split it.")
@@ -213,16 +220,22 @@ class EngineClient:
 
     async def _ask(self, question: Callable[[int], Question], timeout: float = _REPLY_SECONDS) -> list[State | Done]:
         if self._dead is not None:
-            raise WorkerUnavailable(self._dead)
+            raise EngineDead(self._dead)
         return await self._questions.ask(question, timeout)
 
     def engine_died(self, reason: str) -> None:
-        """Fail all that waits, with WorkerUnavailable, and refuse what comes; ``reason`` is a sentence."""
+        """Fail all that waits, with EngineDead, and refuse what comes; ``reason`` is a sentence."""
         self._dead = reason
         self.channel.drop_unsent()
         for name in list(self._streams):
-            self._fail(name, WorkerUnavailable(reason))
-        self._questions.fail(WorkerUnavailable(reason))
+            self._fail(name, EngineDead(reason))
+        self._questions.fail(EngineDead(reason))
+
+    def fail_open(self, error: ServingError) -> None:
+        """End every request that is open, whoever waits for it with ``error``."""
+        self._send(Abort("", silent=True))
+        for name in list(self._streams):
+            self._fail(name, error)
 
     def shut_down(self) -> None:
         """Tell the ranks to leave their loops."""

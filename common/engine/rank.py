@@ -90,7 +90,7 @@ def unified_scheduler(parts: EngineParts) -> Scheduler:
 
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
-    setup_logging(spec.config.http.log_level, f"{_role(spec)}.rank{spec.rank}")
+    setup_logging(spec.config.logs, f"{_role(spec)}.rank{spec.rank}")
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
     send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
     try:
@@ -143,6 +143,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     ledger = Ledger(
         send,
         eos_ids=frozenset(model.eos_token_ids),
+        vocab_size=model.vocab_size,
         max_request_tokens=min(runner.num_pages * runner.layout.page_size, model.context_length),
         max_requests=config.schedule.max_queued_requests + config.schedule.max_running_requests,
         timeout=config.schedule.request_timeout,

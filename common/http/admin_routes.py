@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from ... import __version__
-from ..api.errors import InvalidRequest, WorkerUnavailable
+from ..api.errors import EngineDead, InvalidRequest, WorkerUnavailable
 from ..api.messages import Generate, State
 from ..api.sampling import SamplingParams
 from ..engine.states import merged
@@ -18,7 +18,7 @@ from ..obs.metrics import CONTENT_TYPE
 from ..openai.decoding import BodyDecoder
 from .front import Front
 from .generation import Generation
-from .web import json_response
+from .web import error_response, json_response
 
 _STARTED = int(time.time())
 
@@ -26,7 +26,7 @@ _STARTED = int(time.time())
 async def health(front: Front, request: web.Request) -> web.Response:
     """200 when requests are served; 503 with the reason while starting or stopping, and when a rank is dead."""
     if front.dead is not None:
-        return json_response({"status": "dead", "message": front.dead}, 503)
+        return error_response(EngineDead(front.dead), {"status": "dead", "message": front.dead})
     if front.stopping:
         return json_response({"status": "stopping"}, 503)
     if not front.is_ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hmac
 import logging
@@ -30,9 +31,10 @@ from . import (
 )
 from .api_document import api_document
 from .front import Front
+from .in_flight import shut_down
 from .prompt_pages import tell_pages
 from .traces import TRACEPARENT
-from .web import error_response, json_bytes, our_fault
+from .web import error_response, json_bytes, note_failure, our_fault
 
 log = logging.getLogger("baton.front")
 
@@ -139,7 +141,7 @@ def make_app(front: Front) -> web.Application:
 
 def _guard(front: Front) -> Any:
     """Checks the key, and turns every error into OpenAI's error object."""
-    http = front.config.http
+    http, in_flight = front.config.http, front.in_flight
     expected = f"Bearer {http.api_key}".encode() if http.api_key else None
     expected_of_admin = f"Bearer {http.admin_api_key}".encode() if http.admin_api_key else expected
 
@@ -147,6 +149,9 @@ def _guard(front: Front) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if front.traces is not None:
             TRACEPARENT.set(request.headers.get("traceparent"))
+        task = asyncio.current_task()
+        assert task is not None
+        in_flight.begin(task, request)
         try:
             wanted = expected_of_admin if request.path in _CONTROL_PATHS else expected
             if wanted is not None and request.path not in _OPEN_TO_ALL:
@@ -159,11 +164,17 @@ def _guard(front: Front) -> Any:
         except web.RequestPayloadError:
             return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
                                                  "form of its chunks, is broken."))
-        except ConnectionError:
-            raise  # the client left
-        except Exception:
+        except asyncio.CancelledError:
+            if not in_flight.cut or request.writer.output_size:
+                raise  # the client left, or has half of an answer
+            return _told(request, shut_down())
+        except Exception as error:
+            if isinstance(error, ConnectionError) and request.writer.output_size:
+                raise  # the client left
             log.exception("%s %s failed", request.method, request.path)
             return _told(request, ServingError("The server failed to handle the request; its log says why."))
+        finally:
+            in_flight.end(task)
 
     return guard
 
@@ -178,6 +189,7 @@ def _check_key(request: web.Request, expected: bytes) -> None:
 
 def _told(request: web.Request, error: ServingError) -> web.Response:
     """In the words of the API that was asked."""
+    note_failure(error, request)
     anthropic = request.path.startswith(message_routes.PATH)
     return error_response(error, error_body(error) if anthropic else None)
 

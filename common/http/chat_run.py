@@ -63,7 +63,7 @@ async def _plan(front: Front, body: ChatRequest, prompt: str, form: AnswerForm) 
     room = front.room_for_output(ids[0], body.requested_tokens, name)
     params = sampling_params(body, body.requested_tokens, room, vocab_size=front.model.vocab_size, tokens_name=name)
     tokenizer = front.serving_tokenizer()
-    strings, tokens = tokenizer.chat_stops
+    strings, tokens = tokenizer.chat_stops(front.model.vocab_size)
     params = msgspec.structs.replace(params, grammar=form.grammar, stop=(*params.stop, *strings),
                                      stop_token_ids=(*params.stop_token_ids, *tokens))
     if tokenizer.any_special(form.reading.markers):

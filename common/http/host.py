@@ -30,6 +30,7 @@ Service = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 ConfigError."""
 
 _RANK_GRACE_SECONDS = 5.0
+_SHOWN_TOKENS = 8
 _LAST_WORDS_SECONDS = 0.5  # a rank that exits while starting may have sent its reason just before
 
 
@@ -110,6 +111,7 @@ class EngineHost:
         try:
             self.front.tokenizer = await asyncio.to_thread(_tokenizer, args.tokenizer_path or args.model_path,
                                                            args.revision, args.chat_template)
+            _warn_of_ids(self._model, self.front.tokenizer)
             self.front.chat_formats = ChatFormats.chosen(self.config.chat, self.front.tokenizer.chat_template)
         except ConfigError as error:
             self.finish(str(error))
@@ -151,6 +153,19 @@ class EngineHost:
         self.front.journal.dump(reason)
         self.front.client.engine_died(reason)
         self.finish(reason)
+
+
+def _warn_of_ids(model: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Say which ids the checkpoint's files name and its model does not have."""
+    if model.dropped_eos_ids:
+        log.warning("The checkpoint names end-of-sequence ids that its model, with ids below %d, does not have; they "
+                    "are ignored: %s.", model.vocab_size, ", ".join(map(str, model.dropped_eos_ids)))
+    if beyond := tokenizer.tokens_beyond(model.vocab_size):
+        shown = ", ".join(f"{name!r} ({token})" for token, name in list(beyond.items())[:_SHOWN_TOKENS])
+        more = f" and {len(beyond) - _SHOWN_TOKENS} more" if len(beyond) > _SHOWN_TOKENS else ""
+        log.warning("The tokenizer knows %d tokens that the model, with ids below %d, does not have: %s%s. Requests "
+                    "with them are refused; resize the model's embeddings to the tokenizer, or serve the tokenizer "
+                    "that the model was trained with.", len(beyond), model.vocab_size, shown, more)
 
 
 def _spare_torch() -> None:

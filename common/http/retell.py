@@ -10,6 +10,7 @@ from ..openai.responses import ChatChoice, ChatChunk, ChatCompletion, ChatDelta,
 from .chat_run import ChatRun
 from .generation import refuse_aborted
 from .sse import shown
+from .web import note_failure
 
 
 class Teller(Protocol):
@@ -64,7 +65,9 @@ async def retold(run: ChatRun, teller: Teller, *, resumed: bool, with_ids: bool)
     except Exception as error:
         if not begun or isinstance(error, ConnectionError):
             raise
-        yield teller.fail(error) + (_comment(shown(error).to_openai()) if with_ids else b"")
+        told = shown(error)
+        note_failure(told, rid=run.requests[0].rid)
+        yield teller.fail(told) + (_comment(told.to_openai()) if with_ids else b"")
 
 
 def _comment(value: Any) -> bytes:

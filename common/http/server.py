@@ -21,6 +21,7 @@ from ..engine.node import run_node
 from ..engine.ranks import RankTarget
 from ..obs.logging import setup_logging
 from ..obs.tracing import Tracing, exporter_for
+from .activity import Activity
 from .app import make_app
 from .host import EngineHost, Service
 from .lateness import note_lateness
@@ -39,7 +40,7 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
     """
     if config.nodes.node_rank > 0:
         return run_node(config, rank_target)
-    setup_logging(config.http.log_level, _name(config))
+    setup_logging(config.logs, _name(config))
     try:
         host = EngineHost(config, load_model_spec(config.model), rank_target, spare_torch=True)
         with _listen(config.http.host, config.http.port) as listener:
@@ -91,7 +92,7 @@ class _Server:
                 stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
             site = await self._serve_http(stack, listener)
             await host.start(services)
-            for task in (self._settle(), self._note_lateness()):
+            for task in (self._settle(), self._note_lateness(), self._tell_activity()):
                 stack.callback(asyncio.create_task(task).cancel)
             reason = await host.ended
             if reason is None:
@@ -109,6 +110,11 @@ class _Server:
     async def _note_lateness(self) -> None:
         await self._host.ready.wait()
         await note_lateness(self._host.front.metrics.late.observe)
+
+    async def _tell_activity(self) -> None:
+        await self._host.ready.wait()
+        if interval := self._host.config.logs.log_interval:
+            await Activity(self._host.front, interval).run()
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> web.SockSite:
         front = self._host.front
@@ -134,8 +140,13 @@ class _Server:
         log.info("stopping: %d requests are running", front.client.num_open)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle(), front.config.http.shutdown_grace_secs)
+        if front.in_flight and (count := await front.in_flight.give_up(front.client)):
+            log.warning("%d %s cut at the end of --shutdown-grace-secs", count,
+                        "request was" if count == 1 else "requests were")
 
     async def _idle(self) -> None:
+        """Until what has been received is answered, or a second signal comes."""
         front = self._host.front
-        while front.client.num_open and not self._again.is_set() and front.dead is None:
+        while ((front.client.num_open or front.in_flight.num_received)
+               and not self._again.is_set() and front.dead is None):
             await asyncio.sleep(0.02)

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.wire import unbounded_fields
 from .refused import RefusedFields, Table
 
 T = TypeVar("T")
@@ -19,6 +20,9 @@ class BodyDecoder(Generic[T]):
     clients send extras."""
 
     def __init__(self, kind: type[T], refused: Table | None = None):
+        """Raises TypeError for a type with a number that has no bounds, which common/api/wire.py gives."""
+        if unbounded := unbounded_fields(kind):
+            raise TypeError(f"Give these numbers bounds: {', '.join(unbounded)}.")
         self._decoder = msgspec.json.Decoder(kind)
         self._refused = RefusedFields(refused) if refused else None
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Float32, Int32, Int64
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
@@ -81,10 +82,10 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
+    max_output_tokens: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_logprobs: Int32 | None = None
     include: list[str] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -95,17 +96,17 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     # SGLang's
-    top_k: int | None = None
-    min_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int32] | None = None
     stop_regex: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
+    seed: Int64 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
+    min_tokens: Int32 | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
@@ -114,7 +115,7 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # ours
     continuation: Continuation | None = None

@@ -79,13 +79,14 @@ class Tokenizer:
             found = found.get("tool_use") or found.get("default")
         return found or None
 
-    @cached_property
-    def chat_stops(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def chat_stops(self, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """What ends an answer by the chat template beside the model's own ends: strings, and special tokens, which the
-        text leaves out."""
+        text leaves out. Tokens that the model has no row for are never drawn."""
+        if not self._stops:
+            return (), ()
         ids = dict(zip(self._hf.convert_ids_to_tokens(sorted(self.special_ids)), sorted(self.special_ids)))
         return (tuple(stop for stop in self._stops if stop not in ids),
-                tuple(ids[stop] for stop in self._stops if stop in ids))
+                tuple(ids[stop] for stop in self._stops if stop in ids and ids[stop] < vocab_size))
 
     @cached_property
     def _special_texts(self) -> frozenset[str]:
@@ -143,6 +144,15 @@ class Tokenizer:
     def token_strs(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's own names of tokens; an id that it does not name (padded vocabularies) is empty."""
         return [name or "" for name in self._hf.convert_ids_to_tokens(list(ids))]
+
+    def token_str(self, token_id: int) -> str:
+        """The vocabulary's own name of a token, empty where it has none."""
+        return self._hf.convert_ids_to_tokens(token_id) or ""
+
+    def tokens_beyond(self, vocab_size: int) -> dict[int, str]:
+        """The tokens that a text may become and a model of ``vocab_size`` does not have, in order."""
+        return {token: name for name, token in sorted(self._hf.get_vocab().items(), key=lambda item: item[1])
+                if token >= vocab_size}
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; empty for an id outside the vocabulary."""

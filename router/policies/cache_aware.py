@@ -142,6 +142,12 @@ class PrefixMemory:
                 added += 1
         self.sent[worker_id] += added
 
+    def forget(self, worker_id: int) -> None:
+        """The worker has nothing of what it was sent."""
+        for shard in self._young + self._old:
+            shard.sets.leave(worker_id)
+        del self.sent[worker_id]
+
     def evict(self) -> None:
         """Forget what was not seen since the last call but one, where memory is filling up.
 

@@ -4,7 +4,8 @@ What is where is exact: workers publish every page that enters or leaves their p
 (``kv_watch``), so evictions, restarts and other routers' traffic are seen. Which pages a prompt comes to is
 exact for token ids, which are hashed as the workers hash them; for texts and chats it is learnt from the
 workers' answers (``text_pages``). Two shorter memories fill the gaps: where a prompt was sent in the last
-seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing.
+seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing. Both yield to what
+a worker tells: of one that says it holds nothing, they are forgotten.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 from heapq import nlargest
 from operator import itemgetter
 from typing import NamedTuple
+from weakref import WeakSet
 
-from ...common.api.kv_events import PROMPT_PAGES_HEADER, decode_pages
+from ...common.api.kv_events import PROMPT_PAGES_HEADER, Cleared, Event, decode_pages
 from ..answer import AnswerHead
 from ..body import Peek
 from ..registry import Worker
@@ -64,16 +66,22 @@ class CacheExact:
     """
 
     def __init__(self, *, balance_abs_threshold: int = 32, balance_rel_threshold: float = 1.0001,
-                 max_tree_size: int = 2**24):
+                 max_tree_size: int = 2**24, beside: CacheExact | None = None):
+        """``beside``: it is told what the workers have; this one looks it up there."""
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._blocks_per_worker = max_tree_size // BLOCK
-        self.residency = Residency()
+        self.residency: Residency = beside.residency if beside is not None else Residency()
         self.texts = TextPages(4 * self._blocks_per_worker)
-        self.tokens = TokenPages()
-        self.followed: set[int] = set()
+        self.tokens: TokenPages = beside.tokens if beside is not None else TokenPages()
+        self.followed: set[int] = beside.followed if beside is not None else set()
         """Ids of workers whose events are followed now."""
+        self._of_all_models: WeakSet[CacheExact] = beside._of_all_models if beside is not None else WeakSet()
+        self._of_all_models.add(self)
         self.costs = PageCosts(self.residency)
+        if beside is not None:
+            self.costs.memory = beside.costs.memory
+        self.most_blocks = MOST_BLOCKS // 2
         self._loads = LoadView()
         self._decode_loads = LoadView()
         self._fleets: dict[int, Fleet] = {}
@@ -82,6 +90,33 @@ class CacheExact:
         self.recent_decode = PrefixMemory(1)
         """Apart from the others: a set of holders for each pair would be made anew with every decision."""
         self.sent = PrefixMemory()
+
+    def of_another_model(self) -> CacheExact:
+        """A policy for prompts of another model, whose texts come to other pages: what workers tell is shared."""
+        return CacheExact(balance_abs_threshold=self._abs, balance_rel_threshold=self._rel,
+                          max_tree_size=self._blocks_per_worker * BLOCK, beside=self)
+
+    def follow(self, worker: Worker) -> None:
+        """Its events are followed from now on: what is remembered of it without them counts no more."""
+        self.followed.add(worker.id)
+        for policy in self._of_all_models:
+            policy.sent.forget(worker.id)
+
+    def take(self, worker: Worker, events: Sequence[Event], *, native: bool = True) -> None:
+        """Take in a worker's events; ``native`` where its hashes are ``page_hashes``."""
+        self.residency.apply(worker.id, events, native=native)
+        if any(isinstance(event, Cleared) for event in events):
+            self._forget_sent(worker)
+
+    def cleared(self, worker: Worker) -> None:
+        """The worker holds nothing, or nothing is known of what it holds."""
+        self.residency.clear(worker.id)
+        self._forget_sent(worker)
+
+    def _forget_sent(self, worker: Worker) -> None:
+        for policy in self._of_all_models:
+            policy.recent.forget(worker.id)
+            policy.recent_decode.forget(worker.id)
 
     def forget(self, worker: Worker) -> None:
         self.residency.forget(worker.id)
@@ -146,15 +181,13 @@ class CacheExact:
         share = Share(costs.mean_pages, {})
         if subject is not None:
             share = self._share(subject, self._both(prefills, decodes))
-        sides = [(worker, costs.decoding(worker, share, TRANSFER), costs.decoding(worker, share, TRANSFER_NEAR))
-                 for worker in self._candidates(self._decode_loads, decodes, share)]
+        far, near = self._cheapest_decodes(decodes, share)
         best: tuple[float, Worker, Worker] | None = None
         for prefill in self._candidates(self._loads, prefills, share):
-            computing, host = costs.computing(prefill, share), prefill.endpoint.host
-            for decode, far, near in sides:
-                cost = computing + (near if decode.endpoint.host == host else far)
-                if best is None or cost < best[0]:
-                    best = cost, prefill, decode
+            transfer, decode = min(far, near.get(prefill.endpoint.host, far), key=itemgetter(0))
+            cost = costs.computing(prefill, share) + transfer
+            if best is None or cost < best[0]:
+                best = cost, prefill, decode
         assert best is not None
         _, prefill, decode = best
         cached = share.cached.get(prefill.id, 0)
@@ -164,6 +197,25 @@ class CacheExact:
             self._record(subject, decode, len(decodes))
         hit = cached or share.cached.get(decode.id, 0)
         return PairDecision(prefill, decode, "cache_hit" if hit else "cache_miss")
+
+    def _cheapest_decodes(self, decodes: Sequence[Worker],
+                          share: Share) -> tuple[tuple[float, Worker], dict[str, tuple[float, Worker]]]:
+        """Costs of the cheapest decode worker for any prefill worker, and of the cheapest one for those on its host.
+
+        What a decode worker costs beside a prefill worker depends on their hosts alone: the best pair of 10 by 10
+        candidates is found in 20 steps.
+        """
+        far: tuple[float, Worker] | None = None
+        near: dict[str, tuple[float, Worker]] = {}
+        for worker in self._candidates(self._decode_loads, decodes, share):
+            host, cost = worker.endpoint.host, self.costs.decoding(worker, share, TRANSFER_NEAR)
+            if host not in near or cost < near[host][0]:
+                near[host] = cost, worker
+            cost = self.costs.decoding(worker, share, TRANSFER)
+            if far is None or cost < far[0]:
+                far = cost, worker
+        assert far is not None
+        return far, near
 
     def _candidates(self, loads: LoadView, workers: Sequence[Worker], share: Share) -> list[Worker]:
         """Those that could be in the best pair: all of a few, else the holders of most and some of the lightest."""
@@ -246,7 +298,7 @@ class CacheExact:
         recent = self.recent_decode if worker.role == "decode" else self.recent
         recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
         if worker.id not in self.followed:
-            self.sent.record(prompt.blocks, worker.id, min(MOST_BLOCKS // 2, self._blocks_per_worker * fleet))
+            self.sent.record(prompt.blocks, worker.id, min(self.most_blocks, self._blocks_per_worker * fleet))
 
 
 class _Lesson:

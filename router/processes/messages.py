@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -23,7 +23,9 @@ class WorkerNews(msgspec.Struct, frozen=True):
     role: Role
     bootstrap_port: int | None
     model_ids: tuple[str, ...]
+    model_cards: tuple[dict[str, Any], ...]
     state: State
+    hung: bool
     draining: bool
     is_baton: bool
     keeps_files: bool
@@ -31,8 +33,8 @@ class WorkerNews(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "state", "draining", "is_baton",
-                                            "keeps_files")
+    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "hung",
+                                            "draining", "is_baton", "keeps_files")
     """Fields that are attributes of a worker and may change."""
 
 

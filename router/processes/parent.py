@@ -23,6 +23,7 @@ from ..http_server import Request
 from ..metrics import Metrics
 from ..parts import Health, Parts
 from ..registry import Registry, Worker
+from ..retry import PASSED_ON
 from ..wire import Response
 from .board import Board
 from .child_process import ChildProcess
@@ -104,7 +105,7 @@ class Parent(Parts):
         self._registry = ToldRegistry(
             failure_threshold=config.health.health_failure_threshold,
             success_threshold=config.health.health_success_threshold, circuit_rules=config.circuit.rules,
-            changed=self._changed, draining=self._watch_drains)
+            changed=self._changed, draining=self._watch_drains, models=config.workers.models)
         return self._registry
 
     def health(self, config: RouterConfig, registry: Registry,
@@ -170,7 +171,7 @@ class Parent(Parts):
         if isinstance(message, Failed):
             self.router.dispatcher.on_server_error(worker)
         else:
-            self.router.dispatcher.on_status(worker, 200)
+            self.router.dispatcher.on_status(worker, 200, PASSED_ON)
         self._bulletin.repeat(worker.id)  # The child may have thought otherwise of its circuit meanwhile.
         self._registry.changed()
 
@@ -286,5 +287,5 @@ def _of_parent(config: RouterConfig) -> RouterConfig:
     """The parent traces no requests, and shares no port."""
     return dataclasses.replace(
         config, http=dataclasses.replace(config.http, router_workers=1),
-        logs=dataclasses.replace(config.logs, enable_trace=False, otlp_traces_endpoint=None))
+        observe=dataclasses.replace(config.observe, enable_trace=False, otlp_traces_endpoint=None))
 

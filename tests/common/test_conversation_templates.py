@@ -63,11 +63,12 @@ def test_the_documented_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ours = chosen(tokenizer, tmp_path, DOCUMENTED)
     assert prompt(ours, TALK[1:2]) == ("<|im_start|>system\n<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
                                        "<|im_start|>assistant\n")
-    assert ours.chat_stops == (("<|im_end|>", "<|im_start|>"), ())
+    assert ours.chat_stops(300) == (("<|im_end|>", "<|im_start|>"), ())
     other = DOCUMENTED | {"system_message": "Be {{ kind }} ü😀", "stop_str": "<end>"}
     named = chosen(tokenizer, tmp_path, other, "form")
     assert prompt(named, TALK[1:2]).startswith("<|im_start|>system\nBe {{ kind }} ü😀<|im_end|>\n")
-    assert named.chat_stops == ((), (2,)), "a special token has no text that a stop string could be found in"
+    assert named.chat_stops(300) == ((), (2,)), "a special token has no text that a stop string could be found in"
+    assert named.chat_stops(2) == ((), ()), "the model has no row for it"
     half = [*TALK[1:2], {"role": "assistant", "content": "so far"}]
     assert prompt(named, half, continue_final_message=True).endswith("<|im_start|>assistant\nso far")
     for messages, options, why in ((TALK, {"tools": [{"type": "function"}]}, "no place for tools"),

@@ -15,6 +15,7 @@ from baton.router.endpoint import Endpoint
 from baton.router.metrics import Metrics
 from baton.router.policies.cache_aware import CacheAware
 from baton.router.policies.cache_exact import CacheExact
+from baton.router.policies.manual import Manual
 from baton.router.policies.text_pages import PromptPages
 from baton.router.processes import board as layout
 from baton.router.processes.board import RING_HEAD, RING_WORDS, Board
@@ -23,7 +24,7 @@ from baton.router.processes.membership import Bulletin, Rows, ToldRegistry
 from baton.router.processes.messages import WorkerNews
 from baton.router.processes.ring import RingReader, RingWriter
 from baton.router.processes.shared_admission import SharedAdmission
-from baton.router.processes.shared_policies import share
+from baton.router.processes.shared_policies import PolicySharing
 from baton.router.processes.shared_workers import SharedRegistry, SharedWorker
 from baton.router.registry import Registry, Worker
 
@@ -134,7 +135,7 @@ def test_policies_of_two_processes_remember_alike(board):
     both = []
     for child, registry in enumerate(registries):
         policies = [CacheAware(), CacheExact()]
-        apply = share(policies, board, child)
+        apply = PolicySharing(board, child).join(None, policies)
         for neighbour in registry.neighbours:
             neighbour.apply.update(apply)
         both.append(policies)
@@ -147,6 +148,21 @@ def test_policies_of_two_processes_remember_alike(board):
         assert aware.memory.longest([1, 5], frozenset((7,))) == (frozenset((7,)), 2)
         assert aware.memory.longest([2], frozenset((7,)))[1] == 1
         assert exact.texts.knows([12])
+
+
+def test_keys_of_two_processes_stay_with_the_same_worker(board):
+    registries, policies = [registry_of(board, child) for child in range(2)], []
+    for child, registry in enumerate(registries):
+        policies.append(Manual(Random(child)))
+        for neighbour in registry.neighbours:
+            neighbour.apply.update(PolicySharing(board, child).join("a model", policies[child:]))
+    pool = tuple(Worker(Endpoint.parse(f"http://w{index}:1")) for index in range(5))
+    keys = [b"%d" % number for number in range(40)]
+    homes = [policies[number % 2].choose(pool, key).worker for number, key in enumerate(keys)]
+    for registry in registries:
+        registry.look()
+    for policy in policies:
+        assert [policy.choose(pool, key).worker for key in keys] == homes
 
 
 def shared_admission(board, rules, loop) -> list[SharedAdmission]:
@@ -251,7 +267,8 @@ def test_news_hold_what_changed_once(board):
 
 def test_all_that_makes_a_worker_is_told_to_the_children():
     """A new attribute of Worker belongs into WorkerNews, or here: it is a process's own."""
-    own = {"endpoint", "url", "asks_role", "asks_port", "failures", "successes", "load", "on_release", "cached_tokens"}
+    own = {"endpoint", "url", "asks_role", "asks_port", "asks_models", "failures", "successes", "known_load",
+           "load_orders", "on_release", "cached_tokens"}
     assert {*WorkerNews.__struct_fields__} - {"row", "server", "troubled", "probing"} == {*Worker.__slots__} - own
 
 
