@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 from ..common.api.errors import ConfigError, WorkerUnavailable
+from ..common.config.addresses import cannot_listen
 from ..common.obs.tracing import exporter_for
 from .activity import tell_activity
 from .config import RouterConfig
@@ -98,10 +97,8 @@ class Router:
                                          outbox=self.dispatcher.outbox, heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
-            reason = error.strerror or error
-            if error.errno and not isinstance(error, socket.gaierror):  # whose numbers mean something else
-                reason = os.strerror(error.errno)
-            raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
+            flags = ("--host", "--port") if serve == self.entry.serve else ("--prometheus-host", "--prometheus-port")
+            raise cannot_listen(host, port, error, host_flag=flags[0], port_flag=flags[1]) from None
 
     async def stop(self) -> None:
         """Stop accepting, let running requests end for up to ``--shutdown-grace-secs``, then cut them."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..quantization.scheme import Scheme, scheme_of
-from .checkpoint import read_json, resolve_checkpoint
+from .checkpoint import read_json, resolve_facts
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
@@ -17,6 +17,9 @@ from .window import ReadWindows, Windows, in_every_layer, in_turns, nowhere, whe
 
 DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -150,15 +153,22 @@ class ModelSpec:
 
 def load_model_spec(args: ModelArgs) -> ModelSpec:
     """Read ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
-    folder = resolve_checkpoint(args)
+    folder = resolve_facts(args)
     config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
     generation = read_json(folder / "generation_config.json") or {}
+    for name in _COUNTS:
+        if name in config and (type(config[name]) is not int or config[name] < 1):
+            raise ConfigError(f"{folder}/config.json says {name} {config[name]!r}: it must be an integer of 1 or more.")
     try:
         return _spec_from(config, generation, args)
     except KeyError as error:
         raise ConfigError(f"{folder}/config.json lacks {error.args[0]!r}.") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder}/config.json holds a value of a kind that it must not have ({error}).") from None
 
 
 def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelArgs) -> ModelSpec:

@@ -47,6 +47,7 @@ def setup_logging(args: LogArgs, component: str) -> None:
     root.handlers[:] = handlers
     root.setLevel(logging.WARNING)
     logging.captureWarnings(True)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log has lines, and how far a download is is told
     logging.getLogger(_ROOT).setLevel("WARNING" if args.log_level == "warn" else args.log_level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

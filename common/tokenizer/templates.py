@@ -15,6 +15,18 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.jinja"))
 
 
+def check_template(name: str) -> None:
+    """Raises ConfigError for a template that cannot be read or parsed, before a tokenizer is loaded."""
+    import jinja2
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(load_template(name).source)
+    except jinja2.TemplateSyntaxError as error:
+        if "unknown tag" not in (error.message or ""):  # transformers knows further ones
+            raise ConfigError(f"--chat-template {name} is not valid jinja: line {error.lineno}, "
+                              f"{error.message}.") from None
+
+
 def load_template(name: str) -> ChatTemplate:
     """A shipped template, or that of the jinja or JSON file at ``name``; raises ConfigError."""
     path = _FOLDER / f"{name}.jinja" if name in shipped() else Path(name).expanduser()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,9 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
         raise ConfigError(f"There is no tokenizer folder {folder}; set --model-path or --tokenizer-path to one that "
                           "holds tokenizer.json.")
     from transformers import AutoTokenizer
+    library = logging.getLogger("transformers")
+    library.handlers.clear()  # its lines go where ours go
+    library.propagate = True
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
