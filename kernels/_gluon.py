@@ -1,7 +1,7 @@
 """What kernels written in Gluon need, under the name that the installed Triton has for it.
 
 Gluon is young. Triton 3.7 renamed ``thread_barrier``, 3.9 made ``_reinterpret`` public and removed the old names of
-asynchronous copies. ``_triton.GLUON_VERSIONS`` are those with which each kernel was compiled for a Hopper GPU.
+asynchronous copies. ``_triton.GLUON_VERSIONS`` are those with which every kernel compiles for a Hopper GPU.
 """
 
 from __future__ import annotations
