@@ -6,15 +6,18 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+ENGINE_DEAD = b"\r\nx-baton-engine: dead\r\n"
+"""A header, in lower case, of our servers' answers 503: their engine has died, and takes all that it held along."""
+
 
 class Failure(NamedTuple):
     """Why an answer did not come, or not to its end."""
 
     reason: str
-    """One word for metrics: connect, lost, silent, malformed, stale, removed."""
+    """One word for metrics; ``retry.FAILURES`` tells what follows from each."""
     detail: str
     refused: bool = False
-    """Nobody listens at the address: certain, where a lost connection may be one request's fate."""
+    """Nobody serves at the address: certain, where a lost connection may be one request's fate."""
     at_boundary: bool = False
     """The answer's bytes so far end where one more event may follow."""
 
@@ -44,6 +47,9 @@ class AnswerFacts(NamedTuple):
                    b"\r\nx-request-id:" in folded, folded.find(b"\r\n") + 2)
 
 
+_RETRY_AFTER = b"retry-after: 1\r\n"
+
+
 class AnswerHead(msgspec.Struct, gc=False, eq=False):
     """The start of an answer."""
 
@@ -58,6 +64,13 @@ class AnswerHead(msgspec.Struct, gc=False, eq=False):
     @property
     def status(self) -> int:
         return self.facts.status
+
+    def ask_to_wait(self) -> None:
+        """Add a Retry-After where a busy worker named none."""
+        if b"\r\nretry-after:" not in self.data[:self.size].lower():
+            line = self.facts.line_size
+            self.data = b"".join((self.data[:line], _RETRY_AFTER, self.data[line:]))
+            self.size += len(_RETRY_AFTER)
 
     @property
     def starts_stream(self) -> bool:

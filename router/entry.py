@@ -10,6 +10,7 @@ from typing import Any
 
 from ..common.api.errors import NotFound, ServingError
 from .access import Cors, Keys
+from .access_log import AccessLog
 from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
 from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
@@ -30,6 +31,8 @@ from .tracing import Tracer
 from .wire import Response, check_method
 from .worker_routes import WORKERS, changes_workers
 
+logger = logging.getLogger("baton.router")
+
 _OWN_PATHS = frozenset(ADMIN_ROUTES)
 
 AnswerOwn = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Response]"]
@@ -39,8 +42,10 @@ AnswerOwn = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Respons
 class _Task:
     """An asynchronous endpoint as a connection's handler: a client that leaves cancels it."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None]):
+    def __init__(self, coroutine: Coroutine[Any, Any, None], fail: Callable[[ServingError], None]):
+        """``fail`` answers with an error instead."""
         self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._fail = fail
 
     def cancel(self) -> None:
         self._task.cancel()
@@ -50,6 +55,10 @@ class _Task:
 
     def resume(self) -> None:
         pass
+
+    def expire(self, error: ServingError) -> None:
+        self._task.cancel()
+        self._fail(error)
 
 
 class Entry:
@@ -74,7 +83,7 @@ class Entry:
         self._local_prefill: LocalPrefill | None = None
         if config.retry.local_prefill_tokens:
             self._local_prefill = LocalPrefill(self._dispatcher, config.retry.local_prefill_tokens)
-        self._log_access = logging.getLogger("baton.router").isEnabledFor(logging.INFO)
+        self.access_log = AccessLog(self._dispatcher.loop) if logger.isEnabledFor(logging.INFO) else None
 
     def serve(self, connection: ClientConnection, request: Request) -> None:
         """Begin to serve one request."""
@@ -126,7 +135,7 @@ class Entry:
         kept = self._keeper_of(request) if not usual else None
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
-                            self._log_access, span)
+                            self.access_log, span)
         if (self._continues and found is not None and found.streamed and path in PAIR_PATHS
                 and continuable(request.body)):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
@@ -189,7 +198,9 @@ class Entry:
         if isinstance(result, Response):
             self._answer(connection, request, result)
         else:
-            connection.handler = _Task(self._answer_later(connection, request, result))
+            connection.handler = _Task(
+                self._answer_later(connection, request, result),
+                lambda error: self._answer(connection, request, Response.error(error, request.path)))
 
     async def _answer_later(self, connection: ClientConnection, request: Request,
                             result: Coroutine[Any, Any, Response]) -> None:

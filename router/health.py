@@ -3,6 +3,10 @@
 A worker that is not healthy is asked twice a second whatever the interval, so that traffic returns
 within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
 connection takes a worker out at once, anything else asks it at once.
+
+A worker that does not answer in time is asked again at once: with the defaults it is out at most 4 s after it
+stopped (1 s to the next check, two of 1.5 s), and what it has left silent since then fails as if it had died. It is
+not silent while it goes on with other answers, nor where it was this process that was late.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
 logger = logging.getLogger("baton.router")
 
 _RECOVERY_SECONDS = 0.5
+_CROWD_SECONDS = 0.05
+"""Between two checks of a worker, however many requests fail."""
+_LATE_SECONDS = 0.25
+"""A timer of ours that is later than this says that we stood still, so the answer may lie there unread."""
 _MODELS_SECONDS = 10.0
 """How often a healthy worker is asked for its models: adapters come and go while it serves."""
 _NOT_FOR: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
@@ -80,16 +88,19 @@ class HealthMonitor:
             wake.clear()
             if worker.state != "healthy":
                 asked_models = dispatcher.loop.time()
-            await self._check(worker, dispatcher)
-            if worker.state == "healthy" and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
+            silent = await self._check(worker, dispatcher)
+            if worker.state == "healthy" and not silent and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
                 asked_models = dispatcher.loop.time()
                 await ask_models(dispatcher, worker, self._timeout)
+            checked = dispatcher.loop.time()
             if worker.state != "starting":
                 deadline = None
             elif deadline is not None and dispatcher.loop.time() > deadline:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
             pause = self._interval if worker.state == "healthy" else min(self._interval, _RECOVERY_SECONDS)
+            if silent:
+                pause = _CROWD_SECONDS
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
             due = dispatcher.loop.time() + pause
             timer = dispatcher.loop.call_at(due, wake.set)
@@ -97,24 +108,32 @@ class HealthMonitor:
                 await wake.wait()
             finally:
                 timer.cancel()
-            if dispatcher.loop.time() < due - 0.01:
-                # Woken by a failed request: a crowd of them must not become a crowd of checks.
-                await asyncio.sleep(0.05)
+            if (wait := checked + _CROWD_SECONDS - dispatcher.loop.time()) > 0:
+                await asyncio.sleep(wait)  # Woken by a failed request, perhaps one of a crowd.
 
-    async def _check(self, worker: Worker, dispatcher: Dispatcher) -> None:
+    async def _check(self, worker: Worker, dispatcher: Dispatcher) -> bool:
+        """Ask a worker how it is; returns whether it was silent."""
+        began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
+        pool.note_silence()
         answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
+        if answer.silent:
+            late = dispatcher.loop.time() - began - self._timeout > _LATE_SECONDS
+            if not late and not pool.heard_since(began):
+                self._note_failure(worker, answer.detail, certain=False, silent=True)
+                if worker.hung:
+                    dispatcher.end_silent(worker)
+            return True
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
-            return
-        if worker.state != "healthy" and (role := await self._learn(worker, dispatcher)) is not None:
+        elif worker.state != "healthy" and (role := await self._learn(worker, dispatcher)) is not None:
             self._misplaced(worker, role)
-            return
-        if worker in self._wake and self._registry.passed(worker):
+        elif worker in self._wake and self._registry.passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
+        return False
 
-    def _note_failure(self, worker: Worker, detail: str, *, certain: bool) -> None:
-        if self._registry.failed(worker, certain=certain):
+    def _note_failure(self, worker: Worker, detail: str, *, certain: bool, silent: bool = False) -> None:
+        if self._registry.failed(worker, certain=certain, silent=silent):
             logger.warning("Worker %s takes no requests: %s.", worker.url, detail)
 
     def _misplaced(self, worker: Worker, role: str) -> None:

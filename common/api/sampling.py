@@ -8,6 +8,7 @@ import msgspec
 
 from .errors import InvalidRequest
 from .grammar import GrammarSpec
+from .token_ids import check_ids
 
 MAX_BIASED_TOKENS = 1024  # a batch of 256 such requests uploads 2 MB a step
 
@@ -61,17 +62,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 2, "must be above 0 and at most 2 (1 is none)"),
             ("logit_bias", len(self.logit_bias) <= MAX_BIASED_TOKENS, f"must name {MAX_BIASED_TOKENS} tokens at most"),
-            ("logit_bias", all(0 <= t < vocab_size for t in self.logit_bias),
-             f"must name token ids below the vocabulary size {vocab_size}"),
             ("logit_bias", all(-100 <= v <= 100 for v in self.logit_bias.values()), "must hold values of -100 to 100"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "must fit a signed 64-bit integer"),
             ("stop", all(self.stop), "must not hold empty strings"),
-            ("stop_token_ids", all(0 <= t < vocab_size for t in self.stop_token_ids),
-             f"must hold token ids below the vocabulary size {vocab_size}"),
         )
         for name, ok, rule in checks:
             if not ok:
                 raise InvalidRequest(f"{name} {rule}, got {_short(getattr(self, name))}.", param=name)
+        check_ids(self.logit_bias, vocab_size, "logit_bias")
+        check_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
 
 
 def _short(value: object) -> str:

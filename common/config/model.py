@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..quantization.scheme import Scheme, scheme_of
-from .checkpoint import read_json, resolve_checkpoint
+from .checkpoint import read_json, resolve_facts
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
@@ -17,6 +17,9 @@ from .window import ReadWindows, Windows, in_every_layer, in_turns, nowhere, whe
 
 DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class ModelSpec:
     mtp_layers: int = 0
     windows: Windows = ()
     sinks: bool = False
+    dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
 
     def seen_back(self, layers: range) -> Windows:
         """The windows of some layers, an entry each, None also where a window holds the whole context."""
@@ -149,15 +153,22 @@ class ModelSpec:
 
 def load_model_spec(args: ModelArgs) -> ModelSpec:
     """Read ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
-    folder = resolve_checkpoint(args)
+    folder = resolve_facts(args)
     config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
     generation = read_json(folder / "generation_config.json") or {}
+    for name in _COUNTS:
+        if name in config and (type(config[name]) is not int or config[name] < 1):
+            raise ConfigError(f"{folder}/config.json says {name} {config[name]!r}: it must be an integer of 1 or more.")
     try:
         return _spec_from(config, generation, args)
     except KeyError as error:
         raise ConfigError(f"{folder}/config.json lacks {error.args[0]!r}.") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder}/config.json holds a value of a kind that it must not have ({error}).") from None
 
 
 def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelArgs) -> ModelSpec:
@@ -174,6 +185,8 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
     context_length = args.context_length or longest
     if not 0 < context_length <= longest:
         raise ConfigError(f"--context-length {context_length} must be between 1 and the model's {longest}.")
+    eos_ids = _eos_token_ids(config, generation)
+    has = range(config["vocab_size"])
     attention_bias = family.biases_in_config and bool(config.get("attention_bias", family.attention_bias))
     return ModelSpec(
         architecture=architecture, hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"],
@@ -183,12 +196,13 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
         rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
-        dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
+        dtype=_dtype(config), eos_token_ids=tuple(id for id in eos_ids if id in has),
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
         moe=family.experts(config) if family.experts else None,
         quantization=scheme_of(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
         windows=family.windows(config), sinks=family.sinks,
+        dropped_eos_ids=tuple(id for id in eos_ids if id not in has),
     )
 
 
@@ -261,5 +275,5 @@ def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[
     found: list[int] = []
     for source in (generation, config):
         ids = source.get("eos_token_id")
-        found.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        found.extend(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
     return tuple(dict.fromkeys(found))

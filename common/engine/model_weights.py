@@ -51,7 +51,7 @@ class ModelWeights:
         spec = load_model_spec(args)
         differing = [field.name for field in dataclasses.fields(spec)
                      if getattr(spec, field.name) != getattr(self.spec, field.name)
-                     and field.name not in ("dtype", "eos_token_ids")]
+                     and field.name not in ("dtype", "eos_token_ids", "dropped_eos_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
         if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != stored:

@@ -62,7 +62,7 @@ def notes_of(installed: Mapping[str, str | None], hopper: bool) -> list[str]:
                      "products 11 %.")
     if unlike := [f"{name} {installed[name]}" for name in found if found[name] != getattr(MEASURED, name)]:
         notes.append(f"This stack was {_how_tested(found)} ({', '.join(unlike)}). What was measured, and "
-                     f"\"pip install {_CONSTRAINTS}\" installs, is {MEASURED}.")
+                     f"\"pip install {_CONSTRAINTS}\" in Baton's source folder installs, is {MEASURED}.")
     return notes
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from ..api.errors import InvalidRequest
 from ..api.messages import Bootstrap, Generate
 from ..api.sampling import SamplingParams
+from ..api.token_ids import check_ids
 from ..openai.embeddings import (
     Embedding,
     EmbeddingAnswer,
@@ -30,7 +31,7 @@ from ..openai.embeddings import (
     written,
 )
 from ..openai.native import LogprobOptions
-from ..openai.prompts import Prompts, check_ids, parse_prompts
+from ..openai.prompts import Prompts, parse_prompts
 from .front import Front, plan
 from .generation import Choice, refuse_aborted
 from .web import json_response

@@ -9,6 +9,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.unreadable import UNREADABLE
+from ..api.wire import Int32
 from .decoding import BodyDecoder
 from .files import expiry_seconds
 
@@ -66,7 +67,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 class OutputExpiry(msgspec.Struct):
     anchor: str | None = None
-    seconds: int | None = None
+    seconds: Int32 | None = None
 
 
 class CreateBatch(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.messages import Bootstrap
+from ..api.wire import Int32, Int64
 from .per_prompt import per_prompt
 
 
@@ -15,12 +16,13 @@ class BootstrapFields(msgspec.Struct, kw_only=True):
     """What a router adds to a request; lists hold one entry per prompt of a batch."""
 
     bootstrap_host: str | list[str] | None = None
-    bootstrap_port: int | list[int | None] | None = None
-    bootstrap_room: int | list[int] | None = None
-    bootstrap_previous_room: int | list[int] | None = None  # of an attempt before, which the prefill server may reuse
-    data_parallel_rank: int | None = None
-    routed_dp_rank: int | None = None  # SGLang's newer name of the same
-    disagg_prefill_dp_rank: int | None = None
+    bootstrap_port: Int32 | list[Int32 | None] | None = None
+    bootstrap_room: Int64 | list[Int64] | None = None
+    # of an attempt before, which the prefill server may reuse
+    bootstrap_previous_room: Int64 | list[Int64] | None = None
+    data_parallel_rank: Int32 | None = None
+    routed_dp_rank: Int32 | None = None  # SGLang's newer name of the same
+    disagg_prefill_dp_rank: Int32 | None = None
 
 
 def chosen_rank(fields: BootstrapFields, dp_size: int) -> int | None:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.wire import unbounded_fields
 
 T = TypeVar("T")
 _AT = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -17,6 +18,9 @@ class BodyDecoder(Generic[T]):
     """Decodes bodies of one request type. Fields that the type does not know are ignored: clients send extras."""
 
     def __init__(self, kind: type[T]):
+        """Raises TypeError for a type with a number that has no bounds, which common/api/wire.py gives."""
+        if unbounded := unbounded_fields(kind):
+            raise TypeError(f"Give these numbers bounds: {', '.join(unbounded)}.")
         self._decoder = msgspec.json.Decoder(kind)
 
     def decode(self, body: bytes) -> T:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Int32
 from .decoding import BodyDecoder
 from .prompts import Prompts, parse_prompts
 
@@ -20,18 +21,18 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Int32 | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):
     """Either ``text`` or ``input_ids``, one or several."""
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[Int32 | list[Int32]] | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
 
     def prompts(self) -> Prompts:
         """Raises InvalidRequest."""
@@ -47,16 +48,16 @@ class RerankRequest(msgspec.Struct, kw_only=True):
     documents: list[str]
     model: str | None = None
     instruct: str | None = None
-    top_n: int | None = None
+    top_n: Int32 | None = None
     return_documents: bool = True
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
     """The probability of each of ``label_token_ids`` behind ``query`` and each item."""
 
-    query: str | list[int]
-    items: str | list[str | list[int]]
-    label_token_ids: list[int]
+    query: str | list[Int32]
+    items: str | list[str | list[Int32]]
+    label_token_ids: list[Int32]
     apply_softmax: bool = False
     item_first: bool = False
     model: str | None = None

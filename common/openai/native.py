@@ -9,12 +9,14 @@ import msgspec
 from ..api.errors import InvalidRequest
 from ..api.messages import CustomProcessor
 from ..api.sampling import SamplingParams
+from ..api.token_ids import check_ids
+from ..api.wire import Float32, Int32, Int64
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
 from .native_extras import Embeddings, custom_processor
 from .per_prompt import check_count, per_prompt
-from .prompts import Prompts, check_ids, parse_prompts
+from .prompts import Prompts, parse_prompts
 from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, refuse_unsupported, validated_params
 from .structured import grammar_field
 
@@ -23,24 +25,24 @@ MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 15 MB of the 64 that a prefill s
 
 
 class NativeSampling(msgspec.Struct, kw_only=True):
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    sampling_seed: int | None = None
+    max_new_tokens: Int32 | None = None
+    min_new_tokens: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
+    n: Int32 | None = None
+    seed: Int64 | None = None
+    sampling_seed: Int64 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -67,22 +69,22 @@ class SessionParams(msgspec.Struct):
 
     id: str
     rid: str | None = None
-    offset: int | None = None
+    offset: Int32 | None = None
     replace: bool | None = None
     drop_previous_output: bool | None = None
 
 
 class GenerateRequest(BootstrapFields, kw_only=True):
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[Int32 | list[Int32]] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: list[int | list[int] | None] | None = None
+    logprob_start_len: Int32 | list[Int32] | None = None
+    top_logprobs_num: Int32 | list[Int32] | None = None
+    token_ids_logprob: list[Int32 | list[Int32] | None] | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     continuation: Continuation | None = None  # Baton's own

@@ -39,14 +39,6 @@ def parse_prompts(value: str | Sequence[Any], param: str) -> Prompts:
     return prompts
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequest for an id outside the vocabulary."""
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidRequest(f"{param} holds token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}.",
-                             param=param)
-
-
 def output_limit(num_prompt_tokens: int, requested: int | None, limit: int, *, tokens_name: str) -> int:
     """Tokens that may follow the prompt. Raises InvalidRequest where prompt and ``requested`` exceed ``limit``.
 

@@ -11,6 +11,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.sampling import SamplingParams
+from ..api.wire import Float32, Int32, Int64
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
@@ -32,26 +33,26 @@ class CommonFields(BootstrapFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
+    n: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    max_tokens: Int32 | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    seed: Int64 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
     # SGLang's
-    repetition_penalty: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    repetition_penalty: Float32 | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
+    min_tokens: Int32 | None = None
+    stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     # Baton's
     continuation: Continuation | None = None
     # grammars: one at most (see structured.py)
@@ -114,9 +115,9 @@ class Tool(msgspec.Struct):
 
 class ChatRequest(CommonFields, kw_only=True):
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int32 | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -134,9 +135,9 @@ class ChatRequest(CommonFields, kw_only=True):
 
 
 class CompletionRequest(CommonFields, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    best_of: int | None = None
+    prompt: str | list[str | Int32 | list[Int32]]
+    logprobs: Int32 | None = None
+    best_of: Int32 | None = None
     echo: bool | None = None
     suffix: str | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Float32, Int32
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
@@ -80,10 +81,10 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
+    max_output_tokens: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_logprobs: Int32 | None = None
     include: list[str] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -94,10 +95,10 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     # SGLang's
-    top_k: int | None = None
-    min_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # ours
     continuation: Continuation | None = None
@@ -108,7 +109,7 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     background: bool | None = None
     prompt: Any = None
     truncation: str | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Int32 | None = None
 
 
 _REFUSED: dict[str, tuple[Any, ...]] = {

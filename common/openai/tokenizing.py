@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Int32
 from .decoding import BodyDecoder
 from .protocol import ChatRequest, Message, Tool
 
@@ -49,7 +50,7 @@ class TokenizeAnswer(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct):
-    tokens: list[int | list[int]]
+    tokens: list[Int32 | list[Int32]]
     model: str | None = None
     skip_special_tokens: bool | None = None
 

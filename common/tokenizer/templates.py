@@ -14,6 +14,18 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.jinja"))
 
 
+def check_template(name: str) -> None:
+    """Raises ConfigError for a template that cannot be read or parsed, before a tokenizer is loaded."""
+    import jinja2
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template_source(name))
+    except jinja2.TemplateSyntaxError as error:
+        if "unknown tag" not in (error.message or ""):  # transformers knows further ones
+            raise ConfigError(f"--chat-template {name} is not valid jinja: line {error.lineno}, "
+                              f"{error.message}.") from None
+
+
 def template_source(name: str) -> str:
     """The jinja source of a shipped template, or of the file at ``name``; raises ConfigError."""
     path = _FOLDER / f"{name}.jinja" if name in shipped() else Path(name).expanduser()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,9 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
         raise ConfigError(f"There is no tokenizer folder {folder}; set --model-path or --tokenizer-path to one that "
                           "holds tokenizer.json.")
     from transformers import AutoTokenizer
+    library = logging.getLogger("transformers")
+    library.handlers.clear()  # its lines go where ours go
+    library.propagate = True
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -132,6 +136,15 @@ class Tokenizer:
     def token_strs(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's own names of tokens; an id that it does not name (padded vocabularies) is empty."""
         return [name or "" for name in self._hf.convert_ids_to_tokens(list(ids))]
+
+    def token_str(self, token_id: int) -> str:
+        """The vocabulary's own name of a token, empty where it has none."""
+        return self._hf.convert_ids_to_tokens(token_id) or ""
+
+    def tokens_beyond(self, vocab_size: int) -> dict[int, str]:
+        """The tokens that a text may become and a model of ``vocab_size`` does not have, in order."""
+        return {token: name for name, token in sorted(self._hf.get_vocab().items(), key=lambda item: item[1])
+                if token >= vocab_size}
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; empty for an id outside the vocabulary."""

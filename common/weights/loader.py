@@ -44,8 +44,9 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
                      stacked: Stacked = "rows") -> None:
     """Copy every slot's slice from the checkpoint; at most one slice is in host memory beside the parameters.
 
-    ``progress("weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight`` pass,
-    and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line tells.
+    ``progress("loading weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight``
+    pass, and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line
+    tells.
     ``elsewhere`` says which names other stages of a pipeline load. ``stacked`` is MoESpec's.
     Raises ConfigError for a tensor that is missing, unexpected or of another shape, and for an unreadable file.
     """
@@ -65,7 +66,7 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
             _fill(slot, source, file)
             missing.discard(slot.name)
             done += slot.target.numel()
-            progress("weights", min(done / total, 1.0))
+            progress("loading weights", min(done / total, 1.0))
     if num_unused:
         log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
     if missing:
@@ -106,7 +107,7 @@ def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
             slot.fill(torch.full(slot.shape, _DUMMY_SCALES[slot.holds], device=slot.target.device))
         else:
             slot.fill(_drawn(slot, seed))
-        progress("weights", done / len(slots))
+        progress("loading weights", done / len(slots))
 
 
 def _drawn(slot: Slot, seed: int) -> torch.Tensor:

@@ -87,9 +87,9 @@ class HealthArgs:
         600.0, help="log an error when a new worker is not healthy after this time")
     health_check_interval_secs: float = flag(1.0, help="time between health checks of a healthy worker")
     health_check_endpoint: str = flag("/health", help="path that workers are asked for; 2xx means healthy")
-    health_check_timeout_secs: float = flag(5.0, help="longest wait for the answer to a health check")
+    health_check_timeout_secs: float = flag(1.5, help="longest wait for the answer to a health check")
     health_failure_threshold: int = flag(
-        3, help="failed checks in a row that take a worker out (of refused connections: one)")
+        2, help="failed checks in a row that take a worker out (of refused connections: one)")
     health_success_threshold: int = flag(2, help="passed checks in a row that bring a failed worker back")
 
     def __post_init__(self) -> None:

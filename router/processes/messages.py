@@ -25,6 +25,7 @@ class WorkerNews(msgspec.Struct, frozen=True):
     model_ids: tuple[str, ...]
     model_cards: tuple[dict[str, Any], ...]
     state: State
+    hung: bool
     draining: bool
     is_baton: bool
     keeps_files: bool
@@ -32,8 +33,8 @@ class WorkerNews(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "draining",
-                                            "is_baton", "keeps_files")
+    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "hung",
+                                            "draining", "is_baton", "keeps_files")
     """Fields that are attributes of a worker and may change."""
 
 

@@ -8,8 +8,10 @@ import pytest
 from baton.common.api.errors import InvalidRequest
 from baton.common.api.messages import Bootstrap, Generate, Logprobs, decode_to_engine
 from baton.common.api.messages import encode as encode_message
+from baton.common.api.wire import Int32
 from baton.common.openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
 from baton.common.openai.chat import template_messages
+from baton.common.openai.decoding import BodyDecoder
 from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.openai.native import decode_generate, logprob_options
 from baton.common.openai.prompts import output_limit, parse_prompts
@@ -67,7 +69,7 @@ def test_completion_fields_that_are_refused(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"max_tokens": -1}, "max_tokens"), ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"),
-    ({"top_k": -3}, "top_k"), ({"min_p": 2}, "min_p"), ({"seed": 2**70}, "seed"), ({"stop": ["a", ""]}, "stop"),
+    ({"top_k": -3}, "top_k"), ({"min_p": 2}, "min_p"), ({"stop": ["a", ""]}, "stop"),
     ({"stop": ["x"] * 65}, "stop"), ({"stop_token_ids": [100]}, "stop_token_ids"), ({"min_tokens": 20}, "min_tokens"),
     ({"frequency_penalty": 2.5}, "frequency_penalty"), ({"presence_penalty": -3}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"), ({"logit_bias": {"100": 1}}, "logit_bias"),
@@ -79,6 +81,30 @@ def test_sampling_values_out_of_range(fields: dict[str, object], param: str) -> 
     with pytest.raises(InvalidRequest) as error:
         sampling_params(request, request.max_tokens, 16, vocab_size=100)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("max_tokens", 2**31), ("seed", 2**63), ("seed", -(2**63) - 1), ("priority", 2**31), ("temperature", 1e39),
+    ("bootstrap_room", 2**63), ("disagg_prefill_dp_rank", 2**64 - 1), ("stop_token_ids", [2**64])])
+def test_numbers_beyond_their_wire_type(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match="expected (int|float) (<=|>=)") as error:
+        decode_completion(json.dumps({"prompt": "hi", name: value}).encode())
+    assert (error.value.param or "").startswith(name)
+
+
+class Inner(msgspec.Struct):
+    counts: dict[str, int | None]
+
+
+class Body(msgspec.Struct):
+    inner: list[Inner] | None = None
+    fine: Int32 = 0
+    ratio: float = 0.0
+
+
+def test_a_body_must_bound_its_numbers() -> None:
+    with pytest.raises(TypeError, match="Inner.counts, Body.ratio"):
+        BodyDecoder(Body)
 
 
 def test_sampling_defaults_and_values() -> None:
@@ -155,7 +181,7 @@ def test_rooms_of_choices_and_batches() -> None:
     ({"bootstrap_port": 1}, "bootstrap_port"),
     ({"bootstrap_host": "", "bootstrap_room": 1}, "bootstrap_host"),
     ({"bootstrap_host": "h", "bootstrap_room": -1}, "bootstrap_room"),
-    ({"bootstrap_host": "h", "bootstrap_room": 2**63}, "bootstrap_room"),
+    ({"bootstrap_host": "h", "bootstrap_room": 2**63 - 1}, "bootstrap_room"),
     ({"bootstrap_host": "h", "bootstrap_room": 1, "bootstrap_port": 70000}, "bootstrap_port"),
     ({"bootstrap_host": ["h"], "bootstrap_room": [1, 2]}, "bootstrap_host"),
 ])
