@@ -11,6 +11,7 @@ import msgspec
 
 from ..common.api.errors import InvalidRequest
 from ..common.api.unreadable import UNREADABLE
+from ..common.obs.about import POLICY, about
 from . import dashboard
 from .cluster import Cluster
 from .collect import Answer, ask, ask_models, get
@@ -28,6 +29,23 @@ Handler = Callable[[Cluster, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
 _REPORT_SECONDS = 5.0
 _FOREVER = 24 * 3600.0
+
+
+_LINKS = {
+    "/dashboard": "the cluster live", "/list_workers": "its workers", "/readiness": "whether it could serve now",
+    "/health": "whether it runs", "/v1/models": "the models that its workers serve", "/metrics": "Prometheus metrics",
+    "/engine_metrics": "those of its workers", "/openapi.json": "every endpoint of a worker with its fields"}
+
+
+def root(router: Cluster, request: Request) -> Response:
+    """What this is, and where to go on."""
+    pairs = router.config.workers.pd_disaggregation
+    before = "pairs of prefill and decode servers" if pairs else "whole servers"
+    what = f"This is a router before {before}. It speaks OpenAI's API."
+    as_html = b"text/html" in request.headers
+    kind = "text/html; charset=utf-8" if as_html else "application/json"
+    return Response(200, about(what, _LINKS, as_html=as_html), kind,
+                    (("content-security-policy", POLICY), ("vary", "accept")) if as_html else (("vary", "accept"),))
 
 
 def liveness(router: Cluster, request: Request) -> Response:
@@ -184,6 +202,7 @@ def _key(parameters: dict[str, Any]) -> str | None:
 
 
 ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
+    b"/": ((b"GET",), root),
     b"/health": ((b"GET",), liveness),
     b"/liveness": ((b"GET",), liveness),
     b"/readiness": ((b"GET",), readiness),
@@ -202,5 +221,5 @@ ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
 }
 CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", *QUICK_BROADCASTS, *SLOW_BROADCASTS))
 """Paths that change workers or the membership: with admin keys, only those open them."""
-OPEN_PATHS = frozenset((b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
+OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
 """Paths that need no API key: probes and scrapers have none, and the dashboard's page asks for one."""

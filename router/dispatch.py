@@ -10,13 +10,13 @@ from typing import Protocol
 
 from ..common.api.errors import WorkerUnavailable
 from .answer import Failure, Sink
-from .body import Peek
+from .body import Body, LargeBody, Peek
 from .busy_poll import BusyPoll
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
 from .models import Group
-from .outbox import Outbox
+from .outbox import Bytes, Outbox
 from .policies import PolicySets, Subject
 from .policies.cache_exact import CacheExact
 from .pool import UpstreamPool, plain_answer
@@ -122,19 +122,26 @@ class Dispatcher:
         for pool in self._pools.values():
             pool.close()
 
-    def send(self, worker: Worker, request: Request, body: bytes, sink: Sink, *, resend: bool = True) -> Call:
+    def send(self, worker: Worker, request: Request, body: Body, sink: Sink, *, resend: bool = True) -> Call:
         """Send ``request`` with ``body`` in place of its own to a worker."""
         if worker.rank is not None:
             body = tell_rank(request.path, body, worker.rank)
         pool = self._pools[worker]
         method = request.method
         end = b"\r\ncontent-length: %d\r\n\r\n" % len(body) if body or method == b"POST" else b"\r\n\r\n"
-        joined = len(body) <= _JOINED
+        joined: bytes = b""
+        parts: tuple[Bytes, ...] = ()
+        if isinstance(body, LargeBody):
+            parts = body.parts
+        elif len(body) > _JOINED:
+            parts = (body,)
+        else:
+            joined = body
         head = b"".join((
             method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n",
             pool.host_line, request.headers, pool.authorization or request.authorization_line,
-            b"x-request-id: ", request.request_id, end, body if joined else b""))
-        return pool.send(sink, head, b"" if joined else body, method == b"HEAD", resend)
+            b"x-request-id: ", request.request_id, end, joined))
+        return pool.send(sink, head, parts, method == b"HEAD", resend)
 
     # ------------------------------------------------------------------ decisions
 

@@ -12,7 +12,7 @@ import msgspec
 from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
 from .attempts import again, expired, lost, tried_on
-from .body import Peek, with_bootstrap, with_previous_room
+from .body import Body, Peek, with_bootstrap, with_previous_room
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .ranks import tell_prefill_rank
@@ -94,8 +94,8 @@ class PairRelay:
         self._decode: Half | None = None
         self._relayed: Half | None = None
         self._paused = False
-        self._sent = b""  # to the prefill worker of the last attempt that reached a decode worker; see start
-        self._sent_before = b""
+        self._sent: Body = b""  # to the prefill worker of the last attempt that reached a decode worker; see start
+        self._sent_before: Body = b""
         self._again_on: Worker | None = None  # the prefill worker of an attempt whose decode half failed
         self._suspect: Worker | None = None  # whose peer could not reach it: the next attempt is not for it
 

@@ -67,6 +67,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel),
     ("GET", "/v1/models", admin_routes.models),
     ("GET", "/v1/models/{model:.+}", admin_routes.model),
+    ("GET", "/", admin_routes.root),
     ("GET", "/health", admin_routes.health),
     ("GET", "/health_generate", admin_routes.health_generate),
     ("GET", "/get_model_info", admin_routes.model_info),
@@ -102,7 +103,7 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/dump_expert_distribution_record", control_routes.dump_expert_distribution_record),
 )
 _CONTROL_PATHS = frozenset(path for _, path, _ in _CONTROL)
-_OPEN_TO_ALL = frozenset(("/health", "/health_generate", "/metrics"))
+_OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 
 class MethodNotAllowed(ServingError):
