@@ -25,10 +25,12 @@ async def test_random_requests_find_no_error_of_ours(pairs):
 
 
 _NUMBERS = ["-1", "0", "18446744073709551615", "18446744073709551616", "9" * 5000, "-9223372036854775809", "1e400",
-            "-1e400", "1.5", "-0.0", "NaN", "Infinity", "true", "null", '""', '"1"', "[]", "[1]", "{}", '"\\ud800"', "[" * 1000]
+            "-1e400", "1.5", "-0.0", "NaN", "Infinity", "true", "null", '""', '"1"', "[]", "[1]", "{}", '"\\ud800"',
+            "[" * 1000]
 _FIELDS = ["bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "routed_dp_rank",
            "disagg_prefill_dp_rank", "priority", "n", "best_of", "seed", "temperature", "top_k", "max_tokens",
-           "stream", "session_params", "session_id", "prompt_cache_key", "user", "model", "input_ids", "sampling_params"]
+           "stream", "session_params", "session_id", "prompt_cache_key", "user", "model", "input_ids",
+           "sampling_params"]
 _PARAMETERS = ["bootstrap_port", "force", "role", "worker_type", "api_key", "url", "since", "priority"]
 
 
