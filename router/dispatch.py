@@ -79,14 +79,21 @@ class Dispatcher:
     # ------------------------------------------------------------------ connections
 
     def open_pool(self, worker: Worker) -> UpstreamPool:
-        key = worker.api_key or self._worker_key
         self._pools[worker] = pool = UpstreamPool(
-            worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
+            worker.endpoint, connect_timeout=self._connect_timeout, authorization=self._shown_to(worker),
             tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, outbox=self.outbox,
             heard=self.heard)
         if self.watch is not None:
             self.watch.join(worker)
         return pool
+
+    def use_key(self, worker: Worker) -> None:
+        """Show a worker its key from now on: it was changed."""
+        self._pools[worker].authorization = self._shown_to(worker)
+
+    def _shown_to(self, worker: Worker) -> bytes:
+        key = worker.api_key or self._worker_key
+        return bearer(key) if key else b""
 
     def pool(self, worker: Worker) -> UpstreamPool:
         return self._pools[worker]

@@ -236,7 +236,8 @@ class RequestReader:
         self.feed(b"".join((*head, rest)))
 
     def _too_large(self) -> TooLarge:
-        return TooLarge(f"The request body is larger than --max-payload-size ({self._max_payload} bytes).")
+        return TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+                        f"({self._max_payload} bytes).")
 
 
 def _origin_form(target: bytes) -> bytes:

@@ -16,11 +16,11 @@ MAX_BIASED_TOKENS = 1024  # a batch of 256 such requests uploads 2 MB a step
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling parameters of one request, with the names of SGLang's ``sampling_params``.
 
-    ``temperature`` 0 is greedy. ``top_k`` -1 keeps all tokens. ``seed`` makes the choice reproducible whatever
-    else runs in the batch. ``frequency_penalty`` and ``presence_penalty`` look at the output, ``repetition_penalty`` (1
+    ``temperature`` 0 is greedy. ``top_k`` -1 keeps all tokens. ``seed`` makes the choice reproducible whatever else
+    runs in the batch. ``frequency_penalty`` and ``presence_penalty`` look at the output, ``repetition_penalty`` (1
     is none) at prompt and output; ``logit_bias`` is added to the logits of its token ids. ``stop`` holds strings
-    (matched on text, by the front process), ``stop_token_ids`` and the model's EOS tokens (unless ``ignore_eos``) end a
-    request in the engine. ``grammar`` is what the whole output obeys.
+    and ``stop_regex`` regular expressions (matched on text, by the API server), ``stop_token_ids`` and the model's
+    EOS tokens (unless ``ignore_eos``) end a request in the engine. ``grammar`` is what the whole output obeys.
     """
 
     max_new_tokens: int = 128
@@ -35,6 +35,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True

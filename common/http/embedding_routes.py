@@ -31,7 +31,7 @@ from ..openai.embeddings import (
     written,
 )
 from ..openai.native import LogprobOptions
-from ..openai.prompts import Prompts, parse_prompts
+from ..openai.prompts import Prompts, parse_prompts, too_long
 from .front import Front, plan
 from .generation import Choice, refuse_aborted
 from .web import json_response
@@ -207,8 +207,7 @@ def _requests(front: Front, ids: list[list[int]], sampling: SamplingParams, rid:
     """Raises InvalidRequest for a prompt that is too long."""
     for prompt in ids:
         if len(prompt) + sampling.max_new_tokens > front.token_limit:
-            raise InvalidRequest(f"{param} has {len(prompt)} tokens, more than the {front.token_limit} that fit; "
-                                 "shorten it.", param=param, code="context_length_exceeded")
+            raise too_long(f"A prompt in {param}", len(prompt), front.token_limit, param=param)
     points: list[Bootstrap | None] = [None] * len(ids)
     return plan(ids, [sampling] * len(ids), 1, rid, points, [logprobs] * len(ids), priority)
 
