@@ -38,6 +38,7 @@ from .pool_plan import resolve_dtype
 from .ranks import RankSpec
 from .sampler import Sampler
 from .scheduling.make import make_batcher
+from .stack import warn_of_stack
 from .stage_executor import StageExecutor
 from .stage_line import StageLine
 from .unified import UnifiedScheduler
@@ -188,6 +189,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
 def join_groups(spec: RankSpec) -> Parallel:
     """Raises ConfigError where the rank's device is lacking."""
     device = device_of(spec)
+    if spec.local_rank == 0:
+        warn_of_stack(device)
     if device.type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))

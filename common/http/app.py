@@ -204,7 +204,8 @@ def _http_error(request: web.Request, error: web.HTTPException, max_payload: int
         response.headers["Allow"] = allowed
         return response
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return _told(request, TooLarge(f"The request body is larger than --max-payload-size ({max_payload} bytes)."))
+        return _told(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+                                        f"({max_payload} bytes)."))
     failure = ServingError(f"{error.reason}.")
     failure.status = error.status
     return _told(request, failure)

@@ -23,7 +23,7 @@ from ..registry import Worker
 from ..request import Request
 from ..residency import Residency
 from .base import Decision
-from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory
+from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory, covered_bytes
 from .load_view import LoadView
 from .page_costs import TRANSFER, TRANSFER_NEAR, PageCosts, Share
 from .text_pages import TextPages, text_blocks
@@ -43,6 +43,12 @@ class Prompt(NamedTuple):
     blocks: list[int]
     ids: Pieces | None
     """Token ids, where the prompt came as such."""
+
+    def share_of(self, blocks: int) -> float:
+        """How much of the prompt its first ``blocks`` are."""
+        most = max(1, len(self.blocks) - 1)  # The last one is the whole text.
+        blocks = min(blocks, most)
+        return blocks / most if self.ids is not None else covered_bytes(blocks) / covered_bytes(most)
 
 
 class Fleet(NamedTuple):
@@ -273,12 +279,11 @@ class CacheExact:
 
     def _share(self, prompt: Prompt, among: frozenset[int]) -> Share:
         pages, cached = self._resident(prompt)
-        per_block = pages / max(1, len(prompt.blocks) - 1)
         for memory in (self.recent, self.recent_decode, self.sent):
             owners, depth = memory.longest(prompt.blocks, among)
             if depth:
                 for worker_id in owners:
-                    cached[worker_id] = max(cached.get(worker_id, 0), round(depth * per_block))
+                    cached[worker_id] = max(cached.get(worker_id, 0), round(pages * prompt.share_of(depth)))
         return Share(pages, cached, max(cached.values(), default=0))
 
     def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
