@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 from ..common.api.errors import ConfigError, WorkerUnavailable
+from ..common.config.addresses import cannot_listen
 from ..common.obs.tracing import exporter_for
 from .activity import tell_activity
 from .config import RouterConfig
@@ -26,7 +25,7 @@ from .http_server import ClientConnection, Serve
 from .metrics import Metrics
 from .parts import Parts
 from .policies.cache_exact import CacheExact
-from .registry import Worker
+from .registry import Worker, WorkerMetadata
 from .request_reader import HeadRules
 from .tls import server_context
 from .tracing import Tracer
@@ -78,7 +77,7 @@ class Router:
             self._scraped = await self._listen(self.entry.serve_scrape, self.config.observe.prometheus_host,
                                                self.config.observe.prometheus_port, None)
         for spec in self.config.workers.specs:
-            self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port))
+            self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port, named=True))
         if self.config.discovery.service_discovery:
             self._discovery = Discovery(self, self.config.discovery)
         self.sampler.start()
@@ -98,10 +97,8 @@ class Router:
                                          outbox=self.dispatcher.outbox, heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
-            reason = error.strerror or error
-            if error.errno and not isinstance(error, socket.gaierror):  # whose numbers mean something else
-                reason = os.strerror(error.errno)
-            raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
+            flags = ("--host", "--port") if serve == self.entry.serve else ("--prometheus-host", "--prometheus-port")
+            raise cannot_listen(host, port, error, host_flag=flags[0], port_flag=flags[1]) from None
 
     async def stop(self) -> None:
         """Stop accepting, let running requests end for up to ``--shutdown-grace-secs``, then cut them."""
@@ -128,6 +125,8 @@ class Router:
             self._gate.close()
         await self._health.close()
         self.dispatcher.close()
+        if self.entry.access_log is not None:
+            self.entry.access_log.flush()
         if self._server is not None:
             await self._server.wait_closed()
         if self._tracer is not None:
@@ -168,6 +167,7 @@ class Router:
 
     def add_worker(self, worker: Worker) -> None:
         """Register a worker and begin to watch it; raises Conflict when its URL is taken."""
+        worker.always_healthy |= self.config.health.disable_health_check
         self.registry.add(worker)
         self.dispatcher.open_pool(worker)
         self._health.watch(worker, self.dispatcher)
@@ -190,6 +190,15 @@ class Router:
                 self.dispatcher.cut(worker)
             self._leave(worker)
         return removed
+
+    def update_worker(self, url: str, metadata: WorkerMetadata, api_key: str | None) -> None:
+        """Change what is noted of a worker, or of all ranks of a server, and its key. Raises NotFound."""
+        for worker in self.registry.at(url):
+            worker.metadata = metadata
+            if api_key is not None:
+                worker.api_key = api_key
+                self.dispatcher.use_key(worker)
+        self.registry.changed()
 
     def _leave(self, worker: Worker) -> None:
         self.registry.remove(worker.url)

@@ -10,13 +10,13 @@ from typing import Protocol
 
 from ..common.api.errors import WorkerUnavailable
 from .answer import Failure, Sink
-from .body import Peek
+from .body import Body, LargeBody, Peek
 from .busy_poll import BusyPoll
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
 from .models import Group
-from .outbox import Outbox
+from .outbox import Bytes, Outbox
 from .poison import PoisonGuard
 from .policies import PolicySets, Subject
 from .policies.cache_exact import CacheExact
@@ -82,14 +82,21 @@ class Dispatcher:
     # ------------------------------------------------------------------ connections
 
     def open_pool(self, worker: Worker) -> UpstreamPool:
-        key = worker.api_key or self._worker_key
         self._pools[worker] = pool = UpstreamPool(
-            worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
+            worker.endpoint, connect_timeout=self._connect_timeout, authorization=self._shown_to(worker),
             tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, outbox=self.outbox,
             heard=self.heard)
         if self.watch is not None:
             self.watch.join(worker)
         return pool
+
+    def use_key(self, worker: Worker) -> None:
+        """Show a worker its key from now on: it was changed."""
+        self._pools[worker].authorization = self._shown_to(worker)
+
+    def _shown_to(self, worker: Worker) -> bytes:
+        key = worker.api_key or self._worker_key
+        return bearer(key) if key else b""
 
     def pool(self, worker: Worker) -> UpstreamPool:
         return self._pools[worker]
@@ -126,19 +133,26 @@ class Dispatcher:
         for pool in self._pools.values():
             pool.close()
 
-    def send(self, worker: Worker, request: Request, body: bytes, sink: Sink, *, resend: bool = True) -> Call:
+    def send(self, worker: Worker, request: Request, body: Body, sink: Sink, *, resend: bool = True) -> Call:
         """Send ``request`` with ``body`` in place of its own to a worker."""
         if worker.rank is not None:
             body = tell_rank(request.path, body, worker.rank)
         pool = self._pools[worker]
         method = request.method
         end = b"\r\ncontent-length: %d\r\n\r\n" % len(body) if body or method == b"POST" else b"\r\n\r\n"
-        joined = len(body) <= _JOINED
+        joined: bytes = b""
+        parts: tuple[Bytes, ...] = ()
+        if isinstance(body, LargeBody):
+            parts = body.parts
+        elif len(body) > _JOINED:
+            parts = (body,)
+        else:
+            joined = body
         head = b"".join((
             method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n",
             pool.host_line, request.headers, pool.authorization or request.authorization_line,
-            b"x-request-id: ", request.request_id, end, body if joined else b""))
-        return pool.send(sink, head, b"" if joined else body, method == b"HEAD", resend)
+            b"x-request-id: ", request.request_id, end, joined))
+        return pool.send(sink, head, parts, method == b"HEAD", resend)
 
     # ------------------------------------------------------------------ decisions
 
@@ -219,12 +233,21 @@ class Dispatcher:
             # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
             self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
 
-    def on_status(self, worker: Worker, status: int, outcome: Outcome) -> None:
-        """A worker answered; a 4xx tells nothing about it, nor that it is busy."""
-        if outcome.counts:
+    def on_status(self, worker: Worker, status: int, outcome: Outcome, retries: Retries | None) -> None:
+        """A worker answered; a 4xx tells nothing about it, nor that it is busy.
+
+        An error of its own counts once another worker has served the same request: what all refuse so, a client may
+        send as often as it likes. Where nothing is retried, nobody can tell, and each error counts.
+        """
+        if outcome.counts and not self._backoff.max_retries:
             self.on_server_error(worker)
-        elif status < 400 and worker.circuit.troubled and self.registry.request_served(worker):
-            logger.info("Worker %s answers again: its circuit is closed.", worker.url)
+        elif status < 400:
+            if retries is not None:
+                for accused in retries.accused:
+                    self.on_server_error(accused)
+                retries.accused.clear()
+            if worker.circuit.troubled and self.registry.request_served(worker):
+                logger.info("Worker %s answers again: its circuit is closed.", worker.url)
 
     def _half_open(self, worker: Worker) -> None:
         if self.registry.half_open(worker, self.loop.time()):

@@ -14,7 +14,7 @@ import msgspec
 from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
 from .attempts import again, ended, expired, lost, tried_on
-from .body import Peek, with_bootstrap, with_previous_room
+from .body import Body, Peek, with_bootstrap, with_previous_room
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .ranks import tell_prefill_rank
@@ -96,8 +96,8 @@ class PairRelay:
         self._decode: Half | None = None
         self._relayed: Half | None = None
         self._paused = False
-        self._sent = b""  # to the prefill worker of the last attempt that reached a decode worker; see start
-        self._sent_before = b""
+        self._sent: Body = b""  # to the prefill worker of the last attempt that reached a decode worker; see start
+        self._sent_before: Body = b""
         self._again_on: Worker | None = None  # the prefill worker of an attempt whose decode half failed
         self._suspect: Worker | None = None  # whose peer could not reach it: the next attempt is not for it
 
@@ -154,8 +154,9 @@ class PairRelay:
     def half_answered(self, half: Half, head: AnswerHead) -> None:
         status = head.facts.status
         outcome = outcome_of(status, pair=True)
-        if status >= 400 or half.worker.circuit.troubled:
-            self.dispatcher.on_status(half.worker, status, outcome)
+        if status >= 400 or half.worker.circuit.troubled or (half is self._decode and self.retries is not None):
+            retries = self.retries if half is self._decode else None  # Prefill's 200 says nothing yet.
+            self.dispatcher.on_status(half.worker, status, outcome, retries)
         if self._relayed is not None or (half is self._prefill and status < 400):
             return
         exchange = self.exchange
@@ -285,7 +286,7 @@ class PairRelay:
     def _may_try_again(self, half: Half, outcome: Outcome) -> bool:
         """A failed transfer is worth another try on the same pair, which excludes nobody, though first without the peer
         of the half that reports it; all else only on a worker that did not fail yet."""
-        retries = tried_on(self, half.worker, outcome)
+        retries = tried_on(self, half.worker, outcome, answered=True)
         if not outcome.excludes:
             self._suspect = self._other(half).worker
         if (half is self._decode) is outcome.excludes:

@@ -12,7 +12,7 @@ import httptools
 from .answer import ENGINE_DEAD, AnswerFacts, Failure, Sink
 from .endpoint import Endpoint
 from .heads import KnownHeads
-from .outbox import Outbox
+from .outbox import Bytes, Outbox
 from .upstream import Call, UpstreamConnection
 
 IDLE_SECONDS = 3.0
@@ -85,9 +85,10 @@ class UpstreamPool:
         self._closed = False
         self._swept_at = self.loop.time()
 
-    def send(self, sink: Sink, head: bytes, body: bytes, bodiless: bool = False, resend: bool = True) -> Call:
-        """Send a request, given as its bytes (a large body apart); the answer goes to ``sink``, nothing of it before
-        this returns."""
+    def send(self, sink: Sink, head: bytes, body: tuple[Bytes, ...], bodiless: bool = False,
+             resend: bool = True) -> Call:
+        """Send a request, given as its bytes (a large body in parts of its own); the answer goes to ``sink``, nothing
+        of it before this returns."""
         call = Call(self, sink, head, body, bodiless, resend)
         if self._idle:
             self._idle.pop().carry(call)

@@ -24,7 +24,7 @@ import msgspec
 
 from .answer import ENGINE_DEAD, AnswerFacts, AnswerHead, Failure, Sink, engine_died
 from .heads import KnownHead, KnownHeads
-from .outbox import Outbox
+from .outbox import Bytes, Outbox
 
 _MAX_HEAD = 128 * 1024
 BUFFERED_BYTES = 1024 * 1024
@@ -74,7 +74,8 @@ class Call(msgspec.Struct, eq=False):
     sink: Sink | None
     head: bytes
     """And with it the body, unless that is large."""
-    body: bytes
+    body: tuple[Bytes, ...]
+    """The parts of a large one."""
     bodiless: bool
     """The answer to a HEAD request ends with its head, whatever Content-Length says."""
     resend: bool
@@ -161,7 +162,7 @@ class UpstreamConnection(asyncio.Protocol):
         if call.paused:
             self.transport.pause_reading()
         if call.body:
-            self._pool.outbox.put(self.transport, (call.head, call.body))
+            self._pool.outbox.put(self.transport, (call.head, *call.body))
         else:
             self._pool.outbox.put(self.transport, call.head)
 
@@ -288,7 +289,8 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200 or size < 4:  # An interim answer, which our requests never ask for.
             self.fail(Failure("malformed", f"{self._pool.url} sent an answer that cannot be relayed (status {status})"))
             return
-        self._pending = call.head = call.body = b""
+        self._pending = call.head = b""
+        call.body = ()
         if status == 503 and ENGINE_DEAD in data[:size].lower():  # as if its process were gone, which it soon will be
             self.fail(engine_died(self._pool.url))
             return

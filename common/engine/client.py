@@ -32,6 +32,7 @@ from ..api.messages import (
     Output,
     Outputs,
     PrepareGrammar,
+    RankTotals,
     Ready,
     Shutdown,
     StartFailed,
@@ -42,8 +43,8 @@ from .balancer import Balancer
 from .engine_channel import EngineChannel
 from .names import Names
 from .output_stream import OutputStream
-from .questions import Question, Questions
-from .states import merged
+from .questions import Answer, Question, Questions
+from .states import merged, whole
 
 _REPLY_SECONDS = 10.0
 _COMPILE_SECONDS = 120.0  # a grammar's; it waits for others, and with the first xgrammar is imported
@@ -57,9 +58,9 @@ class EngineClient:
     """
 
     def __init__(self, max_requests: int, on_startup: Callable[[Loading | Ready | StartFailed], None],
-                 balancer: Balancer | None = None):
+                 balancer: Balancer | None = None, num_ranks: int = 1):
         """``max_requests``: requests that may be open; more are refused with Overloaded. ``balancer``: of an engine
-        with several data-parallel ranks."""
+        with several data-parallel ranks, of ``num_ranks`` processes in all."""
         self._max_requests = max_requests
         self._on_startup = on_startup
         self._balancer = balancer
@@ -67,7 +68,7 @@ class EngineClient:
         self._receiver: asyncio.Task[None] | None = None
         self._names = Names()
         self._streams: dict[str, OutputStream] = {}  # by the requests' names
-        self._questions = Questions(1 if balancer is None else balancer.size, self._send)
+        self._questions = Questions(1 if balancer is None else balancer.size, num_ranks, self._send)
         self._dead: str | None = None
         self._held: dict[str, Generate] | None = None  # by name: requests that wait for the end of a pause
 
@@ -201,8 +202,7 @@ class EngineClient:
 
     async def states(self) -> list[State]:
         """``state`` of each data-parallel rank, in order."""
-        replies = await self._ask(GetState)
-        return sorted((reply for reply in replies if isinstance(reply, State)), key=lambda state: state.dp_rank)
+        return whole(await self._ask(GetState))
 
     async def control(self, command: Command, timeout: float = _REPLY_SECONDS) -> str:
         """Change the engine as a whole; returns a sentence that says what was done. Raises the ServingError with which
@@ -218,7 +218,7 @@ class EngineClient:
         """Let the engine forget a grammar that no further request will name."""
         self._send(DropGrammar(spec))
 
-    async def _ask(self, question: Callable[[int], Question], timeout: float = _REPLY_SECONDS) -> list[State | Done]:
+    async def _ask(self, question: Callable[[int], Question], timeout: float = _REPLY_SECONDS) -> list[Answer]:
         if self._dead is not None:
             raise EngineDead(self._dead)
         return await self._questions.ask(question, timeout)
@@ -267,7 +267,7 @@ class EngineClient:
                     self._deliver(output)
             case Failed(name, code, text):
                 self._fail(name, from_code(code, text))
-            case State() | Done():
+            case State() | RankTotals() | Done():
                 self._questions.answered(message)
             case Loading() | Ready() | StartFailed():
                 self._on_startup(message)
@@ -292,7 +292,7 @@ class EngineClient:
         stream.put(output)
 
 
-def _agreed(replies: Sequence[State | Done]) -> str:
+def _agreed(replies: Sequence[Answer]) -> str:
     """What was done; raises the ServingError with which a part of the engine refused."""
     done = [reply for reply in replies if isinstance(reply, Done)]
     for reply in done:

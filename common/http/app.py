@@ -67,6 +67,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel),
     ("GET", "/v1/models", admin_routes.models),
     ("GET", "/v1/models/{model:.+}", admin_routes.model),
+    ("GET", "/", admin_routes.root),
     ("GET", "/health", admin_routes.health),
     ("GET", "/health_generate", admin_routes.health_generate),
     ("GET", "/get_model_info", admin_routes.model_info),
@@ -102,7 +103,7 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/dump_expert_distribution_record", control_routes.dump_expert_distribution_record),
 )
 _CONTROL_PATHS = frozenset(path for _, path, _ in _CONTROL)
-_OPEN_TO_ALL = frozenset(("/health", "/health_generate", "/metrics"))
+_OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 
 class MethodNotAllowed(ServingError):
@@ -203,7 +204,8 @@ def _http_error(request: web.Request, error: web.HTTPException, max_payload: int
         response.headers["Allow"] = allowed
         return response
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return _told(request, TooLarge(f"The request body is larger than --max-payload-size ({max_payload} bytes)."))
+        return _told(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+                                        f"({max_payload} bytes)."))
     failure = ServingError(f"{error.reason}.")
     failure.status = error.status
     return _told(request, failure)

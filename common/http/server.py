@@ -14,7 +14,8 @@ import uvloop
 from aiohttp import web
 
 from ..api.errors import ConfigError
-from ..config.model import load_model_spec
+from ..config.addresses import bound, cannot_listen
+from ..config.command import INTERRUPTED, sentence_of
 from ..config.server import ServerConfig
 from ..engine.collector import settle_collector
 from ..engine.node import run_node
@@ -42,13 +43,19 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
         return run_node(config, rank_target)
     setup_logging(config.logs, _name(config))
     try:
-        host = EngineHost(config, load_model_spec(config.model), rank_target, spare_torch=True)
         with _listen(config.http.host, config.http.port) as listener:
+            host = EngineHost(config, rank_target, spare_torch=True)
             uvloop.run(_Server(host).run(listener, services))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+        sentence = str(error)
+    except KeyboardInterrupt:  # before there was a server that could stop in order
+        return INTERRUPTED
+    except Exception as error:
+        sentence = sentence_of(error)
+    else:
+        return 0
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    return 1
 
 
 def _name(config: ServerConfig) -> str:
@@ -59,18 +66,10 @@ def _name(config: ServerConfig) -> str:
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises ConfigError for a port that is taken or an address that is not ours."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, proto, _, address = found[0]
-        listener = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ConfigError(f"--host {host} is no address of this machine ({error.strerror}).") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
+        listener = bound(host, port)
         listener.listen(1024)
     except OSError as error:
-        listener.close()
-        raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror}; choose another --port.") from None
+        raise cannot_listen(host, port, error) from None
     return listener
 
 

@@ -19,7 +19,8 @@ from ...common.api.unreadable import UNREADABLE
 from ..body import Peek
 from ..registry import Worker
 from ..request import Request
-from .base import Decision, least_loaded
+from .base import Decision
+from .load_view import LoadView
 
 POINTS = 160
 """Points of a worker, a multiple of 8: shares of the sessions then vary by about 8 % (1 / sqrt(160))."""
@@ -131,6 +132,7 @@ class ConsistentHash:
         self._header = hash_header.lower().encode()
         self._ring = WorkerRing()
         self.turns: Iterator[int] = count(1)
+        self._loads = LoadView()
 
     def read(self, request: Request, found: Peek | None) -> bytes:
         """The session's key, b"" where there is none."""
@@ -146,5 +148,5 @@ class ConsistentHash:
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
         if not subject:
-            return Decision(least_loaded(workers, next(self.turns)), "no_session")
+            return Decision(self._loads.next_lightest(workers, next(self.turns)), "no_session")
         return Decision(self._ring.owner(workers, subject), "session")

@@ -17,7 +17,8 @@ import msgspec
 from ..body import Peek
 from ..registry import Worker
 from ..request import Request
-from .base import ROUTING_KEY, Decision, least_loaded
+from .base import ROUTING_KEY, Decision
+from .load_view import LoadView
 
 AssignmentMode = Literal["random", "min_load", "min_group"]
 MOST_KEYS = 2**20
@@ -97,6 +98,7 @@ class Manual:
     def __init__(self, rng: Random, *, mode: AssignmentMode = "random", max_idle: float = 14400.0,
                  eviction_interval: float = 60.0):
         self._rng = rng
+        self._loads = LoadView()
         self._mode = mode
         self._max_idle = max_idle
         self._interval = eviction_interval
@@ -134,7 +136,7 @@ class Manual:
 
     def _assign(self, workers: Sequence[Worker]) -> Worker:
         if self._mode == "min_load":
-            return least_loaded(workers, self._rng.randrange(len(workers)))
+            return self._loads.next_lightest(workers, self._rng.randrange(len(workers)))
         if self._mode == "min_group":
             groups = [self.table.groups[worker.id] for worker in workers]
             least = min(groups)
