@@ -17,7 +17,7 @@ CODE = "poison_request"
 
 async def kill(mock):
     """As SIGKILL does: nobody listens any more, and all connections are reset."""
-    mock.dead = True
+    mock.dead = mock.stopped = True
     mock.server.close()
     for connection in list(mock.connections):
         connection.die()
