@@ -127,7 +127,7 @@ class Suspect:
     """
 
     __slots__ = ("fingerprint", "role", "deaths", "age", "fresh", "entered_at", "deadline", "finished", "start",
-                 "_guard", "_on", "_timer")
+                 "died_under", "_guard", "_on", "_timer")
 
     def __init__(self, guard: PoisonGuard, mark: bytes, role: Role, deaths: int, age: float, *, fresh: bool):
         self.fingerprint = mark
@@ -138,6 +138,7 @@ class Suspect:
         self.fresh = fresh
         self.entered_at = self.deadline = 0.0
         self.finished = False
+        self.died_under: Worker | None = None
         self.start: Callable[[], None] = lambda: None
         self._guard = guard
         self._on: Worker | None = None
@@ -186,7 +187,7 @@ class PoisonGuard:
     """All suspects of a router process, and what is known of fingerprints. ``seconds`` 0: nobody is suspected."""
 
     def __init__(self, dispatcher: Dispatcher, seconds: float, check: tuple[str, float]):
-        """``check``: path and time limit of a health check."""
+        """``check``: path and time limit of a health check. A worker without checks lives if it accepts connections."""
         self.loop = dispatcher.loop
         self.slots: Slots = LocalSlots()
         self.tell: Callable[[Deaths], None] = lambda deaths: None
@@ -252,6 +253,7 @@ class PoisonGuard:
 
     def admit(self, suspect: Suspect, workers: Sequence[Worker], start: Callable[[], None]) -> Sequence[Worker]:
         """The workers that a suspect may be tried on now; none: ``start`` is called when it is its turn."""
+        suspect.leave()  # Its attempt may have ended without a death.
         now = self.loop.time()
         free = [worker for worker in workers if self.slots.free(worker)]
         if suspect.fresh:  # A client's next try need not wait: the crowd of the death has passed.
@@ -285,12 +287,16 @@ class PoisonGuard:
 
     def died(self, exchange: Exchange, worker: Worker, role: Role, *, certain: bool, at_boundary: bool,
              go_on: Callable[[], None]) -> None:
-        """A worker died under a request, for ``certain`` or perhaps; unless the request is refused for that, ``go_on``
-        is called: at once where it was under no suspicion yet."""
+        """A worker died under a request, for ``certain`` or perhaps, which is found out first; unless the request is
+        refused for that, ``go_on`` is called."""
         if not self._seconds:
             go_on()
             return
         suspect, quarantined = self._suspect_of(exchange, worker, role)
+        if suspect.died_under is worker:
+            go_on()  # It is dead still; there was nobody else to be tried on.
+            return
+        suspect.died_under = worker
 
         def decide(dead: bool) -> None:
             if dead:
@@ -305,11 +311,8 @@ class PoisonGuard:
 
         if certain:
             decide(True)
-        elif suspect.deaths:
-            self._ask(worker, decide)
         else:
-            self._ask(worker, lambda dead: self._count(suspect, quarantined) if dead else None)
-            go_on()
+            self._ask(worker, decide)
 
     def ended_with(self, exchange: Exchange, worker: Worker, role: Role) -> None:
         """An answer ended with the last words of its engine, which its client has been told."""
@@ -362,7 +365,19 @@ class PoisonGuard:
         if worker.state != "healthy":
             return True
         path, seconds = self._check
+        if worker.always_healthy:
+            return not await self._listens(worker, seconds)
         answer = await ask(self._dispatcher, worker, get(path), seconds)
         if not answer.ok:
             self._dispatcher.report_dead(worker, answer.detail or f"{worker.url} answered {path} with {answer.status}")
         return not answer.ok
+
+    async def _listens(self, worker: Worker, seconds: float) -> bool:
+        endpoint = worker.endpoint
+        try:
+            transport, _ = await asyncio.wait_for(
+                self.loop.create_connection(asyncio.Protocol, endpoint.host, endpoint.port), seconds)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        transport.close()
+        return True

@@ -46,7 +46,12 @@ def mortal(*, how="killed", after=0.02, takes=0.3):
 
 async def answer(served):
     if not served.gone.is_set():
+        served.worker.answered.update(rooms(served.worker) & {served.json.get("bootstrap_room")})
         served.answer()
+
+
+def rooms(mock):
+    return {json.loads(body).get("bootstrap_room") for body in mock.bodies}
 
 
 async def last_words(served):
@@ -79,7 +84,7 @@ def pool(worker):
     async def start(count, behaviour, **info):
         made = [await worker(behaviour, **info) for _ in range(count)]
         for mock in made:
-            mock.dead, mock.dying = False, asyncio.Event()
+            mock.dead, mock.dying, mock.answered = False, asyncio.Event(), set()
         return made
 
     return start
@@ -173,6 +178,15 @@ async def test_a_small_pool_is_not_emptied_by_retries(router, chat, pool):
     assert dead(workers) == 2  # one other at most was all there was
 
 
+async def test_without_health_checks_a_worker_lives_that_accepts_connections(router, chat, pool, worker, script):
+    workers = [*await pool(4, mortal()), await worker(script.die)]
+    front = await router(*workers, policy="round_robin", disable_health_check=True)
+    assert_refused(await chat(front, messages=POISON))
+    assert dead(workers[:4]) == 2
+    for _ in range(6):
+        assert (await chat(front)).status == 200
+
+
 async def test_nobody_is_suspected_with_seconds_of_0(router, chat, pool):
     workers = await pool(3, mortal())
     front = await router(*workers, poison_refusal_secs=0)
@@ -254,19 +268,17 @@ async def test_poison_kills_two_of_one_role(router, chat, pool, script, role, ho
 
     async def decode(served):
         room = served.json.get("bootstrap_room")
-        peer = next((mock for mock in prefills if room in [json.loads(body)["bootstrap_room"] for body in mock.bodies]),
-                    None)
-        if role == "prefill" and room is not None:
-            for _ in range(100):
-                if peer is None or peer.dead:
-                    break
-                await asyncio.sleep(0.002)
-            if (peer is None or peer.dead) and told_by_peer:
-                served.answer(502)
+        while role == "prefill" and room is not None and not any(room in mock.answered for mock in prefills):
+            peer = next((mock for mock in prefills if room in rooms(mock)), None)
+            if served.gone.is_set():
                 return
-            if peer is None or peer.dead:
-                await script.silence(served)
+            if peer is not None and peer.dead:
+                if told_by_peer:
+                    served.answer(502)
+                else:
+                    await script.silence(served)
                 return
+            await asyncio.sleep(0.002)
         await mortal(how=how, takes=0.1)(served) if role == "decode" else served.answer()
 
     decodes = await pool(4, decode, **OURS)
@@ -288,3 +300,15 @@ def test_fingerprints_tell_content_not_ids():
         assert fingerprint(b"/v1/chat/completions", json.dumps(other).encode()) != known
     assert fingerprint(b"/generate", json.dumps(body).encode()) != known
     assert fingerprint(b"/generate", b"\xff") != fingerprint(b"/generate", b"\xfe")
+
+
+async def test_an_attempt_that_fails_otherwise_ends_its_quarantine(router, chat, pool, worker, script):
+    """A slot that stayed taken would make all suspects wait for as long as they may."""
+    full = [await worker(script.status(429)) for _ in range(3)]
+    workers = [*await pool(1, mortal(takes=10.0)), *full, *await pool(1, mortal(takes=0.05))]
+    front = await router(*workers, policy="round_robin")
+    asked = [ask(chat, front, f"hello {number}") for number in range(10)]
+    await script.until(lambda: workers[0].posts)
+    await kill(workers[0])
+    assert [(await reply).status for reply in asked] == [200] * 10
+    assert all(map(front.dispatcher.poison.slots.free, front.registry))

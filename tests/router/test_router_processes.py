@@ -494,7 +494,7 @@ async def test_poison_of_one_process_is_refused_by_all_and_those_beside_it_are_a
         several, worker, on_each, script):
     workers = [await worker(mortal()) for _ in range(4)]
     for mock in workers:
-        mock.dead, mock.dying = False, asyncio.Event()
+        mock.dead, mock.dying, mock.answered = False, asyncio.Event(), set()
     front = await several(*workers, policy="round_robin")
     (first, *some), (second, *others) = await on_each(front, 7)
     innocents = [asyncio.ensure_future(ask(client, "POST", CHAT, chat(f"hello {number}")))
