@@ -41,7 +41,7 @@ class Front:
         self.config = config
         self.model = model
         self.client = client
-        self.metrics = ServerMetrics(config.model_name, config.mode)
+        self.metrics = ServerMetrics(config.model_name, config.mode, sglang_names=config.observe.sglang_metrics)
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
         self.ready: Ready | None = None
