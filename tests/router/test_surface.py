@@ -47,7 +47,7 @@ async def test_absolute_form_is_understood(router, worker, connect):
     assert mock.posts[0].target == b"/generate?a=b"
     client.send("GET", "https://anything")
     reply = await client.reply()
-    assert (reply.status, reply.json()["name"]) == (200, "Baton")  # as for "/"
+    assert (reply.status, reply.json["name"]) == (200, "Baton")  # as for "/"
 
 
 async def test_body_and_headers_pass_untouched(router, worker, request_to):
