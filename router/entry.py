@@ -16,6 +16,7 @@ from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
 from .exchange import Exchange, note_failure
+from .first_checks import FirstChecks
 from .gate import Gate
 from .http_server import ClientConnection
 from .local_prefill import LocalPrefill
@@ -83,6 +84,7 @@ class Entry:
         self._local_prefill: LocalPrefill | None = None
         if config.retry.local_prefill_tokens:
             self._local_prefill = LocalPrefill(self._dispatcher, config.retry.local_prefill_tokens)
+        self._first_checks = FirstChecks(self._registry, self._serve_held, self._refuse)
         self.access_log = AccessLog(self._dispatcher.loop) if logger.isEnabledFor(logging.INFO) else None
 
     def serve(self, connection: ClientConnection, request: Request) -> None:
@@ -112,8 +114,18 @@ class Entry:
                 check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
-            note_failure(error.status, error.message, request)
-            self._answer(connection, request, Response.error(error, path))
+            self._refuse(connection, request, error)
+
+    def _serve_held(self, connection: ClientConnection, request: Request) -> None:
+        """Go on with a request that waited for the workers' first checks."""
+        try:
+            self._relay(connection, request)
+        except ServingError as error:
+            self._refuse(connection, request, error)
+
+    def _refuse(self, connection: ClientConnection, request: Request, error: ServingError) -> None:
+        note_failure(error.status, error.message, request)
+        self._answer(connection, request, Response.error(error, request.path))
 
     def serve_scrape(self, connection: ClientConnection, request: Request) -> None:
         """Serve a request on --prometheus-port."""
@@ -126,6 +138,10 @@ class Entry:
         path = request.path
         pair = self._home == "decode" and path in PAIR_PATHS
         found = require_object(request.body) if pair else peek(request.body) if request.body else None
+        if self._registry.unchecked and self._first_checks.hold(
+                connection, request, ("prefill", "decode") if pair else (self._home,),
+                found.model_name if found is not None else ""):
+            return
         if self._registry.models.checked:
             if (path == MODELS or path.startswith(MODELS + b"/")) and request.method in READING:
                 self._answer(connection, request, answer_models(self._registry.models, request))
@@ -204,7 +220,12 @@ class Entry:
 
     async def _answer_later(self, connection: ClientConnection, request: Request,
                             result: Coroutine[Any, Any, Response]) -> None:
-        self._answer(connection, request, await result)
+        try:
+            response = await result
+        except ServingError as error:
+            self._refuse(connection, request, error)
+        else:
+            self._answer(connection, request, response)
 
     def _answer(self, connection: ClientConnection, request: Request, response: Response) -> None:
         self._metrics.requests[label(request.path, _OWN_PATHS), response.status] += 1
