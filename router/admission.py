@@ -11,12 +11,16 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from ..common.api.errors import Overloaded, ServingError, WorkerUnavailable
+from ..common.api.errors import Overloaded, ServingError
 
 _SPARE = 64
 """Requests that wait no more and are still listed, beyond as many as do wait: each keeps its body."""
 _MAX_KEYS = 10_000
 """Keys that are remembered at once; above it, those without requests and with a full bucket are forgotten."""
+
+
+REFUSALS = ("rate", "key", "slo", "queue_full", "queue_timeout")
+"""Why requests are not let in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,14 @@ class AdmissionRules:
     @property
     def per_key(self) -> bool:
         return bool(self.max_concurrent_per_key or self.rate_per_key)
+
+
+class QueueTimeout(ServingError):
+    """408, as sglang-router's; OpenAI's clients try it again."""
+
+    status = 408
+    type = "rate_limit_error"
+    code = "queue_timeout"
 
 
 class TokenBucket:
@@ -156,7 +168,7 @@ class Admission:
         self.rules = rules
         self.running = 0
         self.queued = 0
-        self.refused: dict[str, int] = dict.fromkeys(("rate", "key", "slo", "queue_full", "queue_timeout"), 0)
+        self.refused: dict[str, int] = dict.fromkeys(REFUSALS, 0)
         self.ttft = TtftEstimate()
         self._now = now
         self._bucket = TokenBucket(rules.rate, now()) if rules.rate else None
@@ -243,7 +255,7 @@ class Admission:
         for waiting in late:
             self.drop(waiting)
             waiting.refuse(self._refusal("queue_timeout", f"The request waited for {limit:g} s and no place came free.",
-                                         1.0, WorkerUnavailable))
+                                         1.0, QueueTimeout))
         self._arrivals = [waiting for waiting in self._arrivals if waiting.queued]
         return self._arrivals[0].since + limit if self._arrivals else None
 

@@ -25,7 +25,7 @@ from .http_server import ClientConnection, Serve
 from .metrics import Metrics
 from .parts import Parts
 from .policies.cache_exact import CacheExact
-from .registry import Worker
+from .registry import Worker, WorkerMetadata
 from .request_reader import HeadRules
 from .tls import server_context
 from .tracing import Tracer
@@ -77,7 +77,7 @@ class Router:
             self._scraped = await self._listen(self.entry.serve_scrape, self.config.observe.prometheus_host,
                                                self.config.observe.prometheus_port, None)
         for spec in self.config.workers.specs:
-            self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port))
+            self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port, named=True))
         if self.config.discovery.service_discovery:
             self._discovery = Discovery(self, self.config.discovery)
         self.sampler.start()
@@ -167,6 +167,7 @@ class Router:
 
     def add_worker(self, worker: Worker) -> None:
         """Register a worker and begin to watch it; raises Conflict when its URL is taken."""
+        worker.always_healthy |= self.config.health.disable_health_check
         self.registry.add(worker)
         self.dispatcher.open_pool(worker)
         self._health.watch(worker, self.dispatcher)
@@ -189,6 +190,15 @@ class Router:
                 self.dispatcher.cut(worker)
             self._leave(worker)
         return removed
+
+    def update_worker(self, url: str, metadata: WorkerMetadata, api_key: str | None) -> None:
+        """Change what is noted of a worker, or of all ranks of a server, and its key. Raises NotFound."""
+        for worker in self.registry.at(url):
+            worker.metadata = metadata
+            if api_key is not None:
+                worker.api_key = api_key
+                self.dispatcher.use_key(worker)
+        self.registry.changed()
 
     def _leave(self, worker: Worker) -> None:
         self.registry.remove(worker.url)

@@ -53,9 +53,11 @@ def tried(relay: Attempting) -> Retries:
     return relay.retries
 
 
-def tried_on(relay: Attempting, worker: Worker, outcome: Outcome) -> Retries:
-    """Note that an attempt failed on a worker; returns the request's retries."""
+def tried_on(relay: Attempting, worker: Worker, outcome: Outcome, *, answered: bool = False) -> Retries:
+    """Note that an attempt failed on a worker; returns the request's retries. ``answered``: it said so itself."""
     retries = tried(relay)
+    if answered and outcome.counts:
+        retries.accused.append(worker)
     if outcome.excludes:
         retries.excluded.add(worker)
     return retries

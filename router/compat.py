@@ -14,12 +14,9 @@ _NO_TOKENIZER = "this router reads prompts as they are and needs no tokenizer; g
 _NO_PARSER = "answers pass through as they are; give the flag to the workers"
 _NO_HISTORY = "no conversations are stored here; use the workers' /v1/responses, which is relayed"
 _NO_JWT = "use --admin-api-key or --control-plane-api-keys"
-_HEALTH = "workers that start or failed are asked twice a second; leave the flag away"
 
 REFUSED: dict[str, str] = {
     "--mini-lb": "there is one router; leave the flag away",
-    "--worker-startup-check-interval": _HEALTH,
-    "--disable-health-check": "a worker takes requests once it is healthy; see --health-check-endpoint",
     "--prometheus-duration-buckets": "the buckets are fixed, so that routers can be added up; leave the flag away",
     **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
                      "--tokenizer-cache-l0-max-entries", "--tokenizer-cache-enable-l1",

@@ -72,21 +72,25 @@ class Dispatcher:
         self.outbox = Outbox(self.loop)
         """Takes what connections, of both sides, write."""
         self._worker_key = config.security.worker_api_key
-        own_key = next(iter(config.security.client_keys), None)
-        self.own_authorization = bearer(own_key) if own_key else b""
-        """For the router's own questions to workers without a key of their own: router and workers often share one."""
 
     # ------------------------------------------------------------------ connections
 
     def open_pool(self, worker: Worker) -> UpstreamPool:
-        key = worker.api_key or self._worker_key
         self._pools[worker] = pool = UpstreamPool(
-            worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
+            worker.endpoint, connect_timeout=self._connect_timeout, authorization=self._shown_to(worker),
             tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, outbox=self.outbox,
             heard=self.heard)
         if self.watch is not None:
             self.watch.join(worker)
         return pool
+
+    def use_key(self, worker: Worker) -> None:
+        """Show a worker its key from now on: it was changed."""
+        self._pools[worker].authorization = self._shown_to(worker)
+
+    def _shown_to(self, worker: Worker) -> bytes:
+        key = worker.api_key or self._worker_key
+        return bearer(key) if key else b""
 
     def pool(self, worker: Worker) -> UpstreamPool:
         return self._pools[worker]
@@ -218,12 +222,21 @@ class Dispatcher:
             # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
             self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
 
-    def on_status(self, worker: Worker, status: int, outcome: Outcome) -> None:
-        """A worker answered; a 4xx tells nothing about it, nor that it is busy."""
-        if outcome.counts:
+    def on_status(self, worker: Worker, status: int, outcome: Outcome, retries: Retries | None) -> None:
+        """A worker answered; a 4xx tells nothing about it, nor that it is busy.
+
+        An error of its own counts once another worker has served the same request: what all refuse so, a client may
+        send as often as it likes. Where nothing is retried, nobody can tell, and each error counts.
+        """
+        if outcome.counts and not self._backoff.max_retries:
             self.on_server_error(worker)
-        elif status < 400 and worker.circuit.troubled and self.registry.request_served(worker):
-            logger.info("Worker %s answers again: its circuit is closed.", worker.url)
+        elif status < 400:
+            if retries is not None:
+                for accused in retries.accused:
+                    self.on_server_error(accused)
+                retries.accused.clear()
+            if worker.circuit.troubled and self.registry.request_served(worker):
+                logger.info("Worker %s answers again: its circuit is closed.", worker.url)
 
     def _half_open(self, worker: Worker) -> None:
         if self.registry.half_open(worker, self.loop.time()):

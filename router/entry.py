@@ -11,11 +11,12 @@ from typing import Any
 from ..common.api.errors import NotFound, ServingError
 from .access import Cors, Keys
 from .access_log import AccessLog
-from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
+from .admin import ADMIN_ROUTES, OPEN_PATHS
 from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
 from .exchange import Exchange, note_failure
+from .first_checks import FirstChecks
 from .gate import Gate
 from .http_server import ClientConnection
 from .local_prefill import LocalPrefill
@@ -25,11 +26,12 @@ from .registry import Role, Worker
 from .relay import Relay
 from .request import Request
 from .retry import Backoff, Retries
+from .rights import check_path, is_loopback, needs_admin
 from .routes import ANY_METHOD, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
 from .sticky import away, keeper, key_of, with_session_id
 from .tracing import Tracer
 from .wire import Response, check_method
-from .worker_routes import WORKERS, changes_workers
+from .worker_routes import WORKERS
 
 logger = logging.getLogger("baton.router")
 
@@ -78,11 +80,13 @@ class Entry:
         self._home: Role = "decode" if config.workers.pd_disaggregation else "regular"
         self._keys = Keys(config.security.client_keys, config.security.admin_keys)
         self._guarded = bool(self._keys)
+        self._exposed = not self._guarded and not is_loopback(config.http.host)
         self._cors = Cors(config.security.cors_allowed_origins) if config.security.cors_allowed_origins else None
         self._continues = config.retry.stream_continuation
         self._local_prefill: LocalPrefill | None = None
         if config.retry.local_prefill_tokens:
             self._local_prefill = LocalPrefill(self._dispatcher, config.retry.local_prefill_tokens)
+        self._first_checks = FirstChecks(self._registry, self._serve_held, self._refuse)
         self.access_log = AccessLog(self._dispatcher.loop) if logger.isEnabledFor(logging.INFO) else None
 
     def serve(self, connection: ClientConnection, request: Request) -> None:
@@ -94,9 +98,13 @@ class Entry:
                 if request.method == b"OPTIONS" and request.origin:
                     self._answer(connection, request, self._cors.preflight(request))
                     return
-            if self._guarded and path not in OPEN_PATHS:
-                self._keys.check(request, admin=path in CHANGING or changes_workers(request))
             methods = RELAYED.get(path)
+            if methods is None:
+                check_path(path)
+            if self._guarded and path not in OPEN_PATHS:
+                self._keys.check(request, admin=methods is None and needs_admin(request))
+            elif self._exposed and methods is None and needs_admin(request):
+                self._warn_of(connection, request)
             if methods is None and path in ADMIN_ROUTES:
                 self._serve_own(connection, request)
                 return
@@ -112,8 +120,24 @@ class Entry:
                 check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
-            note_failure(error.status, error.message, request)
-            self._answer(connection, request, Response.error(error, path))
+            self._refuse(connection, request, error)
+
+    @staticmethod
+    def _warn_of(connection: ClientConnection, request: Request) -> None:
+        peer = connection.transport.get_extra_info("peername")
+        logger.warning("%s %s by %s, without a key: whoever reaches this router may (see --admin-api-key).",
+                       request.method.decode(), request.path.decode("latin-1"), peer[0] if peer else "somebody")
+
+    def _serve_held(self, connection: ClientConnection, request: Request) -> None:
+        """Go on with a request that waited for the workers' first checks."""
+        try:
+            self._relay(connection, request)
+        except ServingError as error:
+            self._refuse(connection, request, error)
+
+    def _refuse(self, connection: ClientConnection, request: Request, error: ServingError) -> None:
+        note_failure(error.status, error.message, request)
+        self._answer(connection, request, Response.error(error, request.path))
 
     def serve_scrape(self, connection: ClientConnection, request: Request) -> None:
         """Serve a request on --prometheus-port."""
@@ -126,6 +150,10 @@ class Entry:
         path = request.path
         pair = self._home == "decode" and path in PAIR_PATHS
         found = require_object(request.body) if pair else peek(request.body) if request.body else None
+        if self._registry.unchecked and self._first_checks.hold(
+                connection, request, ("prefill", "decode") if pair else (self._home,),
+                found.model_name if found is not None else ""):
+            return
         if self._registry.models.checked:
             if (path == MODELS or path.startswith(MODELS + b"/")) and request.method in READING:
                 self._answer(connection, request, answer_models(self._registry.models, request))
@@ -204,7 +232,12 @@ class Entry:
 
     async def _answer_later(self, connection: ClientConnection, request: Request,
                             result: Coroutine[Any, Any, Response]) -> None:
-        self._answer(connection, request, await result)
+        try:
+            response = await result
+        except ServingError as error:
+            self._refuse(connection, request, error)
+        else:
+            self._answer(connection, request, response)
 
     def _answer(self, connection: ClientConnection, request: Request, response: Response) -> None:
         self._metrics.requests[label(request.path, _OWN_PATHS), response.status] += 1

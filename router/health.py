@@ -49,6 +49,7 @@ class HealthMonitor:
         self._registry = registry
         self._on_ranks = on_ranks
         self._interval = args.health_check_interval_secs
+        self._pauses = {"healthy": self._interval, "starting": args.worker_startup_check_interval}
         self._timeout = args.health_check_timeout_secs
         self._endpoint = args.health_check_endpoint
         self._startup = args.worker_startup_timeout_secs
@@ -89,6 +90,7 @@ class HealthMonitor:
             if worker.state != "healthy":
                 asked_models = dispatcher.loop.time()
             silent = await self._check(worker, dispatcher)
+            self._registry.first_checked(worker)
             if worker.state == "healthy" and not silent and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
                 asked_models = dispatcher.loop.time()
                 await ask_models(dispatcher, worker, self._timeout)
@@ -98,7 +100,7 @@ class HealthMonitor:
             elif deadline is not None and dispatcher.loop.time() > deadline:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
-            pause = self._interval if worker.state == "healthy" else min(self._interval, _RECOVERY_SECONDS)
+            pause = self._pauses.get(worker.state, min(self._interval, _RECOVERY_SECONDS))
             if silent:
                 pause = _CROWD_SECONDS
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
@@ -113,6 +115,10 @@ class HealthMonitor:
 
     async def _check(self, worker: Worker, dispatcher: Dispatcher) -> bool:
         """Ask a worker how it is; returns whether it was silent."""
+        if worker.always_healthy:
+            if worker.state != "healthy":
+                await self._admit(worker, dispatcher)
+            return False
         began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
         pool.note_silence()
         answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
@@ -126,11 +132,16 @@ class HealthMonitor:
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
-        elif worker.state != "healthy" and (role := await self._learn(worker, dispatcher)) is not None:
+        else:
+            await self._admit(worker, dispatcher)
+        return False
+
+    async def _admit(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        """A check passed: let a worker take requests that fits its role."""
+        if worker.state != "healthy" and (role := await self._learn(worker, dispatcher)) is not None:
             self._misplaced(worker, role)
         elif worker in self._wake and self._registry.passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
-        return False
 
     def _note_failure(self, worker: Worker, detail: str, *, certain: bool, silent: bool = False) -> None:
         if self._registry.failed(worker, certain=certain, silent=silent):

@@ -144,8 +144,9 @@ class PairRelay:
     def half_answered(self, half: Half, head: AnswerHead) -> None:
         status = head.facts.status
         outcome = outcome_of(status, pair=True)
-        if status >= 400 or half.worker.circuit.troubled:
-            self.dispatcher.on_status(half.worker, status, outcome)
+        if status >= 400 or half.worker.circuit.troubled or (half is self._decode and self.retries is not None):
+            retries = self.retries if half is self._decode else None  # Prefill's 200 says nothing yet.
+            self.dispatcher.on_status(half.worker, status, outcome, retries)
         if self._relayed is not None or (half is self._prefill and status < 400):
             return
         exchange = self.exchange
@@ -265,7 +266,7 @@ class PairRelay:
     def _may_try_again(self, half: Half, outcome: Outcome) -> bool:
         """A failed transfer is worth another try on the same pair, which excludes nobody, though first without the peer
         of the half that reports it; all else only on a worker that did not fail yet."""
-        retries = tried_on(self, half.worker, outcome)
+        retries = tried_on(self, half.worker, outcome, answered=True)
         if not outcome.excludes:
             self._suspect = self._other(half).worker
         if (half is self._decode) is outcome.excludes:

@@ -21,6 +21,14 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 _ids = itertools.count()
 
 
+class WorkerMetadata(msgspec.Struct, frozen=True):
+    """What an administrator notes of a worker, in sglang-router's fields; shown, and nothing else."""
+
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = {}
+
+
 class LoadOrder(Protocol):
     """Keeps workers in order of their loads."""
 
@@ -34,7 +42,9 @@ class Worker:
 
     Identity: ``id`` is never reused, so a worker that left and came back is another worker.
     Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row; ``hung``: it answers
-    no checks at all, so what it has not answered yet it probably never will.
+    no checks at all, so what it has not answered yet it probably never will. ``checked``: its first check is over.
+    ``always_healthy``: no check, and no failed request, takes it out.
+    ``named``: the router was started with it. ``metadata``: what an administrator notes of it.
     Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
     ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids`` (none: unknown) and their
     ``model_cards`` (see ``/v1/models``) when ``asks_models``, and ``is_baton``: one of our servers, which prefills
@@ -51,11 +61,12 @@ class Worker:
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
                  "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
-                 "keeps_files")
+                 "keeps_files", "checked", "always_healthy", "named", "metadata")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
-                 rank: int | None = None, root: Worker | None = None, model_id: str | None = None):
+                 rank: int | None = None, root: Worker | None = None, model_id: str | None = None,
+                 always_healthy: bool = False, named: bool = False, metadata: WorkerMetadata | None = None):
         self.id = next(_ids)
         self.endpoint = endpoint
         self.api_key = api_key
@@ -81,6 +92,10 @@ class Worker:
         self.keeps_files = False
         self.circuit = Circuit(CircuitRules())
         self.cached_tokens: int | None = None
+        self.checked = False
+        self.always_healthy = always_healthy
+        self.named = named
+        self.metadata = metadata or WorkerMetadata()
 
     def __repr__(self) -> str:
         return f"<{self.role} {self.url} {self.state} load={self.load}>"
@@ -104,7 +119,8 @@ class Worker:
         """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
         return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key, rank=rank,
                       bootstrap_port="ask" if self.asks_port else self.bootstrap_port, root=self.root,
-                      model_id=None if self.asks_models else self.model_ids[0])
+                      model_id=None if self.asks_models else self.model_ids[0],
+                      always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
 
     def describe(self) -> dict[str, Any]:
         """The worker as ``/list_workers`` shows it."""
@@ -146,6 +162,10 @@ class Registry:
                  circuit_rules: CircuitRules | None = None, on_drained: Callable[[Worker], None] | None = None,
                  models: Models | None = None):
         self.models = models or Models()
+        self.unchecked: tuple[Worker, ...] = ()
+        """Workers whose first check is not over."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever workers come, go, or become available or not."""
         self._circuit_rules = circuit_rules or CircuitRules()
         self._probes: set[Reservation] = set()
         self._on_drained = on_drained or (lambda worker: None)
@@ -248,12 +268,18 @@ class Registry:
         worker.failures += 1
         enough = certain or worker.failures >= self._failure_threshold
         hung_before, worker.hung = worker.hung, silent and enough
-        out = worker.state == "healthy" and enough
+        out = worker.state == "healthy" and enough and not worker.always_healthy
         if out:
             worker.state = "unhealthy"
         if out or worker.hung is not hung_before:
             self._refresh()
         return out
+
+    def first_checked(self, worker: Worker) -> None:
+        """Note that a worker's first check is over, however it ended."""
+        if not worker.checked:
+            worker.checked = True
+            self._refresh()
 
     # ------------------------------------------------------------------ circuits
 
@@ -300,6 +326,10 @@ class Registry:
         if worker.draining and not worker.load and worker in self:
             self._on_drained(worker)
 
+    def changed(self) -> None:
+        """Workers are no longer what they were."""
+        self._rename()
+
     def _rename(self) -> None:
         """Workers came, went, or serve other models."""
         workers = tuple(self._workers.values())
@@ -322,6 +352,8 @@ class Registry:
             old = before.get(key)
             now = tuple(workers)
             self._available[key] = old if old == now else now  # type: ignore[assignment]
+        self.unchecked = tuple(worker for worker in self._workers.values() if not worker.checked)
+        self.on_change()
 
 
 def without(workers: Sequence[Worker], excluded: set[Worker]) -> Sequence[Worker]:

@@ -66,8 +66,8 @@ class Relay:
         worker = self._reservation.worker  # type: ignore[union-attr]  # held while the call runs
         status = head.facts.status
         outcome = outcome_of(status)
-        if status >= 400 or worker.circuit.troubled:
-            self.dispatcher.on_status(worker, status, outcome)
+        if status >= 400 or worker.circuit.troubled or self.retries is not None:
+            self.dispatcher.on_status(worker, status, outcome, self.retries)
         exchange = self.exchange
         if exchange.began:
             self._answer_continued(head, outcome)
@@ -133,7 +133,7 @@ class Relay:
 
     def _may_move_on(self, outcome: Outcome) -> bool:
         assert self._reservation is not None
-        retries = tried_on(self, self._reservation.worker, outcome)
+        retries = tried_on(self, self._reservation.worker, outcome, answered=True)
         return retries.allows(outcome) and self.dispatcher.untried(self._role, retries, self.exchange.request.group)
 
     def _drop(self) -> None:

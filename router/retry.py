@@ -87,7 +87,7 @@ class Backoff:
 class Retries:
     """One request's retries: how many are spent, which workers failed it, and the timer of the next one."""
 
-    __slots__ = ("_backoff", "_rng", "_loop", "_timer", "_moves", "spent", "excluded")
+    __slots__ = ("_backoff", "_rng", "_loop", "_timer", "_moves", "spent", "excluded", "accused")
 
     def __init__(self, backoff: Backoff, rng: Random, loop: asyncio.AbstractEventLoop):
         self._backoff = backoff
@@ -97,6 +97,8 @@ class Retries:
         self._moves = 0
         self.spent = 0
         self.excluded: set[Worker] = set()
+        self.accused: list[Worker] = []
+        """Workers that answered with an error of theirs. It was the request's, unless another one serves it."""
 
     @property
     def left(self) -> bool:

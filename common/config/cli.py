@@ -30,14 +30,15 @@ _FILES = ("_path", "_file", "_folder", "_dir", "_template", "_plot", "certfile",
 
 
 def flag(default: Any = dataclasses.MISSING, *, help: str, names: Sequence[str] = (), repeat: bool = False,
-         required: bool = False, metavar: str | tuple[str, ...] | None = None) -> Any:
+         required: bool = False, some: bool = False, metavar: str | tuple[str, ...] | None = None) -> Any:
     """A dataclass field that is also a command-line flag.
 
     ``names`` are further spellings beside the one derived from the field's name. ``repeat`` lets the
     flag be given several times, each with one or more values (``--prefill URL [PORT]``): the field
-    then holds a tuple of tuples of strings. ``required`` fields have no default.
+    then holds a tuple of tuples of strings. ``required`` fields have no default. ``some``: a flag of
+    many values takes one at least.
     """
-    metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar}
+    metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar, "some": some}
     if required:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -77,7 +78,7 @@ class _Flag:
         elif meta["repeat"]:
             options.update(action="append", nargs="+")
         else:
-            options.update(type=kind, choices=choices, nargs="*" if many else None)
+            options.update(type=kind, choices=choices, nargs=("+" if meta["some"] else "*") if many else None)
         action = parser.add_argument(*spellings, **options)
         if kind is str and self.key.endswith(_FILES):
             action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

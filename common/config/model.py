@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..api.errors import ConfigError
 from ..quantization.scheme import Scheme, scheme_of
 from .checkpoint import read_json, resolve_facts
+from .defaults import with_defaults
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
@@ -29,7 +30,6 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     biases_in_config: bool = False
-    attention_bias: bool = False  # where the config does not say
     windows: ReadWindows = nowhere
     sinks: bool = False  # a learned logit a head joins its softmax
     experts: Callable[[Mapping[str, Any]], MoESpec | None] | None = None
@@ -41,7 +41,7 @@ Head = Literal["words", "labels", "none"]
 _QWEN_WINDOWS = partial(where_flagged, slides=lambda layer, last: layer >= last)
 _FAMILIES = {
     "Llama": Architecture(biases_in_config=True),
-    "Mistral": Architecture(windows=partial(in_every_layer, default=4096)),
+    "Mistral": Architecture(windows=in_every_layer),
     "Qwen2": Architecture(qkv_bias=True, windows=_QWEN_WINDOWS),
     "Qwen3": Architecture(qk_norm=True, biases_in_config=True, windows=_QWEN_WINDOWS),
     "Mixtral": Architecture(windows=in_every_layer, experts=mixtral_experts),
@@ -49,7 +49,7 @@ _FAMILIES = {
         where_flagged, slides=lambda layer, last: layer < last and layer % 2 == 0)),
     "Qwen3Moe": Architecture(qk_norm=True, biases_in_config=True, experts=qwen_experts, windows=partial(
         where_flagged, slides=lambda layer, last: True)),
-    "GptOss": Architecture(biases_in_config=True, attention_bias=True, windows=in_turns, sinks=True,
+    "GptOss": Architecture(biases_in_config=True, windows=in_turns, sinks=True,
                            experts=gpt_oss_experts),
     "DeepseekV2": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=2), latent=True),
     "DeepseekV3": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=3), latent=True),
@@ -157,7 +157,7 @@ def load_model_spec(args: ModelArgs) -> ModelSpec:
     config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
-    generation = read_json(folder / "generation_config.json") or {}
+    generation = read_json(folder / "generation_config.json")
     for name in _COUNTS:
         if name in config and (type(config[name]) is not int or config[name] < 1):
             raise ConfigError(f"{folder}/config.json says {name} {config[name]!r}: it must be an integer of 1 or more.")
@@ -171,9 +171,11 @@ def load_model_spec(args: ModelArgs) -> ModelSpec:
         raise ConfigError(f"{folder}/config.json holds a value of a kind that it must not have ({error}).") from None
 
 
-def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelArgs) -> ModelSpec:
-    architecture = _check_supported(config)
+def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: ModelArgs) -> ModelSpec:
+    """``given`` and ``generation`` as the files have them, None without the second."""
+    architecture = _check_supported(given)
     family, head = ARCHITECTURES[architecture], _head(architecture, args)
+    config = with_defaults(given, next(architecture.removesuffix(end) for end in _HEADS if architecture.endswith(end)))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -185,15 +187,15 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
     context_length = args.context_length or longest
     if not 0 < context_length <= longest:
         raise ConfigError(f"--context-length {context_length} must be between 1 and the model's {longest}.")
-    eos_ids = _eos_token_ids(config, generation)
+    eos_ids = _eos_token_ids(config, {}) if generation is None else _eos_token_ids(given, generation)
     has = range(config["vocab_size"])
-    attention_bias = family.biases_in_config and bool(config.get("attention_bias", family.attention_bias))
+    attention_bias = family.biases_in_config and bool(config["attention_bias"])
     return ModelSpec(
         architecture=architecture, hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"],
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         intermediate_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"], rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=config["max_position_embeddings"], rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config["tie_word_embeddings"]),
         attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
         dtype=_dtype(config), eos_token_ids=tuple(id for id in eos_ids if id in has),

@@ -57,8 +57,7 @@ class ModelWeights:
         if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != stored:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
-        check_safetensors(resolve_checkpoint(args), self.model.slots(), tied=self.spec.tie_word_embeddings,
-                          unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=spec.stacked_experts)
+        check_safetensors(resolve_checkpoint(args), self.model.slots(), stacked=spec.stacked_experts)
 
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:

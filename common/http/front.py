@@ -29,6 +29,7 @@ from .chat_formats import ChatFormats
 from .generation import Generation
 from .in_flight import InFlight
 from .journal import Journal
+from .keys import Keys
 from .sessions import Sessions
 from .traces import Traces
 
@@ -41,7 +42,7 @@ class Front:
         self.config = config
         self.model = model
         self.client = client
-        self.metrics = ServerMetrics(config.model_name, config.mode)
+        self.metrics = ServerMetrics(config.model_name, config.mode, sglang_names=config.observe.sglang_metrics)
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
         self.ready: Ready | None = None
@@ -49,6 +50,7 @@ class Front:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.in_flight = InFlight()
+        self.keys = Keys.of(config.http.api_key, config.http.admin_api_key)
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.sessions = Sessions()
         self.traces: Traces | None = None
@@ -115,9 +117,17 @@ class Front:
             raise NotFound(f"The model {name!r} does not exist; this server serves {served!r}.", param="model",
                            code="model_not_found")
 
+    def check_count(self, count: int, param: str) -> None:
+        """Raises InvalidRequest for a request of too many prompts; call it before there is work for any of them."""
+        limit = self.config.schedule.max_prompts_per_request
+        if count > limit:
+            raise InvalidRequest(f"{param} holds {count} entries, and a request may hold {limit} "
+                                 "(--max-prompts-per-request); split it.", param=param)
+
     async def prompt_ids(self, prompts: Prompts, param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each prompt, none of them empty, all in the vocabulary; raises InvalidRequest."""
         tokenizer = self.serving_tokenizer()
+        self.check_count(len(prompts), param)
         if prompts.texts is not None:
             found = await tokenizer.encode_many(prompts.texts, limit=self.model.context_length,
                                                 add_special_tokens=add_special_tokens)

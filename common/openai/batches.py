@@ -151,7 +151,7 @@ def decode_line(text: bytes, number: int, endpoint: str) -> InputLine | BatchErr
         return BatchError("invalid_json_line", "The line is not valid JSON.", number)
     if line.method != "POST":
         return BatchError("invalid_method", f"method must be 'POST', got {line.method[:80]!r}.", number, "method")
-    if line.url != endpoint:
+    if line.url not in (endpoint, endpoint.removeprefix("/v1")):  # SGLang's documents leave the prefix out
         return BatchError("mismatched_endpoint", f"url must be the batch's endpoint {endpoint}, got {line.url[:80]!r}.",
                           number, "url")
     if not bytes(line.body).startswith(b"{"):

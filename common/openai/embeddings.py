@@ -13,6 +13,7 @@ from ..api.errors import InvalidRequest
 from ..api.wire import Int32
 from .decoding import BodyDecoder
 from .prompts import Prompts, parse_prompts
+from .refused import EMBEDDING
 
 Vector = np.ndarray  # [dimensions] float32
 
@@ -100,10 +101,10 @@ class ScoreAnswer(msgspec.Struct):
     object: str = "scoring"
 
 
-decode_embedding = BodyDecoder(EmbeddingRequest).decode
-decode_encode = BodyDecoder(EncodeRequest).decode
-decode_rerank = BodyDecoder(RerankRequest).decode
-decode_score = BodyDecoder(ScoreRequest).decode
+decode_embedding = BodyDecoder(EmbeddingRequest, EMBEDDING).decode
+decode_encode = BodyDecoder(EncodeRequest, EMBEDDING).decode
+decode_rerank = BodyDecoder(RerankRequest, EMBEDDING).decode
+decode_score = BodyDecoder(ScoreRequest, EMBEDDING).decode
 
 
 def shortened(vector: Vector, dimensions: int | None) -> Vector:

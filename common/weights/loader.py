@@ -48,7 +48,8 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
     pass, and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line
     tells.
     ``elsewhere`` says which names other stages of a pipeline load. ``stacked`` is MoESpec's.
-    Raises ConfigError for a tensor that is missing, unexpected or of another shape, and for an unreadable file.
+    Raises ConfigError for a tensor that is missing or of another shape, and for an unreadable file; of further tensors
+    a warning tells the names.
     """
     wanted = {slot.name: slot for slot in slots}
     total = sum(slot.target.numel() for slot in wanted.values())
@@ -72,11 +73,11 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
     if missing:
         raise ConfigError(f"The checkpoint {folder} lacks {some(missing)}.")
     if unexpected:
-        raise ConfigError(f"The checkpoint {folder} holds {some(unexpected)}, which its architecture does not have.")
+        log.warning("the checkpoint %s holds %s, which its architecture does not have: they are not loaded", folder,
+                    some(unexpected))
 
 
-def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused: tuple[str, ...] = (),
-                      elsewhere: Elsewhere = nowhere, stacked: Stacked = "rows") -> None:
+def check_safetensors(folder: Path, slots: Iterable[Slot], *, stacked: Stacked = "rows") -> None:
     """Raises the ConfigError that ``load_safetensors`` would end with; reads no tensor."""
     wanted = {slot.name: slot for slot in slots}
     missing = set(wanted)
@@ -86,8 +87,6 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused
             if slot is not None:
                 _check(slot, source, file)
                 missing.discard(slot.name)
-            elif not _redundant(name, tied) and not name.startswith(unused) and not elsewhere(name):
-                raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
     if missing:
         raise ConfigError(f"The checkpoint {folder} lacks {some(missing)}.")
 

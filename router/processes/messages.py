@@ -8,7 +8,7 @@ import msgspec
 
 from ..circuit import CircuitState
 from ..config import RouterConfig
-from ..registry import Role, State
+from ..registry import Role, State, WorkerMetadata
 
 
 class WorkerNews(msgspec.Struct, frozen=True):
@@ -24,6 +24,10 @@ class WorkerNews(msgspec.Struct, frozen=True):
     bootstrap_port: int | None
     model_ids: tuple[str, ...]
     model_cards: tuple[dict[str, Any], ...]
+    checked: bool
+    always_healthy: bool
+    named: bool
+    metadata: WorkerMetadata
     state: State
     hung: bool
     draining: bool
@@ -33,8 +37,9 @@ class WorkerNews(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "hung",
-                                            "draining", "is_baton", "keeps_files")
+    of_worker: ClassVar[tuple[str, ...]] = (
+        "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
+        "checked", "always_healthy", "named", "metadata")
     """Fields that are attributes of a worker and may change."""
 
 

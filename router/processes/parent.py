@@ -171,7 +171,7 @@ class Parent(Parts):
         if isinstance(message, Failed):
             self.router.dispatcher.on_server_error(worker)
         else:
-            self.router.dispatcher.on_status(worker, 200, PASSED_ON)
+            self.router.dispatcher.on_status(worker, 200, PASSED_ON, None)
         self._bulletin.repeat(worker.id)  # The child may have thought otherwise of its circuit meanwhile.
         self._registry.changed()
 

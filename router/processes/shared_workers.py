@@ -136,10 +136,6 @@ class SharedRegistry(Registry):
         worker.shift_load(sum(neighbour.load(worker.row) for neighbour in self.neighbours))
         super().add(worker)
 
-    def changed(self) -> None:
-        """Workers are no longer what they were."""
-        self._rename()
-
     # ------------------------------------------------------------------ circuits are the parent's
 
     def request_failed(self, worker: Worker, now: float) -> bool:

@@ -10,7 +10,7 @@ from baton.common.api.messages import Bootstrap, Generate, Logprobs, decode_to_e
 from baton.common.api.messages import encode as encode_message
 from baton.common.api.wire import Int32
 from baton.common.openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
-from baton.common.openai.chat import template_messages
+from baton.common.openai.chat import template_messages, template_options
 from baton.common.openai.decoding import BodyDecoder
 from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.openai.native import decode_generate, logprob_options
@@ -158,9 +158,9 @@ def test_output_limit_names_the_numbers() -> None:
     assert output_limit(10, None, 100, tokens_name="max_tokens") == 90
     assert output_limit(10, 90, 100, tokens_name="max_tokens") == 90
     assert output_limit(100, 0, 100, tokens_name="max_tokens") == 0
-    with pytest.raises(InvalidRequest, match="has 100 tokens.*context length of 100"):
+    with pytest.raises(InvalidRequest, match="of 100 tokens leaves no room.*maximum context length is 100 tokens"):
         output_limit(100, None, 100, tokens_name="max_tokens")
-    with pytest.raises(InvalidRequest, match="10 tokens and max_tokens asks for 91"):
+    with pytest.raises(InvalidRequest, match="the model's maximum context length.*10 with max_tokens 91 are 101"):
         output_limit(10, 91, 100, tokens_name="max_tokens")
 
 
@@ -174,6 +174,8 @@ def test_rooms_of_choices_and_batches() -> None:
     assert bootstraps(many, 2, 2, 8998) == [
         Bootstrap("h", 9, 50), Bootstrap("h", 9, 51), Bootstrap("g", 8998, 70), Bootstrap("g", 8998, 71)]
     assert bootstraps(BootstrapFields(), 2, 1, 8998) == [None, None]
+    each = BootstrapFields(bootstrap_host=["h"] * 3, bootstrap_port=[9] * 3, bootstrap_room=[50, 7, 60])
+    assert bootstraps(each, 1, 3, 8998) == [Bootstrap("h", 9, 50), Bootstrap("h", 9, 7), Bootstrap("h", 9, 60)]
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -210,6 +212,21 @@ def test_the_prefill_servers_rank_travels_with_the_room() -> None:
 
 
 # ---------------------------------------------------------------- chat messages
+
+
+@pytest.mark.parametrize("asked, thinks, effort", [
+    ({}, None, None), ({"reasoning_effort": "low"}, True, "low"), ({"reasoning_effort": "none"}, False, "none"),
+    ({"reasoning": {"effort": "none"}}, False, "none"), ({"reasoning": {"enabled": True}}, True, None),
+    ({"reasoning": {"effort": "high"}, "chat_template_kwargs": {"enable_thinking": False}}, False, "high"),
+    ({"reasoning": {"enabled": False}}, False, None)])
+def test_how_much_a_chat_thinks(asked: dict[str, object], thinks: bool | None, effort: str | None) -> None:
+    options = template_options(decode_chat(json.dumps({"messages": [], **asked}).encode()))
+    assert options.get("enable_thinking") is thinks and options.get("reasoning_effort") == effort
+
+
+def test_roles_are_read_as_sglang_does() -> None:
+    request = decode_chat(b'{"messages": [{"role": "SYSTEM", "content": "x"}, {"role": "function", "content": "y"}]}')
+    assert [message["role"] for message in template_messages(request)] == ["system", "tool"]
 
 
 def test_messages_for_the_template() -> None:
