@@ -13,7 +13,7 @@ from ..common.api.errors import NotFound, ServingError
 from . import stored
 from .access import Cors, Keys
 from .access_log import AccessLog
-from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
+from .admin import ADMIN_ROUTES, OPEN_PATHS
 from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
@@ -28,11 +28,12 @@ from .registry import Role, Worker
 from .relay import Relay
 from .request import Request
 from .retry import Backoff, Retries
+from .rights import check_path, is_loopback, needs_admin
 from .routes import ANY_METHOD, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
 from .sticky import STORES, away, keeper, key_of, with_session_id
 from .tracing import Tracer
 from .wire import Response, check_method
-from .worker_routes import WORKERS, changes_workers
+from .worker_routes import WORKERS
 
 logger = logging.getLogger("baton.router")
 
@@ -81,6 +82,7 @@ class Entry:
         self._home: Role = "decode" if config.workers.pd_disaggregation else "regular"
         self._keys = Keys(config.security.client_keys, config.security.admin_keys)
         self._guarded = bool(self._keys)
+        self._exposed = not self._guarded and not is_loopback(config.http.host)
         self._cors = Cors(config.security.cors_allowed_origins) if config.security.cors_allowed_origins else None
         self._continues = config.retry.stream_continuation
         self._local_prefill: LocalPrefill | None = None
@@ -98,9 +100,13 @@ class Entry:
                 if request.method == b"OPTIONS" and request.origin:
                     self._answer(connection, request, self._cors.preflight(request))
                     return
-            if self._guarded and path not in OPEN_PATHS:
-                self._keys.check(request, admin=path in CHANGING or changes_workers(request))
             methods = RELAYED.get(path)
+            if methods is None:
+                check_path(path)
+            if self._guarded and path not in OPEN_PATHS:
+                self._keys.check(request, admin=methods is None and needs_admin(request))
+            elif self._exposed and methods is None and needs_admin(request):
+                self._warn_of(connection, request)
             if methods is None and path in ADMIN_ROUTES:
                 self._serve_own(connection, request)
                 return
@@ -117,6 +123,12 @@ class Entry:
             self._relay(connection, request)
         except ServingError as error:
             self._refuse(connection, request, error)
+
+    @staticmethod
+    def _warn_of(connection: ClientConnection, request: Request) -> None:
+        peer = connection.transport.get_extra_info("peername")
+        logger.warning("%s %s by %s, without a key: whoever reaches this router may (see --admin-api-key).",
+                       request.method.decode(), request.path.decode("latin-1"), peer[0] if peer else "somebody")
 
     def _serve_held(self, connection: ClientConnection, request: Request) -> None:
         """Go on with a request that waited for the workers' first checks."""
