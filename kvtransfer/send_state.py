@@ -11,6 +11,7 @@ from ..common.api.errors import ServingError
 from . import messages as m
 from .checksum import Extent
 from .lanes import Lane
+from .notices import Warn
 from .states import SENDER, Event, Phase, step
 
 
@@ -146,4 +147,4 @@ class Dismiss(NamedTuple):
     session: Session
 
 
-Effect = Send | Admit | Dismiss
+Effect = Send | Admit | Dismiss | Warn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -10,18 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from ..common.api.errors import ServingError
+from ..common.api.identity import ModelIdentity
 from ..common.api.unreadable import UNREADABLE
 from ..common.config.server import DisaggregationArgs
 from ..common.kvcache.layout import KVLayout
 from .backends.base import Backend, WriteState
 from .checksum import make_checksum, places_of
 from .driver import Driver
-from .endpoint import bind_control, control_socket, rank_info, receive_all, register_pool
+from .endpoint import PairKey, bind_control, control_socket, rank_info, receive_all, register_pool
 from .iothread import BUSY_INTERVAL
 from .lanes import Piece, expand
 from .messages import PrefillResult, RankInfo, Refused, decode_to_sender, encode
+from .notices import Warn
 from .seal import OTHER_SECRET, Channels, Unsealed, secret_of
 from .send_state import Admit, Dismiss, Effect, Send, Session, Write
 from .sending import SenderCore
@@ -30,6 +34,8 @@ from .timing import Timing
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("baton.kvtransfer")
 
 LATENESS = 1 / 32  # of the time that a write takes: so much later its end is noticed
 
@@ -45,14 +51,16 @@ class KVSender:
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
-                 dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1):
+                 dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
+                 server: str = ""):
         self._checksum = make_checksum(register_pool(backend, layout, num_pages, regions), num_pages)
         self._backend = backend
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = control_socket(self._context, zmq.ROUTER)
         self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
                                         layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
-                                        pp_rank=pp_rank, pp_size=pp_size)
+                                        pp_rank=pp_rank, pp_size=pp_size, model=model, server=server)
+        self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._channels = Channels(secret_of(args.cluster_secret))
         self._timing = Timing.of(args)
         self._core = SenderCore(self.info, self._timing, _bytes_of(layout))
@@ -125,6 +133,22 @@ class KVSender:
         with self._driver.lock:
             self._core.unwatch(room)
 
+    def leave(self) -> None:
+        """The weights are about to change: end all sessions and let nobody in. No room is open."""
+        with self._driver as core:
+            core.leave(time.monotonic())
+
+    def join(self, model: ModelIdentity) -> None:
+        """The weights are these now: peers find another instance, once its ``info`` is registered."""
+        self.info = replace(self.info, instance=secrets.token_hex(8), model=model)
+        with self._driver as core:
+            core.join(self.info)
+
+    @property
+    def key(self) -> str:
+        """See ``common.engine.peers``."""
+        return self._pair_key.of(self.info)
+
     @property
     def counters(self) -> dict[str, float]:
         """Totals: ``kv_bytes_sent``, ``kv_transfers_done``, ``kv_transfers_failed_<error code>``, …"""
@@ -157,7 +181,7 @@ class KVSender:
                 self._core.counters["kv_messages_dropped"] += 1
                 known = session_id in self._core.sessions.open
             if isinstance(error, Unsealed) and not known:
-                self._send(Send(session_id, Refused(OTHER_SECRET)))
+                self._send(Send(session_id, Refused(OTHER_SECRET, unfit=True)))
             return
         with self._driver.lock:
             self._core.receive(session_id, message, time.monotonic())
@@ -180,6 +204,8 @@ class KVSender:
             self._send(effect)
         elif isinstance(effect, Admit):
             self._admit(effect)
+        elif isinstance(effect, Warn):
+            logger.warning(effect.text)
         else:
             self._dismiss(effect)
 

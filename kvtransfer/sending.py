@@ -89,6 +89,21 @@ class SenderCore:
     def unwatch(self, room: int) -> None:
         del self.watched[room]
 
+    # -- other weights --------------------------------------------------------------------------------------------
+
+    def leave(self, now: float) -> None:
+        """End all sessions and let nobody in until ``join``: what this engine computes is going to be something else.
+        No room is open."""
+        self.sessions.closed = True
+        error = TransferFailed("the prefill server's weights are being replaced", cause="weights")
+        for session in [*self.sessions.open.values(), *self.sessions.joining.values()]:
+            self._end(session, error, now)
+
+    def join(self, info: m.RankInfo) -> None:
+        """Let peers in again, who must look us up anew: ``info`` is of another instance."""
+        self.info = self.sessions.info = info
+        self.sessions.closed = False
+
     # -- the channel's events -------------------------------------------------------------------------------------
 
     def receive(self, session_id: bytes, message: m.ToSender, now: float) -> None:

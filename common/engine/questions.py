@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable
 
 from ..api.errors import ServingError, WorkerUnavailable
-from ..api.messages import Control, Done, GetState, PrepareGrammar, State
+from ..api.messages import ConnectPeer, Control, Done, GetState, PrepareGrammar, State
 
-Question = Control | GetState | PrepareGrammar
+Question = ConnectPeer | Control | GetState | PrepareGrammar
 
 
 class _Answers:

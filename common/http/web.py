@@ -10,6 +10,9 @@ from aiohttp import http, web
 from ..api.errors import ServingError
 from ..openai.responses import encode
 
+ERROR_CODE = "X-Error-Code"
+"""The error object's code, for a router, which reads no bodies."""
+
 
 def our_fault(record: logging.LogRecord) -> bool:
     """A filter for aiohttp's log: what is no HTTP, or has a body that cannot be read, is answered 400 and is no failure
@@ -28,5 +31,7 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 def error_response(error: ServingError, body: Any = None) -> web.Response:
     """OpenAI's error object, or ``body``, with Retry-After where the error knows it."""
-    headers = None if error.retry_after is None else {"Retry-After": str(max(1, round(error.retry_after)))}
+    headers = {ERROR_CODE: error.code}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
     return json_bytes(encode(error.to_openai() if body is None else body), error.status, headers)
