@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .common.api.errors import ConfigError
-from .common.cluster import Part, ask, run_parts
+from .common.cluster import Part, ask, run_parts, say
 from .common.config.cli import flag, parse, to_argv
+from .common.config.logs import LogArgs
 from .common.config.server import (
     AnswerArgs,
     CacheArgs,
@@ -24,6 +26,7 @@ from .common.config.server import (
     ServerConfig,
     StorageArgs,
 )
+from .common.obs.logging import check_folder, setup_logging
 from .router.compat import co_launched
 from .router.config import RouterConfig
 
@@ -51,7 +54,6 @@ class ClusterArgs:
                                  help="the first server's port, if not the one after the router's")
     policy: str = flag("cache_aware", help="the router's policy")
     question: str | None = flag(None, names=("--ask",), help="ask this once all is ready, print the answer and stop")
-    log_dir: str | None = flag(None, help="folder for the parts' logs; the default is a temporary one")
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1 or self.dp_size < 0:
@@ -70,6 +72,7 @@ class ClusterConfig:
     grammar: GrammarArgs = GrammarArgs()
     answers: AnswerArgs = AnswerArgs()
     storage: StorageArgs = StorageArgs()
+    logs: LogArgs = LogArgs()
 
 
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
@@ -82,17 +85,30 @@ def launch_cluster(argv: Sequence[str] | None = None) -> None:
     config = parse(ClusterConfig, own, prog="launch_cluster", defaults={"model_path": "tinychat"},
                    description="Start a router with prefill and decode servers on this host. --router-FLAG gives "
                                "launch_router its --FLAG.")
-    parts = plan_cluster(config, _count_gpus(config.model.device), of_router)
+    folder = check_folder(config.logs.log_dir) if config.logs.log_dir else Path(tempfile.mkdtemp(prefix="baton-logs-"))
+    code = _run(config, folder, of_router)
+    if code == 0 and config.logs.log_dir is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(code)
+
+
+def _run(config: ClusterConfig, folder: Path, of_router: Sequence[str]) -> int:
+    """Run the cluster, whose parts' output goes to ``folder``; returns the exit code."""
+    parts = plan_cluster(dataclasses.replace(config, logs=dataclasses.replace(config.logs, log_dir=str(folder))),
+                         _count_gpus(config.model.device), of_router)
     flags = parts[-1].argv[parts[-1].argv.index("baton.router.launch") + 1:]
     parse(RouterConfig, flags, prog="launch_cluster", description="")  # before the servers load their weights
-    sys.exit(run_parts(parts, lambda: _greet(config)))
+    setup_logging(dataclasses.replace(config.logs, log_dir=None), "cluster")
+    kept = "" if config.logs.log_dir else ", until they end without a failure"
+    say(f"The logs of all parts are in {folder}{kept}.", config.logs)
+    return run_parts(parts, lambda: _greet(config), config.logs)
 
 
 def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> list[Part]:
     """The processes of a cluster: servers share the GPUs evenly, each memory share shrinking where they overlap."""
     args = config.cluster
-    logs = Path(args.log_dir or tempfile.mkdtemp(prefix="baton-logs-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = Path(config.logs.log_dir or ".")
+    of_log = to_argv(dataclasses.replace(config.logs, log_dir=None, log_max_mb=LogArgs.log_max_mb))
     count = args.dp_size or args.prefill + args.decode
     slots = max(1, num_gpus // config.parallel.world_size)
     sharing = -(-count // slots) if num_gpus else 1
@@ -110,7 +126,7 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
         sections = (model, cache, schedule, parallel, config.kernels, config.chat, config.grammar,
                     config.answers, *([] if role == "prefill" else [config.storage]))
         flags = [word for section in sections for word in to_argv(section)]
-        flags += ["--port", str(port)]
+        flags += ["--port", str(port), *of_log]
         if role != "server":
             flags += ["--disaggregation-bootstrap-port", str(bootstrap)]
         url = f"http://127.0.0.1:{port}"
@@ -119,7 +135,7 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
         parts.append(Part(name, [sys.executable, "-m", *module, *flags], url, logs / f"{name}.log"))
         router += {"server": [url], "prefill": ["--prefill", url, str(bootstrap)], "decode": ["--decode", url]}[role]
     front = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
-    parts.append(Part("router", [sys.executable, "-m", "baton.router.launch", *router, *router_flags], front,
+    parts.append(Part("router", [sys.executable, "-m", "baton.router.launch", *router, *of_log, *router_flags], front,
                       logs / "router.log", "/readiness"))
     return parts
 
@@ -137,18 +153,18 @@ def _greet(config: ClusterConfig) -> bool:
     args = config.cluster
     name = config.model.served_model_name or config.model.model_path
     url = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
-    print(f"\nReady at {url}. Try:\n\n"
-          f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-          f"    -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", "
-          f"\"content\": \"What is the capital of France?\"}}]}}'\n", flush=True)
+    say(f"\nReady at {url}. Try:\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", "
+        f"\"content\": \"What is the capital of France?\"}}]}}'\n", config.logs)
     if args.question is None:
-        print("Ctrl-C stops all parts.", flush=True)
+        say("Ctrl-C stops all parts.", config.logs)
         return True
     try:
         answer = ask(url, name, args.question)
     except OSError as error:
         sys.exit(f"launch_cluster: the question was not answered: {error}.")
-    print(f"Question: {args.question}\nAnswer:   {answer}", flush=True)
+    say(f"Question: {args.question}\nAnswer:   {answer}", config.logs)
     return False
 
 

@@ -6,7 +6,9 @@ ready, and all stop together: on Ctrl-C, on SIGTERM, when the terminal is closed
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,7 +21,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from .config.logs import LogArgs
 from .engine.ranks import die_with
+from .obs.logging import cut
+
+log = logging.getLogger("baton.cluster")
 
 POLL_SECONDS = 0.2
 STOP_GRACE_SECONDS = 15.0
@@ -40,7 +46,8 @@ class Part:
     status: str = field(default="starting", init=False)
 
     def start(self) -> None:
-        with self.log.open("wb") as output:
+        self.log.write_bytes(b"")
+        with self.log.open("ab") as output:  # appended to, so that it can be cut
             # A session of its own: Ctrl-C reaches the supervisor alone, which stops the parts in order.
             # It must not outlive the supervisor either: nobody would know of it, and it would keep its port.
             self.process = subprocess.Popen(self.argv, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -79,11 +86,12 @@ def _describe(body: bytes) -> str:
 class _Board:
     """One line a part: redrawn in place on a terminal, printed on change elsewhere."""
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[Part], logs: LogArgs):
         self._parts = parts
+        self._logs = logs
         self._width = max(len(part.name) for part in parts)
         self._shown: dict[str, str] = {}
-        self._live = sys.stdout.isatty()
+        self._live = sys.stdout.isatty() and not logs.log_json
 
     def draw(self) -> None:
         if self._live and self._shown:
@@ -93,25 +101,35 @@ class _Board:
             if self._live:
                 sys.stdout.write(f"\x1b[2K{line}\n")
             elif self._shown.get(part.name) != line:
-                sys.stdout.write(line + "\n")
+                say(line, self._logs)
             self._shown[part.name] = line
         sys.stdout.flush()
 
 
-def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool]) -> int:
+def say(text: str, logs: LogArgs) -> None:
+    """Tell whoever started the cluster: on stdout, or where --log-json is wanted, as a line of the log."""
+    if logs.log_json:
+        log.info("%s", text.strip())
+    else:
+        print(text, flush=True)
+
+
+def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool], logs: LogArgs | None = None) -> int:
     """Start all parts, call ``when_ready`` once all are, and wait while it returned True; returns the exit code.
 
-    0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died.
+    0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died. ``logs`` says how
+    large the parts' logs may grow, and in which form to tell of them.
     """
-    stop = _StopFlag()
+    stop, logs = _StopFlag(), logs or LogArgs()
     try:
         for part in parts:
             part.start()
-        board = _Board(parts)
+        board = _Board(parts, logs)
         greeted = False
         while not stop.raised:
             if dead := next((part for part in parts if part.dead), None):
                 return _report_death(dead)
+            _cut_logs(parts, logs.max_bytes)
             if not greeted:
                 greeted = _all_ready(parts)
                 board.draw()
@@ -121,6 +139,12 @@ def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool]) -> int:
         return 0
     finally:
         _stop(parts)
+
+
+def _cut_logs(parts: Sequence[Part], max_bytes: int) -> None:
+    for part in parts:
+        with contextlib.suppress(OSError):  # a full disk, or a file that somebody removed: the parts go on
+            cut(part.log, max_bytes)
 
 
 class _StopFlag:

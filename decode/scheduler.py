@@ -36,6 +36,10 @@ class DecodeScheduler:
         return self.unified.idle and not self.arrived and not len(self.rooms)
 
     @property
+    def paused(self) -> bool:
+        return self.batcher.paused is not None
+
+    @property
     def num_running(self) -> int:
         return self.unified.num_running
 
@@ -91,7 +95,7 @@ class DecodeScheduler:
 
     def _reserve_arrived(self) -> None:
         """Reserve in the queue's order while there is room; retracted requests that are as urgent come first."""
-        while (req := self.arrived.head()) is not None and self._is_next(req):
+        while not self.paused and (req := self.arrived.head()) is not None and self._is_next(req):
             self.unified.make_way(req, req.num_prompt_tokens, req.num_prompt_tokens)
             if not self.batcher.has_slot or not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
                 return
@@ -155,3 +159,5 @@ class DecodeScheduler:
         self.batcher.cache.commit(req.hold, req.prompt)
         self.batcher.adopt(req)
         self.unified.report(req, req.take(result.token_id), result.logprobs)
+        if self.batcher.paused == "retract":
+            self.batcher.pause("retract")  # this one too

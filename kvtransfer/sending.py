@@ -201,7 +201,7 @@ class SenderCore:
                 half.untaken.discard((session.id, message.stamp))
 
     def _peer_abort(self, session: Session, abort: m.Abort, now: float) -> None:
-        if abort.code == Aborted.code:  # the client has left: no other attempt will come
+        if isinstance(abort.error, Aborted):  # the client has left: no other attempt will come
             self._taken(session, abort)
         half = session.rooms.get(abort.room)
         if half is not None and any(d.session is session and d.stamp == abort.stamp for d in half.destinations):

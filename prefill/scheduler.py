@@ -53,6 +53,10 @@ class PrefillScheduler:
         return self.batcher.idle and not len(self.rooms) and self._pipeline.in_flight is None
 
     @property
+    def paused(self) -> bool:
+        return self.batcher.paused is not None
+
+    @property
     def num_running(self) -> int:
         return len(self.batcher.prefilling)
 
@@ -98,7 +102,7 @@ class PrefillScheduler:
         self._kept.sweep(now)
         for progress in self.rooms.poll():
             self._advance(progress)
-        batch = self.batcher.next_prefill(most_together(self.batcher))
+        batch = None if self.paused else self.batcher.next_prefill(most_together(self.batcher))
         if batch is None:
             return self._pipeline.advance(None)
         self._departures.cached(batch)

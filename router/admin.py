@@ -13,7 +13,7 @@ from ..common.api.errors import InvalidRequest
 from ..common.api.unreadable import UNREADABLE
 from . import dashboard
 from .cluster import Cluster
-from .collect import Answer, ask, get
+from .collect import Answer, ask, ask_models, get
 from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
@@ -21,8 +21,8 @@ from .engine_metrics import merge
 from .ranks import report_of, server_url
 from .registry import Worker
 from .request import Request
-from .routes import QUICK_BROADCASTS, SLOW_BROADCASTS
-from .wire import Response
+from .routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
+from .wire import Response, said
 
 Handler = Callable[[Cluster, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
@@ -94,20 +94,14 @@ async def broadcast(router: Cluster, request: Request) -> Response:
     seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
     servers = _servers(router)
     answers = await asyncio.gather(*(_tell(router, w, request, seconds) for w in servers.values()))
+    if request.path in RENAMING:
+        await asyncio.gather(*(ask_models(router.dispatcher, worker, _REPORT_SECONDS) for worker in router.registry))
     failed = [answer.status for answer in answers if not answer.ok]
     refused = all(400 <= status < 500 for status in failed)
     told: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
     if failed:
-        told["errors"] = {url: a.detail or _said(a) for url, a in zip(servers, answers) if not a.ok}
+        told["errors"] = {url: a.detail or said(a.body) for url, a in zip(servers, answers) if not a.ok}
     return Response.json(told, 200 if not failed else max(failed) if refused else 502)
-
-
-def _said(refusal: Answer) -> str:
-    """The sentence of a worker's error, or the beginning of what it answered instead."""
-    try:
-        return str(msgspec.json.decode(refusal.body)["error"]["message"])
-    except (*UNREADABLE, KeyError, TypeError):
-        return refusal.body[:200].decode("utf-8", "replace")
 
 
 async def _tell(router: Cluster, worker: Worker, request: Request, seconds: float) -> Answer:

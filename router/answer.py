@@ -27,6 +27,7 @@ class AnswerFacts(NamedTuple):
     delimited: bool
     """Whether the answer says where it ends; otherwise the end of the connection does."""
     event_stream: bool
+    json: bool
     names_request: bool
     """Whether it carries an x-request-id."""
     line_size: int
@@ -37,8 +38,9 @@ class AnswerFacts(NamedTuple):
         folded = head.lower()
         chunked = b"\r\ntransfer-encoding:" in folded
         start = folded.find(b"\r\ncontent-type:")
-        events = start >= 0 and b"text/event-stream" in folded[start:folded.find(b"\r\n", start + 2)]
-        return cls(status, chunked, chunked or b"\r\ncontent-length:" in folded or status in (204, 304), events,
+        kind = folded[start:folded.find(b"\r\n", start + 2)] if start >= 0 else b""
+        return cls(status, chunked, chunked or b"\r\ncontent-length:" in folded or status in (204, 304),
+                   b"text/event-stream" in kind, b"application/json" in kind,
                    b"\r\nx-request-id:" in folded, folded.find(b"\r\n") + 2)
 
 

@@ -14,6 +14,7 @@ from random import Random
 
 from ..common.api.errors import ConfigError
 from ..common.obs.tracing import exporter_for
+from .activity import tell_activity
 from .config import RouterConfig
 from .dashboard import Sampler
 from .discovery import Discovery
@@ -50,7 +51,8 @@ class Router:
         self._discovery: Discovery | None = None
         self.port = config.http.port
         self._sweeper: asyncio.Task[None] | None = None
-        self._tracer = Tracer(exporter_for(config.logs.traces_to)) if config.logs.traces_to else None
+        self._teller: asyncio.Task[None] | None = None
+        self._tracer = Tracer(exporter_for(config.observe.traces_to)) if config.observe.traces_to else None
         self._gate: Gate | None = None
 
     # ------------------------------------------------------------------ life
@@ -60,8 +62,8 @@ class Router:
         loop = asyncio.get_running_loop()
         parts = self._parts
         self.dispatcher = parts.dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
-        if self.dispatcher.exact is not None:
-            self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.exact)
+        if self.dispatcher.policies.exact is not None:
+            self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.policies.exact)
         rules = self.config.admission.rules
         self._gate = Gate(parts.admission(rules, loop), loop) if rules.active and parts.accepts else None
         self.metrics.admission = self._gate.admission if self._gate is not None else None
@@ -70,15 +72,17 @@ class Router:
             self._server = await self._listen(self.entry.serve, self.config.http.host, self.config.http.port,
                                               server_context(self.config.security))
             self.port = self._server.sockets[0].getsockname()[1]
-        if self.config.logs.prometheus_port is not None:
-            self._scraped = await self._listen(self.entry.serve_scrape, self.config.logs.prometheus_host,
-                                               self.config.logs.prometheus_port, None)
+        if self.config.observe.prometheus_port is not None:
+            self._scraped = await self._listen(self.entry.serve_scrape, self.config.observe.prometheus_host,
+                                               self.config.observe.prometheus_port, None)
         for spec in self.config.workers.specs:
             self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port))
         if self.config.discovery.service_discovery:
             self._discovery = Discovery(self, self.config.discovery)
         self.sampler.start()
         self._sweeper = loop.create_task(self._sweep())
+        if self.config.logs.log_interval:
+            self._teller = loop.create_task(tell_activity(self.sampler, self.config.logs.log_interval))
         gc.freeze()  # What lives as long as the process need not be walked by every full collection.
 
     async def _listen(self, serve: Serve, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:
@@ -114,6 +118,8 @@ class Router:
         for connection in list(self._connections):
             connection.transport.abort()
         self._sweeper.cancel()
+        if self._teller is not None:
+            self._teller.cancel()
         self.sampler.stop()
         if self._discovery is not None:
             self._discovery.stop()

@@ -24,6 +24,7 @@ _ROOM_BITS = 63  # SGLang keeps a room in a signed 64-bit integer.
 class Peek(msgspec.Struct, gc=False):
     """The fields of a request that routing reads, as raw JSON: prompts are hashed, not decoded."""
 
+    model: msgspec.Raw = _ABSENT
     messages: msgspec.Raw = _ABSENT
     text: msgspec.Raw = _ABSENT
     prompt: msgspec.Raw = _ABSENT
@@ -55,6 +56,16 @@ class Peek(msgspec.Struct, gc=False):
         return None
 
     @property
+    def model_name(self) -> str:
+        """The model that is asked for; "" where none is, or what is no name."""
+        if not self.model:
+            return ""
+        try:
+            return _decode_name(self.model)
+        except UNREADABLE:
+            return ""
+
+    @property
     def streamed(self) -> bool:
         return self.stream == _TRUE
 
@@ -71,6 +82,7 @@ class Peek(msgspec.Struct, gc=False):
 
 
 _decode_peek = msgspec.json.Decoder(Peek).decode
+_decode_name = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.Encoder().encode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -111,6 +123,15 @@ def _is_readable(body: bytes) -> bool:
     except UNREADABLE:
         return False
     return True
+
+
+def with_model(body: bytes, name: str) -> bytes:
+    """The body for another model's name, all else as it is; one whose names cannot be read stays the same."""
+    try:
+        fields = _decode_fields(body)
+    except UNREADABLE:
+        return body
+    return _encode({**fields, "model": name})
 
 
 def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int | None) -> dict[str, Any]:

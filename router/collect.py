@@ -15,6 +15,9 @@ from .dispatch import Dispatcher
 from .registry import Worker
 from .request import Request
 
+_MOST_MODELS = 4096
+"""Names that one worker may tell: a server of adapters has some hundreds."""
+
 
 class Answer(NamedTuple):
     """``status`` is 0 when no answer came; ``detail`` says why then."""
@@ -89,6 +92,14 @@ async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout:
     finally:
         timer.cancel()
         call.cancel()
+
+
+async def ask_models(dispatcher: Dispatcher, worker: Worker, timeout: float) -> None:
+    """Ask a worker which models it serves, and note them; what a worker that cannot tell said before still holds."""
+    told = (await ask(dispatcher, worker, get("/v1/models"), timeout)).json_object().get("data")
+    if isinstance(told, list):
+        cards = [card for card in told if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]]
+        dispatcher.registry.learn_models(worker, cards[:_MOST_MODELS])
 
 
 def get(target: str) -> Request:

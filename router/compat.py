@@ -18,7 +18,6 @@ _HEALTH = "workers that start or failed are asked twice a second; leave the flag
 
 REFUSED: dict[str, str] = {
     "--mini-lb": "there is one router; leave the flag away",
-    "--enable-igw": "all workers of one router serve the same models; start one router a model",
     "--bucket-adjust-interval-secs": "there is no bucket policy; use --prefill-policy cache_exact or least_loaded",
     **dict.fromkeys(("--max-idle-secs", "--assignment-mode"),
                     "there is no manual policy; use --policy consistent_hash, which keeps sessions without a table"),

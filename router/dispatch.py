@@ -15,8 +15,9 @@ from .busy_poll import BusyPoll
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
+from .models import Group
 from .outbox import Outbox
-from .policies import Subject, build_all
+from .policies import PolicySets, Subject
 from .policies.cache_exact import CacheExact
 from .pool import UpstreamPool, plain_answer
 from .ranks import tell_rank
@@ -55,17 +56,12 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self._suspect = suspect
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
-        self.policies = build_all({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
-        exact = {policy for policy in self.policies.values() if isinstance(policy, CacheExact)}
-        self._pairing = self.policies["prefill"] if self.policies["prefill"] is self.policies["decode"] else None
-        self.exact = exact.pop() if exact else None
-        """The policy that is to be told what workers have cached, by a ``watch``."""
+        self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
                                 config.retry.retry_jitter_factor)
-        self._swept = [policy for policy in set(self.policies.values()) if hasattr(policy, "sweep")]
         self._pools: dict[Worker, UpstreamPool] = {}
         self._tls = worker_context(config.security)
         self._known = KnownHeads(plain_answer)
@@ -106,8 +102,7 @@ class Dispatcher:
 
     def sweep(self, silence_limit: float) -> None:
         """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
-        for policy in self._swept:
-            policy.sweep(self.loop.time())
+        self.policies.sweep(self.loop.time(), self.registry.models.groups)
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
             if worker not in self.registry and not worker.load and not pool.busy:
@@ -137,25 +132,26 @@ class Dispatcher:
 
     def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
         """What the role's policy decides a request by, for ``place``."""
-        return self.policies[role].read(request, found)
+        return self.policies.of(request.group)[role].read(request, found)
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
         """Choose and reserve a prefill and a decode worker (neither sequence is empty)."""
-        if isinstance(self._pairing, CacheExact):
-            subject = self._pairing.read(request, found)
-            chosen = self._pairing.choose_pair(prefills, decodes, subject)
+        policies = self.policies.of(request.group)
+        pairing = policies["prefill"]
+        if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
+            chosen = pairing.choose_pair(prefills, decodes, pairing.read(request, found))
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
         subject = self.subject("prefill", request, found)
-        prefill = self.place("prefill", prefills, subject)
-        if self.policies["decode"].read is not self.policies["prefill"].read:
+        prefill = self.place("prefill", prefills, subject, request.group)
+        if policies["decode"].read is not pairing.read:
             subject = self.subject("decode", request, found)
-        return prefill, self.place("decode", decodes, subject)
+        return prefill, self.place("decode", decodes, subject, request.group)
 
-    def place(self, role: Role, workers: Sequence[Worker], subject: Subject) -> Reservation:
-        """Choose one of ``workers`` (not empty) and reserve it."""
-        chosen = self.policies[role].choose(workers, subject)
+    def place(self, role: Role, workers: Sequence[Worker], subject: Subject, group: Group = None) -> Reservation:
+        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it."""
+        chosen = self.policies.of(group)[role].choose(workers, subject)
         return self._reserve(role, chosen.worker, chosen.reason)
 
     def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
@@ -166,13 +162,13 @@ class Dispatcher:
             self.registry.probe(reservation)
         return reservation
 
-    def candidates(self, role: Role, retries: Retries | None, *, own: bool = False,
+    def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, own: bool = False,
                    only: Worker | None = None) -> Sequence[Worker]:
-        """Workers of a role that may be tried; those that failed this request only when no other is left.
+        """Workers of a role and group that may be tried; those that failed this request only when no other is left.
 
         ``own``: only our servers, for what no other understands. ``only``: none but this worker.
         """
-        available: Sequence[Worker] = self.registry.available(role)
+        available: Sequence[Worker] = self.registry.available(role, group)
         if retries is None and only is None and not own:
             return available
         if only is not None:
@@ -181,9 +177,9 @@ class Dispatcher:
             available = [worker for worker in available if worker.is_baton]
         return (without(available, retries.excluded) or available) if retries is not None else available
 
-    def untried(self, role: Role, retries: Retries) -> bool:
+    def untried(self, role: Role, retries: Retries, group: Group = None) -> bool:
         """Whether a worker is left that has not failed this request."""
-        return any(worker not in retries.excluded for worker in self.registry.available(role))
+        return any(worker not in retries.excluded for worker in self.registry.available(role, group))
 
     # ------------------------------------------------------------------ outcomes
 
@@ -215,10 +211,11 @@ class Dispatcher:
         return Retries(self._backoff, self.rng, self.loop)
 
 
-def nobody(role: Role) -> WorkerUnavailable:
-    """The answer when no worker of a role can take a request."""
+def nobody(role: Role, group: Group = None) -> WorkerUnavailable:
+    """The answer when no worker of a role can take a request for a group."""
     name = "worker" if role == "regular" else f"{role} worker"
-    return WorkerUnavailable(f"No healthy {name} is available.", retry_after=RETRY_AFTER_SECONDS)
+    named = f" for the model `{group}`" if group else ""
+    return WorkerUnavailable(f"No healthy {name} is available{named}.", retry_after=RETRY_AFTER_SECONDS)
 
 
 def bearer(key: str) -> bytes:

@@ -11,13 +11,14 @@ from typing import Any
 from ..common.api.errors import NotFound, ServingError
 from .access import Cors, Keys
 from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
-from .body import Peek, peek, require_object
+from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
-from .exchange import Exchange
+from .exchange import Exchange, note_failure
 from .gate import Gate
 from .http_server import ClientConnection
 from .local_prefill import LocalPrefill
+from .model_routes import MODELS, READING, answer_models
 from .pd import PairRelay
 from .registry import Role, Worker
 from .relay import Relay
@@ -102,6 +103,7 @@ class Entry:
                 check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
+            note_failure(error.status, error.message, request)
             self._answer(connection, request, Response.error(error, path))
 
     def serve_scrape(self, connection: ClientConnection, request: Request) -> None:
@@ -115,6 +117,11 @@ class Entry:
         path = request.path
         pair = self._home == "decode" and path in PAIR_PATHS
         found = require_object(request.body) if pair else peek(request.body) if request.body else None
+        if self._registry.models.checked:
+            if (path == MODELS or path.startswith(MODELS + b"/")) and request.method in READING:
+                self._answer(connection, request, answer_models(self._registry.models, request))
+                return
+            self._find_group(request, found)
         usual = found is not None and path in PAIR_PATHS and not found.session_params
         kept = self._keeper_of(request) if not usual else None
         span = self._tracer.begin(request) if self._tracer is not None else None
@@ -144,16 +151,25 @@ class Entry:
                     return Relay(dispatcher, exchange, "decode", alone[0], own=True)
             return PairRelay(dispatcher, exchange, found, only=kept)
         role = self._home if request.method == b"POST" else self._role_for(request)
-        subject = dispatcher.policies[role].read(request, found)
+        subject = dispatcher.subject(role, request, found)
         return Relay(dispatcher, exchange, role, subject, only=kept,
                      retries=self._no_retries() if kept is not None else None)
+
+    def _find_group(self, request: Request, found: Peek | None) -> None:
+        """Read which model is asked for, by its real name from here on; raises ModelNotFound."""
+        models = self._registry.models
+        asked = found.model_name if found is not None else ""
+        name = models.real_name(asked)
+        if name != asked:
+            request.body = with_model(request.body, name)
+        request.group = models.group(name)
 
     def _keeper_of(self, request: Request) -> Worker | None:
         """The one worker that can answer, where it is one; raises WorkerUnavailable while that one is away."""
         if request.path == b"/open_session":
-            request.body = with_session_id(self._registry, self._home, request.body)
+            request.body = with_session_id(self._registry, self._home, request.body, request.group)
         key = key_of(request.path, request.body)
-        worker = keeper(self._registry, self._home, key) if key is not None else None
+        worker = keeper(self._registry, self._home, key, request.group) if key is not None else None
         if worker is not None and worker not in self._registry.available(self._home):
             raise away()
         return worker
@@ -164,7 +180,7 @@ class Entry:
 
     def _role_for(self, request: Request) -> Role:
         """Where questions go: in a cluster of pairs to decode, or to whoever is there."""
-        if self._home == "decode" and not self._registry.available("decode"):
+        if self._home == "decode" and not self._registry.available("decode", request.group):
             return "prefill"
         return self._home
 

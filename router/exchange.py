@@ -6,6 +6,7 @@ import logging
 from time import perf_counter
 
 from ..common.api.errors import ServingError
+from ..common.obs.failures import FailureLog
 from .access import without_grants
 from .admission import Ticket
 from .answer import AnswerHead, Failure
@@ -15,10 +16,17 @@ from .metrics import Metrics
 from .registry import Worker
 from .request import Request
 from .tracing import RequestSpan
-from .wire import Response, error_event
+from .wire import Response, error_event, said
 
 logger = logging.getLogger("baton.router")
+failures = FailureLog(logger)
 CLIENT_LEFT = 499
+
+
+def note_failure(status: int, sentence: str, request: Request, **fields: str) -> None:
+    """Tell the log of a request that failed."""
+    failures.note(status, sentence, path=request.path.decode("latin-1"),
+                  request_id=request.request_id.decode("latin-1"), **fields)
 
 
 class Exchange:
@@ -64,6 +72,8 @@ class Exchange:
         if request.on_head is not None:
             head = request.on_head(head)
         self._facts = facts = head.facts
+        if facts.status >= 400:
+            self._note(facts.status, said(head.data[head.size:]) or f"The worker answered {facts.status}.")
         if self.log is not None:
             self._follow(self.log, head)
         data = head.data
@@ -123,6 +133,7 @@ class Exchange:
         """Answer with an error of our own; nothing has been sent."""
         assert not self.began
         self.connection.respond(self.request, Response.error(error, self.request.path))
+        self._note(error.status, error.message)
         self._finish(error.status)
         self.connection.done(keep_alive=self.request.keep_alive)
 
@@ -131,15 +142,16 @@ class Exchange:
 
         An event stream gets ``error`` as its last event, if an event can follow what was sent; without
         it, a reader that does not insist on [DONE] would take a torn answer for a whole one. Any other
-        answer is cut short of its announced length.
+        answer is cut short of its announced length, or, where it announced none, by a reset.
         """
         self._metrics.broken_streams += 1
-        logger.warning("An answer broke off: %s.", failure.detail,
-                       extra={"fields": {"request_id": self.request.request_id.decode("latin-1")}})
+        self._note(error.status, f"{error.message} The answer broke off: {failure.detail}.")
         facts = self._facts
         if facts.event_stream and (failure.at_boundary or self.log is not None):
             event = b"\n\n" + error_event(error, self.request.path)
             self.connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event) if facts.chunked else event)
+        elif not facts.delimited:
+            self.connection.reset()
         self._finish(facts.status)
         self.connection.done(keep_alive=False)
 
@@ -147,6 +159,9 @@ class Exchange:
         """The client left."""
         self._metrics.client_disconnects += 1
         self._finish(CLIENT_LEFT)
+
+    def _note(self, status: int, sentence: str) -> None:
+        note_failure(status, sentence, self.request, worker=self.worker)
 
     def _first_token(self) -> None:
         self._awaits_body = False

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .answer import Failure
-from .collect import ask, get
+from .collect import ask, ask_models, get
 from .config.workers import HealthArgs
 from .dispatch import Dispatcher
 from .ranks import count_of
@@ -22,6 +22,8 @@ from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
 logger = logging.getLogger("baton.router")
 
 _RECOVERY_SECONDS = 0.5
+_MODELS_SECONDS = 10.0
+"""How often a healthy worker is asked for its models: adapters come and go while it serves."""
 _NOT_FOR: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
                                           "decode": ("null", "prefill")}
 """What a worker of a role may not say of itself (``disaggregation_mode``). Our decode servers serve alone, too."""
@@ -73,9 +75,15 @@ class HealthMonitor:
     async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
         wake = self._wake[worker]
         deadline: float | None = dispatcher.loop.time() + self._startup
+        asked_models = 0.0
         while True:
             wake.clear()
+            if worker.state != "healthy":
+                asked_models = dispatcher.loop.time()
             await self._check(worker, dispatcher)
+            if worker.state == "healthy" and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
+                asked_models = dispatcher.loop.time()
+                await ask_models(dispatcher, worker, self._timeout)
             if worker.state != "starting":
                 deadline = None
             elif deadline is not None and dispatcher.loop.time() > deadline:
@@ -120,9 +128,7 @@ class HealthMonitor:
     async def _learn(self, worker: Worker, dispatcher: Dispatcher) -> str | None:
         """Ask a worker what it is, as far as nobody said; a worker that cannot tell keeps the defaults. Returns the
         role that it says it has, where that cannot serve in the one that it was given."""
-        models = (await ask(dispatcher, worker, get("/v1/models"), self._timeout)).json_object().get("data")
-        if isinstance(models, list):
-            worker.model_ids = tuple(str(m["id"]) for m in models if isinstance(m, dict) and "id" in m)
+        await ask_models(dispatcher, worker, self._timeout)
         info = (await ask(dispatcher, worker, get("/get_server_info"), self._timeout)).json_object()
         mode = info.get("disaggregation_mode")
         if not worker.asks_role and mode in _NOT_FOR[worker.role]:

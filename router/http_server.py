@@ -8,6 +8,8 @@ leaves (``cancel``) and when it reads too slowly (``pause``, ``resume``).
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +25,8 @@ their answers are taken."""
 _LINGER_SECONDS = 2.0
 """How long a refused upload is still swallowed: closing at once resets the connection, and the client
 loses the answer that says why."""
+
+_NO_LINGER = struct.pack("ii", 1, 0)  # closing sends a reset, not a regular end
 
 
 class Handler(Protocol):
@@ -90,6 +94,12 @@ class ClientConnection(asyncio.Protocol):
             self._outbox.close(self.transport)
         elif self._reader.ready and not self._busy:
             self._serve_ready()
+
+    def reset(self) -> None:
+        """Cut the connection behind what was sent, so that it is not taken for all; ``done`` is still to be called."""
+        self._outbox.flush()
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
 
     def close_when_idle(self) -> None:
         """Take no new request; a running one still gets its answer."""

@@ -14,7 +14,7 @@ import uvloop
 
 from ..common.api.errors import ConfigError
 from ..common.config.cli import parse
-from . import logs
+from ..common.obs.logging import setup_logging
 from .app import Router, serve
 from .compat import translate
 from .config import RouterConfig
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = parse(
             RouterConfig, translate(sys.argv[1:] if argv is None else argv), prog="launch_router",
             description="Route OpenAI-compatible requests to whole workers or to pairs of prefill and decode.")
-        logs.configure(config.logs.log_level, config.logs.log_dir)
+        setup_logging(config.logs, "router")
     except ConfigError as error:
         _refuse(error)
     prepare()

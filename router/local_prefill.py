@@ -29,10 +29,10 @@ class LocalPrefill:
         """
         if found is None or found.has_bootstrap:
             return []
-        workers = self._dispatcher.candidates("decode", None, own=True)
+        workers = self._dispatcher.candidates("decode", None, request.group, own=True)
         if not workers:
             return []
-        policy: Any = self._dispatcher.policies["decode"]
+        policy: Any = self._dispatcher.policies.of(request.group)["decode"]
         subject = policy.read(request, found)
         tokens: float = _num_tokens(found)
         if tokens > self._most and hasattr(policy, "held_share"):

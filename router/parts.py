@@ -39,7 +39,7 @@ class Parts:
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
         return Registry(failure_threshold=config.health.health_failure_threshold,
                         success_threshold=config.health.health_success_threshold,
-                        circuit_rules=config.circuit.rules, on_drained=on_drained)
+                        circuit_rules=config.circuit.rules, on_drained=on_drained, models=config.workers.models)
 
     def health(self, config: RouterConfig, registry: Registry,
                on_ranks: Callable[[Worker, int], None] | None) -> Health:

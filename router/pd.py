@@ -103,13 +103,14 @@ class PairRelay:
         dispatcher, exchange = self.dispatcher, self.exchange
         log = exchange.log if exchange.began else None
         self._relayed = None
-        prefills = dispatcher.candidates("prefill", self.retries, own=log is not None)
-        decodes = dispatcher.candidates("decode", self.retries, own=log is not None, only=self._only)
-        if not prefills and dispatcher.candidates("decode", self.retries, own=True):
+        group = exchange.request.group
+        prefills = dispatcher.candidates("prefill", self.retries, group, own=log is not None)
+        decodes = dispatcher.candidates("decode", self.retries, group, own=log is not None, only=self._only)
+        if not prefills and dispatcher.candidates("decode", self.retries, group, own=True):
             self._leave_to_decode()
             return
         if not prefills or not decodes:
-            again(self, "unavailable", nobody("decode" if prefills else "prefill"))
+            again(self, "unavailable", nobody("decode" if prefills else "prefill", group))
             return
         found = self._peek
         assert found is not None
@@ -264,4 +265,4 @@ class PairRelay:
             self._suspect = self._other(half).worker
         if (half is self._decode) is (status != TransferFailed.status):
             self._again_on = self._prefill_worker
-        return retries.left and self.dispatcher.untried(half.role, retries)
+        return retries.left and self.dispatcher.untried(half.role, retries, self.exchange.request.group)

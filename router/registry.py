@@ -11,6 +11,7 @@ import msgspec
 from ..common.api.errors import Conflict, NotFound
 from .circuit import Circuit, CircuitRules
 from .endpoint import Endpoint
+from .models import Group, Models
 
 Role = Literal["regular", "prefill", "decode"]
 State = Literal["starting", "healthy", "unhealthy"]
@@ -26,9 +27,9 @@ class Worker:
     Identity: ``id`` is never reused, so a worker that left and came back is another worker.
     Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row.
     Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
-    ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids``, and ``is_baton``:
-    one of our servers, which prefills what it is sent alone and goes on with the answers of others;
-    ``keeps_files``: it was given a folder for them.
+    ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids`` (none: unknown) and their
+    ``model_cards`` (see ``/v1/models``) when ``asks_models``, and ``is_baton``: one of our servers, which prefills
+    what it is sent alone and goes on with the answers of others; ``keeps_files``: it was given a folder for them.
     One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
     ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
     Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is told of each release.
@@ -37,13 +38,13 @@ class Worker:
     Failing requests: ``circuit``, moved by the registry once the worker is in it.
     """
 
-    __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port", "model_ids",
-                 "state", "failures", "successes", "load", "on_release", "draining", "is_baton", "circuit",
-                 "cached_tokens", "rank", "root", "keeps_files")
+    __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
+                 "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "load", "on_release",
+                 "draining", "is_baton", "circuit", "cached_tokens", "rank", "root", "keeps_files")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
-                 rank: int | None = None, root: Worker | None = None):
+                 rank: int | None = None, root: Worker | None = None, model_id: str | None = None):
         self.id = next(_ids)
         self.endpoint = endpoint
         self.api_key = api_key
@@ -54,7 +55,9 @@ class Worker:
         self.asks_role = asks_role
         self.asks_port = bootstrap_port == "ask"
         self.bootstrap_port = DEFAULT_BOOTSTRAP_PORT if bootstrap_port == "ask" else bootstrap_port
-        self.model_ids: tuple[str, ...] = ()
+        self.asks_models = model_id is None
+        self.model_ids: tuple[str, ...] = () if model_id is None else (model_id,)
+        self.model_cards: tuple[dict[str, Any], ...] = ()
         self.state: State = "starting"
         self.failures = 0
         self.successes = 0
@@ -72,7 +75,8 @@ class Worker:
     def of_rank(self, rank: int | None) -> Worker:
         """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
         return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key, rank=rank,
-                      bootstrap_port="ask" if self.asks_port else self.bootstrap_port, root=self.root)
+                      bootstrap_port="ask" if self.asks_port else self.bootstrap_port, root=self.root,
+                      model_id=None if self.asks_models else self.model_ids[0])
 
     def describe(self) -> dict[str, Any]:
         """The worker as ``/list_workers`` shows it."""
@@ -104,21 +108,24 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
 
 
 class Registry:
-    """All workers by URL, and for each role those that may take new requests.
+    """All workers by URL, and for each role and model those that may take new requests.
 
-    ``available(role)`` is one tuple object until membership or health changes, so that a decision
-    costs no filtering and a policy may cache what it derives from the tuple.
+    ``available(role, group)`` is one tuple object until its workers change, so that a decision costs no filtering and
+    a policy may cache what it derives from the tuple. ``models`` says which group a request is for.
     """
 
     def __init__(self, *, failure_threshold: int = 3, success_threshold: int = 2,
-                 circuit_rules: CircuitRules | None = None, on_drained: Callable[[Worker], None] | None = None):
+                 circuit_rules: CircuitRules | None = None, on_drained: Callable[[Worker], None] | None = None,
+                 models: Models | None = None):
+        self.models = models or Models()
         self._circuit_rules = circuit_rules or CircuitRules()
         self._probes: set[Reservation] = set()
         self._on_drained = on_drained or (lambda worker: None)
         self._failure_threshold = failure_threshold
         self._success_threshold = success_threshold
         self._workers: dict[str, Worker] = {}
-        self._available: dict[str, tuple[Worker, ...]] = dict.fromkeys(ROLES, ())
+        self._available: dict[tuple[str, Group], tuple[Worker, ...]] = {}
+        self._rename()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -136,14 +143,14 @@ class Registry:
             raise Conflict(f"Worker {worker.url} is already registered.")
         self._workers[worker.url] = worker
         worker.circuit = Circuit(self._circuit_rules)
-        self._refresh()
+        self._rename()
 
     def remove(self, url: str) -> Worker:
         """Take a worker out of all future decisions; running requests keep their reservations. Raises NotFound."""
         worker = self._workers.pop(url, None)
         if worker is None:
             raise NotFound(f"Worker {url} is not registered.")
-        self._refresh()
+        self._rename()
         return worker
 
     def get(self, url: str) -> Worker:
@@ -171,13 +178,22 @@ class Registry:
             self._on_drained(worker)
         return worker
 
-    def available(self, role: Role) -> tuple[Worker, ...]:
-        return self._available[role]
+    def available(self, role: Role, group: Group = None) -> tuple[Worker, ...]:
+        return self._available.get((role, group), ())
 
     def ready(self, *, pairs: bool) -> bool:
-        """Whether a request could be served now; ``pairs`` wants both roles present."""
-        available = self._available
-        return bool(available["prefill"] and available["decode"]) if pairs else bool(available["regular"])
+        """Whether a request could be served now; ``pairs`` wants both roles present, of one model."""
+        if not pairs:
+            return bool(self.available("regular"))
+        return any(self.available("prefill", group) and self.available("decode", group)
+                   for group in self.models.groups or (None,))
+
+    def learn_models(self, worker: Worker, cards: Sequence[dict[str, Any]]) -> None:
+        """Note which models a worker says that it serves, where nobody said so before."""
+        ids = tuple(card["id"] for card in cards)
+        if worker.asks_models and (ids != worker.model_ids or tuple(cards) != worker.model_cards):
+            worker.model_ids, worker.model_cards = ids, tuple(cards)
+            self._rename()
 
     def passed(self, worker: Worker) -> bool:
         """Note a passed health check; returns whether the worker became available by it.
@@ -190,7 +206,7 @@ class Registry:
             return False
         worker.state = "healthy"
         worker.circuit.reset()  # It was down and is back: what the old process failed says nothing of the new one.
-        self._refresh()
+        self._rename()  # Its role is known now.
         return True
 
     def failed(self, worker: Worker, *, certain: bool) -> bool:
@@ -251,10 +267,28 @@ class Registry:
         if worker.draining and not worker.load and worker in self:
             self._on_drained(worker)
 
+    def _rename(self) -> None:
+        """Workers came, went, or serve other models."""
+        workers = tuple(self._workers.values())
+        self.models.update(workers, pairs=any(worker.role != "regular" for worker in workers))
+        self._refresh()
+
     def _refresh(self) -> None:
+        """Derive who is available to whom; what did not change stays the same object."""
         ready = [worker for worker in self._workers.values() if worker.state == "healthy"
                  and worker.circuit.admits and not worker.draining]
-        self._available = {role: tuple(w for w in ready if w.role == role) for role in ROLES}
+        found: dict[tuple[str, Group], list[Worker]] = {(role, None): [] for role in ROLES}
+        groups = self.models.groups
+        for worker in ready:
+            found[worker.role, None].append(worker)
+            for group in groups and (worker.model_ids or groups):
+                found.setdefault((worker.role, group), []).append(worker)
+        before = self._available
+        self._available = {}
+        for key, workers in found.items():
+            old = before.get(key)
+            now = tuple(workers)
+            self._available[key] = old if old == now else now  # type: ignore[assignment]
 
 
 def without(workers: Sequence[Worker], excluded: set[Worker]) -> Sequence[Worker]:

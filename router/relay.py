@@ -41,12 +41,12 @@ class Relay:
         """Make an attempt; answers 503 when no worker is available."""
         exchange = self.exchange
         log = exchange.log if exchange.began else None
-        workers = self.dispatcher.candidates(self._role, self.retries, own=self._own or log is not None,
-                                              only=self._only)
+        workers = self.dispatcher.candidates(self._role, self.retries, exchange.request.group,
+                                             own=self._own or log is not None, only=self._only)
         if not workers:
-            again(self, "unavailable", nobody(self._role))
+            again(self, "unavailable", nobody(self._role, exchange.request.group))
             return
-        self._reservation = self.dispatcher.place(self._role, workers, self._subject)
+        self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
         worker = self._reservation.worker
         exchange.workers = (worker,)
         body = exchange.request.body if log is None else log.resumed_body()
@@ -129,7 +129,7 @@ class Relay:
         assert self._reservation is not None
         retries = tried(self)
         retries.excluded.add(self._reservation.worker)
-        return retries.left and self.dispatcher.untried(self._role, retries)
+        return retries.left and self.dispatcher.untried(self._role, retries, self.exchange.request.group)
 
     def _drop(self) -> None:
         """Cut the running attempt, if there is one."""

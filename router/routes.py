@@ -41,6 +41,8 @@ SLOW_BROADCASTS = (
     b"/update_weight_version", b"/release_memory_occupation", b"/resume_memory_occupation",
     b"/load_lora_adapter", b"/unload_lora_adapter")
 """Sent to every worker; the slow ones move weights and may take minutes."""
+RENAMING = frozenset((b"/update_weights_from_disk", b"/load_lora_adapter", b"/unload_lora_adapter"))
+"""After these the workers may serve other models."""
 
 
 LABELS = {path: path.decode() for path in RELAYED}

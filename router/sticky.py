@@ -22,6 +22,7 @@ import msgspec
 
 from ..common.api.errors import WorkerUnavailable
 from ..common.api.unreadable import UNREADABLE
+from .models import Group
 from .registry import Registry, Role, Worker
 
 FILES = b"files"
@@ -68,21 +69,23 @@ def _read(decode: Any, body: bytes) -> Any:
         return None  # The worker says what is wrong with it.
 
 
-def with_session_id(registry: Registry, role: Role, body: bytes) -> bytes:
+def with_session_id(registry: Registry, role: Role, body: bytes, group: Group = None) -> bytes:
     """The body of an ``/open_session`` with a session's name, one that falls to a worker that is there."""
     fields = _read(_fields, body)
     if fields is None or key_of(b"/open_session", body) is not None:
         return body
     for _ in range(64):
         name = uuid.uuid4().hex
-        if keeper(registry, role, b"session " + name.encode()) in registry.available(role):
+        if keeper(registry, role, b"session " + name.encode(), group) in registry.available(role):
             break
     return msgspec.json.encode({**fields, "session_id": name})
 
 
-def keeper(registry: Registry, role: Role, key: bytes) -> Worker | None:
-    """The worker that keeps what ``key`` names, whether it can be asked now or not; None where the role has none."""
-    workers = [worker for worker in registry if worker.role == role and not worker.draining]
+def keeper(registry: Registry, role: Role, key: bytes, group: Group = None) -> Worker | None:
+    """The worker of the group that keeps what ``key`` names, whether it can be asked now or not; None where there is
+    none."""
+    workers = [worker for worker in registry
+               if worker.role == role and not worker.draining and registry.models.serves(worker, group)]
     if key == FILES:
         workers = [worker for worker in workers if worker.keeps_files] or workers
     return max(workers, key=lambda worker: blake2b(worker.url.encode() + b" " + key).digest(), default=None)

@@ -7,11 +7,15 @@ Contract with the sink (``Sink``): after ``UpstreamPool.send`` returned (never b
 ``answer_head``, then any number of ``answer_data``, then exactly one of ``answer_end`` and
 ``answer_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the answer told
 its reader to close the connection, or ended with it.
+
+An answer of up to ``BUFFERED_BYTES`` that is no stream reaches the sink whole, in its ``answer_head``, or not at all:
+one that breaks off half-way is as good as none, and can be asked of another worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,6 +27,24 @@ from .heads import KnownHead, KnownHeads
 from .outbox import Outbox
 
 _MAX_HEAD = 128 * 1024
+BUFFERED_BYTES = 1024 * 1024
+"""Longest answer, head included, that is held until it is whole. A chat answer has some 5 bytes a token, with five
+log-probabilities each 600; a router with 1,000 such answers half-way here lends them 1 GiB."""
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
+
+
+def _comes_whole(head: AnswerHead) -> bool:
+    """Whether an answer's body is to be held until its end: it is no stream, and announces no more than we hold.
+
+    Of chunked ones only JSON: anything else may be a stream in a form that we do not know.
+    """
+    facts = head.facts
+    if facts.event_stream or not facts.delimited:
+        return False
+    if facts.chunked:
+        return facts.json
+    found = _LENGTH.search(head.data, 0, head.size)
+    return found is not None and head.size + int(found[1]) <= BUFFERED_BYTES
 
 
 class Home(Protocol):
@@ -101,7 +123,8 @@ class UpstreamConnection(asyncio.Protocol):
     """One keep-alive connection to a worker; carries one call at a time."""
 
     __slots__ = ("_pool", "_parser", "_pending", "_head", "_head_complete", "_missing", "_done", "_keep_alive",
-                 "transport", "call", "reused", "heard", "silent_since", "idle_since", "_last")
+                 "_buffered", "_buffered_size", "transport", "call", "reused", "heard", "silent_since",
+                 "idle_since", "_last")
 
     transport: asyncio.Transport
 
@@ -111,6 +134,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._pending = b""
         self._head: AnswerHead | None = None
         self._head_complete = self._done = self._keep_alive = False
+        self._buffered: list[bytes] | None = None
+        """The pieces so far of an answer that its sink is given whole."""
+        self._buffered_size = 0
         self._missing = 0
         """Bytes to come of an answer with a known head; the parser sees nothing of it."""
         self.call: Call | None = None
@@ -185,7 +211,9 @@ class UpstreamConnection(asyncio.Protocol):
                     self._missing = missing
                     self._head = head = AnswerHead(self._last.fact, data, size, not missing)
                     call.head = b""
-                    if call.sink is not None:
+                    if missing and size + length <= BUFFERED_BYTES and not head.facts.event_stream:
+                        self._buffered, self._buffered_size = [data], len(data)
+                    elif call.sink is not None:
                         call.sink.answer_head(head)
                     if not missing and self.call is call:
                         self._finish(call, True)
@@ -202,10 +230,23 @@ class UpstreamConnection(asyncio.Protocol):
             self.fail(Failure("malformed", f"{self._pool.url} sent more than it announced"))
             return
         self._missing = missing
-        if call.sink is not None:
-            call.sink.answer_data(data)
+        self._pass_on(call, data, last=not missing)
         if not missing and self.call is call:
             self._finish(call, True)
+
+    def _pass_on(self, call: Call, data: bytes, *, last: bool) -> None:
+        """More of a body, for the sink or, of an answer that comes whole, until its ``last`` piece to keep."""
+        if (buffered := self._buffered) is None:
+            if call.sink is not None:
+                call.sink.answer_data(data)
+            return
+        buffered.append(data)
+        self._buffered_size += len(data)
+        if last or self._buffered_size > BUFFERED_BYTES:
+            head, self._buffered = self._head, None
+            head.data, head.whole = b"".join(buffered), last  # type: ignore[union-attr]  # it has come
+            if call.sink is not None:
+                call.sink.answer_head(head)  # type: ignore[arg-type]
 
     def _parse(self, call: Call, data: bytes) -> None:
         """More of any other answer."""
@@ -216,8 +257,8 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if self._head is None:
             self._read_head(call, data)
-        elif call.sink is not None:
-            call.sink.answer_data(data)
+        else:
+            self._pass_on(call, data, last=self._done)
         if self._done and self.call is call:
             self._done = self._head_complete = False
             self._finish(call, self._keep_alive)
@@ -239,11 +280,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
         if call.bodiless:
             self._done, self._keep_alive = True, False  # The parser waits for a body, so the connection is spent.
-        if call.sink is not None:
+        if not self._done and _comes_whole(head):
+            self._buffered, self._buffered_size = [data], len(data)
+        elif call.sink is not None:
             call.sink.answer_head(head)
 
     def _finish(self, call: Call, reusable: bool) -> None:
-        self._head = self.call = call.connection = None
+        self._head = self.call = call.connection = self._buffered = None
         if reusable and not call.paused:
             self._pool.park(self)
         else:

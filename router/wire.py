@@ -11,6 +11,7 @@ import msgspec
 
 from ..common.anthropic.answer import error_body
 from ..common.api.errors import ServingError
+from ..common.api.unreadable import UNREADABLE
 
 if TYPE_CHECKING:
     from .request import Request
@@ -78,6 +79,14 @@ class SlowRequest(ServingError):
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
+
+
+def said(body: bytes) -> str:
+    """The sentence of a worker's error, or the beginning of what it answered instead."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (*UNREADABLE, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")
 
 
 def error_event(error: ServingError, path: bytes) -> bytes:

@@ -64,6 +64,21 @@ class SetLimits(msgspec.Struct, frozen=True, tag=True):
     schedule_policy: str | None = None
 
 
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class PauseGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Launch no step until ``ContinueGeneration``. With ``retract`` running requests give their pages back: they are
+    computed again later, by the weights of then. With ``in_place`` they keep them; with ``abort`` whoever sends this
+    ends them too."""
+
+    mode: PauseMode = "abort"
+
+
+class ContinueGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Go on after ``PauseGeneration``."""
+
+
 class RecordExperts(msgspec.Struct, frozen=True, tag=True):
     """Record how many tokens every expert computes, from ``start`` to ``stop``; ``dump`` writes what was recorded so
     far, or last, into ``folder``. Refused where the engine does not count them."""
@@ -73,4 +88,4 @@ class RecordExperts(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory | StartProfile | StopProfile | SetLimits
-           | RecordExperts)
+           | RecordExperts | PauseGeneration | ContinueGeneration)

@@ -80,11 +80,18 @@ class Overloaded(ServingError):
 
 
 class Aborted(ServingError):
-    """The request was cancelled, by the client or through ``/abort_request``."""
+    """The request was cancelled: its client left."""
 
     status = 499
     type = "aborted"
     code = "request_aborted"
+
+
+class AbortRequested(Aborted):
+    """Somebody asked for the request to end, by ``/abort_request`` or ``/pause_generation``: its client, who waits on,
+    gets the tokens so far."""
+
+    code = "abort_requested"
 
 
 class TransferFailed(ServingError):
@@ -121,7 +128,7 @@ class DeadlineExceeded(ServingError):
 _BY_CODE: dict[str, type[ServingError]] = {
     leaf.code: leaf
     for leaf in (ServingError, InvalidRequest, Unauthorized, NotFound, Conflict, TooLarge, Overloaded, Aborted,
-                 TransferFailed, PairMismatch, WorkerUnavailable, DeadlineExceeded)
+                 AbortRequested, TransferFailed, PairMismatch, WorkerUnavailable, DeadlineExceeded)
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..api.commands import PauseMode
 from ..config.server import ScheduleArgs
 from ..kvcache.manager import KVCacheManager
 from .batch import Batch, Chunk, RunChunks
@@ -50,6 +51,8 @@ class Batcher:
         self.running, self.arriving = self.places.running, self.places.arriving
         self.room = Room(cache, OutputReserve(args.schedule_conservativeness if decodes else 0.0), self.places)
         self.retraction = Retraction(self.places, self.room, self.priorities, swap, self.detach)
+        self.paused: PauseMode | None = None
+        """While it is set, whoever owns this launches no step."""
         self._run: DecodeRun | None = None  # of the last decode batch; None where requests decoded otherwise since
         self._run_of: list[Req] = []  # those that ran when it was made
 
@@ -67,6 +70,12 @@ class Batcher:
     def has_slot(self) -> bool:
         """Whether ``max_running_requests`` allows one more."""
         return self.places.num_with_pages < self.args.max_running_requests
+
+    def pause(self, mode: PauseMode) -> None:
+        """Wait until ``paused`` is None again. No token may be pending."""
+        self.paused = mode
+        if mode == "retract":
+            self.retraction.all()
 
     def make_queue(self) -> WaitingQueue:
         """An empty queue of the policy, and of each that is set later."""

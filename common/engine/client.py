@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
-from ..api.commands import Command
+from ..api.commands import Command, ContinueGeneration, PauseGeneration, PauseMode
 from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError, WorkerUnavailable, from_code
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import (
@@ -18,6 +18,7 @@ from ..api.messages import (
     Done,
     DropGrammar,
     Failed,
+    Finish,
     FromEngine,
     Generate,
     GetState,
@@ -62,6 +63,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}  # by the requests' names
         self._questions = Questions(1 if balancer is None else balancer.size, self._send)
         self._dead: str | None = None
+        self._held: dict[str, Generate] | None = None  # by name: requests that wait for the end of a pause
 
     def start(self) -> None:
         self._receiver = asyncio.create_task(self._receive(), name="engine-outputs")
@@ -113,11 +115,53 @@ class EngineClient:
                 request = msgspec.structs.replace(request, rid=name)
             if self._balancer is not None:
                 self._balancer.place(request)
+            if self._held is None:
+                self._send(request)
+            else:
+                self._held[name] = request
+
+    async def pause(self, mode: PauseMode) -> str:
+        """Stand still until ``resume``; requests that come meanwhile wait here. Returns what ``control`` does."""
+        begins, self._held = self._held is None, self._held or {}
+        try:
+            done = await self.control(PauseGeneration(mode))
+        except ServingError:
+            if begins:
+                self._release()
+            raise
+        if mode == "abort":
+            self._send(Abort("", False))
+        return done
+
+    async def resume(self) -> str:
+        """Go on after ``pause``; harmless without one."""
+        done = await self.control(ContinueGeneration())
+        self._release()
+        return done
+
+    @property
+    def paused(self) -> bool:
+        return self._held is not None
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        for request in (held or {}).values():
             self._send(request)
 
+    def _take_held(self, name: str) -> list[Generate]:
+        """Those that wait for the end of a pause and shall not any more; all for an empty name."""
+        if not self._held:
+            return []
+        names = list(self._held) if not name else [name] if name in self._held else []
+        return [self._held.pop(one) for one in names]
+
     def abort(self, rid: str, silent: bool = False) -> None:
-        """Cancel a request, or all for ``rid == ""``; unless ``silent``, whoever waits for it gets Aborted."""
-        self._send(Abort(self._names.of(rid), silent))
+        """Cancel a request, or all for ``rid == ""``; unless ``silent``, whoever waits for it gets the tokens so far,
+        with the finish reason "abort"."""
+        name = self._names.of(rid)
+        for request in self._take_held(name):
+            self._deliver(Output(request.rid, [], len(request.input_ids), 0, 0, Finish("abort")))
+        self._send(Abort(name, silent))
 
     def abort_group(self, rid: str) -> None:
         """Cancel a request and, where it was asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
@@ -130,7 +174,8 @@ class EngineClient:
         """Nobody waits for a request any more."""
         name = self._names.of(rid)
         if self._forget(name) is not None:
-            self._send(Abort(name, silent=True))
+            if not self._take_held(name):
+                self._send(Abort(name, silent=True))
             self._names.abandon(rid)
 
     def _forget(self, name: str) -> tuple[OutputStream, str] | None:

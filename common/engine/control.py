@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 from ..api.commands import (
     Command,
+    ContinueGeneration,
     FlushCache,
     MemoryKind,
+    PauseGeneration,
+    PauseMode,
     RecordExperts,
     ReleaseMemory,
     ResumeMemory,
@@ -26,6 +29,8 @@ from .model_runner import ModelRunner
 from .peers import NoPeers, Peers
 from .profiler import Profiler
 from .scheduling import policies
+
+_AT_ANY_TIME = (StartProfile, StopProfile, SetLimits, RecordExperts, PauseGeneration, ContinueGeneration)
 
 
 class Control:
@@ -55,11 +60,11 @@ class Control:
     def carry_out(self, command: Command, *, idle: bool) -> str:
         """Returns a sentence that says what was done; raises ServingError, with nothing changed, where it was not.
 
-        ``idle``: no request runs.
+        ``idle``: no request runs or holds pages.
         """
         idle = self._tp.all_true(idle)  # data-parallel ranks have requests of their own
-        if not idle and not isinstance(command, (StartProfile, StopProfile, SetLimits, RecordExperts)):
-            raise Conflict("Not while requests run; wait for them, or abort them.")
+        if not idle and not isinstance(command, _AT_ANY_TIME):
+            raise Conflict("Not while requests run; wait for them, abort them, or pause them with the mode retract.")
         match command:
             case FlushCache():
                 self._batcher.cache.flush()
@@ -78,6 +83,12 @@ class Control:
                 return self._set_limits(command)
             case RecordExperts():
                 return self._record_experts(command)
+            case PauseGeneration(mode):
+                return self._pause(mode)
+            case ContinueGeneration():
+                self.check_serving()
+                self._batcher.paused = None
+                return "Generation goes on."
 
     def _update_weights(self, command: UpdateWeights) -> str:
         if "weights" in self._released:
@@ -110,6 +121,12 @@ class Control:
         self._runner.resume(due, complete=due == self._released)
         self._released -= due
         return _told("resumed", due)
+
+    def _pause(self, mode: PauseMode) -> str:
+        if mode == "retract" and (self._config.mode == "prefill" or self._config.model.is_embedding):
+            mode = "in_place"  # what was computed of a prompt is on its way to decode, or part of an average
+        self._batcher.pause(mode)
+        return "Generation is paused."
 
     def _set_limits(self, command: SetLimits) -> str:
         started = self._config.schedule

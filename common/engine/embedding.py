@@ -35,6 +35,10 @@ class EmbeddingScheduler:
         return self.batcher.idle
 
     @property
+    def paused(self) -> bool:
+        return self.batcher.paused is not None
+
+    @property
     def num_running(self) -> int:
         return len(self.batcher.prefilling)
 
@@ -65,7 +69,7 @@ class EmbeddingScheduler:
         """Nothing to let go of beside the process's memory."""
 
     def step(self, now: float) -> bool:
-        batch = self.batcher.next_prefill()
+        batch = None if self.paused else self.batcher.next_prefill()
         if batch is None:
             self._runner.accompany()
             return False

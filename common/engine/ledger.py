@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError
-from ..api.messages import Failed, FromEngine, Gained, Generate, Logprobs, Output, Outputs
+from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
+from ..api.messages import Failed, Finish, FromEngine, Gained, Generate, Logprobs, Output, Outputs
 from .req import Req
 
 
@@ -78,6 +78,11 @@ class Ledger:
         self.counters["generation_tokens"] += len(reqs)
 
     def fail(self, req: Req, error: ServingError) -> None:
+        """Close with an error; a request whose end was asked for ends with the tokens so far instead."""
+        if isinstance(error, AbortRequested):
+            req.finish = Finish("abort")
+            self.gain(req, [], None)
+            return
         self._close(req)
         self.counters["failed_requests"] += 1
         self.flush()  # tokens gained before the error are reported before it

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from typing import Protocol
 
 from ..api import messages
-from ..api.errors import Aborted, DeadlineExceeded, ServingError
+from ..api.commands import PauseGeneration
+from ..api.errors import Aborted, AbortRequested, DeadlineExceeded, ServingError
 from ..api.messages import Abort, Done, FromEngine, Generate, GetState, Shutdown, State, ToEngine
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
@@ -37,6 +38,10 @@ class Scheduler(Protocol):
     @property
     def idle(self) -> bool:
         """Nothing runs, waits, or is being transferred, and no page is held."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether no step is launched, so that requests wait or stand still."""
 
     @property
     def num_running(self) -> int: ...
@@ -175,7 +180,7 @@ class EngineLoop:
         live = self._ledger.live
         reqs = list(live.values()) if message.rid == "" else [live[message.rid]] if message.rid in live else []
         for req in reqs:
-            error = Aborted("The request was aborted.")
+            error = (Aborted if message.silent else AbortRequested)("The request was aborted.")
             self._scheduler.abort(req, error)
             if message.silent:
                 self._ledger.drop(req)
@@ -195,9 +200,11 @@ class EngineLoop:
             self._ledger.fail(req, error)
 
     def _carry_out(self, message: messages.Control) -> None:
+        if isinstance(message.command, PauseGeneration):
+            self._scheduler.settle()
         try:
             with self._watchdog.suspended() if self._watchdog else nullcontext():  # a checkpoint may load for minutes
-                told = self._control.carry_out(message.command, idle=self._scheduler.idle)
+                told = self._control.carry_out(message.command, idle=self._at_rest)
             self._send(Done(message.seq, told))
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.code))
@@ -207,6 +214,12 @@ class EngineLoop:
             self._peers.connect(message)
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.wire_code))
+
+    @property
+    def _at_rest(self) -> bool:
+        """Whether no request runs or holds pages: they may wait, as those do that were retracted for a pause."""
+        scheduler = self._scheduler
+        return scheduler.idle or (scheduler.paused and not self._cache.num_held and not scheduler.num_transferring)
 
     def _state(self, seq: int) -> State:
         cache, scheduler = self._cache, self._scheduler

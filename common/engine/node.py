@@ -21,7 +21,7 @@ _GRACE_SECONDS = 5.0
 def run_node(config: ServerConfig, target: RankTarget) -> int:
     """Run ranks until node 0 ends or says so; returns the process's exit code, with a sentence on stderr where it is
     not 0."""
-    setup_logging(config.http.log_level, f"node{config.nodes.node_rank}")
+    setup_logging(config.logs, f"node{config.nodes.node_rank}")
     try:
         asyncio.run(_Node(config, target).run())
     except ConfigError as error:

@@ -90,7 +90,7 @@ def unified_scheduler(parts: EngineParts) -> Scheduler:
 
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
-    setup_logging(spec.config.http.log_level, f"{_role(spec)}.rank{spec.rank}")
+    setup_logging(spec.config.logs, f"{_role(spec)}.rank{spec.rank}")
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
     send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
     try:

@@ -49,6 +49,10 @@ class UnifiedScheduler:
         return self.batcher.idle and self._pipeline.in_flight is None
 
     @property
+    def paused(self) -> bool:
+        return self.batcher.paused is not None
+
+    @property
     def num_running(self) -> int:
         return len(self.batcher.running) + len(self.batcher.prefilling)
 
@@ -118,6 +122,8 @@ class UnifiedScheduler:
 
     def _next_batch(self) -> Batch | None:
         batcher = self.batcher
+        if batcher.paused is not None:
+            return None
         if batcher.priorities.enabled and (head := batcher.waiting.head()) is not None:
             self.make_way(head, len(head.tokens), head.prefix_limit)
         mixed = batcher.args.enable_mixed_chunk

@@ -45,9 +45,10 @@ def _ready(front: Front) -> web.Response:
 async def health_generate(front: Front, request: web.Request) -> web.Response:
     """Health, shown by generating a token.
 
-    One half of a disaggregated pair generates nothing alone, so on a prefill or decode server this is ``/health``.
+    One half of a disaggregated pair generates nothing alone, and neither does a server that is paused: there this is
+    ``/health``.
     """
-    if front.config.mode != "null":
+    if front.config.mode != "null" or front.client.paused:
         return await health(front, request)
     tokenizer = front.serving_tokenizer()
     probe = Generate(rid=f"health-{time.monotonic_ns()}", input_ids=[0],
@@ -91,7 +92,8 @@ async def server_info(front: Front, request: web.Request) -> web.Response:
         info.update(dataclasses.asdict(getattr(front.config, section.name)))
     info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
     info.update(version=__version__, status="ready" if front.is_ready else "not ready",
-                served_model_name=front.config.model_name, stream_continuation=True, epoch=front.epoch)
+                served_model_name=front.config.model_name, stream_continuation=True, paused=front.client.paused,
+                epoch=front.epoch)
     if front.ready is not None:
         info.update(max_total_num_tokens=front.ready.max_total_tokens, max_req_input_len=front.ready.max_request_tokens,
                     pair_key=front.ready.pair_key)
@@ -165,7 +167,8 @@ _abort = BodyDecoder(AbortRequest)
 
 
 async def abort_request(front: Front, request: web.Request) -> web.Response:
-    """Cancel one request (all choices of it) or all; those that wait for it get a 499. An unknown id is fine."""
+    """End one request (all choices of it) or all; those that wait get the tokens so far, with the finish reason
+    "abort". An unknown id is fine."""
     body = _abort.decode(await request.read())
     if body.abort_all:
         front.client.abort("")

@@ -83,6 +83,7 @@ _SHAPES: dict[str, _Shape] = {
     "POST /update_weights_from_disk": _Shape(control_routes._Update),
     "POST /release_memory_occupation": _Shape(control_routes._Memory, optional=True),
     "POST /resume_memory_occupation": _Shape(control_routes._Memory, optional=True),
+    "POST /pause_generation": _Shape(control_routes._Pause, optional=True),
     "POST /start_profile": _Shape(control_routes._Profile, optional=True),
     "POST /set_internal_state": _Shape(control_routes._InternalState),
     "POST /dump_expert_distribution_record": _Shape(control_routes._Dump, optional=True),

@@ -32,7 +32,7 @@ from .api_document import api_document
 from .front import Front
 from .prompt_pages import tell_pages
 from .traces import TRACEPARENT
-from .web import error_response, json_bytes, our_fault
+from .web import error_response, json_bytes, note_failure, our_fault
 
 log = logging.getLogger("baton.front")
 
@@ -91,6 +91,8 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/update_weights_from_disk", control_routes.update_weights_from_disk),
     ("POST", "/release_memory_occupation", control_routes.release_memory_occupation),
     ("POST", "/resume_memory_occupation", control_routes.resume_memory_occupation),
+    ("POST", "/pause_generation", control_routes.pause_generation),
+    ("POST", "/continue_generation", control_routes.continue_generation),
     ("POST", "/start_profile", control_routes.start_profile),
     ("POST", "/stop_profile", control_routes.stop_profile),
     ("POST", "/set_internal_state", control_routes.set_internal_state),
@@ -177,6 +179,7 @@ def _check_key(request: web.Request, expected: bytes) -> None:
 
 def _told(request: web.Request, error: ServingError) -> web.Response:
     """In the words of the API that was asked."""
+    note_failure(error, request)
     anthropic = request.path.startswith(message_routes.PATH)
     return error_response(error, error_body(error) if anthropic else None)
 

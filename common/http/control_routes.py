@@ -14,6 +14,7 @@ from ..api.commands import (
     Command,
     FlushCache,
     MemoryKind,
+    PauseMode,
     RecordExperts,
     ReleaseMemory,
     ResumeMemory,
@@ -41,6 +42,10 @@ class _Memory(msgspec.Struct):
     tags: tuple[MemoryKind, ...] | None = None
 
 
+class _Pause(msgspec.Struct):
+    mode: PauseMode | None = None
+
+
 class _Profile(msgspec.Struct):
     output_dir: str | None = None
     num_steps: int | None = None
@@ -65,7 +70,7 @@ class _InternalState(msgspec.Struct):
 
 _update, _memory = BodyDecoder(_Update), BodyDecoder(_Memory)
 _profile, _internal_state = BodyDecoder(_Profile), BodyDecoder(_InternalState)
-_dump = BodyDecoder(_Dump)
+_dump, _pause = BodyDecoder(_Dump), BodyDecoder(_Pause)
 
 
 async def _body(request: web.Request) -> bytes:
@@ -125,6 +130,20 @@ async def _kinds(front: Front, request: web.Request) -> tuple[MemoryKind, ...]:
     if kinds is not None:
         return kinds
     return ("weights", "kv_cache") if front.config.mode == "null" else ("weights",)
+
+
+async def pause_generation(front: Front, request: web.Request) -> web.Response:
+    """Stand still until ``/continue_generation``; requests that come meanwhile wait. The running ones end ("abort", the
+    default), give their pages back ("retract"), or keep them ("in_place")."""
+    front.serving_tokenizer()
+    message = await front.client.pause(_pause.decode(await _body(request)).mode or "abort")
+    return json_response({"success": True, "status": "ok", "message": message})
+
+
+async def continue_generation(front: Front, request: web.Request) -> web.Response:
+    """Go on after ``/pause_generation``."""
+    front.serving_tokenizer()
+    return json_response({"success": True, "status": "ok", "message": await front.client.resume()})
 
 
 async def start_profile(front: Front, request: web.Request) -> web.Response:

@@ -32,7 +32,7 @@ from ..openai.embeddings import (
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, check_ids, parse_prompts
 from .front import Front, plan
-from .generation import Choice
+from .generation import Choice, refuse_aborted
 from .web import json_response
 
 _NO_LOGPROBS = LogprobOptions()
@@ -214,7 +214,9 @@ def _requests(front: Front, ids: list[list[int]], sampling: SamplingParams, rid:
 
 async def _complete(front: Front, requests: list[Generate]) -> list[Choice]:
     with front.generation(requests, time.monotonic()) as generation:
-        return await generation.complete()
+        choices = await generation.complete()
+    refuse_aborted(choice.ended.reason for choice in choices if choice.ended)
+    return choices
 
 
 def _usage(choices: Sequence[Choice]) -> EmbeddingUsage:

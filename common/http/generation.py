@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ..api.errors import ServingError
+from ..api.errors import AbortRequested, ServingError
 from ..api.messages import Generate, Logprobs, Output, Stage
 from ..engine.client import EngineClient
 from ..engine.output_stream import OutputStream
@@ -248,6 +248,12 @@ class Generation:
             if choice.ended is not None and output.finish is None:
                 self._stream.abort(choice.rid)
         return list(gained.values())
+
+
+def refuse_aborted(reasons: Iterable[str | None]) -> None:
+    """For answers that have no place for a part of themselves: raises AbortRequested where a finish reason is abort."""
+    if "abort" in reasons:
+        raise AbortRequested("The request was aborted.")
 
 
 def _outcome(error: BaseException | None) -> str:

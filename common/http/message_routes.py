@@ -31,7 +31,7 @@ from .chat_prompt import chat_prompt
 from .chat_run import ChatRun, plan_chat
 from .front import Front
 from .prompt_pages import note_pages
-from .retell import retold
+from .retell import retold, retold_whole
 from .sse import shown, stream_events
 from .web import json_bytes, json_response
 
@@ -71,8 +71,7 @@ class _Answer:
                                       MessageUsage(num_prompt_tokens, 0))
 
     async def whole(self, run: ChatRun) -> AnswerMessage:
-        answer = await run.whole()
-        choice = answer.choices[0]
+        choice, answer = await retold_whole(run)
         self._message.content = [_block(block, block.text) for block in Blocks.of(choice.message, []).blocks]
         self._stop(choice)
         self._count(answer.usage)

@@ -168,6 +168,8 @@ def _finish_reason(choice: Choice) -> dict[str, Any] | None:
     reason: dict[str, Any] = {"type": choice.ended.reason}
     if choice.ended.matched is not None:
         reason["matched"] = choice.ended.matched
+    if choice.ended.reason == "abort":
+        reason["message"] = "The request was aborted."
     if choice.ended.reason == "length":
         reason["length"] = choice.num_output_tokens
     return reason

@@ -33,7 +33,7 @@ from ..openai.responses import ChatChunk, ChatDelta, FinishReason, Usage, encode
 from .chat_run import ChatRun, plan_chat
 from .front import Front
 from .prompt_pages import note_pages
-from .retell import retold
+from .retell import retold, retold_whole
 from .sse import shown, stream_events
 from .web import json_bytes
 
@@ -79,8 +79,7 @@ class _Answer:
         self._usage: Usage | None = None
 
     async def whole(self, run: ChatRun) -> ResponseObject:
-        answer = await run.whole()
-        choice = answer.choices[0]
+        choice, answer = await retold_whole(run)
         self._blocks = Blocks.of(choice.message, choice.logprobs.content if choice.logprobs else [])
         self._closed = set(self._blocks.blocks)
         self._reason, self._usage = choice.finish_reason, answer.usage

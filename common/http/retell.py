@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from ..openai.responses import ChatChunk, ChatDelta, encode
+from ..openai.responses import ChatChoice, ChatChunk, ChatCompletion, ChatDelta, encode
 from .chat_run import ChatRun
+from .generation import refuse_aborted
 from .sse import shown
+from .web import note_failure
 
 
 class Teller(Protocol):
@@ -27,6 +29,13 @@ class Teller(Protocol):
         """The last event of a stream that breaks."""
 
 
+async def retold_whole(run: ChatRun) -> tuple[ChatChoice, ChatCompletion]:
+    """The only choice of a chat's answer, and the answer; raises AbortRequested for a part of one."""
+    answer = await run.whole()
+    refuse_aborted(choice.finish_reason for choice in answer.choices)
+    return answer.choices[0], answer
+
+
 async def retold(run: ChatRun, teller: Teller, *, resumed: bool, with_ids: bool) -> AsyncGenerator[bytes, None]:
     """The stream begins with the first chunk: what fails before it has a status of its own.
 
@@ -43,6 +52,7 @@ async def retold(run: ChatRun, teller: Teller, *, resumed: bool, with_ids: bool)
                 elif not begun:
                     said += teller.begin()
                 begun = True
+                refuse_aborted(choice.finish_reason for chunk in ready for choice in chunk.choices)
                 for chunk in ready:
                     said += teller.say(chunk)
                 if not run.live:
@@ -55,7 +65,9 @@ async def retold(run: ChatRun, teller: Teller, *, resumed: bool, with_ids: bool)
     except Exception as error:
         if not begun or isinstance(error, ConnectionError):
             raise
-        yield teller.fail(error) + (_comment(shown(error).to_openai()) if with_ids else b"")
+        told = shown(error)
+        note_failure(told, rid=run.requests[0].rid)
+        yield teller.fail(told) + (_comment(told.to_openai()) if with_ids else b"")
 
 
 def _comment(value: Any) -> bytes:

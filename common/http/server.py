@@ -21,6 +21,7 @@ from ..engine.node import run_node
 from ..engine.ranks import RankTarget
 from ..obs.logging import setup_logging
 from ..obs.tracing import Tracing, exporter_for
+from .activity import Activity
 from .app import make_app
 from .host import EngineHost, Service
 from .lateness import note_lateness
@@ -39,7 +40,7 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
     """
     if config.nodes.node_rank > 0:
         return run_node(config, rank_target)
-    setup_logging(config.http.log_level, _name(config))
+    setup_logging(config.logs, _name(config))
     try:
         host = EngineHost(config, load_model_spec(config.model), rank_target, spare_torch=True)
         with _listen(config.http.host, config.http.port) as listener:
@@ -91,7 +92,7 @@ class _Server:
                 stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
             site = await self._serve_http(stack, listener)
             await host.start(services)
-            for task in (self._settle(), self._note_lateness()):
+            for task in (self._settle(), self._note_lateness(), self._tell_activity()):
                 stack.callback(asyncio.create_task(task).cancel)
             reason = await host.ended
             if reason is None:
@@ -109,6 +110,11 @@ class _Server:
     async def _note_lateness(self) -> None:
         await self._host.ready.wait()
         await note_lateness(self._host.front.metrics.late.observe)
+
+    async def _tell_activity(self) -> None:
+        await self._host.ready.wait()
+        if interval := self._host.config.logs.log_interval:
+            await Activity(self._host.front, interval).run()
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> web.SockSite:
         front = self._host.front

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from ..api.errors import ServingError
 from ..openai.responses import event
+from .web import note_failure
 
 log = logging.getLogger("baton.front")
 
@@ -35,7 +36,9 @@ async def stream_events(request: web.Request, events: AsyncGenerator[bytes, None
         except Exception as error:
             if response is None:
                 raise
-            await response.write(event(shown(error).to_openai()))
+            told = shown(error)
+            note_failure(told, request)
+            await response.write(event(told.to_openai()))
     assert response is not None, "a stream has at least one event"
     await response.write_eof()
     return response

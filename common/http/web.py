@@ -7,11 +7,23 @@ from typing import Any
 
 from aiohttp import http, web
 
-from ..api.errors import ServingError
+from ..api.errors import Aborted, ServingError
+from ..obs.failures import FailureLog
 from ..openai.responses import encode
 
 ERROR_CODE = "X-Error-Code"
 """The error object's code, for a router, which reads no bodies."""
+
+failures = FailureLog(logging.getLogger("baton.front"))
+
+
+def note_failure(error: ServingError, request: web.Request | None = None, **fields: str) -> None:
+    """Tell the log of a request that fails, unless its client ended it."""
+    if error.status == Aborted.status:
+        return
+    if request is not None:
+        fields = {"path": request.path, "request_id": request.headers.get("X-Request-Id", ""), **fields}
+    failures.note(error.status, error.message, code=error.code, **{name: told for name, told in fields.items() if told})
 
 
 def our_fault(record: logging.LogRecord) -> bool:

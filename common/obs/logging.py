@@ -1,37 +1,177 @@
-"""One log format for every process: time, level, component, message on one line."""
+"""One log for every process: the same line, as text or JSON, the same clock (UTC), on stderr and in a file that is
+put aside when it is large."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
+import logging.handlers
+import os
+import re
 import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+import msgspec
+
+from ..api.errors import ConfigError
+from ..config.logs import LogArgs
+
+KEPT_FILES = 3
+"""Older files beside a log file that --log-max-mb bounds."""
 _NOISY = ("asyncio", "aiohttp.access", "filelock", "httpx", "httpcore", "huggingface_hub", "transformers", "urllib3")
 _ROOT = "baton"
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_PLAIN = re.compile(r"[^\s\"=]+")
 
 
-class _OneLine(logging.Formatter):
-    """Line breaks inside a message are shown as ``\\n``, so that a log line is one event; tracebacks follow below."""
+def setup_logging(args: LogArgs, component: str) -> None:
+    """Send this process's log to stderr, and to a file in --log-dir; ``component`` names the part (``router``,
+    ``prefill.rank0``), and up to a dot the file. Raises ConfigError where that cannot be written.
 
-    def __init__(self, component: str):
-        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {component}: %(message)s", "%Y-%m-%d %H:%M:%S")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = record.message.replace("\n", "\\n")
-        return super().formatMessage(record)
-
-
-def setup_logging(level: str, component: str) -> None:
-    """Send this process's log to stderr; ``component`` names the part (``router``, ``prefill.rank0``).
-
-    ``level`` is debug, info, warning or error and holds for our own loggers (``baton.…``); libraries are shown
-    from warning on. Calling it again replaces the former setup.
+    The level holds for our own loggers (``baton.…``); libraries are shown from warning on. Calling it again replaces
+    the former setup.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(component))
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if args.log_dir is not None:
+        name = f"{component.partition('.')[0]}.log"
+        handlers.append(SharedFile(check_folder(args.log_dir) / name, args.max_bytes))
+    formatter = JsonLine(component) if args.log_json else TextLine(component)
+    for handler in handlers:
+        handler.setFormatter(formatter)
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = handlers
     root.setLevel(logging.WARNING)
-    logging.getLogger(_ROOT).setLevel(_LEVELS[level])
+    logging.captureWarnings(True)
+    logging.getLogger(_ROOT).setLevel("WARNING" if args.log_level == "warn" else args.log_level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def check_folder(name: str) -> Path:
+    """--log-dir, made where it is missing. Raises ConfigError where it cannot be written."""
+    folder = Path(name).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(f"Cannot write to --log-dir {folder}: {error.strerror}.") from None
+
+
+class SharedFile(logging.handlers.RotatingFileHandler):
+    """A log file that several processes append to, and that any of them puts aside once it is large enough.
+
+    Lines are appended by one write each (O_APPEND), so that they do not mix. A process whose file another one has put
+    aside sees that its size is beyond the bound, and opens the new one.
+    """
+
+    def __init__(self, path: Path, max_bytes: int):
+        super().__init__(path, maxBytes=max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
+
+    def shouldRollover(self, record: logging.LogRecord) -> int:
+        if self.stream is None:  # closed at the interpreter's end; it is opened again for what is still written
+            self.stream = self._open()
+        return int(self.maxBytes > 0 and os.fstat(self.stream.fileno()).st_size >= self.maxBytes)
+
+    def doRollover(self) -> None:
+        assert self.stream is not None
+        folder = os.open(os.path.dirname(self.baseFilename), os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if self._is_current(self.stream.fileno()):
+                super().doRollover()
+            else:
+                self.stream.close()
+                self.stream = self._open()
+        finally:
+            os.close(folder)
+
+    def _is_current(self, number: int) -> bool:
+        """Whether the open file still has the name."""
+        try:
+            return os.path.samestat(os.stat(self.baseFilename), os.fstat(number))
+        except FileNotFoundError:
+            return False
+
+
+def cut(path: Path, max_bytes: int) -> None:
+    """Put the content of a file aside that another process appends to and cannot open anew, once it is large enough;
+    what is written in between, within microseconds, is lost."""
+    if not max_bytes or path.stat().st_size < max_bytes:
+        return
+    older = [path.with_name(f"{path.name}.{number}") for number in range(1, KEPT_FILES + 1)]
+    for newer, old in zip(reversed(older[:-1]), reversed(older[1:])):
+        if newer.exists():
+            newer.replace(old)
+    with path.open("rb") as source, older[0].open("wb") as target:
+        while chunk := source.read(1 << 20):
+            target.write(chunk)
+        os.truncate(path, 0)
+
+
+class TextLine(logging.Formatter):
+    """``time level component: message name=value …``; a record brings the values in ``extra={"fields": {...}}``.
+
+    One line is one event: what cannot be printed is escaped. Tracebacks follow below.
+    """
+
+    def __init__(self, component: str):
+        super().__init__()
+        self._component = component
+        self._clock = _Clock()
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        parts = [self._clock.text(record.created), f"{record.levelname:<7}", f"{self._component}:",
+                 _escaped(record.getMessage()), *(f"{name}={_value(value)}" for name, value in fields.items())]
+        line = " ".join(parts)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonLine(logging.Formatter):
+    """``time``, ``level``, ``component``, ``message``, then what the record brings in ``extra={"fields": {...}}``."""
+
+    def __init__(self, component: str):
+        super().__init__()
+        self._component = component
+        self._clock = _Clock()
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": self._clock.text(record.created), "level": record.levelname.lower(),
+                "component": self._component, "message": record.getMessage(), **getattr(record, "fields", {})}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except UnicodeEncodeError:  # half a surrogate pair in a name or a message
+            return json.dumps(line, default=str)
+
+
+class _Clock:
+    """UTC to the millisecond (RFC 3339), so that the lines of several hosts sort."""
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._text = ""
+
+    def text(self, created: float) -> str:
+        second = int(created)
+        if second != self._second:
+            self._second, self._text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._text}.{int((created - second) * 1000):03d}Z"
+
+
+def _escaped(text: str) -> str:
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _value(value: Any) -> str:
+    """A plain word as it is, anything else as JSON."""
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        return _escaped(value)
+    return _escaped(json.dumps(value, ensure_ascii=False, default=str))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from ...common.api.errors import ConfigError
+from ...common.config.logs import LogArgs
 from .admission import AdmissionArgs
 from .circuit import CircuitArgs
 from .discovery import DiscoveryArgs
 from .http import HttpArgs
-from .logs import LogArgs
+from .observe import ObserveArgs
 from .policy import PolicyArgs
 from .retry import RetryArgs
 from .security import SecurityArgs
@@ -29,6 +30,7 @@ class RouterConfig:
     admission: AdmissionArgs = AdmissionArgs()
     health: HealthArgs = HealthArgs()
     discovery: DiscoveryArgs = DiscoveryArgs()
+    observe: ObserveArgs = ObserveArgs()
     logs: LogArgs = LogArgs()
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from ...common.api.errors import ConfigError
 from ...common.config.cli import flag
 from ..endpoint import Endpoint
+from ..models import Models
 from .checks import at_least_one, not_negative, positive
 
 
@@ -32,7 +33,15 @@ class WorkerArgs:
     dp_aware: bool = flag(False, help="place requests on the data-parallel ranks of each server (its dp_size), not on "
                                       "the server; it is told the rank as data_parallel_rank")
 
+    model_alias: tuple[str, ...] = flag(
+        (), metavar="ALIAS=NAME", help="further names of models: a request for ALIAS is sent as one for NAME, and "
+                                       "/v1/models shows both")
+    enable_igw: bool = flag(False, help=(
+        "check model names also while all workers serve the same ones: 404 for others (without it, a router of one "
+        "model takes any name)"))
+
     def __post_init__(self) -> None:
+        self.aliases  # noqa: B018 - raises what is wrong with them
         if self.pd_disaggregation and self.worker_urls:
             raise ConfigError("--worker-urls names whole workers; with --pd-disaggregation use --prefill and --decode.")
         if not self.pd_disaggregation and (self.prefill or self.decode):
@@ -40,6 +49,23 @@ class WorkerArgs:
         urls = [spec.url for spec in self.specs]
         if len(set(urls)) < len(urls):
             raise ConfigError(f"Worker {next(url for url in urls if urls.count(url) > 1)} is named more than once.")
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Real names by alias; raises ConfigError."""
+        found: dict[str, str] = {}
+        for entry in self.model_alias:
+            alias, _, name = entry.partition("=")
+            if not alias or not name:
+                raise ConfigError(f"--model-alias takes ALIAS=NAME, not {entry!r}.")
+            if found.setdefault(alias, name) != name:
+                raise ConfigError(f"--model-alias names {alias} more than once.")
+        return found
+
+    @property
+    def models(self) -> Models:
+        """The names of models, of which no worker has told any yet."""
+        return Models(self.aliases, strict=self.enable_igw)
 
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from random import Random
 
 from ..config.policy import PolicyArgs
+from ..models import Group
 from ..registry import Role
 from .base import Decision, Policy, Subject
 from .cache_aware import MOST_BLOCKS, CacheAware
@@ -16,7 +18,7 @@ from .power_of_two import PowerOfTwo
 from .random import RandomChoice
 from .round_robin import RoundRobin
 
-__all__ = ["Decision", "Policy", "Subject", "build", "build_all"]
+__all__ = ["Decision", "PolicySets", "Policy", "Subject", "build", "build_all"]
 
 
 def _cache_aware(args: PolicyArgs, rng: Random) -> Policy:
@@ -25,11 +27,14 @@ def _cache_aware(args: PolicyArgs, rng: Random) -> Policy:
                       eviction_interval=args.eviction_interval)
 
 
+def _cache_exact(args: PolicyArgs) -> CacheExact:
+    return CacheExact(balance_abs_threshold=args.balance_abs_threshold,
+                      balance_rel_threshold=args.balance_rel_threshold, max_tree_size=args.max_tree_size)
+
+
 _BUILDERS: dict[str, Callable[[PolicyArgs, Random], Policy]] = {
     "cache_aware": _cache_aware,
-    "cache_exact": lambda args, rng: CacheExact(
-        balance_abs_threshold=args.balance_abs_threshold, balance_rel_threshold=args.balance_rel_threshold,
-        max_tree_size=args.max_tree_size),
+    "cache_exact": lambda args, rng: _cache_exact(args),
     "consistent_hash": lambda args, rng: ConsistentHash(args.hash_header),
     "least_loaded": lambda args, rng: LeastLoaded(),
     "power_of_two": lambda args, rng: PowerOfTwo(rng),
@@ -42,15 +47,58 @@ def build(name: str, args: PolicyArgs, rng: Random) -> Policy:
     return _BUILDERS[name](args, rng)
 
 
-def build_all(names: Mapping[Role, str], args: PolicyArgs, rng: Random) -> dict[Role, Policy]:
-    """A policy for each role. ``cache_exact`` is one object for all: it chooses pairs, and follows workers once.
+def build_all(names: Mapping[Role, str], args: PolicyArgs, rng: Random,
+              exact: CacheExact | None = None) -> dict[Role, Policy]:
+    """A policy for each role. ``cache_exact`` is one object for all: it chooses pairs, and follows workers once;
+    ``exact`` is that of another model, which follows them already.
 
     The halves of pairs remember the same prompts, each for itself: they share the bound on memory.
     """
-    exact = build("cache_exact", args, rng) if "cache_exact" in names.values() else None
+    if "cache_exact" in names.values():
+        exact = exact.of_another_model() if exact is not None else _cache_exact(args)
     policies = {role: exact if exact is not None and name == "cache_exact" else build(name, args, rng)
                 for role, name in names.items()}
-    for role, policy in policies.items():
-        if isinstance(policy, CacheAware) and role != "regular":
-            policy.most_blocks = MOST_BLOCKS // 2
+    _bound([policies])
     return policies
+
+
+def _bound(sets: Collection[Mapping[Role, Policy]]) -> None:
+    """Divide what may be remembered in all."""
+    for policies in sets:
+        for role, policy in policies.items():
+            if isinstance(policy, CacheAware):
+                policy.most_blocks = MOST_BLOCKS // (1 if role == "regular" else 2) // len(sets)
+            elif isinstance(policy, CacheExact):
+                policy.most_blocks = MOST_BLOCKS // 2 // len(sets)
+
+
+class PolicySets:
+    """The policies of all workers, and those of each model once it is asked for: prompts, rings and turns of one are
+    nothing to another. What is remembered of all models together is bounded."""
+
+    def __init__(self, names: Mapping[Role, str], args: PolicyArgs, rng: Random):
+        self._build = partial(build_all, names, args, rng)
+        self.common = self._build()
+        self._sets: dict[Group, dict[Role, Policy]] = {None: self.common}
+        self.exact = next((policy for policy in self.common.values() if isinstance(policy, CacheExact)), None)
+        self.built: Callable[[Group, Mapping[Role, Policy]], None] = lambda group, policies: None
+        """Called with the policies of each further model."""
+
+    def of(self, group: Group) -> dict[Role, Policy]:
+        return self._sets.get(group) or self._add(group)
+
+    def _add(self, group: Group) -> dict[Role, Policy]:
+        self._sets[group] = made = self._build(self.exact)
+        _bound(self._sets.values())
+        self.built(group, made)
+        return made
+
+    def sweep(self, now: float, groups: Collection[Group]) -> None:
+        """Housekeeping, every second or so; forgets models that are not among ``groups``."""
+        for group in self._sets.keys() - {None, *groups}:
+            del self._sets[group]
+            _bound(self._sets.values())
+        swept = {id(policy): policy for policies in self._sets.values() for policy in policies.values()}
+        for policy in swept.values():
+            if hasattr(policy, "sweep"):
+                policy.sweep(now)

@@ -64,16 +64,20 @@ class CacheExact:
     """
 
     def __init__(self, *, balance_abs_threshold: int = 32, balance_rel_threshold: float = 1.0001,
-                 max_tree_size: int = 2**24):
+                 max_tree_size: int = 2**24, beside: CacheExact | None = None):
+        """``beside``: it is told what the workers have; this one looks it up there."""
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._blocks_per_worker = max_tree_size // BLOCK
-        self.residency = Residency()
+        self.residency: Residency = beside.residency if beside is not None else Residency()
         self.texts = TextPages(4 * self._blocks_per_worker)
-        self.tokens = TokenPages()
-        self.followed: set[int] = set()
+        self.tokens: TokenPages = beside.tokens if beside is not None else TokenPages()
+        self.followed: set[int] = beside.followed if beside is not None else set()
         """Ids of workers whose events are followed now."""
         self.costs = PageCosts(self.residency)
+        if beside is not None:
+            self.costs.memory = beside.costs.memory
+        self.most_blocks = MOST_BLOCKS // 2
         self._loads = LoadView()
         self._decode_loads = LoadView()
         self._fleets: dict[int, Fleet] = {}
@@ -82,6 +86,11 @@ class CacheExact:
         self.recent_decode = PrefixMemory(1)
         """Apart from the others: a set of holders for each pair would be made anew with every decision."""
         self.sent = PrefixMemory()
+
+    def of_another_model(self) -> CacheExact:
+        """A policy for prompts of another model, whose texts come to other pages: what workers tell is shared."""
+        return CacheExact(balance_abs_threshold=self._abs, balance_rel_threshold=self._rel,
+                          max_tree_size=self._blocks_per_worker * BLOCK, beside=self)
 
     def forget(self, worker: Worker) -> None:
         self.residency.forget(worker.id)
@@ -246,7 +255,7 @@ class CacheExact:
         recent = self.recent_decode if worker.role == "decode" else self.recent
         recent.record(prompt.blocks, worker.id, _RECENT_BLOCKS)
         if worker.id not in self.followed:
-            self.sent.record(prompt.blocks, worker.id, min(MOST_BLOCKS // 2, self._blocks_per_worker * fleet))
+            self.sent.record(prompt.blocks, worker.id, min(self.most_blocks, self._blocks_per_worker * fleet))
 
 
 class _Lesson:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from ...common.api.errors import ConfigError, WorkerUnavailable
-from .. import logs
+from ...common.obs.logging import setup_logging
 from ..admission import Admission, AdmissionRules
 from ..answer import Failure
 from ..app import Router
@@ -48,11 +48,15 @@ from .messages import (
     WorkerNews,
 )
 from .shared_admission import SharedAdmission
-from .shared_policies import share
+from .shared_policies import PolicySharing
 from .shared_workers import SharedRegistry, SharedWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from ..models import Group
+    from ..policies import Policy
+    from ..registry import Role
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ANSWER_SECONDS = 20.0
@@ -89,7 +93,7 @@ async def _run(sock: socket.socket) -> None:
     link = await Link.over(sock, ToChild, received, ended.set)
     begin: Begin = await begun
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    logs.configure(begin.config.logs.log_level, begin.config.logs.log_dir)
+    setup_logging(begin.config.logs, f"router.{begin.child}")
     child = Child(begin, link, ended)
     try:
         await child.start(early)
@@ -139,7 +143,8 @@ class Child(Parts):
     # ------------------------------------------------------------------ the parts
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
-        self._registry = SharedRegistry(self._board, self._begin.child, self._link.tell, config.circuit.rules)
+        self._registry = SharedRegistry(self._board, self._begin.child, self._link.tell, config.circuit.rules,
+                                        config.workers.models)
         return self._registry
 
     def health(self, config: RouterConfig, registry: Registry,
@@ -148,13 +153,18 @@ class Child(Parts):
 
     def dispatcher(self, *args: Any) -> Dispatcher:
         dispatcher = super().dispatcher(*args)
-        apply = share(dispatcher.policies.values(), self._board, self._begin.child)
-        for neighbour in self._registry.neighbours:
-            neighbour.apply.update(apply)
+        self._sharing = PolicySharing(self._board, self._begin.child)
+        dispatcher.policies.built = self._share
+        self._share(None, dispatcher.policies.common)
         self._dispatcher = dispatcher
         for message in (self._begin.news, *self._early):
             self.received(message)
         return dispatcher
+
+    def _share(self, group: Group, policies: Mapping[Role, Policy]) -> None:
+        apply = self._sharing.join(group, policies.values())
+        for neighbour in self._registry.neighbours:
+            neighbour.apply.update(apply)
 
     def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> Admission:
         return SharedAdmission(rules, loop, self._board, self._begin.child, self._begin.signals)
@@ -209,6 +219,8 @@ class Child(Parts):
             else:
                 known.take(told)
         self._registry.changed()
+        for group in self._registry.models.groups:  # Before it is asked for: others tell of it already.
+            self._dispatcher.policies.of(group)
         self._link.tell(Knows(news.version))
 
     def _join(self, news: WorkerNews) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ...common.api.errors import Conflict
 from ..circuit import CircuitRules
+from ..models import Models
 from ..registry import Registry, Worker
 from .board import MOST_WORKERS, Board
 from .messages import News, WorkerNews
@@ -16,9 +17,10 @@ class ToldRegistry(Registry):
     """The parent's registry: ``changed`` is called after each change, ``draining`` when a worker begins to drain."""
 
     def __init__(self, *, failure_threshold: int, success_threshold: int, circuit_rules: CircuitRules,
-                 changed: Callable[[], None], draining: Callable[[], None]):
+                 changed: Callable[[], None], draining: Callable[[], None], models: Models | None = None):
+        self._changed: Callable[[], None] = lambda: None
         super().__init__(failure_threshold=failure_threshold, success_threshold=success_threshold,
-                         circuit_rules=circuit_rules)
+                         circuit_rules=circuit_rules, models=models)
         self._changed = changed
         self._draining = draining
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ class WorkerNews(msgspec.Struct, frozen=True):
     role: Role
     bootstrap_port: int | None
     model_ids: tuple[str, ...]
+    model_cards: tuple[dict[str, Any], ...]
     state: State
     draining: bool
     is_baton: bool
@@ -31,8 +32,8 @@ class WorkerNews(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "state", "draining", "is_baton",
-                                            "keeps_files")
+    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "draining",
+                                            "is_baton", "keeps_files")
     """Fields that are attributes of a worker and may change."""
 
 

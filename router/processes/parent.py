@@ -104,7 +104,7 @@ class Parent(Parts):
         self._registry = ToldRegistry(
             failure_threshold=config.health.health_failure_threshold,
             success_threshold=config.health.health_success_threshold, circuit_rules=config.circuit.rules,
-            changed=self._changed, draining=self._watch_drains)
+            changed=self._changed, draining=self._watch_drains, models=config.workers.models)
         return self._registry
 
     def health(self, config: RouterConfig, registry: Registry,
@@ -286,5 +286,5 @@ def _of_parent(config: RouterConfig) -> RouterConfig:
     """The parent traces no requests, and shares no port."""
     return dataclasses.replace(
         config, http=dataclasses.replace(config.http, router_workers=1),
-        logs=dataclasses.replace(config.logs, enable_trace=False, otlp_traces_endpoint=None))
+        observe=dataclasses.replace(config.observe, enable_trace=False, otlp_traces_endpoint=None))
 

@@ -1,6 +1,6 @@
 """What each child sent to whom, told to the others through a ring in shared memory.
 
-A record is ``[kind and length, subject, number, words...]``: of a prefix memory the worker's id, the memory's capacity
+A record is ``[length and kind, subject, number, words...]``: of a prefix memory the worker's id, the memory's capacity
 and the blocks' hashes. The writer publishes its head, in words ever written, after the record. A reader that was
 overtaken skips to the head: what it missed costs a cache hit. So would a word read while it was written, which
 processors that reorder stores allow: words are only ever looked up, never trusted.
@@ -15,6 +15,8 @@ from functools import lru_cache
 from .board import RING_HEAD, RING_WORDS, Board
 
 _HEAD = 3
+_KIND_BITS = 32
+_KIND = 2**_KIND_BITS - 1
 _MOST = RING_WORDS // 8
 """Words of a record at most; of a longer one the end is left out."""
 _SKIP = 0
@@ -39,7 +41,7 @@ class RingWriter:
         self._head = self._cells[RING_HEAD]
 
     def write(self, kind: int, subject: int, number: int, content: Sequence[int]) -> None:
-        """``kind`` is 1 to 255; ``content`` is int64 words."""
+        """``kind`` is 1 to 2**32 - 1; ``content`` is int64 words."""
         if len(content) > _MOST - _HEAD:
             content = content[:_MOST - _HEAD]
         count = len(content) + _HEAD
@@ -48,7 +50,7 @@ class RingWriter:
             self._ring[at] = _SKIP
             self._head += RING_WORDS - at
             at = 0
-        words(count).pack_into(self._ring, 8 * at, count << 8 | kind, subject, number, *content)
+        words(count).pack_into(self._ring, 8 * at, count << _KIND_BITS | kind, subject, number, *content)
         self._head += count
         self._cells[RING_HEAD] = self._head
 
@@ -73,10 +75,10 @@ class RingReader:
             start, end = 0, len(found)
             while start < end:
                 first = found[start]
-                stop = start + (first >> 8)
+                stop = start + (first >> _KIND_BITS)
                 if stop < start + _HEAD:  # The rest of the ring was skipped, or this was overwritten.
                     break
-                apply = self.apply.get(first & 255)
+                apply = self.apply.get(first & _KIND)
                 if apply is not None:
                     apply(found[start + _HEAD:stop], found[start + 1], found[start + 2])
                 start = stop

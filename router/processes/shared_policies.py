@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from ...common.api.kv_events import PromptPages
+from ..models import Group
 from ..policies import Policy
 from ..policies.cache_aware import CacheAware, PrefixMemory
 from ..policies.cache_exact import CacheExact
@@ -51,28 +53,44 @@ class SharedTexts(TextPages):
             super().learn(blocks, size, PromptPages(words[0], words[1], list(zip(told[::2], told[1::2]))))
 
 
-def share(policies: Iterable[Policy], board: Board, child: int) -> dict[int, Apply]:
-    """Join the policies of this process with those of the others, which were built alike; returns what takes in the
-    records of the others' rings, by kind."""
-    ring = RingWriter(board, child)
-    apply: dict[int, Apply] = {}
-    for index, policy in enumerate(dict.fromkeys(policies)):
-        if isinstance(policy, CacheAware):
-            policy.memory = _prefixes(ring, apply)
-        elif isinstance(policy, CacheExact):
-            policy.recent, policy.recent_decode = _prefixes(ring, apply), _prefixes(ring, apply)
-            policy.sent = _prefixes(ring, apply)
-            policy.recent_decode = _prefixes(ring, apply)
-            policy.texts = texts = SharedTexts(policy.texts.capacity, ring, len(apply) + 1)
-            apply[len(apply) + 1] = texts.heard
-        elif hasattr(policy, "turns"):
-            cells: Sequence[memoryview] = [board.cells(other) for other in range(board.count)]
-            policy.turns = SharedCount(cells, child, TURNS + index)
-    return apply
+class PolicySharing:
+    """Joins the policies of this process with those of the others, which were built alike."""
+
+    def __init__(self, board: Board, child: int):
+        self._board = board
+        self._child = child
+        self._ring = RingWriter(board, child)
+
+    def join(self, group: Group, policies: Iterable[Policy]) -> dict[int, Apply]:
+        """Join those of one model; returns what takes in the records of the others' rings, by kind.
+
+        Turns are counted over all processes where there is one model; of several, each process takes its own.
+        """
+        apply: dict[int, Apply] = {}
+        first = _first_kind(group)
+        for index, policy in enumerate(dict.fromkeys(policies)):
+            if isinstance(policy, CacheAware):
+                policy.memory = self._prefixes(first, apply)
+            elif isinstance(policy, CacheExact):
+                policy.recent, policy.recent_decode = self._prefixes(first, apply), self._prefixes(first, apply)
+                policy.sent = self._prefixes(first, apply)
+                kind = first + len(apply)
+                policy.texts = texts = SharedTexts(policy.texts.capacity, self._ring, kind)
+                apply[kind] = texts.heard
+            elif group is None and hasattr(policy, "turns"):
+                cells: Sequence[memoryview] = [self._board.cells(other) for other in range(self._board.count)]
+                policy.turns = SharedCount(cells, self._child, TURNS + index)
+        return apply
+
+    def _prefixes(self, first: int, apply: dict[int, Apply]) -> SharedPrefixes:
+        kind = first + len(apply)
+        memory = SharedPrefixes(self._ring, kind)
+        apply[kind] = memory.heard
+        return memory
 
 
-def _prefixes(ring: RingWriter, apply: dict[int, Apply]) -> SharedPrefixes:
-    kind = len(apply) + 1
-    memory = SharedPrefixes(ring, kind)
-    apply[kind] = memory.heard
-    return memory
+def _first_kind(group: Group) -> int:
+    """The kind of a model's first records, the same in all processes: 16 for each, by 27 bits of its name's hash."""
+    if group is None:
+        return 1
+    return 16 + (int.from_bytes(blake2b(group.encode(), digest_size=4).digest(), "little") >> 5) * 16

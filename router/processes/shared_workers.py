@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from ..circuit import CircuitRules
 from ..endpoint import Endpoint
+from ..models import Group, Models
 from ..registry import Registry, Reservation, Role, Worker
 from .board import MOST_WORKERS, RING_HEAD, Board
 from .messages import Failed, Probed, Served, WorkerNews
@@ -102,8 +103,8 @@ class SharedRegistry(Registry):
     """A child's registry: it holds what the parent says, and tells it what becomes of requests."""
 
     def __init__(self, board: Board, child: int, tell: Callable[[Failed | Served | Probed], None],
-                 circuit_rules: CircuitRules):
-        super().__init__(circuit_rules=circuit_rules)
+                 circuit_rules: CircuitRules, models: Models | None = None):
+        super().__init__(circuit_rules=circuit_rules, models=models)
         self._rows: list[SharedWorker | None] = []
         self.neighbours = [Neighbour(board, other, self._rows) for other in range(board.count) if other != child]
         self._tell = tell
@@ -112,10 +113,10 @@ class SharedRegistry(Registry):
         self.look()
         return super().__iter__()
 
-    def available(self, role: Role) -> tuple[Worker, ...]:
+    def available(self, role: Role, group: Group = None) -> tuple[Worker, ...]:
         for neighbour in self.neighbours:
             neighbour.look()
-        return super().available(role)
+        return super().available(role, group)
 
     def look(self) -> None:
         """See what the other processes did."""
@@ -137,7 +138,7 @@ class SharedRegistry(Registry):
 
     def changed(self) -> None:
         """Workers are no longer what they were."""
-        self._refresh()
+        self._rename()
 
     # ------------------------------------------------------------------ circuits are the parent's
 

@@ -123,7 +123,8 @@ class Supervisor:
         return dataclasses.replace(
             config, http=dataclasses.replace(config.http, port=self.port),
             workers=dataclasses.replace(config.workers, worker_urls=(), prefill=(), decode=()),
-            discovery=DiscoveryArgs(), logs=dataclasses.replace(config.logs, prometheus_port=None))
+            discovery=DiscoveryArgs(), observe=dataclasses.replace(config.observe, prometheus_port=None),
+            logs=dataclasses.replace(config.logs, log_interval=0.0))
 
 
 async def serve(config: RouterConfig, *, ready: Callable[[Supervisor], None], stop: asyncio.Event) -> None:

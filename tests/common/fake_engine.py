@@ -148,10 +148,11 @@ class EchoEngine:
             self._running[request.rid] = (request, 0)
 
     def _abort(self, rid: str, silent: bool) -> None:
-        if self._running.pop(rid, None) is not None:
+        if (found := self._running.pop(rid, None)) is not None:
             self._counters["aborted_requests"] += 1
             if not silent:
-                self._channel.send(Failed(rid, "request_aborted", "The request was aborted."))
+                num_prompt_tokens = len(found[0].input_ids)
+                self._channel.send(Outputs([Output(rid, [], num_prompt_tokens, 1, found[1], Finish("abort"))]))
 
     def _step(self) -> None:
         outputs = []

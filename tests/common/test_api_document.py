@@ -11,7 +11,7 @@ import openai
 from baton.common.http import app
 
 # What POSTs take no body, or none that is JSON.
-BODILESS = {"/v1/files", "/v1/batches/{batch_id}/cancel", "/flush_cache", "/stop_profile",
+BODILESS = {"/v1/files", "/v1/batches/{batch_id}/cancel", "/flush_cache", "/continue_generation", "/stop_profile",
             "/start_expert_distribution_record", "/stop_expert_distribution_record"}
 
 

@@ -303,7 +303,8 @@ def test_others_come_first(ai: openai.OpenAI, keeper: Server) -> None:
     keeper.wait(lambda: keeper.engine()["num_running"] == 4)
     ai.batches.cancel(batch.id)
     done = wait(ai, batch.id, "cancelled")
-    assert [line["response"]["status_code"] for line in lines_of(ai, done.error_file_id) if line["response"]] == [499]
+    ended = [line["response"] for line in lines_of(ai, done.output_file_id) if line["response"]]
+    assert [one["body"]["choices"][0]["finish_reason"] for one in ended] == ["abort"]
     keeper.wait(lambda: keeper.engine()["num_running"] == 0)
 
 

@@ -118,7 +118,8 @@ async def test_abort_request_and_flush(http: aiohttp.ClientSession) -> None:
         async with http.post("/abort_request", json=order) as answer:
             assert answer.status == 200
         status, answer_body = await task
-        assert status == 499 and answer_body["error"]["code"] == "request_aborted"
+        assert status == 200 and answer_body["output_ids"] == []
+        assert answer_body["meta_info"]["finish_reason"] == {"type": "abort", "message": "The request was aborted."}
     async with http.get("/flush_cache") as answer:
         assert answer.status == 200
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +16,11 @@ from baton.tests.ports import free_ports
 
 
 def cluster(tmp_path, *flags):
+    """Its logs lie in a temporary folder below ``tmp_path``."""
     port = free_ports(4)[0]  # router, two servers, bootstrap
-    argv = [sys.executable, "-m", "baton.launch", "cluster", "--device", "cpu", "--port", str(port), "--log-dir",
-            str(tmp_path), *flags]
-    return port, psutil.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    argv = [sys.executable, "-m", "baton.launch", "cluster", "--device", "cpu", "--port", str(port), *flags]
+    return port, psutil.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              env=os.environ | {"TMPDIR": str(tmp_path)})
 
 
 def read_until(process, text, seconds=120):
@@ -36,6 +39,8 @@ def test_ask_prints_the_answer_and_stops(tmp_path):
     output, _ = process.communicate(timeout=170)
     assert process.returncode == 0 and "Answer:   Rome" in output, output
     assert "curl http://" in output
+    folder = re.search(r"The logs of all parts are in (\S+),", output)[1]
+    assert folder.startswith(str(tmp_path)) and not os.path.exists(folder)
 
 
 def test_ctrl_c_stops_all_parts(tmp_path):
@@ -59,5 +64,7 @@ def test_the_cluster_ends_when_a_part_dies(tmp_path):
     decode.kill()
     output, _ = process.communicate(timeout=40)
     assert process.returncode == 1 and "decode-0 ended with exit code" in output
+    [folder] = tmp_path.glob("baton-logs-*")
+    assert {file.name for file in folder.iterdir()} == {"prefill-0.log", "decode-0.log", "router.log"}
     psutil.wait_procs(children, timeout=5)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)

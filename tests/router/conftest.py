@@ -136,6 +136,7 @@ class MockWorker:
     def __init__(self, behaviour: Behaviour, info: dict):
         self.behaviour = behaviour
         self.info = info
+        self.models = info.pop("models", ("tiny",))
         self.health = 200
         self.posts: list[Served] = []
         self.left = 0
@@ -174,7 +175,8 @@ class MockWorker:
         elif path == b"/get_server_info":
             served.answer(body=json.dumps(self.info).encode())
         elif path == b"/v1/models" and served.method == b"GET":
-            served.answer(body=b'{"object": "list", "data": [{"id": "tiny"}]}')
+            cards = [{"id": name, "object": "model", "owned_by": self.url} for name in self.models]
+            served.answer(body=json.dumps({"object": "list", "data": cards}).encode() if cards else b"{}")
         else:
             snapshot = Served.__new__(Served)
             snapshot.__dict__.update(served.__dict__)
@@ -184,7 +186,7 @@ class MockWorker:
 
 @pytest.fixture
 async def worker():
-    """``await worker(behaviour, **server_info)`` starts a mock worker."""
+    """``await worker(behaviour, **server_info)`` starts a mock worker; ``models``: the names that it tells."""
     started: list[MockWorker] = []
 
     async def start(behaviour: Behaviour = answer, **info) -> MockWorker:

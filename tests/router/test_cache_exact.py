@@ -349,7 +349,7 @@ async def publishing():
 
 
 def policy_of(router) -> CacheExact:
-    return router.dispatcher.policies["regular"]
+    return router.dispatcher.policies.common["regular"]
 
 
 def depths(router, tokens) -> set[int]:

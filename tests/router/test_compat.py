@@ -43,7 +43,7 @@ SAME = """
 --retry-jitter-factor 0.2|--disable-retries|--cb-failure-threshold 10|--cb-success-threshold 3
 --cb-timeout-duration-secs 60|--cb-window-duration-secs 120|--disable-circuit-breaker|--health-failure-threshold 3
 --health-success-threshold 2|--health-check-timeout-secs 5|--health-check-interval-secs 60
---health-check-endpoint /health|--backend sglang|--backend=openai|--history-backend none|--dp-aware
+--health-check-endpoint /health|--enable-igw|--backend sglang|--backend=openai|--history-backend none|--dp-aware
 --client-cert-path a --client-key-path b|--ca-cert-paths a b|--tls-cert-path a --tls-key-path b|--enable-trace
 --otlp-traces-endpoint localhost:4317|--api-key k|--control-plane-api-keys 1:me:admin:k
 --pd-disaggregation --prefill http://p:1 9000 --prefill http://q:1 none --prefill http://r:1 --decode http://d:1
@@ -122,21 +122,3 @@ async def test_health_check_endpoint(router, worker, script):
     assert mock.posts[0].target == b"/alive"
     mock.behaviour = script.answer
     await script.until(lambda: front.registry.available("regular"))
-
-
-def test_log_dir(tmp_path):
-    import logging
-
-    from baton.router import logs
-
-    logs.configure("info", str(tmp_path / "deep"))
-    logger = logging.getLogger("baton.router")
-    logger.info("hello")
-    handlers = logger.handlers[:]
-    logger.handlers.clear()
-    logger.propagate = True
-    for handler in handlers:
-        handler.close() if isinstance(handler, logging.FileHandler) else None
-    assert '"message":"hello"' in (tmp_path / "deep" / "router.log").read_text()
-    with pytest.raises(ConfigError, match="--log-dir"):
-        logs.configure("info", "/proc/nowhere")

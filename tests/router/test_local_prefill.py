@@ -53,7 +53,7 @@ async def test_what_decode_publishes_counts(router, worker, request_to):
     """Pages that a followed decode server holds need no prefill; those that it lost do."""
     p, d = await worker(), await worker(**OURS)
     front = await router(prefill=[p], decode=[d], local_prefill_tokens=64, policy="cache_exact")
-    policy = front.dispatcher.policies["decode"]
+    policy = front.dispatcher.policies.common["decode"]
     tokens = [Random(4).randrange(30_000) for _ in range(40 * PAGE)]
     (decode,) = front.registry.available("decode")
     policy.residency.apply(decode.id, [Stored(page_hashes(tokens, PAGE), None, tokens, PAGE)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
+import struct
 
 import pytest
 
@@ -212,17 +214,87 @@ async def test_stream_that_breaks_inside_a_chunk_is_cut(router, worker, connect)
     assert reply.body == b"data: half of an ev"
 
 
-async def test_json_answer_that_breaks_is_cut(router, worker, connect):
+def _half(framing: bytes, part: bytes, then: bytes = b""):
+    """A worker that sends a head and ``part`` of a body, then dies; with ``then`` it sends that and lives."""
     async def break_off(served):
-        served.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+        served.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + framing + b"\r\n\r\n" + part[:1])
         await asyncio.sleep(0.02)
-        served.die()
+        served.write(part[1:] + then)
+        await asyncio.sleep(0.02)
+        if not then:
+            served.die()
+    return break_off
 
-    front = await router(await worker(break_off))
+
+_HALVES = {"announced": (b"content-length: 100", b'{"a": 1'),
+           "chunked": (b"transfer-encoding: chunked", b'40\r\n{"a": 1')}
+
+
+@pytest.mark.parametrize("framing", _HALVES)
+async def test_answer_that_breaks_half_way_is_asked_of_another_worker(framing, router, worker, chat):
+    broken, whole = await worker(_half(*_HALVES[framing])), await worker()
+    front = await router(broken, whole, policy="round_robin")
+    replies = [await chat(front) for _ in range(4)]
+    assert [(reply.status, reply.body) for reply in replies] == [(200, b'{"ok": true}')] * 4
+    assert broken.posts
+    assert front.metrics.retries["lost"] >= 1
+
+
+@pytest.mark.parametrize("framing", _HALVES)
+async def test_answer_that_always_breaks_half_way_is_an_error(framing, router, worker, chat):
+    front = await router(await worker(_half(*_HALVES[framing])), retry_max_retries=1)
+    reply = await chat(front)
+    assert (reply.status, reply.complete, reply.error["code"]) == (503, True, "worker_unavailable")
+
+
+@pytest.mark.parametrize(("framing", "rest"), [("announced", b"x" * 93), ("chunked", b"x" * 57 + b"\r\n0\r\n\r\n")])
+async def test_answer_that_comes_in_pieces_is_whole(framing, rest, router, worker, connect):
+    client = await connect(await router(await worker(_half(*_HALVES[framing], then=rest))))
+    for _ in range(3):  # of the third, the head is known
+        client.send("POST", "/generate", b"{}")
+        reply = await client.reply()
+        assert reply.complete
+        assert reply.body == b'{"a": 1' + b"x" * (len(reply.body) - 7)
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 3000000", b"transfer-encoding: chunked"])
+async def test_long_answer_that_breaks_is_cut(framing, router, worker, connect):
+    """Nobody holds megabytes; what was sent of them is not taken for a whole answer."""
+    start = b"" if framing.startswith(b"content") else b"%x\r\n" % 3_000_000
+    front = await router(await worker(_half(framing, start + b"1" * 2_000_000)))
     client = await connect(front)
     client.send("POST", "/generate", b"{}")
-    assert not (await client.reply()).complete
+    reply = await client.reply()
+    assert (reply.status, reply.complete) == (200, False)
+    assert reply.body.startswith(b"1" * 1_000_000)
     assert front.metrics.broken_streams == 1
+
+
+async def test_stream_that_is_no_event_stream_is_not_held_up(router, worker, script, connect):
+    async def lines(served):
+        served.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n")
+        served.write(b"3\r\n{}\n\r\n")
+        await served.gone.wait()
+
+    client = await connect(await router(await worker(lines)))
+    client.send("POST", "/generate", b"{}")
+    assert (await asyncio.wait_for(client.reader.readuntil(b"{}\n"), 5)).startswith(b"HTTP/1.1 200")
+
+
+async def test_answer_without_a_length_that_breaks_is_reset(router, worker, connect):
+    """Its end is the connection's: only a reset tells that it was not all."""
+    async def break_off(served):
+        served.write(b"HTTP/1.0 200 OK\r\n\r\nhalf")
+        await asyncio.sleep(0.05)
+        raw = served.transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        served.die()
+
+    client = await connect(await router(await worker(break_off)))
+    client.send("POST", "/generate", b"{}")
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(client.reader.read(), 5)
+        await asyncio.wait_for(client.reader.read(), 5)
 
 
 async def test_silence_times_out_but_a_slow_stream_does_not(router, worker, script, chat):
@@ -395,4 +467,5 @@ async def test_a_worker_that_sends_more_than_it_announced_is_cut_off(router, wor
         assert (await client.reply()).body == b"abcdef"
     client.send("POST", "/generate", b"{}")
     reply = await client.reply()
-    assert not reply.complete and b"200 OK" not in reply.raw[15:]
+    assert (reply.status, reply.error["code"]) == (503, "worker_unavailable")
+    assert b"200 OK" not in reply.raw

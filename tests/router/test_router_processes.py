@@ -465,3 +465,15 @@ async def test_an_occupied_port_and_a_broken_setting_end_with_a_sentence(worker)
         assert process.returncode == 2
         lines = stderr.decode().splitlines()
         assert lines[-1].startswith("launch_router: error:") and sentence in lines[-1], lines
+
+
+async def test_processes_know_which_models_workers_serve(several, worker, on_each):
+    a, b = await worker(models=["a"]), await worker(models=["b"])
+    front = await several(a, b, model_alias="gpt-4=b", policy="round_robin")
+    for (client,) in await on_each(front):
+        shown = await ask(client, "GET", "/v1/models")
+        assert [card["id"] for card in shown.json["data"]] == ["a", "b", "gpt-4"]
+        assert (await ask(client, "POST", "/generate", {"model": "gpt-4", "text": "x"})).status == 200
+        assert (await ask(client, "POST", "/generate", {"model": "c", "text": "x"})).status == 404
+    assert not a.posts
+    assert [served.json["model"] for served in b.posts] == ["b", "b"]

@@ -23,7 +23,7 @@ from baton.router.processes.membership import Bulletin, Rows, ToldRegistry
 from baton.router.processes.messages import WorkerNews
 from baton.router.processes.ring import RingReader, RingWriter
 from baton.router.processes.shared_admission import SharedAdmission
-from baton.router.processes.shared_policies import share
+from baton.router.processes.shared_policies import PolicySharing
 from baton.router.processes.shared_workers import SharedRegistry, SharedWorker
 from baton.router.registry import Registry, Worker
 
@@ -134,7 +134,7 @@ def test_policies_of_two_processes_remember_alike(board):
     both = []
     for child, registry in enumerate(registries):
         policies = [CacheAware(), CacheExact()]
-        apply = share(policies, board, child)
+        apply = PolicySharing(board, child).join(None, policies)
         for neighbour in registry.neighbours:
             neighbour.apply.update(apply)
         both.append(policies)
@@ -251,7 +251,8 @@ def test_news_hold_what_changed_once(board):
 
 def test_all_that_makes_a_worker_is_told_to_the_children():
     """A new attribute of Worker belongs into WorkerNews, or here: it is a process's own."""
-    own = {"endpoint", "url", "asks_role", "asks_port", "failures", "successes", "load", "on_release", "cached_tokens"}
+    own = {"endpoint", "url", "asks_role", "asks_port", "asks_models", "failures", "successes", "load", "on_release",
+           "cached_tokens"}
     assert {*WorkerNews.__struct_fields__} - {"row", "server", "troubled", "probing"} == {*Worker.__slots__} - own
 
 

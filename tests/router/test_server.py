@@ -280,7 +280,7 @@ async def _nothing():
 
 
 def _launch(*args: str, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "baton.router.launch", *args]
+    command = [sys.executable, "-m", "baton.router.launch", "--log-json", *args]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -306,6 +306,23 @@ async def test_command_line_serves_logs_and_stops(worker, script):
     line = await _log_line(process, "request")
     assert {key: line[key] for key in ("method", "path", "status", "request_id", "worker", "retries")} == {
         "method": "POST", "path": "/generate", "status": 200, "request_id": "r-1", "worker": mock.url, "retries": 0}
+    assert await asyncio.to_thread(process.wait, 5) == 0
+
+
+async def test_what_the_log_tells_of_work_and_of_failures(worker, script):
+    mock = await worker(script.status(500))
+    process = _launch("--port", "0", "--worker-urls", mock.url, "--log-interval", "1")
+    address = (await _log_line(process, "Listening on"))["message"].split("//")[1].split()[0]
+    await _log_line(process, "takes requests")
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nX-Request-Id: r-1\r\nContent-Length: 2\r\n\r\n{}")
+    line = await _log_line(process, "A request failed: scripted 500")
+    assert (line["level"], line["status"], line["request_id"], line["worker"]) == ("warning", 500, "r-1", mock.url)
+    line = await _log_line(process, "serving")
+    assert (line["component"], line["failed"], line["workers"]) == ("router", 1, 1)
+    writer.close()
+    process.send_signal(signal.SIGTERM)
+    assert "serving" not in await asyncio.to_thread(process.stderr.read)
     assert await asyncio.to_thread(process.wait, 5) == 0
 
 

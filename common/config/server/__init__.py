@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...api.errors import ConfigError
+from ..logs import LogArgs
 from .answers import AnswerArgs, ChatArgs, GrammarArgs
 from .cache import CacheArgs
 from .disaggregation import DisaggregationArgs, EventsArgs, Mode
@@ -22,7 +23,7 @@ from .storage import StorageArgs
 
 __all__ = [
     "AnswerArgs", "CacheArgs", "ChatArgs", "DataParallelArgs", "DisaggregationArgs", "EventsArgs", "GrammarArgs",
-    "HttpArgs", "KernelArgs", "Mode", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
+    "HttpArgs", "KernelArgs", "LogArgs", "Mode", "ModelArgs", "NodeArgs", "ObserveArgs", "ParallelArgs", "ScheduleArgs",
     "ServerConfig", "StorageArgs",
 ]
 
@@ -44,6 +45,7 @@ class ServerConfig:
     answers: AnswerArgs = AnswerArgs()
     data_parallel: DataParallelArgs = DataParallelArgs()
     nodes: NodeArgs = NodeArgs()
+    logs: LogArgs = LogArgs()
 
     def __post_init__(self) -> None:
         positive = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import Literal
 
 from ...api.errors import ConfigError
 from ..cli import flag
@@ -19,7 +18,6 @@ class HttpArgs:
         "key that endpoints which change the server ask for in place of --api-key"))
     max_payload_size: int = flag(32 * 1024 * 1024, help=(
         "largest request body in bytes; uploaded files may have 512 MiB"))
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="least severe log level that is shown")
     shutdown_grace_secs: float = flag(20.0, help=(
         "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
     stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")

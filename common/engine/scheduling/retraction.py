@@ -59,6 +59,15 @@ class Retraction:
         self._retract(self._least(self._givers(req)))
         self.num_preempted += 1
 
+    def all(self) -> None:
+        """Retract whatever has pages, and keep nothing of it in host memory: the weights may be others later. No token
+        may be pending."""
+        if self._swap is not None:
+            for req in self._places.waiting:
+                self._swap.drop(req)
+        for req in sorted([*self._places.running, *self._places.prefilling], key=lambda req: -req.arrived):
+            self._give_back(req)
+
     def _givers(self, req: Req) -> list[Req]:
         if not self._priorities.enabled:
             return []
@@ -74,6 +83,9 @@ class Retraction:
         recomputed; and all of them to host memory, where that is cheaper."""
         if self._swap is not None:
             req.saved = self._swap.save(req)
+        self._give_back(req)
+
+    def _give_back(self, req: Req) -> None:
         self._detach([req])
         self._room.release([req], keep=True)
         req.num_retractions += 1

@@ -1,18 +1,14 @@
-"""What the router tells about its work."""
+"""What the router tells about its work beside its log."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from ...common.config.cli import flag
 
 
 @dataclasses.dataclass(frozen=True)
-class LogArgs:
-    log_level: Literal["debug", "info", "warning", "warn", "error"] = flag(
-        "info", help="info writes one JSON line a request; warning does not")
-    log_dir: str | None = flag(None, help="folder for the log file router.log, beside stderr")
+class ObserveArgs:
     prometheus_port: int | None = flag(None, help="serve /metrics on this port too")
     prometheus_host: str = flag("0.0.0.0", help="address of --prometheus-port")
     enable_trace: bool = flag(False, help="trace requests to --otlp-traces-endpoint")
