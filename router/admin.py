@@ -14,6 +14,7 @@ from ..common.api.unreadable import UNREADABLE
 from . import dashboard
 from .cluster import Cluster
 from .collect import Answer, ask, ask_models, get
+from .compatibility import misfits_of
 from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
@@ -39,7 +40,8 @@ def readiness(router: Cluster, request: Request) -> Response:
     """200 when a request could be served now, else 503."""
     if router.registry.ready(pairs=router.config.workers.pd_disaggregation):
         return Response.json({"status": "ready"})
-    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts()}),
+    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts(),
+                                              "misfits": misfits_of(router.registry)}),
                     headers=(("retry-after", f"{RETRY_AFTER_SECONDS:g}"),))
 
 

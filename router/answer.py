@@ -6,6 +6,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+PAIR_MISMATCH = b"\r\nx-error-code: pair_mismatch\r\n"
+"""A header of our servers' answers 502: the two can never hand a KV cache over."""
+
 
 class Failure(NamedTuple):
     """Why an answer did not come, or not to its end."""
@@ -58,6 +61,10 @@ class AnswerHead(msgspec.Struct, gc=False, eq=False):
     @property
     def status(self) -> int:
         return self.facts.status
+
+    def says(self, line: bytes) -> bool:
+        """Whether a header's line, which is in lower case, is among the answer's."""
+        return line in self.data[:self.size].lower()
 
     @property
     def starts_stream(self) -> bool:

@@ -16,6 +16,7 @@ from .answer import Failure
 from .collect import ask, ask_models, get
 from .config.workers import HealthArgs
 from .dispatch import Dispatcher
+from .pair_trials import PairTrials
 from .ranks import count_of
 from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
 
@@ -47,6 +48,7 @@ class HealthMonitor:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
         self._told: set[Worker] = set()
+        self._trials = PairTrials(registry)
 
     def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
         self._wake[worker] = asyncio.Event()
@@ -55,6 +57,7 @@ class HealthMonitor:
     def unwatch(self, worker: Worker) -> None:
         del self._wake[worker]
         self._told.discard(worker)
+        self._trials.forget(worker)
         self._tasks.pop(worker).cancel()
 
     async def close(self) -> None:
@@ -62,6 +65,7 @@ class HealthMonitor:
         for worker in list(self._tasks):
             self.unwatch(worker)
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._trials.close()
 
     def suspect(self, worker: Worker, failure: Failure) -> None:
         """A request failed on a worker below HTTP."""
@@ -70,6 +74,8 @@ class HealthMonitor:
                 for known in self._registry:
                     if known.root is worker.root:  # Nobody listens there: true of all ranks of the server.
                         self._note_failure(known, failure.detail, certain=True)
+            if failure.reason == "misfit":
+                self._trials.again(worker)
             self._wake[worker].set()
 
     async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
@@ -107,7 +113,8 @@ class HealthMonitor:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
             return
-        if worker.state != "healthy" and (role := await self._learn(worker, dispatcher)) is not None:
+        changed = worker.state != "healthy" or answer.json_object().get("epoch", worker.epoch) != worker.epoch
+        if changed and (role := await self._learn(worker, dispatcher)) is not None:
             self._misplaced(worker, role)
             return
         if worker in self._wake and self._registry.passed(worker):
@@ -141,6 +148,9 @@ class HealthMonitor:
             apply_server_info(worker, info)
             if worker.role == "regular":
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
+        if worker in self._wake and self._trials.learnt(worker, info, dispatcher) and worker.state == "healthy":
+            for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
+                wake.set()
         return None
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from ..common.api.errors import TransferFailed
-from .answer import AnswerHead, Failure
+from .answer import PAIR_MISMATCH, AnswerHead, Failure
 from .attempts import again, broken, error_of, tried
 from .body import Peek, with_bootstrap, with_previous_room
-from .dispatch import Dispatcher, nobody
+from .dispatch import Dispatcher, no_pair, nobody
 from .exchange import Exchange
 from .ranks import tell_prefill_rank
 from .registry import Reservation, Role, Worker, without
@@ -104,13 +104,12 @@ class PairRelay:
         log = exchange.log if exchange.began else None
         self._relayed = None
         group = exchange.request.group
-        prefills = dispatcher.candidates("prefill", self.retries, group, own=log is not None)
-        decodes = dispatcher.candidates("decode", self.retries, group, own=log is not None, only=self._only)
+        prefills, decodes = dispatcher.pair_candidates(self.retries, group, own=log is not None, only=self._only)
         if not prefills and dispatcher.candidates("decode", self.retries, group, own=True):
             self._leave_to_decode()
             return
         if not prefills or not decodes:
-            again(self, "unavailable", nobody("decode" if prefills else "prefill", group))
+            again(self, "unavailable", no_pair(dispatcher.registry, group))
             return
         found = self._peek
         assert found is not None
@@ -140,6 +139,8 @@ class PairRelay:
         # A failed transfer is seldom the fault of the half that reports it: its peer may have been restarted.
         if (status >= 400 or half.worker.circuit.troubled) and status != TransferFailed.status:
             self.dispatcher.on_status(half.worker, status)
+        if status == TransferFailed.status and head.says(PAIR_MISMATCH):
+            self.dispatcher.on_misfit(*self.exchange.workers)
         if self._relayed is not None or (half is self._prefill and status < 400):
             return
         exchange = self.exchange

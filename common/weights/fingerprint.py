@@ -2,8 +2,8 @@
 
 It covers what config.json says of the computation, all tensors' names, types and shapes, and samples of their content:
 three pieces of 1 KiB of up to 2,048 tensors, those of a layer's every part among them. So it is of the whole model on
-every rank, however it is sharded, and costs the same for 1 GB and for 234: 2,048 tensors take 20 ms from the page cache
-and 0.3 s from a cold NVMe drive. What it cannot see are weights that differ in a few rows alone.
+every rank, however it is sharded, and costs the same for 1 GB and for 234: 0.8 s for 30,720 tensors in 40 files,
+most of it for their headers. What it cannot see are weights that differ in a few rows alone.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _read(tensors: Sequence[_Tensor]) -> dict[str, bytes]:
     try:
         file = os.open(tensors[0].file, os.O_RDONLY)
         try:
-            return {tensor.name: b"".join(os.pread(file, _PIECE_BYTES, place) for place in _places(tensor))
+            return {tensor.name: b"".join(os.pread(file, size, place) for place, size in _pieces(tensor))
                     for tensor in tensors}
         finally:
             os.close(file)
@@ -148,9 +148,9 @@ def _read(tensors: Sequence[_Tensor]) -> dict[str, bytes]:
         raise ConfigError(f"Cannot read {tensors[0].file}: {error}.") from None
 
 
-def _places(tensor: _Tensor) -> list[int]:
-    """Where the pieces begin: evenly from the first byte to the last; a small tensor is read whole."""
+def _pieces(tensor: _Tensor) -> list[tuple[int, int]]:
+    """Where the pieces begin, evenly from the first byte to the last, and their sizes; a small tensor is read whole."""
     if tensor.num_bytes <= _PIECES * _PIECE_BYTES:
-        return list(range(tensor.start, tensor.start + tensor.num_bytes, _PIECE_BYTES))
+        return [(tensor.start, tensor.num_bytes)]
     rest = tensor.num_bytes - _PIECE_BYTES
-    return [tensor.start + rest * i // (_PIECES - 1) for i in range(_PIECES)]
+    return [(tensor.start + rest * i // (_PIECES - 1), _PIECE_BYTES) for i in range(_PIECES)]
