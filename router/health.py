@@ -1,7 +1,7 @@
 """Watching the workers: who takes traffic is decided by their answers to ``GET /health``.
 
-A worker that is not healthy is asked twice a second whatever the interval, so that traffic returns
-within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
+A worker that is not healthy, or does not fit with others, is asked twice a second whatever the interval, so that
+traffic returns within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
 connection takes a worker out at once, anything else asks it at once.
 """
 
@@ -95,7 +95,8 @@ class HealthMonitor:
             elif deadline is not None and dispatcher.loop.time() > deadline:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
-            pause = self._interval if worker.state == "healthy" else min(self._interval, _RECOVERY_SECONDS)
+            well = worker.state == "healthy" and not worker.misfits
+            pause = self._interval if well else min(self._interval, _RECOVERY_SECONDS)
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
             due = dispatcher.loop.time() + pause
             timer = dispatcher.loop.call_at(due, wake.set)
