@@ -26,15 +26,22 @@ lint: $(VENV)/dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Without a GPU the pinned CPU build of torch is taken: an open range would bring gigabytes of CUDA.
-$(VENV)/engine: pyproject.toml | $(VENV)/bin/python
+# With a GPU the stack that was measured; without one the pinned CPU build of torch: an open range would bring gigabytes
+# of CUDA.
 ifeq ($(HAS_GPU),yes)
-	$(BIN)/python -m pip install -q -e '.[engine,cuda]'
+PINS := requirements/cuda.txt
+INSTALL := $(BIN)/python -m pip install -q -c $(PINS)
+ENGINE := engine,cuda
 else
-	$(BIN)/python -m pip install -q -r tests/requirements.txt -e '.[engine]'
+PINS := tests/requirements.txt
+INSTALL := $(BIN)/python -m pip install -q -r $(PINS)
+ENGINE := engine
 endif
+
+$(VENV)/engine: pyproject.toml $(PINS) | $(VENV)/bin/python
+	$(INSTALL) -e '.[$(ENGINE)]'
 	@touch $@
 
-$(VENV)/dev: pyproject.toml tests/requirements.txt $(VENV)/engine
-	$(BIN)/python -m pip install -q -r tests/requirements.txt -e '.[engine,otel,k8s,dev]'
+$(VENV)/dev: pyproject.toml $(PINS) $(VENV)/engine
+	$(INSTALL) -e '.[$(ENGINE),otel,k8s,dev]'
 	@touch $@

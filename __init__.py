@@ -14,6 +14,10 @@ __all__ = ["Engine", "__version__"]
 def __getattr__(name: str) -> Any:
     """``baton.Engine`` is imported when it is asked for: the router's install does not have what it needs."""
     if name == "Engine":
+        from .common.config.packages import missing_engine, needs_engine
+
+        if missing := missing_engine():
+            raise ImportError(needs_engine(missing))
         from .offline import Engine
 
         return Engine

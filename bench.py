@@ -1,20 +1,56 @@
-"""``bench_offline_throughput`` over ``baton.Engine``, which stands above all folders."""
+"""The bench commands. They import what they measure when they are called: it needs the engine's install."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .common.bench import offline_throughput
-from .common.bench.offline_args import BenchOffline
-from .offline import Engine
+from .common.config.command import command
+
+if TYPE_CHECKING:
+    from .common.bench.offline_args import BenchOffline
+    from .offline import Engine
 
 
+@command("bench_offline_throughput")
 def bench_offline_throughput(argv: Sequence[str] | None = None) -> None:
-    """Console script."""
+    """``baton.Engine``, which stands above all folders, over a data set."""
+    from .common.bench import offline_throughput
+
     offline_throughput.main(_engine, argv)
 
 
+@command("bench_one_batch")
+def bench_one_batch(argv: Sequence[str] | None = None) -> None:
+    from .common.bench import one_batch
+
+    one_batch.main(argv)
+
+
+@command("bench_draft_acceptance")
+def bench_draft_acceptance(argv: Sequence[str] | None = None) -> None:
+    from .common.bench import draft_acceptance
+
+    draft_acceptance.main(argv)
+
+
+@command("bench_kvtransfer")
+def bench_kvtransfer(argv: Sequence[str] | None = None) -> None:
+    from .kvtransfer import bench
+
+    bench.main(argv)
+
+
+@command("bench_serving")
+def bench_serving(argv: Sequence[str] | None = None) -> None:
+    from .common.bench import serving
+
+    serving.main(argv)
+
+
 def _engine(config: BenchOffline) -> Engine:
+    from .offline import Engine
+
     if not config.offline.pair:
         return Engine(**config.engine_flags)
     gpu = config.offline.decode_base_gpu_id

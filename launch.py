@@ -13,7 +13,9 @@ from pathlib import Path
 from .common.api.errors import ConfigError
 from .common.cluster import Part, ask, run_parts, say
 from .common.config.cli import flag, parse, to_argv
+from .common.config.command import command
 from .common.config.logs import LogArgs
+from .common.config.packages import check_engine
 from .common.config.server import (
     AnswerArgs,
     CacheArgs,
@@ -31,6 +33,7 @@ from .router.compat import co_launched
 from .router.config import RouterConfig
 
 
+@command("launch_server")
 def launch_server(argv: Sequence[str] | None = None) -> None:
     """Console script: a unified, prefill or decode server, by ``--disaggregation-mode``."""
     config = parse(ServerConfig, argv, prog="launch_server", description="Start a server.")
@@ -75,16 +78,14 @@ class ClusterConfig:
     logs: LogArgs = LogArgs()
 
 
+@command("launch_cluster")
 def launch_cluster(argv: Sequence[str] | None = None) -> None:
     """Console script: router, prefill and decode servers on this host, the shipped chat model by default."""
-    try:
-        own, of_router = co_launched(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
-        print(f"launch_cluster: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    own, of_router = co_launched(sys.argv[1:] if argv is None else argv)
     config = parse(ClusterConfig, own, prog="launch_cluster", defaults={"model_path": "tinychat"},
                    description="Start a router with prefill and decode servers on this host. --router-FLAG gives "
                                "launch_router its --FLAG.")
+    check_engine()
     folder = check_folder(config.logs.log_dir) if config.logs.log_dir else Path(tempfile.mkdtemp(prefix="baton-logs-"))
     code = _run(config, folder, of_router)
     if code == 0 and config.logs.log_dir is None:

@@ -23,7 +23,8 @@ setup(
     version=re.search(r'__version__ = "(.+?)"', Path("__init__.py").read_text()).group(1),
     package_dir={"baton": "."},
     packages=["baton", *PACKAGES],
-    package_data={"baton.common.tinychat": ["checkpoint/*"], "baton.common.tokenizer": ["chat_templates/*.jinja"],
+    package_data={"baton": ["py.typed"], "baton.common.tinychat": ["checkpoint/*"],
+                  "baton.common.tokenizer": ["chat_templates/*.jinja"],
                   "baton.kernels": ["tiles/*.json", "tiles/cublaslt/*.json"], "baton.router": ["dashboard.html"]},
     cmdclass={"build_py": BuildPackages},
 )

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from ..common.config.cli import parse
+from ..common.config.command import command
+from ..common.config.packages import check_engine
 from ..common.config.server import ServerConfig
 from ..common.engine.ranks import RankSpec
-from ..common.http.server import run_server
 
 
+@command("launch_decode")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_decode", description="Start a decode server.",
                    defaults={"disaggregation_mode": "decode"}, adjust=lambda config: config.only("decode"))
@@ -19,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ServerConfig) -> int:
     """Serve until stopped; returns the process's exit code."""
+    check_engine()
+    from ..common.http.server import run_server
+
     return run_server(config, run_rank)
 
 

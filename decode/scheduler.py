@@ -8,7 +8,7 @@ computes prompts that come without a bootstrap room, and requests that were retr
 
 from __future__ import annotations
 
-from ..common.api.errors import ServingError
+from ..common.api.errors import ServingError, TransferFailed
 from ..common.distributed.tp import TPGroup
 from ..common.engine.req import Req
 from ..common.engine.unified import UnifiedScheduler
@@ -131,11 +131,13 @@ class DecodeScheduler:
                 self.rooms.close(half)
                 self.batcher.finish(half.req, keep=False)
         elif progress.failing:
-            error = self.rooms.error_of(half)
-            self.rooms.abort(half, error)
-            self.ledger.fail(half.req, error)
+            self._fail(half, self.rooms.error_of(half))
         elif progress.settled:
             self._start(half)
+
+    def _fail(self, half: Half, error: ServingError) -> None:
+        self.rooms.abort(half, error)
+        self.ledger.fail(half.req, error)
 
     def _close_begun(self) -> None:
         """First tokens are out: prefill need not keep anything for another attempt."""
@@ -147,8 +149,13 @@ class DecodeScheduler:
     def _start(self, half: Half) -> None:
         """Cache and first token are here: the request decodes from now on."""
         req = half.req
-        req.mark("transfer")
         result = self.receiver.result(half.room)
+        if not 0 <= result.token_id < self.ledger.vocab_size:
+            self._fail(half, TransferFailed(
+                f"The prefill server chose token {result.token_id}, and this model's vocabulary has ids 0 to "
+                f"{self.ledger.vocab_size - 1}: the two servers do not serve the same model."))
+            return
+        req.mark("transfer")
         self._begun.append(half)
         assert req.hold is not None
         req.num_computed_tokens = req.num_prompt_tokens

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     triton: Any
     tl: Any
 else:
+    # 3.9 warns that 3.10 will fuse multiplications with additions no more unless asked to: kernels are measured fused.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     try:
         import triton
         import triton.language as tl
@@ -60,12 +62,20 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return INTERPRETED or (AVAILABLE and tensor.is_cuda)
 
 
+GLUON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+"""Versions of Triton with which every kernel written in Gluon compiles for a Hopper GPU (_gluon.py)."""
+
+
+def compiles_gluon(version: str) -> bool:
+    """Whether that Triton is one of ``GLUON_VERSIONS``."""
+    return ".".join(version.split(".")[:2]) in GLUON_VERSIONS
+
+
 @functools.cache
 def runs_gluon(device: torch.device) -> bool:
-    """Whether the kernels written in Gluon run there, all of them for Hopper GPUs. Gluon is young: other versions of
-    Triton may name things otherwise, and then the kernels that do without serve."""
-    known = AVAILABLE and triton.__version__.startswith("3.6.")
-    return known and on_hopper(device)
+    """Whether the kernels written in Gluon run there, all of them for Hopper GPUs. Gluon is young: another Triton may
+    name things otherwise, and then the kernels that do without serve (the log says so at start)."""
+    return AVAILABLE and compiles_gluon(triton.__version__) and on_hopper(device)
 
 
 @functools.cache

@@ -19,13 +19,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ._gluon import barrier, tma_load
 from ._triton import pdl, start_next, wait_for_last
 from .decode_plan import DecodePlan, span_of
 from .tma_tiles import tiles_of
@@ -64,8 +64,7 @@ def _load(desc, ring, step, rows, PAGE: gl.constexpr):
     mbarrier.expect(bar, TOKENS * DIM * 2)
     for page in gl.static_range(TOKENS // PAGE):
         for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(desc, [rows[page], HALF * half], bar,
-                                            bufs.index(2 * slot + half).slice(PAGE * page, PAGE, 0))
+            tma_load(desc, [rows[page], HALF * half], bar, bufs.index(2 * slot + half).slice(PAGE * page, PAGE, 0))
 
 
 @gluon.jit
@@ -124,7 +123,7 @@ def _attend_piece(ring, step, q_bufs, p_buf, m_buf, tokens, scale_log2, COLUMNS:
                           gl.zeros((TOKENS, COLUMNS), gl.float32, mma), use_acc=False, is_async=True)
         s = warpgroup_mma(bufs.index(2 * slot + 1), q_bufs.index(1).permute((1, 0)), s, is_async=True)
         scores, low_sum, high_sum = warpgroup_mma_wait(0, deps=(s, low, high))
-        gl.thread_barrier()  # all warps have read these keys, and the last tile's values and weights
+        barrier()  # all warps have read these keys, and the last tile's values and weights
         mbarrier.arrive(empty.index(slot))
         mbarrier.arrive(empty.index((step + SLOTS - 1) % SLOTS), pred=start > 0)
         if start + TOKENS > tokens:
@@ -137,7 +136,7 @@ def _attend_piece(ring, step, q_bufs, p_buf, m_buf, tokens, scale_log2, COLUMNS:
         if start + TOKENS > tokens:
             _drop_rest(bufs, slot, tokens - start, DTYPE)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         new_top = gl.convert_layout(gl.max(m_buf.load(spread), 0), by_head) * scale_log2
         if gl.max(new_top - top, 0) > OUTGROWN:
             new_top = gl.maximum(new_top, top)
@@ -146,13 +145,13 @@ def _attend_piece(ring, step, q_bufs, p_buf, m_buf, tokens, scale_log2, COLUMNS:
             weights = gl.exp2(scores * scale_log2 - top[None, :])
             p_buf.store(weights.to(DTYPE).permute(1, 0))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
         total += weights
         low = warpgroup_mma(bufs.index(2 * slot).permute((1, 0)), p_buf.permute((1, 0)), low_sum, is_async=True)
         high = warpgroup_mma(bufs.index(2 * slot + 1).permute((1, 0)), p_buf.permute((1, 0)), high_sum, is_async=True)
         step += 2
     low_sum, high_sum = warpgroup_mma_wait(0, deps=(low, high))
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(empty.index((step + SLOTS - 1) % SLOTS))
     return low_sum, high_sum, gl.sum(total, 0), top, step
 
@@ -166,11 +165,11 @@ def _load_queries(q_ptr, q_bufs, stride_h, GROUP: gl.constexpr, COLUMNS: gl.cons
     at = q_ptr + head[:, None] * stride_h + dim[None, :]
     there = (head < GROUP)[:, None] & (dim < HALF)[None, :]
     low, high = gl.load(at, there, other=0.0), gl.load(at + HALF, there, other=0.0)
-    gl.thread_barrier()  # the products of the piece before have read theirs
+    barrier()  # the products of the piece before have read theirs
     q_bufs.index(0).store(low)
     q_bufs.index(1).store(high)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ._gluon import tma_load
 from .decode_plan import processors_of
 from .dense_tiles import DenseTile
 from .moe_warpgroup_products import store, store_gated, wait_for_step
@@ -55,11 +56,10 @@ def _load(a_desc, b_desc, ring, step, row, column, other, start, more, GROUPS: g
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1, pred=more)
     bar, b = ready.index(slot), b_bufs.index(slot)
     mbarrier.expect(bar, (256 + 64 * GROUPS) * DEPTH * 2, pred=more)
-    tma.async_copy_global_to_shared(b_desc, [column, start], bar, b.slice(0, 128, 0), more)
-    tma.async_copy_global_to_shared(b_desc, [other, start], bar, b.slice(128, 128, 0), more)
+    tma_load(b_desc, [column, start], bar, b.slice(0, 128, 0), more)
+    tma_load(b_desc, [other, start], bar, b.slice(128, 128, 0), more)
     for group in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(a_desc, [row + 64 * group, start], bar, a_bufs.index(GROUPS * slot + group),
-                                        more)
+        tma_load(a_desc, [row + 64 * group, start], bar, a_bufs.index(GROUPS * slot + group), more)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import reference
+from ._gluon import tma_store
 from .moe_warpgroup_gate import gate_times, rounded
 
 FP8_LARGEST, FP8_LEAST = gl.constexpr(reference.FP8_LARGEST), gl.constexpr(reference.FP8_LEAST)
@@ -124,7 +125,7 @@ def store(out_desc, made, out, row, column):
     tma.store_wait(0)
     out.store(made.to(out_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, column], out)
+    tma_store(out_desc, [row, column], out)
 
 
 @gluon.jit
@@ -168,4 +169,4 @@ def _store_panel(out_desc, made, out, row, column):
     tma.store_wait(1)
     out.store(made.to(out_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, column], out)
+    tma_store(out_desc, [row, column], out)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ._gluon import async_load
 from .decode_plan import processors_of
 
 STEP_BYTES = gl.constexpr(128)
@@ -93,7 +94,7 @@ def gather(given, token, start, to, DEPTH: gl.constexpr):
     a_ptr, a_stride, choices = given
     depth = start + gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
     at = a_ptr + token.to(gl.int64)[:, None] * a_stride + depth[None, :]
-    async_copy.async_copy_global_to_shared(to, at, mask=(token >= 0)[:, None])
+    async_load(to, at, mask=(token >= 0)[:, None])
 
 
 def programs_for(device: torch.device, tiles: int) -> int:

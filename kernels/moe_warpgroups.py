@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
+from ._gluon import tma_load
 from ._triton import pdl, start_next, wait_for_last
 from .moe_align import Alignment
 from .moe_tiles import Tile
@@ -59,8 +60,8 @@ def _load_gathered(given, b_desc, ring, step, depth, upper, lower, b_row, column
         bar = ready.index(slot)
         mbarrier.expect(bar, 256 * STEP_BYTES)
         b = b_bufs.index(slot)
-        tma.async_copy_global_to_shared(b_desc, [b_row, start], bar, b.slice(0, 128, 0))
-        tma.async_copy_global_to_shared(b_desc, [b_row + columns, start], bar, b.slice(128, 128, 0))
+        tma_load(b_desc, [b_row, start], bar, b.slice(0, 128, 0))
+        tma_load(b_desc, [b_row + columns, start], bar, b.slice(128, 128, 0))
         gather(given, upper, start, a_bufs.index(2 * slot), DEPTH)
         if blocks > 1:
             gather(given, lower, start, a_bufs.index(2 * slot + 1), DEPTH)
@@ -79,10 +80,9 @@ def _load_sorted(a_desc, b_desc, ring, step, depth, row, b_row, blocks, DEPTH: g
         bar = ready.index(slot)
         for block in gl.static_range(2):
             mbarrier.expect(bar, (256 + 64 * (block + 1)) * STEP_BYTES, pred=blocks == block + 1)
-        tma.async_copy_global_to_shared(b_desc, [b_row, start], bar, b_bufs.index(slot))
+        tma_load(b_desc, [b_row, start], bar, b_bufs.index(slot))
         for block in gl.static_range(2):
-            tma.async_copy_global_to_shared(a_desc, [row + 64 * block, start], bar, a_bufs.index(2 * slot + block),
-                                            blocks > block)
+            tma_load(a_desc, [row + 64 * block, start], bar, a_bufs.index(2 * slot + block), blocks > block)
         step += 1
     return step
 

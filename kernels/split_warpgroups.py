@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ._gluon import barrier, reinterpret, tma_load, tma_store
 from ._triton import pdl, start_next, wait_for_last
 from .silu_and_mul import silu_times
 from .split_tiles import SplitTile
@@ -45,11 +46,10 @@ def _load_weights(w_desc, w_bufs, slot, bar, tile, depth, HEIGHT: gl.constexpr, 
     for group in gl.static_range(GROUPS):
         buf = w_bufs.index(GROUPS * slot + group)
         if GATED:
-            eights = buf._reinterpret(w_desc.dtype, [HEIGHT // 16, 2, 8, DEPTH], w_desc.layout)
-            tma.async_copy_global_to_shared(w_desc, [(tile * GROUPS + group) * (HEIGHT // 16), 0, 0, depth], bar,
-                                            eights)
+            eights = reinterpret(buf, w_desc.dtype, [HEIGHT // 16, 2, 8, DEPTH], w_desc.layout)
+            tma_load(w_desc, [(tile * GROUPS + group) * (HEIGHT // 16), 0, 0, depth], bar, eights)
         else:
-            tma.async_copy_global_to_shared(w_desc, [(tile * GROUPS + group) * HEIGHT, depth], bar, buf)
+            tma_load(w_desc, [(tile * GROUPS + group) * HEIGHT, depth], bar, buf)
 
 
 @gluon.jit
@@ -65,14 +65,14 @@ def _load_all(w_desc, x_desc, ring, tile, begin, end, ROWS: gl.constexpr, HEIGHT
         _load_weights(w_desc, w_bufs, slot, bar, tile, (begin + slot) * DEPTH, HEIGHT, DEPTH, GATED)
     wait_for_last(PDL)
     for slot in range(early):
-        tma.async_copy_global_to_shared(x_desc, [0, (begin + slot) * DEPTH], ready.index(slot), x_bufs.index(slot))
+        tma_load(x_desc, [0, (begin + slot) * DEPTH], ready.index(slot), x_bufs.index(slot))
     for step in range(early, end - begin):
         slot = step % STAGES
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
         bar, depth = ready.index(slot), (begin + step) * DEPTH
         mbarrier.expect(bar, BYTES)
         _load_weights(w_desc, w_bufs, slot, bar, tile, depth, HEIGHT, DEPTH, GATED)
-        tma.async_copy_global_to_shared(x_desc, [0, depth], bar, x_bufs.index(slot))
+        tma_load(x_desc, [0, depth], bar, x_bufs.index(slot))
 
 
 @gluon.jit
@@ -118,15 +118,15 @@ def _store(out_desc, out, acc, column, HEIGHT: gl.constexpr, ROWS: gl.constexpr,
     chunks = _chunks(acc, HEIGHT, ROWS)
     for turn in gl.static_range(ROWS // TURN):
         tma.store_wait(0)
-        gl.thread_barrier()
+        barrier()
         for chunk in gl.static_range(TURN // CHUNK):
             made = chunks[turn * (TURN // CHUNK) + chunk]
             if GATED:
                 made = _activated(made, HEIGHT, out_desc.dtype)
             out.slice(chunk * CHUNK, CHUNK, 0).store(made.to(out_desc.dtype).permute(1, 0))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(out_desc, [turn * TURN, column], out)
+        barrier()
+        tma_store(out_desc, [turn * TURN, column], out)
 
 
 @gluon.jit
@@ -168,13 +168,13 @@ def _multiply_piece(part_desc, ring, count, row, column, GROUP: gl.constexpr, RO
     for half in gl.static_range(2):
         slot = 2 * GROUP + half
         mbarrier.wait(ring[3].index(slot), ((count - slot + STAGES - 1) // STAGES - 1) & 1)  # both groups have read it
-        out = ring[1].index(slot)._reinterpret(part_desc.dtype, [HALF, HEIGHT], part_desc.layout)
+        out = reinterpret(ring[1].index(slot), part_desc.dtype, [HALF, HEIGHT], part_desc.layout)
         for chunk in gl.static_range(HALF // CHUNK):
             made = chunks[half * (HALF // CHUNK) + chunk].to(part_desc.dtype)
             out.slice(chunk * CHUNK, CHUNK, 0).store(made.permute(1, 0))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(part_desc, [row + half * HALF, column + GROUP * HEIGHT], out)
+        barrier()
+        tma_store(part_desc, [row + half * HALF, column + GROUP * HEIGHT], out)
     tma.store_wait(0)
 
 

@@ -21,13 +21,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import _triton
+from ._gluon import tma_load
 from ._triton import start_next, wait_for_last
 from .decode_plan import processors_of
 from .silu_and_mul import silu_times
@@ -42,10 +42,10 @@ def _ask_weights(w_desc, bar, w, tile, start, upper, present, BLOCK: gl.constexp
     """Of a tile's step; of a gated one half are gates, and the others their ups, which begin at ``upper``."""
     if GATED:
         HALF: gl.constexpr = BLOCK // 2
-        tma.async_copy_global_to_shared(w_desc, [tile * HALF, start], bar, w.slice(0, HALF, 0), present)
-        tma.async_copy_global_to_shared(w_desc, [upper + tile * HALF, start], bar, w.slice(HALF, HALF, 0), present)
+        tma_load(w_desc, [tile * HALF, start], bar, w.slice(0, HALF, 0), present)
+        tma_load(w_desc, [upper + tile * HALF, start], bar, w.slice(HALF, HALF, 0), present)
     else:
-        tma.async_copy_global_to_shared(w_desc, [tile * BLOCK, start], bar, w, present)
+        tma_load(w_desc, [tile * BLOCK, start], bar, w, present)
 
 
 @gluon.jit
@@ -68,15 +68,14 @@ def _load_all(w_desc, x_desc, ring, tile, programs, steps, total, upper, BLOCK: 
         tile, at = _next_step(tile, at, programs, steps)
     wait_for_last(PDL)
     for first in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(x_desc, [0, first % steps * DEPTH], ready.index(first), x_ring.index(first),
-                                        first < total)
+        tma_load(x_desc, [0, first % steps * DEPTH], ready.index(first), x_ring.index(first), first < total)
     for step in range(STAGES, total):
         slot = step % STAGES
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
         bar = ready.index(slot)
         mbarrier.expect(bar, BYTES)
         _ask_weights(w_desc, bar, w_ring.index(slot), tile, at * DEPTH, upper, True, BLOCK, GATED)
-        tma.async_copy_global_to_shared(x_desc, [0, at * DEPTH], bar, x_ring.index(slot))
+        tma_load(x_desc, [0, at * DEPTH], bar, x_ring.index(slot))
         tile, at = _next_step(tile, at, programs, steps)
 
 

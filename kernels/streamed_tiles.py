@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._triton import on_hopper
+from ._triton import runs_gluon
 
 _LARGE, _DEEP = 32 << 20, 4096
 """Bytes of a weight, and its depth, from which on other kernels than ours were measured to be slower."""
@@ -38,7 +38,7 @@ class StreamedTile:
 def streams(weight: torch.Tensor) -> bool:
     """Whether ``weight`` [out, in] is one for ``streamed_tile``, with rows that are contiguous."""
     return (weight.itemsize == 2 and weight.nbytes >= _LARGE and weight.shape[1] >= _DEEP and weight.shape[1] % 16 == 0
-            and weight.is_contiguous() and on_hopper(weight.device))
+            and weight.is_contiguous() and runs_gluon(weight.device))
 
 
 def streamed_tile(rows: int, out: int, width: int) -> StreamedTile | None:

@@ -26,6 +26,7 @@ from aiohttp import web
 
 from ..common.api.errors import ConfigError, InvalidRequest, NotFound, ServingError, Unauthorized
 from ..common.api.unreadable import UNREADABLE
+from ..common.config.addresses import cannot_listen
 from .messages import RankInfo
 from .seal import OTHER_SECRET, Secret, secret_of
 
@@ -72,8 +73,7 @@ class BootstrapServer:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"Cannot listen on {self.host}:{self.port} for the bootstrap server "
-                              f"(--disaggregation-bootstrap-port): {error.strerror or error}.") from None
+            raise cannot_listen(self.host, self.port, error, port_flag="--disaggregation-bootstrap-port") from None
         self.port = self._runner.addresses[0][1]
         return self
 

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from ..common.config.cli import parse
+from ..common.config.command import command
+from ..common.config.packages import check_engine
 from ..common.config.server import ServerConfig
 from ..common.engine.ranks import RankSpec
-from ..common.http.server import run_server
-from ..kvtransfer.bootstrap import BootstrapServer
 
 
+@command("launch_prefill")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_prefill", description="Start a prefill server.",
                    defaults={"disaggregation_mode": "prefill"}, adjust=lambda config: config.only("prefill"))
@@ -20,6 +21,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ServerConfig) -> int:
     """Serve until stopped; returns the process's exit code."""
+    check_engine()
+    from ..common.http.server import run_server
+    from ..kvtransfer.bootstrap import BootstrapServer
+
     args = config.disaggregation
     address = config.http.host, args.disaggregation_bootstrap_port
     return run_server(config, run_rank, services=[lambda: BootstrapServer(*address, secret=args.cluster_secret)])

@@ -11,6 +11,7 @@ import msgspec
 
 from ..common.api.errors import InvalidRequest
 from ..common.api.unreadable import UNREADABLE
+from ..common.obs.about import POLICY, about
 from . import dashboard
 from .cluster import Cluster
 from .collect import Answer, ask, ask_models, get
@@ -20,7 +21,7 @@ from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
 from .engine_metrics import merge
 from .ranks import report_of, server_url
-from .registry import Worker
+from .registry import Worker, WorkerMetadata
 from .request import Request
 from .routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
 from .wire import Response, said
@@ -28,7 +29,25 @@ from .wire import Response, said
 Handler = Callable[[Cluster, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
 _REPORT_SECONDS = 5.0
+_FIRST_CHECK_SECONDS, _POLL_SECONDS = 1.0, 0.002
 _FOREVER = 24 * 3600.0
+
+
+_LINKS = {
+    "/dashboard": "the cluster live", "/list_workers": "its workers", "/readiness": "whether it could serve now",
+    "/health": "whether it runs", "/v1/models": "the models that its workers serve", "/metrics": "Prometheus metrics",
+    "/engine_metrics": "those of its workers", "/openapi.json": "every endpoint of a worker with its fields"}
+
+
+def root(router: Cluster, request: Request) -> Response:
+    """What this is, and where to go on."""
+    pairs = router.config.workers.pd_disaggregation
+    before = "pairs of prefill and decode servers" if pairs else "whole servers"
+    what = f"This is a router before {before}. It speaks OpenAI's API."
+    as_html = b"text/html" in request.headers
+    kind = "text/html; charset=utf-8" if as_html else "application/json"
+    return Response(200, about(what, _LINKS, as_html=as_html), kind,
+                    (("content-security-policy", POLICY), ("vary", "accept")) if as_html else (("vary", "accept"),))
 
 
 def liveness(router: Cluster, request: Request) -> Response:
@@ -39,7 +58,9 @@ def liveness(router: Cluster, request: Request) -> Response:
 def readiness(router: Cluster, request: Request) -> Response:
     """200 when a request could be served now, else 503."""
     if router.registry.ready(pairs=router.config.workers.pd_disaggregation):
-        return Response.json({"status": "ready"})
+        states = [worker.state for worker in router.registry]
+        return Response.json({"status": "ready", "healthy_workers": states.count("healthy"),
+                              "total_workers": len(states)})
     return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts(),
                                               "misfits": misfits_of(router.registry)}),
                     headers=(("retry-after", f"{RETRY_AFTER_SECONDS:g}"),))
@@ -54,31 +75,38 @@ def list_workers(router: Cluster, request: Request) -> Response:
     return Response.json({"urls": [worker["url"] for worker in workers], "workers": workers})
 
 
-def add_worker(router: Cluster, request: Request) -> Response:
+async def add_worker(router: Cluster, request: Request) -> Response:
     """Register a worker; it takes requests once it answers /health. 409 when its URL is taken."""
-    worker = _worker_from(_parameters(request), pairs=router.config.workers.pd_disaggregation)
-    router.add_worker(worker)
+    worker = worker_from(parameters_of(request), pairs=router.config.workers.pd_disaggregation)
+    await join(router, worker)
     return Response.json({"message": f"Worker {worker.url} is added; it takes requests once it is healthy.",
                           "worker": worker.describe()})
+
+
+async def join(router: Cluster, worker: Worker) -> None:
+    """Register a worker, and wait for its first check, for a moment: who asks next finds it healthy if it is. Raises
+    Conflict."""
+    loop = router.dispatcher.loop
+    deadline = loop.time() + _FIRST_CHECK_SECONDS
+    router.add_worker(worker)
+    while not worker.checked and worker in router.registry and loop.time() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def remove_worker(router: Cluster, request: Request) -> Response:
     """Take a worker off the list; its running requests end undisturbed, with ``force=true`` they are cut. 404 when it
     is unknown."""
-    return removed(router, request, _endpoint(_parameters(request)).url)
+    return removed(router, request, _endpoint(parameters_of(request)).url)
 
 
 def removed(router: Cluster, request: Request, url: str) -> Response:
-    force = str(_parameters(request).get("force", "false")).lower()
-    if force not in ("true", "false", "1", "0"):
-        raise InvalidRequest(f"force is true or false, not {force!r}.", param="force")
-    workers = router.remove_worker(url, force=force in ("true", "1"))
+    workers = router.remove_worker(url, force=_switch(parameters_of(request), "force"))
     return Response.json({"message": f"Worker {url} is removed.", "running": sum(worker.load for worker in workers)})
 
 
 def drain_worker(router: Cluster, request: Request) -> Response:
     """Give a worker no new requests, and let it leave when the running ones have ended. 404 when it is unknown."""
-    return drained(router, _endpoint(_parameters(request)).url)
+    return drained(router, _endpoint(parameters_of(request)).url)
 
 
 def drained(router: Cluster, url: str) -> Response:
@@ -139,7 +167,7 @@ def _servers(router: Cluster) -> dict[str, Worker]:
     return {worker.endpoint.url: worker for worker in router.registry}
 
 
-def _parameters(request: Request) -> dict[str, Any]:
+def parameters_of(request: Request) -> dict[str, Any]:
     """The query's parameters and over them those of a JSON body; raises InvalidRequest."""
     found: dict[str, Any] = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
     if request.body:
@@ -163,7 +191,7 @@ def _endpoint(parameters: dict[str, Any]) -> Endpoint:
         raise InvalidRequest(str(error), param="url") from None
 
 
-def _worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
+def worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
     role = parameters.get("role", parameters.get("worker_type"))  # the latter in sglang-router's REST form
     allowed = ("prefill", "decode") if pairs else ("regular",)
     if role is not None and role not in allowed:
@@ -175,10 +203,37 @@ def _worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
         except ValueError as error:
             raise InvalidRequest(str(error), param="bootstrap_port") from None
     return Worker(_endpoint(parameters), role or "regular", bootstrap_port=port, asks_role=pairs and role is None,
-                  api_key=_key(parameters))
+                  api_key=key_from(parameters), model_id=_model(parameters), metadata=metadata_from(parameters),
+                  always_healthy=_switch(parameters, "disable_health_check"))
 
 
-def _key(parameters: dict[str, Any]) -> str | None:
+def metadata_from(parameters: dict[str, Any], before: WorkerMetadata | None = None) -> WorkerMetadata:
+    """What is to be noted of a worker, over what was; raises InvalidRequest."""
+    told = {name: parameters[name] for name in WorkerMetadata.__struct_fields__ if parameters.get(name) is not None}
+    before = before or WorkerMetadata()
+    if isinstance(told.get("labels"), dict):
+        told["labels"] = {**before.labels, **told["labels"]}
+    try:
+        return msgspec.convert({**msgspec.to_builtins(before), **told}, WorkerMetadata, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"priority is an integer, cost a number, labels are strings by name: {error}.") from None
+
+
+def _model(parameters: dict[str, Any]) -> str | None:
+    name = parameters.get("model_id")
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest("model_id must be a string.", param="model_id")
+    return name or None
+
+
+def _switch(parameters: dict[str, Any], name: str) -> bool:
+    value = str(parameters.get(name, "false")).lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"{name} is true or false, not {value!r}.", param=name)
+    return value in ("true", "1")
+
+
+def key_from(parameters: dict[str, Any]) -> str | None:
     key = parameters.get("api_key")
     if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable()):
         raise InvalidRequest("api_key must be a printable string.", param="api_key")
@@ -186,6 +241,7 @@ def _key(parameters: dict[str, Any]) -> str | None:
 
 
 ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
+    b"/": ((b"GET",), root),
     b"/health": ((b"GET",), liveness),
     b"/liveness": ((b"GET",), liveness),
     b"/readiness": ((b"GET",), readiness),
@@ -204,5 +260,5 @@ ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
 }
 CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", *QUICK_BROADCASTS, *SLOW_BROADCASTS))
 """Paths that change workers or the membership: with admin keys, only those open them."""
-OPEN_PATHS = frozenset((b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
+OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
 """Paths that need no API key: probes and scrapers have none, and the dashboard's page asks for one."""

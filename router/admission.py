@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from ..common.api.errors import Overloaded, ServingError, WorkerUnavailable
+from ..common.api.errors import Overloaded, ServingError
 
 _SPARE = 64
 """Requests that wait no more and are still listed, beyond as many as do wait: each keeps its body."""
@@ -38,6 +38,14 @@ class AdmissionRules:
     @property
     def per_key(self) -> bool:
         return bool(self.max_concurrent_per_key or self.rate_per_key)
+
+
+class QueueTimeout(ServingError):
+    """408, as sglang-router's; OpenAI's clients try it again."""
+
+    status = 408
+    type = "rate_limit_error"
+    code = "queue_timeout"
 
 
 class TokenBucket:
@@ -243,7 +251,7 @@ class Admission:
         for waiting in late:
             self.drop(waiting)
             waiting.refuse(self._refusal("queue_timeout", f"The request waited for {limit:g} s and no place came free.",
-                                         1.0, WorkerUnavailable))
+                                         1.0, QueueTimeout))
         self._arrivals = [waiting for waiting in self._arrivals if waiting.queued]
         return self._arrivals[0].since + limit if self._arrivals else None
 

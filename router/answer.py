@@ -8,16 +8,18 @@ import msgspec
 
 PAIR_MISMATCH = b"\r\nx-error-code: pair_mismatch\r\n"
 """A header of our servers' answers 502: the two can never hand a KV cache over."""
+ENGINE_DEAD = b"\r\nx-baton-engine: dead\r\n"
+"""A header, in lower case, of our servers' answers 503: their engine has died, and takes all that it held along."""
 
 
 class Failure(NamedTuple):
     """Why an answer did not come, or not to its end."""
 
     reason: str
-    """One word for metrics: connect, lost, silent, malformed, stale, removed."""
+    """One word for metrics; ``retry.FAILURES`` tells what follows from each."""
     detail: str
     refused: bool = False
-    """Nobody listens at the address: certain, where a lost connection may be one request's fate."""
+    """Nobody serves at the address: certain, where a lost connection may be one request's fate."""
     at_boundary: bool = False
     """The answer's bytes so far end where one more event may follow."""
 
@@ -47,6 +49,9 @@ class AnswerFacts(NamedTuple):
                    b"\r\nx-request-id:" in folded, folded.find(b"\r\n") + 2)
 
 
+_RETRY_AFTER = b"retry-after: 1\r\n"
+
+
 class AnswerHead(msgspec.Struct, gc=False, eq=False):
     """The start of an answer."""
 
@@ -65,6 +70,13 @@ class AnswerHead(msgspec.Struct, gc=False, eq=False):
     def says(self, line: bytes) -> bool:
         """Whether a header's line, which is in lower case, is among the answer's."""
         return line in self.data[:self.size].lower()
+
+    def ask_to_wait(self) -> None:
+        """Add a Retry-After where a busy worker named none."""
+        if b"\r\nretry-after:" not in self.data[:self.size].lower():
+            line = self.facts.line_size
+            self.data = b"".join((self.data[:line], _RETRY_AFTER, self.data[line:]))
+            self.size += len(_RETRY_AFTER)
 
     @property
     def starts_stream(self) -> bool:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
 from random import Random
 
-from ..common.api.errors import ConfigError
+from ..common.api.errors import ConfigError, WorkerUnavailable
+from ..common.config.addresses import cannot_listen
 from ..common.obs.tracing import exporter_for
 from .activity import tell_activity
 from .config import RouterConfig
 from .dashboard import Sampler
 from .discovery import Discovery
-from .dispatch import Dispatcher, Watch
+from .dispatch import RETRY_AFTER_SECONDS, Dispatcher, Watch
 from .endpoint import Endpoint
 from .entry import Entry
 from .gate import Gate
@@ -26,12 +25,14 @@ from .http_server import ClientConnection, Serve
 from .metrics import Metrics
 from .parts import Parts
 from .policies.cache_exact import CacheExact
-from .registry import Worker
+from .registry import Worker, WorkerMetadata
 from .request_reader import HeadRules
 from .tls import server_context
 from .tracing import Tracer
 
 logger = logging.getLogger("baton.router")
+_LAST_WORDS_SECONDS = 1.0
+"""How long clients that are slow to read may take to be told that their requests are cut."""
 
 
 class Router:
@@ -76,7 +77,7 @@ class Router:
             self._scraped = await self._listen(self.entry.serve_scrape, self.config.observe.prometheus_host,
                                                self.config.observe.prometheus_port, None)
         for spec in self.config.workers.specs:
-            self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port))
+            self.add_worker(Worker(Endpoint.parse(spec.url), spec.role, bootstrap_port=spec.bootstrap_port, named=True))
         if self.config.discovery.service_discovery:
             self._discovery = Discovery(self, self.config.discovery)
         self.sampler.start()
@@ -96,10 +97,8 @@ class Router:
                                          outbox=self.dispatcher.outbox, heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
-            reason = error.strerror or error
-            if error.errno and not isinstance(error, socket.gaierror):  # whose numbers mean something else
-                reason = os.strerror(error.errno)
-            raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
+            flags = ("--host", "--port") if serve == self.entry.serve else ("--prometheus-host", "--prometheus-port")
+            raise cannot_listen(host, port, error, host_flag=flags[0], port_flag=flags[1]) from None
 
     async def stop(self) -> None:
         """Stop accepting, let running requests end for up to ``--shutdown-grace-secs``, then cut them."""
@@ -113,8 +112,7 @@ class Router:
         deadline = self.dispatcher.loop.time() + self.config.http.shutdown_grace_secs
         while self._connections and self.dispatcher.loop.time() < deadline:
             await asyncio.sleep(0.02)
-        if self._connections:
-            logger.warning("Cut %d connections at the end of --shutdown-grace-secs.", len(self._connections))
+        await self._expire()
         for connection in list(self._connections):
             connection.transport.abort()
         self._sweeper.cancel()
@@ -127,10 +125,30 @@ class Router:
             self._gate.close()
         await self._health.close()
         self.dispatcher.close()
+        if self.entry.access_log is not None:
+            self.entry.access_log.flush()
         if self._server is not None:
             await self._server.wait_closed()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    async def _expire(self) -> None:
+        """End what still runs, each request with an error of its API, and give clients a moment to take it."""
+        error = WorkerUnavailable("The router was shut down before the answer was complete.",
+                                  retry_after=RETRY_AFTER_SECONDS)
+        cut = 0
+        for connection in list(self._connections):
+            if connection.handler is not None:
+                cut += 1
+                connection.handler.expire(error)
+        if cut:
+            logger.warning("%d %s cut at the end of --shutdown-grace-secs.", cut,
+                           "request was" if cut == 1 else "requests were")
+        deadline = self.dispatcher.loop.time() + _LAST_WORDS_SECONDS
+        while any(connection.transport.get_write_buffer_size() for connection in self._connections):
+            if self.dispatcher.loop.time() > deadline:
+                break
+            await asyncio.sleep(0.02)
 
     async def _sweep(self) -> None:
         limit = self.config.http.request_timeout_secs
@@ -149,6 +167,7 @@ class Router:
 
     def add_worker(self, worker: Worker) -> None:
         """Register a worker and begin to watch it; raises Conflict when its URL is taken."""
+        worker.always_healthy |= self.config.health.disable_health_check
         self.registry.add(worker)
         self.dispatcher.open_pool(worker)
         self._health.watch(worker, self.dispatcher)
@@ -171,6 +190,15 @@ class Router:
                 self.dispatcher.cut(worker)
             self._leave(worker)
         return removed
+
+    def update_worker(self, url: str, metadata: WorkerMetadata, api_key: str | None) -> None:
+        """Change what is noted of a worker, or of all ranks of a server, and its key. Raises NotFound."""
+        for worker in self.registry.at(url):
+            worker.metadata = metadata
+            if api_key is not None:
+                worker.api_key = api_key
+                self.dispatcher.use_key(worker)
+        self.registry.changed()
 
     def _leave(self, worker: Worker) -> None:
         self.registry.remove(worker.url)

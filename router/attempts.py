@@ -8,10 +8,13 @@ from ..common.api.errors import DeadlineExceeded, ServingError, WorkerUnavailabl
 from .answer import Failure
 from .dispatch import RETRY_AFTER_SECONDS, Dispatcher
 from .exchange import Exchange
-from .retry import Retries
+from .registry import Worker
+from .retry import FAILURES, Outcome, Retries
 
 _MESSAGES = {
     "failed": "The worker failed in the middle of the answer.",
+    "dead": "The worker's engine died.",
+    "hung": "The worker stopped answering.",
     "connect": "The worker could not be reached.",
     "lost": "The worker closed its connection before the end of the answer.",
     "stale": "The worker closed its connection before the answer.",
@@ -50,11 +53,26 @@ def tried(relay: Attempting) -> Retries:
     return relay.retries
 
 
-def again(relay: Attempting, reason: str, error: ServingError) -> None:
+def tried_on(relay: Attempting, worker: Worker, outcome: Outcome, *, answered: bool = False) -> Retries:
+    """Note that an attempt failed on a worker; returns the request's retries. ``answered``: it said so itself."""
+    retries = tried(relay)
+    if answered and outcome.counts:
+        retries.accused.append(worker)
+    if outcome.excludes:
+        retries.excluded.add(worker)
+    return retries
+
+
+def again(relay: Attempting, reason: str, error: ServingError, *, at_once: bool = False) -> None:
     """Schedule another attempt; answer with ``error`` when retries are spent, or no attempt failed but none can be
-    made."""
-    exchange = relay.exchange
-    if relay.retries is not None and relay.retries.schedule(relay.start):
+    made. ``at_once``: the worker was only busy, and another one has not been asked."""
+    exchange, retries = relay.exchange, relay.retries
+    if at_once and retries is not None and retries.may_move:
+        retries.move(relay.start)
+        scheduled = True
+    else:
+        scheduled = retries is not None and retries.schedule(relay.start)
+    if scheduled:
         exchange.retries += 1
         relay.dispatcher.metrics.retries[reason] += 1
     elif exchange.began:
@@ -63,7 +81,34 @@ def again(relay: Attempting, reason: str, error: ServingError) -> None:
         exchange.fail(error)
 
 
-def broken(relay: Attempting, failure: Failure) -> None:
+def expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
+    """The router gives a request up, whose attempt is cut: its answer ends with ``error``.
+
+    ``at_boundary``: what the worker sent so far ends where one more event may follow.
+    """
+    exchange = relay.exchange
+    if not exchange.began:
+        exchange.fail(error)
+    elif exchange.log is not None and (missing := exchange.log.missing_end) is not None:
+        exchange.end_broken(missing)
+    else:
+        exchange.break_off(error, Failure("expired", error.message.rstrip("."), at_boundary=at_boundary))
+
+
+def lost(relay: Attempting, worker: Worker, failure: Failure, reason: str) -> None:
+    """An attempt failed below HTTP or in the middle of its stream. ``reason``: what metrics call it."""
+    relay.dispatcher.on_failure(worker, failure)
+    outcome = FAILURES[failure.reason]
+    tried_on(relay, worker, outcome)
+    if relay.exchange.began:
+        _broken(relay, failure)
+    elif outcome.retried:
+        again(relay, reason, error_of(failure))
+    else:
+        relay.exchange.fail(error_of(failure))
+
+
+def _broken(relay: Attempting, failure: Failure) -> None:
     """The answer's stream broke: it goes on elsewhere, or ends with an error."""
     exchange = relay.exchange
     if exchange.log is None:

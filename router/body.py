@@ -7,6 +7,7 @@ duplicate keys, fields of tomorrow.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -18,7 +19,35 @@ from ..common.api.unreadable import UNREADABLE
 
 _ABSENT = msgspec.Raw()
 _TRUE = msgspec.Raw(b"true")
+ROUTED_BYTES = 2**20
+"""Bytes of a prompt that routing looks at, some 200,000 tokens: reading and hashing them takes a millisecond."""
+COPIED_BYTES = 64 * 1024
+"""Larger bodies are sent in parts instead of being copied."""
+_CLOSING = re.compile(rb"[ \t\r\n]*\}")
 _ROOM_BITS = 63  # SGLang keeps a room in a signed 64-bit integer.
+
+
+class LargeBody(msgspec.Struct, gc=False):
+    """A body with fields added after its opening brace, which is not copied: both halves of a request send its bytes.
+
+    ``added`` ends in a comma unless the client's object was empty.
+    """
+
+    whole: bytes
+    start: int
+    """Where the object's first member begins."""
+    added: bytes
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.added)
+
+    @property
+    def parts(self) -> tuple[bytes, bytes, memoryview]:
+        return self.whole[:self.start], self.added, memoryview(self.whole)[self.start:]
+
+
+Body = bytes | LargeBody
+"""A body as it is sent: the client's own, or one with fields added."""
 
 
 class Peek(msgspec.Struct, gc=False):
@@ -40,9 +69,13 @@ class Peek(msgspec.Struct, gc=False):
     def routing_text(self) -> bytes:
         """What the prompt begins with, as the client wrote it: for a chat the whole conversation.
 
-        Later turns of a conversation extend these bytes, so their prefixes compare equal.
+        Later turns of a conversation extend these bytes, so their prefixes compare equal. Of a very long prompt it is
+        the first ROUTED_BYTES: looking at more would hold up all other requests.
         """
-        return bytes(self.messages or self.text or self.prompt or self.input_ids or self.input).rstrip(b" \t\r\n\"]")
+        raw = self.messages or self.text or self.prompt or self.input_ids or self.input
+        if len(memoryview(raw)) > ROUTED_BYTES:
+            return bytes(memoryview(raw)[:ROUTED_BYTES])
+        return bytes(raw).rstrip(b" \t\r\n\"]")
 
     @property
     def batch_size(self) -> int | None:
@@ -145,22 +178,35 @@ def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int |
     }
 
 
-def with_bootstrap(body: bytes, found: Peek, host: str, port: int | None, rng: Random) -> bytes:
+def with_bootstrap(body: bytes, found: Peek, host: str, port: int | None, rng: Random) -> Body:
     """A body for both halves of a request, with fields that join them."""
-    if not found.is_plain_chat:
-        return splice(body, found, bootstrap_fields(host, port, rng, found.batch_size))
-    start = body.index(b"{") + 1
-    return b"%b%b%d,%b" % (body[:start], _address(host, port), rng.getrandbits(_ROOM_BITS), body[start:])
+    if found.is_plain_chat:
+        return with_members(body, b"%b%d" % (_address(host, port), rng.getrandbits(_ROOM_BITS)), empty=False)
+    return splice(body, found, bootstrap_fields(host, port, rng, found.batch_size))
 
 
-def with_previous_room(body: bytes, before: bytes) -> bytes:
+def with_previous_room(body: Body, before: Body) -> Body:
     """The prefill half's body with the room, or rooms, of ``before``, the body of the same half of the attempt before:
     what a prefill server of ours computed then, it need not compute again."""
-    found = peek(before)
+    found = peek(b"{%b}" % before.added.rstrip(b",") if isinstance(before, LargeBody) else before)
     if found is None or not found.bootstrap_room:
         return body
+    return with_members(body, b'"bootstrap_previous_room":%b' % bytes(found.bootstrap_room), empty=False)
+
+
+def with_members(body: Body, members: bytes, *, empty: bool | None = None) -> Body:
+    """A JSON object with ``members`` (``"name":value``, commas between) before its own, which stay byte for byte.
+
+    ``empty``: whether it has none of its own; None: to be looked up.
+    """
+    if isinstance(body, LargeBody):
+        return LargeBody(body.whole, body.start, b"%b,%b" % (members, body.added))
     start = body.index(b"{") + 1
-    return b'%b"bootstrap_previous_room":%b,%b' % (body[:start], bytes(found.bootstrap_room), body[start:])
+    if empty is None:
+        empty = _CLOSING.match(body, start) is not None
+    if len(body) > COPIED_BYTES:
+        return LargeBody(body, start, members if empty else members + b",")
+    return b"%b%b%b%b" % (body[:start], members, b"" if empty else b",", body[start:])
 
 
 @lru_cache(maxsize=1024)
@@ -169,7 +215,7 @@ def _address(host: str, port: int | None) -> bytes:
     return b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (_encode(host), _encode(port))
 
 
-def splice(body: bytes, found: Peek, fields: dict[str, Any]) -> bytes:
+def splice(body: bytes, found: Peek, fields: dict[str, Any]) -> Body:
     """Add ``fields`` to a JSON object, right after its opening brace; all else stays as it is.
 
     A body that already carries some of them gets ours instead, its other values byte for byte: two
@@ -177,7 +223,4 @@ def splice(body: bytes, found: Peek, fields: dict[str, Any]) -> bytes:
     """
     if found.has_bootstrap:
         return msgspec.json.encode({**_decode_fields(body), **fields})
-    start = body.index(b"{") + 1
-    rest = memoryview(body)[start:]
-    empty = body[start:start + 64].lstrip(b" \t\r\n")[:1] == b"}" or body[start:].lstrip(b" \t\r\n") == b"}"
-    return b"".join((body[:start], msgspec.json.encode(fields)[1:-1], b"" if empty else b",", rest))
+    return with_members(body, msgspec.json.encode(fields)[1:-1])

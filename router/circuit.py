@@ -4,8 +4,9 @@
     open ── timeout seconds ──▶ half_open
     half_open ── success_threshold successes ──▶ closed,    ── a failure ──▶ open
 
-A failure is a 5xx answer, or none. A 4xx is the client's fault: it counts neither way. Failures in a row,
-not a share of all: at 1,000 requests a second even a worker that fails one in a hundred does useful work.
+A failure is a 5xx answer but 503, or none (``retry`` has the table). A 4xx is the client's fault, and a busy worker is
+not broken: they count neither way. Failures in a row, not a share of all: at 1,000 requests a second even a worker
+that fails one in a hundred does useful work.
 """
 
 from __future__ import annotations

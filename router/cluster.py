@@ -8,7 +8,7 @@ from .config import RouterConfig
 from .dashboard import Sampler
 from .dispatch import Dispatcher
 from .metrics import Metrics
-from .registry import Registry, Worker
+from .registry import Registry, Worker, WorkerMetadata
 
 
 class Cluster(Protocol):
@@ -26,5 +26,7 @@ class Cluster(Protocol):
     def drain_worker(self, url: str) -> list[Worker]: ...
 
     def remove_worker(self, url: str, *, force: bool = False) -> list[Worker]: ...
+
+    def update_worker(self, url: str, metadata: WorkerMetadata, api_key: str | None) -> None: ...
 
     def counts(self) -> dict[str, int]: ...

@@ -26,6 +26,8 @@ class Answer(NamedTuple):
     body: bytes = b""
     detail: str = ""
     refused: bool = False
+    silent: bool = False
+    """Whether the time was up."""
 
     @property
     def ok(self) -> bool:
@@ -67,7 +69,8 @@ class _Collector:
         self._resolve(Answer(self._status, b"".join(self._body)))
 
     def answer_lost(self, failure: Failure) -> None:
-        self._resolve(Answer(0, detail=failure.detail, refused=failure.refused))
+        self._resolve(Answer(0, detail=failure.detail, refused=failure.refused,
+                             silent=failure.reason in ("silent", "hung")))
 
     def _resolve(self, answer: Answer) -> None:
         if not self.answer.done():

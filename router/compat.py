@@ -14,15 +14,9 @@ _NO_TOKENIZER = "this router reads prompts as they are and needs no tokenizer; g
 _NO_PARSER = "answers pass through as they are; give the flag to the workers"
 _NO_HISTORY = "no conversations are stored here; use the workers' /v1/responses, which is relayed"
 _NO_JWT = "use --admin-api-key or --control-plane-api-keys"
-_HEALTH = "workers that start or failed are asked twice a second; leave the flag away"
 
 REFUSED: dict[str, str] = {
     "--mini-lb": "there is one router; leave the flag away",
-    "--bucket-adjust-interval-secs": "there is no bucket policy; use --prefill-policy cache_exact or least_loaded",
-    **dict.fromkeys(("--max-idle-secs", "--assignment-mode"),
-                    "there is no manual policy; use --policy consistent_hash, which keeps sessions without a table"),
-    "--worker-startup-check-interval": _HEALTH,
-    "--disable-health-check": "a worker takes requests once it is healthy; see --health-check-endpoint",
     "--prometheus-duration-buckets": "the buckets are fixed, so that routers can be added up; leave the flag away",
     **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
                      "--tokenizer-cache-l0-max-entries", "--tokenizer-cache-enable-l1",
@@ -36,11 +30,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("--jwt-issuer", "--jwt-audience", "--jwt-jwks-uri", "--jwt-role-mapping"), _NO_JWT),
     "--control-plane-audit-enabled": "the access log (--log-level info) has every request; use that",
 }
-_REFUSED_VALUES: dict[tuple[str, str], str] = {
-    **dict.fromkeys(((flag, "manual") for flag in ("--policy", "--prefill-policy", "--decode-policy")),
-                    "use consistent_hash with --hash-header x-smg-routing-key"),
-    ("--prefill-policy", "bucket"): "use cache_exact or least_loaded",
-}
 _SAME_ANYWAY: dict[str, tuple[frozenset[str], str]] = {
     "--backend": (frozenset(("sglang", "openai")), "workers of any make are spoken to alike"),
     "--history-backend": (frozenset(("none",)), _NO_HISTORY),
@@ -52,13 +41,8 @@ def translate(argv: Sequence[str]) -> list[str]:
     """``argv`` without sglang-router's flags that change nothing here; raises ConfigError for those that would."""
     kept: list[str] = []
     words = iter(argv)
-    name = ""
     for word in words:
-        if reason := _REFUSED_VALUES.get((name, word)):
-            raise ConfigError(f"{name} {word} is not supported: {reason}.")
         name, joined, value = word.partition("=")
-        if joined and (reason := _REFUSED_VALUES.get((name, value))):
-            raise ConfigError(f"{name} {value} is not supported: {reason}.")
         if word.startswith("grpc://"):
             raise ConfigError(f"{word} is not supported: give the worker's HTTP address, http://HOST:PORT.")
         if name in REFUSED:

@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from ..common.api.unreadable import UNREADABLE
+from .answer import Failure
 
 ASK_FOR_IDS = b"x-baton-token-ids: 1\r\n"
 _END_OF_CHUNK = b"\n\n\r\n"
 """Our servers end a chunk with an event; within one, JSON has no line breaks."""
+_ENGINE_DEAD = b'"code":"engine_dead"'
 _ERROR_EVENT = b': {"error":'
 """In an event, or in the comment behind an event that tells of the error in its own API's way."""
 _LAST_EVENTS = (b'data: {"type":"message_stop"', b'data: {"type":"response.completed"',
@@ -56,8 +58,6 @@ _decode = msgspec.json.Decoder(_Fields).decode
 
 def continuable(body: bytes) -> bool:
     """Whether a request asks for one stream whose tokens another worker would choose again."""
-    if b'"stream"' not in body:
-        return False
     try:
         found = _decode(body)
     except UNREADABLE:
@@ -73,13 +73,14 @@ def continuable(body: bytes) -> bool:
 class StreamLog:
     """What a client has been told of one stream, and the request's body, to be sent again."""
 
-    __slots__ = ("body", "failed", "_cumulative", "_held", "_kept", "_ids", "_identity")
+    __slots__ = ("body", "failed", "_engine_died", "_cumulative", "_held", "_kept", "_ids", "_identity")
 
     def __init__(self, body: bytes, *, cumulative: bool):
         """``cumulative``: each event holds the whole answer so far, as those of /generate do."""
         self.body = body
         self.failed = False
         """Whether the worker ended the stream with an error, which the client has not been told."""
+        self._engine_died = False
         self._cumulative = cumulative
         self._held = b""
         self._kept = b""
@@ -98,6 +99,7 @@ class StreamLog:
             data, self._held = data[:end], data[end:]
         if _ERROR_EVENT in data and not any(own in data for own in _CLIENTS_OWN):
             self.failed = True
+            self._engine_died = _ENGINE_DEAD in data
             data = data[:self._chunk_start(data, data.index(_ERROR_EVENT))]
         self._kept += data
         if len(self._kept) > _KEPT_BYTES:
@@ -108,6 +110,12 @@ class StreamLog:
         """What was held back, now that the worker's message is complete: its end may come in a piece of its own."""
         rest, self._held = self._held, b""
         return rest
+
+    def failure(self, url: str) -> Failure:
+        """What the error was that the worker ended the stream with."""
+        if self._engine_died:
+            return Failure("dead", f"the engine of {url} died", refused=True)
+        return Failure("failed", f"{url} ended a stream with an error")
 
     @staticmethod
     def _chunk_start(data: bytes, inside: int) -> int:

@@ -16,6 +16,7 @@ import threading
 from typing import Any
 
 from ..common.api.errors import ConfigError, Conflict
+from ..common.config.packages import install
 from .cluster import Cluster
 from .config.discovery import DiscoveryArgs, split
 from .config.workers import parse_bootstrap_port
@@ -144,7 +145,7 @@ def _connect() -> Any:
     try:
         from kubernetes import client, config
     except ImportError:
-        raise ConfigError("--service-discovery needs Kubernetes' client: pip install 'baton-serve[k8s]'.") from None
+        raise ConfigError(f"--service-discovery needs Kubernetes' client: {install('k8s')}.") from None
     try:
         config.load_incluster_config()
     except config.ConfigException:

@@ -10,21 +10,21 @@ from typing import Protocol
 
 from ..common.api.errors import WorkerUnavailable
 from .answer import Failure, Sink
-from .body import Peek
+from .body import Body, LargeBody, Peek
 from .busy_poll import BusyPoll
 from .compatibility import Pairs
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
 from .models import Group
-from .outbox import Outbox
+from .outbox import Bytes, Outbox
 from .policies import PolicySets, Subject
 from .policies.cache_exact import CacheExact
 from .pool import UpstreamPool, plain_answer
 from .ranks import tell_rank
 from .registry import ROLES, Registry, Reservation, Role, Worker, without
 from .request import Request
-from .retry import Backoff, Retries
+from .retry import FAILURES, Backoff, Outcome, Retries
 from .tls import worker_context
 from .upstream import Call
 
@@ -59,6 +59,7 @@ class Dispatcher:
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
         self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
+        self._hung_seconds = config.health.health_check_timeout_secs
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
@@ -79,14 +80,21 @@ class Dispatcher:
     # ------------------------------------------------------------------ connections
 
     def open_pool(self, worker: Worker) -> UpstreamPool:
-        key = worker.api_key or self._worker_key
         self._pools[worker] = pool = UpstreamPool(
-            worker.endpoint, connect_timeout=self._connect_timeout, authorization=bearer(key) if key else b"",
+            worker.endpoint, connect_timeout=self._connect_timeout, authorization=self._shown_to(worker),
             tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, outbox=self.outbox,
             heard=self.heard)
         if self.watch is not None:
             self.watch.join(worker)
         return pool
+
+    def use_key(self, worker: Worker) -> None:
+        """Show a worker its key from now on: it was changed."""
+        self._pools[worker].authorization = self._shown_to(worker)
+
+    def _shown_to(self, worker: Worker) -> bytes:
+        key = worker.api_key or self._worker_key
+        return bearer(key) if key else b""
 
     def pool(self, worker: Worker) -> UpstreamPool:
         return self._pools[worker]
@@ -101,11 +109,18 @@ class Dispatcher:
         """Fail what runs on a worker."""
         self._pools[worker].cut(Failure("removed", f"{worker.url} was removed by force"))
 
+    def end_silent(self, worker: Worker) -> None:
+        """Fail what a hung worker has left without a byte for as long as a health check may take."""
+        if worker in self._pools:
+            self._pools[worker].end_silent(self._hung_seconds)
+
     def sweep(self, silence_limit: float) -> None:
         """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
         self.policies.sweep(self.loop.time(), self.registry.models.groups)
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
+            if worker.hung:
+                pool.end_silent(self._hung_seconds)
             if worker not in self.registry and not worker.load and not pool.busy:
                 del self._pools[worker]
 
@@ -115,19 +130,26 @@ class Dispatcher:
         for pool in self._pools.values():
             pool.close()
 
-    def send(self, worker: Worker, request: Request, body: bytes, sink: Sink, *, resend: bool = True) -> Call:
+    def send(self, worker: Worker, request: Request, body: Body, sink: Sink, *, resend: bool = True) -> Call:
         """Send ``request`` with ``body`` in place of its own to a worker."""
         if worker.rank is not None:
             body = tell_rank(request.path, body, worker.rank)
         pool = self._pools[worker]
         method = request.method
         end = b"\r\ncontent-length: %d\r\n\r\n" % len(body) if body or method == b"POST" else b"\r\n\r\n"
-        joined = len(body) <= _JOINED
+        joined: bytes = b""
+        parts: tuple[Bytes, ...] = ()
+        if isinstance(body, LargeBody):
+            parts = body.parts
+        elif len(body) > _JOINED:
+            parts = (body,)
+        else:
+            joined = body
         head = b"".join((
             method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n",
             pool.host_line, request.headers, pool.authorization or request.authorization_line,
-            b"x-request-id: ", request.request_id, end, body if joined else b""))
-        return pool.send(sink, head, b"" if joined else body, method == b"HEAD", resend)
+            b"x-request-id: ", request.request_id, end, joined))
+        return pool.send(sink, head, parts, method == b"HEAD", resend)
 
     # ------------------------------------------------------------------ decisions
 
@@ -137,7 +159,8 @@ class Dispatcher:
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
-        """Choose and reserve a prefill and a decode worker that fit (neither sequence is empty)."""
+        """Choose and reserve a prefill and a decode worker that fit (neither sequence is empty). Raises
+        WorkerUnavailable, as a policy may, and reserves none then."""
         policies = self.policies.of(request.group)
         pairs = self.registry.pairs(request.group)
         if not pairs.all_fit:
@@ -148,10 +171,12 @@ class Dispatcher:
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
         subject = self.subject("prefill", request, found)
-        prefill = self.place("prefill", prefills, subject, request.group)
+        prefill = pairing.choose(prefills, subject)
         if policies["decode"].read is not pairing.read:
             subject = self.subject("decode", request, found)
-        return prefill, self.place("decode", decodes, subject, request.group)
+        decode = policies["decode"].choose(decodes, subject)
+        return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
+            "decode", decode.worker, decode.reason)
 
     def _place_fitting(self, pairs: Pairs, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                        found: Peek) -> tuple[Reservation, Reservation]:
@@ -159,12 +184,16 @@ class Dispatcher:
         prefills = pairs.with_partner(prefills, decodes)
         if not prefills:  # What is left for a retry has no pair among it.
             prefills, decodes = pairs.prefills, pairs.decodes
-        prefill = self.place("prefill", prefills, self.subject("prefill", request, found), request.group)
+        policies = self.policies.of(request.group)
+        prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, found))
         partners = pairs.partners(prefill.worker, decodes)
-        return prefill, self.place("decode", partners, self.subject("decode", request, found), request.group)
+        decode = policies["decode"].choose(partners, self.subject("decode", request, found))
+        return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
+            "decode", decode.worker, decode.reason)
 
     def place(self, role: Role, workers: Sequence[Worker], subject: Subject, group: Group = None) -> Reservation:
-        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it."""
+        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it. Raises WorkerUnavailable, as a policy
+        may."""
         chosen = self.policies.of(group)[role].choose(workers, subject)
         return self._reserve(role, chosen.worker, chosen.reason)
 
@@ -212,9 +241,12 @@ class Dispatcher:
             self._suspect(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
-        """An attempt failed below HTTP."""
-        self._suspect(worker, failure)
-        self.on_server_error(worker)
+        """An attempt failed below HTTP, or in the middle of its stream."""
+        outcome = FAILURES[failure.reason]
+        if outcome.excludes or failure.refused:
+            self._suspect(worker, failure)
+        if outcome.counts:
+            self.on_server_error(worker)
 
     def on_server_error(self, worker: Worker) -> None:
         """An attempt failed by its worker's fault."""
@@ -224,12 +256,21 @@ class Dispatcher:
             # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
             self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
 
-    def on_status(self, worker: Worker, status: int) -> None:
-        """A worker answered; a 4xx tells nothing about it."""
-        if status >= 500:
+    def on_status(self, worker: Worker, status: int, outcome: Outcome, retries: Retries | None) -> None:
+        """A worker answered; a 4xx tells nothing about it, nor that it is busy.
+
+        An error of its own counts once another worker has served the same request: what all refuse so, a client may
+        send as often as it likes. Where nothing is retried, nobody can tell, and each error counts.
+        """
+        if outcome.counts and not self._backoff.max_retries:
             self.on_server_error(worker)
-        elif status < 400 and worker.circuit.troubled and self.registry.request_served(worker):
-            logger.info("Worker %s answers again: its circuit is closed.", worker.url)
+        elif status < 400:
+            if retries is not None:
+                for accused in retries.accused:
+                    self.on_server_error(accused)
+                retries.accused.clear()
+            if worker.circuit.troubled and self.registry.request_served(worker):
+                logger.info("Worker %s answers again: its circuit is closed.", worker.url)
 
     def _half_open(self, worker: Worker) -> None:
         if self.registry.half_open(worker, self.loop.time()):

@@ -10,11 +10,13 @@ from typing import Any
 
 from ..common.api.errors import NotFound, ServingError
 from .access import Cors, Keys
+from .access_log import AccessLog
 from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
 from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
 from .exchange import Exchange, note_failure
+from .first_checks import FirstChecks
 from .gate import Gate
 from .http_server import ClientConnection
 from .local_prefill import LocalPrefill
@@ -30,6 +32,8 @@ from .tracing import Tracer
 from .wire import Response, check_method
 from .worker_routes import WORKERS, changes_workers
 
+logger = logging.getLogger("baton.router")
+
 _OWN_PATHS = frozenset(ADMIN_ROUTES)
 
 AnswerOwn = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Response]"]
@@ -39,8 +43,10 @@ AnswerOwn = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Respons
 class _Task:
     """An asynchronous endpoint as a connection's handler: a client that leaves cancels it."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None]):
+    def __init__(self, coroutine: Coroutine[Any, Any, None], fail: Callable[[ServingError], None]):
+        """``fail`` answers with an error instead."""
         self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._fail = fail
 
     def cancel(self) -> None:
         self._task.cancel()
@@ -50,6 +56,10 @@ class _Task:
 
     def resume(self) -> None:
         pass
+
+    def expire(self, error: ServingError) -> None:
+        self._task.cancel()
+        self._fail(error)
 
 
 class Entry:
@@ -74,7 +84,8 @@ class Entry:
         self._local_prefill: LocalPrefill | None = None
         if config.retry.local_prefill_tokens:
             self._local_prefill = LocalPrefill(self._dispatcher, config.retry.local_prefill_tokens)
-        self._log_access = logging.getLogger("baton.router").isEnabledFor(logging.INFO)
+        self._first_checks = FirstChecks(self._registry, self._serve_held, self._refuse)
+        self.access_log = AccessLog(self._dispatcher.loop) if logger.isEnabledFor(logging.INFO) else None
 
     def serve(self, connection: ClientConnection, request: Request) -> None:
         """Begin to serve one request."""
@@ -103,8 +114,18 @@ class Entry:
                 check_method(request, methods)
             self._relay(connection, request)
         except ServingError as error:
-            note_failure(error.status, error.message, request)
-            self._answer(connection, request, Response.error(error, path))
+            self._refuse(connection, request, error)
+
+    def _serve_held(self, connection: ClientConnection, request: Request) -> None:
+        """Go on with a request that waited for the workers' first checks."""
+        try:
+            self._relay(connection, request)
+        except ServingError as error:
+            self._refuse(connection, request, error)
+
+    def _refuse(self, connection: ClientConnection, request: Request, error: ServingError) -> None:
+        note_failure(error.status, error.message, request)
+        self._answer(connection, request, Response.error(error, request.path))
 
     def serve_scrape(self, connection: ClientConnection, request: Request) -> None:
         """Serve a request on --prometheus-port."""
@@ -117,6 +138,10 @@ class Entry:
         path = request.path
         pair = self._home == "decode" and path in PAIR_PATHS
         found = require_object(request.body) if pair else peek(request.body) if request.body else None
+        if self._registry.unchecked and self._first_checks.hold(
+                connection, request, ("prefill", "decode") if pair else (self._home,),
+                found.model_name if found is not None else ""):
+            return
         if self._registry.models.checked:
             if (path == MODELS or path.startswith(MODELS + b"/")) and request.method in READING:
                 self._answer(connection, request, answer_models(self._registry.models, request))
@@ -126,7 +151,7 @@ class Entry:
         kept = self._keeper_of(request) if not usual else None
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
-                            self._log_access, span)
+                            self.access_log, span)
         if (self._continues and found is not None and found.streamed and path in PAIR_PATHS
                 and continuable(request.body)):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")
@@ -189,11 +214,18 @@ class Entry:
         if isinstance(result, Response):
             self._answer(connection, request, result)
         else:
-            connection.handler = _Task(self._answer_later(connection, request, result))
+            connection.handler = _Task(
+                self._answer_later(connection, request, result),
+                lambda error: self._answer(connection, request, Response.error(error, request.path)))
 
     async def _answer_later(self, connection: ClientConnection, request: Request,
                             result: Coroutine[Any, Any, Response]) -> None:
-        self._answer(connection, request, await result)
+        try:
+            response = await result
+        except ServingError as error:
+            self._refuse(connection, request, error)
+        else:
+            self._answer(connection, request, response)
 
     def _answer(self, connection: ClientConnection, request: Request, response: Response) -> None:
         self._metrics.requests[label(request.path, _OWN_PATHS), response.status] += 1

@@ -8,6 +8,7 @@ from time import perf_counter
 from ..common.api.errors import ServingError
 from ..common.obs.failures import FailureLog
 from .access import without_grants
+from .access_log import AccessLog
 from .admission import Ticket
 from .answer import AnswerHead, Failure
 from .continuation import StreamLog
@@ -37,10 +38,10 @@ class Exchange:
     """
 
     __slots__ = ("connection", "request", "route", "retries", "workers", "began", "ticket", "log", "_metrics",
-                 "_log_access", "_begun_at", "_facts", "_awaits_body", "_pieces", "_first_at", "_span")
+                 "_access_log", "_begun_at", "_facts", "_awaits_body", "_pieces", "_first_at", "_span")
 
-    def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics, log_access: bool,
-                 span: RequestSpan | None = None):
+    def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics,
+                 access_log: AccessLog | None, span: RequestSpan | None = None):
         self.connection = connection
         self.request = request
         self.route = route
@@ -50,7 +51,7 @@ class Exchange:
         self.began = False
         """Whether the first byte is on its way: from then on nothing can be retried."""
         self._metrics = metrics
-        self._log_access = log_access
+        self._access_log = access_log
         self._begun_at = perf_counter()
         self._span = span
         self._awaits_body = True
@@ -188,9 +189,7 @@ class Exchange:
             self.ticket.finished()
         if self._span is not None:
             self._span.end(route, status, self.worker, self.retries)
-        if self._log_access:
+        if self._access_log is not None:
             request = self.request
-            logger.info("request", extra={"fields": {
-                "method": request.method.decode(), "path": request.path.decode("latin-1"), "status": status,
-                "duration_ms": round(seconds * 1e3, 3), "request_id": request.request_id.decode("latin-1"),
-                "worker": self.worker, "retries": self.retries}})
+            self._access_log.note(request.method, request.path, status, seconds, request.request_id, self.workers,
+                                  self.retries)

@@ -98,6 +98,11 @@ class _Entry:
         self.waiting.leave()
         self._exchange.abandon()
 
+    def expire(self, error: ServingError) -> None:
+        assert self.waiting is not None
+        self.waiting.leave()
+        self._exchange.fail(error)
+
     def pause(self) -> None:
         self._relay.pause()
 

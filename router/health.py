@@ -3,6 +3,10 @@
 A worker that is not healthy, or does not fit with others, is asked twice a second whatever the interval, so that
 traffic returns within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
 connection takes a worker out at once, anything else asks it at once.
+
+A worker that does not answer in time is asked again at once: with the defaults it is out at most 4 s after it
+stopped (1 s to the next check, two of 1.5 s), and what it has left silent since then fails as if it had died. It is
+not silent while it goes on with other answers, nor where it was this process that was late.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
 logger = logging.getLogger("baton.router")
 
 _RECOVERY_SECONDS = 0.5
+_CROWD_SECONDS = 0.05
+"""Between two checks of a worker, however many requests fail."""
+_LATE_SECONDS = 0.25
+"""A timer of ours that is later than this says that we stood still, so the answer may lie there unread."""
 _MODELS_SECONDS = 10.0
 """How often a healthy worker is asked for its models: adapters come and go while it serves."""
 _NOT_FOR: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
@@ -42,6 +50,7 @@ class HealthMonitor:
         self._registry = registry
         self._on_ranks = on_ranks
         self._interval = args.health_check_interval_secs
+        self._pauses = {"healthy": self._interval, "starting": args.worker_startup_check_interval}
         self._timeout = args.health_check_timeout_secs
         self._endpoint = args.health_check_endpoint
         self._startup = args.worker_startup_timeout_secs
@@ -86,17 +95,21 @@ class HealthMonitor:
             wake.clear()
             if worker.state != "healthy":
                 asked_models = dispatcher.loop.time()
-            await self._check(worker, dispatcher)
-            if worker.state == "healthy" and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
+            silent = await self._check(worker, dispatcher)
+            self._registry.first_checked(worker)
+            if worker.state == "healthy" and not silent and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
                 asked_models = dispatcher.loop.time()
                 await ask_models(dispatcher, worker, self._timeout)
+            checked = dispatcher.loop.time()
             if worker.state != "starting":
                 deadline = None
             elif deadline is not None and dispatcher.loop.time() > deadline:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
-            well = worker.state == "healthy" and not worker.misfits
-            pause = self._interval if well else min(self._interval, _RECOVERY_SECONDS)
+            pause = self._pauses.get("unhealthy" if worker.misfits else worker.state,
+                                     min(self._interval, _RECOVERY_SECONDS))
+            if silent:
+                pause = _CROWD_SECONDS
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
             due = dispatcher.loop.time() + pause
             timer = dispatcher.loop.call_at(due, wake.set)
@@ -104,25 +117,43 @@ class HealthMonitor:
                 await wake.wait()
             finally:
                 timer.cancel()
-            if dispatcher.loop.time() < due - 0.01:
-                # Woken by a failed request: a crowd of them must not become a crowd of checks.
-                await asyncio.sleep(0.05)
+            if (wait := checked + _CROWD_SECONDS - dispatcher.loop.time()) > 0:
+                await asyncio.sleep(wait)  # Woken by a failed request, perhaps one of a crowd.
 
-    async def _check(self, worker: Worker, dispatcher: Dispatcher) -> None:
+    async def _check(self, worker: Worker, dispatcher: Dispatcher) -> bool:
+        """Ask a worker how it is; returns whether it was silent."""
+        if worker.always_healthy:
+            if worker.state != "healthy":
+                await self._admit(worker, dispatcher)
+            return False
+        began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
+        pool.note_silence()
         answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
+        if answer.silent:
+            late = dispatcher.loop.time() - began - self._timeout > _LATE_SECONDS
+            if not late and not pool.heard_since(began):
+                self._note_failure(worker, answer.detail, certain=False, silent=True)
+                if worker.hung:
+                    dispatcher.end_silent(worker)
+            return True
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
-            return
-        changed = worker.state != "healthy" or answer.json_object().get("epoch", worker.epoch) != worker.epoch
+        else:
+            await self._admit(worker, dispatcher, answer.json_object().get("epoch"))
+        return False
+
+    async def _admit(self, worker: Worker, dispatcher: Dispatcher, epoch: str | None = None) -> None:
+        """A check passed: let a worker take requests that fits its role. It is asked what it is where it may
+        have become another."""
+        changed = worker.state != "healthy" or (epoch is not None and epoch != worker.epoch)
         if changed and (role := await self._learn(worker, dispatcher)) is not None:
             self._misplaced(worker, role)
-            return
-        if worker in self._wake and self._registry.passed(worker):
+        elif worker in self._wake and self._registry.passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
 
-    def _note_failure(self, worker: Worker, detail: str, *, certain: bool) -> None:
-        if self._registry.failed(worker, certain=certain):
+    def _note_failure(self, worker: Worker, detail: str, *, certain: bool, silent: bool = False) -> None:
+        if self._registry.failed(worker, certain=certain, silent=silent):
             logger.warning("Worker %s takes no requests: %s.", worker.url, detail)
 
     def _misplaced(self, worker: Worker, role: str) -> None:

@@ -44,9 +44,20 @@ class HolderSets:
         self._uses[number] += 1
         return number
 
+    def leave(self, worker_id: int) -> None:
+        """Take a worker out of all sets; two that become equal keep their numbers."""
+        self._alone.pop(worker_id, None)
+        for holders in [holders for holders in self._numbers if worker_id in holders]:
+            del self._numbers[holders]
+        for number, holders in enumerate(self.by_number):
+            if worker_id in holders:
+                self.by_number[number] = rest = holders - {worker_id}
+                self._numbers.setdefault(rest, number)
+
     def drop(self, number: int) -> None:
         self._uses[number] -= 1
         if not self._uses[number]:
-            del self._numbers[self.by_number[number]]
+            if self._numbers.get(self.by_number[number]) == number:
+                del self._numbers[self.by_number[number]]
             self.by_number[number] = frozenset()
             self._unused.append(number)

@@ -40,6 +40,9 @@ class Handler(Protocol):
 
     def resume(self) -> None: ...
 
+    def expire(self, error: ServingError) -> None:
+        """The router stops: end the answer now, with ``error`` as its last word, and call ``done``."""
+
 
 Serve = Callable[["ClientConnection", Request], None]
 

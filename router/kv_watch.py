@@ -183,19 +183,19 @@ class KVWatch:
             await asyncio.sleep(_PAUSE_SECONDS if not silent else 20 * _PAUSE_SECONDS)
 
     async def _follow(self, worker: Worker, source: Source) -> None:
-        residency, followed = self._policy.residency, self._policy.followed
+        policy, residency = self._policy, self._policy.residency
 
         def apply(events: list[Any]) -> None:
-            residency.apply(worker.id, events, native=source.native)
+            policy.take(worker, events, native=source.native)
             worker.cached_tokens = residency.sizes.get(worker.id, 0) * residency.page_sizes.get(worker.id, 0)
 
-        follower = Follower(self._context, source, apply, lambda: residency.clear(worker.id), self._count_resync)
+        follower = Follower(self._context, source, apply, lambda: policy.cleared(worker), self._count_resync)
         try:
-            await follower.run(lambda: followed.add(worker.id))
+            await follower.run(lambda: policy.follow(worker))
         except (Gap, OSError, zmq.ZMQError, ValueError, struct.error) as error:
             logger.warning("The KV events of %s are lost for the moment: %s.", worker.url, error)
         finally:
-            followed.discard(worker.id)
+            policy.followed.discard(worker.id)
             residency.clear(worker.id)
             if worker not in self._tasks:
                 residency.forget(worker.id)

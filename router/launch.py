@@ -8,12 +8,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import uvloop
 
-from ..common.api.errors import ConfigError
 from ..common.config.cli import parse
+from ..common.config.command import command
 from ..common.obs.logging import setup_logging
 from .app import Router, serve
 from .compat import translate
@@ -24,25 +24,14 @@ if TYPE_CHECKING:
     from .processes.supervisor import Supervisor
 
 
+@command("launch_router")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a router until SIGTERM or SIGINT; exits with status 2 and one sentence when it cannot start."""
-    try:
-        config = parse(
-            RouterConfig, translate(sys.argv[1:] if argv is None else argv), prog="launch_router",
-            description="Route OpenAI-compatible requests to whole workers or to pairs of prefill and decode.")
-        setup_logging(config.logs, "router")
-    except ConfigError as error:
-        _refuse(error)
+    config = parse(RouterConfig, translate(sys.argv[1:] if argv is None else argv), prog="launch_router",
+                   description="Route OpenAI-compatible requests to whole workers or to pairs of prefill and decode.")
+    setup_logging(config.logs, "router")
     prepare()
-    try:
-        uvloop.run(_run(config))
-    except ConfigError as error:
-        _refuse(error)
-
-
-def _refuse(error: ConfigError) -> NoReturn:
-    print(f"launch_router: error: {error}", file=sys.stderr)
-    raise SystemExit(2) from None
+    uvloop.run(_run(config))
 
 
 async def _run(config: RouterConfig) -> None:

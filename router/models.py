@@ -66,6 +66,10 @@ class Models:
         """The groups that requests are placed in, beside that of all workers."""
         return [*self._cards, ""] if self._apart else []
 
+    def knows(self, name: str) -> bool:
+        """Whether a worker serves it, by this name or the one behind it."""
+        return self.real_name(name) in self._cards
+
     def serves(self, worker: Worker, group: Group) -> bool:
         """Whether a worker is in a group."""
         return group is None or not worker.model_ids or group in worker.model_ids

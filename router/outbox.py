@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 
+Bytes = bytes | bytearray | memoryview
+
 
 class Outbox:
     """Keeps the order of what is put in. All writes to a transport go through one outbox, or none."""
@@ -18,10 +20,10 @@ class Outbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._waiting: list[tuple[asyncio.WriteTransport, bytes | tuple[bytes, ...]]] = []
+        self._waiting: list[tuple[asyncio.WriteTransport, bytes | tuple[Bytes, ...]]] = []
         self._due = False
 
-    def put(self, transport: asyncio.WriteTransport, data: bytes | tuple[bytes, ...]) -> None:
+    def put(self, transport: asyncio.WriteTransport, data: bytes | tuple[Bytes, ...]) -> None:
         """Write ``data``, or these pieces of it, at the end of this turn, unless the transport is closed by then."""
         if not self._due:
             self._due = True

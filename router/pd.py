@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import msgspec
 
-from ..common.api.errors import TransferFailed
+from ..common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from .answer import PAIR_MISMATCH, AnswerHead, Failure
-from .attempts import again, broken, error_of, tried
-from .body import Peek, with_bootstrap, with_previous_room
+from .attempts import again, expired, lost, tried_on
+from .body import Body, Peek, with_bootstrap, with_previous_room
 from .dispatch import Dispatcher, no_pair, nobody
 from .exchange import Exchange
 from .ranks import tell_prefill_rank
 from .registry import Reservation, Role, Worker, without
 from .relay import Relay
-from .retry import RETRYABLE_STATUSES, Retries
+from .retry import FAILURES, Outcome, Retries, outcome_of
 from .upstream import Call
 
 
@@ -81,7 +81,7 @@ class PairRelay:
     """
 
     __slots__ = ("dispatcher", "exchange", "_peek", "retries", "_prefill", "_decode", "_relayed", "_paused",
-                 "_only", "_sent", "_again_on", "_suspect")
+                 "_only", "_sent", "_sent_before", "_again_on", "_suspect")
 
     def __init__(self, dispatcher: Dispatcher, exchange: Exchange, peek: Peek, *, only: Worker | None = None):
         """``only``: the decode worker that alone can answer."""
@@ -94,7 +94,8 @@ class PairRelay:
         self._decode: Half | None = None
         self._relayed: Half | None = None
         self._paused = False
-        self._sent = b""  # to the prefill worker of the last attempt; nothing once an answer has begun
+        self._sent: Body = b""  # to the prefill worker of the last attempt that reached a decode worker; see start
+        self._sent_before: Body = b""
         self._again_on: Worker | None = None  # the prefill worker of an attempt whose decode half failed
         self._suspect: Worker | None = None  # whose peer could not reach it: the next attempt is not for it
 
@@ -119,14 +120,19 @@ class PairRelay:
         same = self._again_on if self._again_on in prefills else None
         if same is not None:
             prefills = [same]
-        held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        try:
+            held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
+        except WorkerUnavailable as error:
+            again(self, "unavailable", error)
+            return
         self._prefill = prefill = Half(self, "prefill", held_prefill, held_prefill.worker)
         self._decode = decode = Half(self, "decode", held_decode, held_decode.worker)
         exchange.workers = (prefill.worker, decode.worker)
         body = with_bootstrap(exchange.request.body if log is None else log.resumed_body(), found,
                               prefill.worker.endpoint.host, prefill.worker.bootstrap_port, dispatcher.rng)
         told = with_previous_room(body, self._sent) if same is not None and same.is_baton and self._sent else body
-        self._sent, self._again_on, self._suspect = body if log is None else b"", None, None
+        self._sent_before, self._sent = self._sent, body if log is None else b""
+        self._again_on = self._suspect = None
         prefill.call = dispatcher.send(prefill.worker, exchange.request, told, prefill, resend=False)
         if prefill.worker.rank is not None:
             body = tell_prefill_rank(body, prefill.worker.rank)
@@ -136,21 +142,24 @@ class PairRelay:
 
     def half_answered(self, half: Half, head: AnswerHead) -> None:
         status = head.facts.status
-        # A failed transfer is seldom the fault of the half that reports it: its peer may have been restarted.
-        if (status >= 400 or half.worker.circuit.troubled) and status != TransferFailed.status:
-            self.dispatcher.on_status(half.worker, status)
+        outcome = outcome_of(status, pair=True)
+        if status >= 400 or half.worker.circuit.troubled or (half is self._decode and self.retries is not None):
+            retries = self.retries if half is self._decode else None  # Prefill's 200 says nothing yet.
+            self.dispatcher.on_status(half.worker, status, outcome, retries)
         if status == TransferFailed.status and head.says(PAIR_MISMATCH):
             self.dispatcher.on_misfit(*self.exchange.workers)
         if self._relayed is not None or (half is self._prefill and status < 400):
             return
         exchange = self.exchange
         if exchange.began:
-            self._half_continued(half, head)
+            self._half_continued(half, head, outcome)
             return
-        if status in RETRYABLE_STATUSES and self._may_try_again(half, status):
+        if outcome.retried and self._may_try_again(half, outcome):
             self._cancel_halves()
-            again(self, f"{half.role}_status_{status}", nobody(half.role))
+            again(self, f"{half.role}_status_{status}", nobody(half.role), at_once=outcome.busy)
             return
+        if outcome.busy:
+            head.ask_to_wait()
         self._relayed = half
         if not half.worker.is_baton:
             exchange.log = None
@@ -163,7 +172,7 @@ class PairRelay:
         if self._paused and half.call is not None:
             half.call.pause()
 
-    def _half_continued(self, half: Half, head: AnswerHead) -> None:
+    def _half_continued(self, half: Half, head: AnswerHead, outcome: Outcome) -> None:
         """A pair that goes on with a broken stream answers."""
         if head.starts_stream:
             self._relayed = half
@@ -171,9 +180,9 @@ class PairRelay:
             if self._paused and half.call is not None:
                 half.call.pause()
         else:
-            self._may_try_again(half, head.status)
+            untried = self._may_try_again(half, outcome)
             self._cancel_halves()
-            again(self, f"continuation_status_{head.status}", nobody(half.role))
+            again(self, f"continuation_status_{head.status}", nobody(half.role), at_once=untried and outcome.busy)
 
     def _leave_to_decode(self) -> None:
         """No prefill worker is there: one of our decode servers does all of the work."""
@@ -195,30 +204,23 @@ class PairRelay:
             log = self.exchange.log
             if log is not None and log.failed:
                 self._other(half).cancel()
-                tried(self).excluded.add(half.worker)
-                broken(self, Failure("failed", f"{half.worker.url} ended a stream with an error"))
+                lost(self, half.worker, log.failure(half.worker.url), "failed")
                 return
             self._other(half).leave()
             self.exchange.end(reusable=reusable)
 
     def half_lost(self, half: Half, failure: Failure) -> None:
-        if failure.reason != "stale":  # Not the worker's failure, but the room may be known there: a new attempt.
-            self.dispatcher.on_failure(half.worker, failure)
-            tried(self).excluded.add(half.worker)
         if self._relayed is not None and half is not self._relayed:
-            return  # Prefill broke after decode began to answer: decode has what it needs, or tells what it lacks.
+            # Prefill broke after decode began to answer: decode has what it needs, or tells what it lacks.
+            self.dispatcher.on_failure(half.worker, failure)
+            tried_on(self, half.worker, FAILURES[failure.reason])
+            return
         self._other(half).cancel()
         if half is self._decode and not self.exchange.began:
             self._again_on = self._prefill_worker
-        error = error_of(failure)
-        if self.exchange.began:
-            tried(self)
-            broken(self, failure)
-        elif failure.reason == "silent":
-            self.exchange.fail(error)
-        else:
-            tried(self)
-            again(self, f"{half.role}_{failure.reason}", error)
+            if failure.reason == "connect":
+                self._sent = self._sent_before  # What prefill keeps, it keeps under the room of the attempt before.
+        lost(self, half.worker, failure, f"{half.role}_{failure.reason}")
 
     # ------------------------------------------------------------------ the client's side
 
@@ -227,6 +229,14 @@ class PairRelay:
             self.retries.cancel()
         self._cancel_halves()
         self.exchange.abandon()
+
+    def expire(self, error: ServingError) -> None:
+        if self.retries is not None:
+            self.retries.cancel()
+        half = self._relayed
+        at_boundary = half is not None and half.call is not None and half.call.at_boundary
+        self._cancel_halves()
+        expired(self, error, at_boundary)
 
     def pause(self) -> None:
         self._paused = True
@@ -254,16 +264,12 @@ class PairRelay:
             if half is not None:
                 half.cancel()
 
-    def _may_try_again(self, half: Half, status: int) -> bool:
-        """A failed transfer is worth another try on the same pair; other 5xx only on a worker that did not fail yet.
-
-        The half that reports a failed transfer is seldom to blame: its peer may just have died, or been restarted.
-        """
-        retries = tried(self)
-        if status != TransferFailed.status:
-            retries.excluded.add(half.worker)
-        if status == TransferFailed.status:
+    def _may_try_again(self, half: Half, outcome: Outcome) -> bool:
+        """A failed transfer is worth another try on the same pair, which excludes nobody, though first without the peer
+        of the half that reports it; all else only on a worker that did not fail yet."""
+        retries = tried_on(self, half.worker, outcome, answered=True)
+        if not outcome.excludes:
             self._suspect = self._other(half).worker
-        if (half is self._decode) is (status != TransferFailed.status):
+        if (half is self._decode) is outcome.excludes:
             self._again_on = self._prefill_worker
-        return retries.left and self.dispatcher.untried(half.role, retries, self.exchange.request.group)
+        return retries.allows(outcome) and self.dispatcher.untried(half.role, retries, self.exchange.request.group)

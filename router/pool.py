@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import httptools
 
-from .answer import AnswerFacts, Failure, Sink
+from .answer import ENGINE_DEAD, AnswerFacts, Failure, Sink
 from .endpoint import Endpoint
 from .heads import KnownHeads
-from .outbox import Outbox
+from .outbox import Bytes, Outbox
 from .upstream import Call, UpstreamConnection
 
 IDLE_SECONDS = 3.0
@@ -43,7 +43,9 @@ class _Probe:
 
 
 def plain_answer(head: bytes) -> AnswerFacts | None:
-    """What ``KnownHeads.read`` is for answers: see there."""
+    """What ``KnownHeads.read`` is for answers: see there. The last words of an engine are read each time."""
+    if ENGINE_DEAD in head.lower():
+        return None
     probe = _Probe()
     try:
         probe.parser.feed_data(head)
@@ -83,9 +85,10 @@ class UpstreamPool:
         self._closed = False
         self._swept_at = self.loop.time()
 
-    def send(self, sink: Sink, head: bytes, body: bytes, bodiless: bool = False, resend: bool = True) -> Call:
-        """Send a request, given as its bytes (a large body apart); the answer goes to ``sink``, nothing of it before
-        this returns."""
+    def send(self, sink: Sink, head: bytes, body: tuple[Bytes, ...], bodiless: bool = False,
+             resend: bool = True) -> Call:
+        """Send a request, given as its bytes (a large body in parts of its own); the answer goes to ``sink``, nothing
+        of it before this returns."""
         call = Call(self, sink, head, body, bodiless, resend)
         if self._idle:
             self._idle.pop().carry(call)
@@ -138,14 +141,34 @@ class UpstreamPool:
         self._swept_at = now = self.loop.time()
         while self._idle and now - self._idle[0].idle_since > IDLE_SECONDS:
             self._idle.pop(0).transport.close()
-        if not silence_limit:
-            return
+        self._note_silence(now)
+        for connection in self.busy:
+            if silence_limit and now - connection.silent_since > silence_limit:
+                connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
+
+    def end_silent(self, limit: float) -> None:
+        """Fail calls that have been silent for ``limit`` seconds: the worker is hung. Nothing that it sends of them
+        when it wakes up reaches anybody."""
+        now = self.loop.time()
+        self._note_silence(now)
+        for connection in self.busy:
+            if now - connection.silent_since > limit:
+                connection.fail(Failure("hung", f"{self.url} hangs, and sent nothing for {limit:g} s"))
+
+    def heard_since(self, when: float) -> bool:
+        """Whether more of an answer came after ``when``, a moment at which ``note_silence`` was called or later."""
+        return any(connection.answering and (connection.heard or connection.silent_since > when)
+                   for connection in self.busy)
+
+    def note_silence(self) -> None:
+        """From now on ``heard_since`` can tell."""
+        self._note_silence(self.loop.time())
+
+    def _note_silence(self, now: float) -> None:
         for connection in self.busy:
             if connection.heard or connection.call is None or connection.call.paused:
                 connection.heard = False
                 connection.silent_since = now
-            elif now - connection.silent_since > silence_limit:
-                connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
 
     async def _connect(self, call: Call) -> None:
         self._connecting.add(call)
@@ -158,6 +181,9 @@ class UpstreamPool:
         call.connecting = None
         if call.sink is None:  # Cancelled as the connection came: wait_for may return it all the same (Python < 3.12).
             connection.transport.abort()
+        elif call.stale and not call.resend:
+            self.park(connection)
+            call.lost(Failure("stale", f"{self.url} closed an idle connection"))
         else:
             connection.carry(call)
 
@@ -171,7 +197,10 @@ class UpstreamPool:
         except (OSError, asyncio.TimeoutError) as error:
             call.connecting = None
             detail = "no answer" if isinstance(error, asyncio.TimeoutError) else (error.strerror or str(error))
-            call.lost(Failure("connect", f"cannot connect to {self.url}: {detail}",
-                              refused=isinstance(error, OSError) and error.errno in _NOBODY_THERE))
+            refused = isinstance(error, OSError) and error.errno in _NOBODY_THERE
+            if call.stale:
+                call.lost(Failure("lost", f"{self.url} died under a request: {detail}", refused=refused))
+            else:
+                call.lost(Failure("connect", f"cannot connect to {self.url}: {detail}", refused=refused))
             return None
         return connection

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from ..common.api.unreadable import UNREADABLE
+from .body import Body, LargeBody, with_members
 from .registry import Worker
 
 _RANK = re.compile(r"@[0-9]+/*$")
 _OPENING = re.compile(rb"[ \t\r\n]*\{")
-_CLOSING = re.compile(rb"[ \t\r\n]*\}")
 _SAME = {"data_parallel_rank": ("data_parallel_rank", "routed_dp_rank"),
          "disagg_prefill_dp_rank": ("disagg_prefill_dp_rank",)}
 """The names of one thing: ``routed_dp_rank`` is SGLang's newer one, its servers of any age know the older."""
@@ -47,32 +47,31 @@ def report_of(worker: Worker, report: Any) -> Any:
     return [entry for entry in report if isinstance(entry, dict) and entry.get("dp_rank") == worker.rank]
 
 
-def tell_rank(path: bytes, body: bytes, rank: int) -> bytes:
+def tell_rank(path: bytes, body: Body, rank: int) -> Body:
     """The body that makes a server compute a request on one of its ranks."""
     return _with_rank(body, "data_parallel_rank", rank) if path in RANKED else body
 
 
-def tell_prefill_rank(body: bytes, rank: int) -> bytes:
+def tell_prefill_rank(body: Body, rank: int) -> Body:
     """The body that tells a decode server which rank of the prefill server computes the prompt."""
     return _with_rank(body, "disagg_prefill_dp_rank", rank)
 
 
-def _with_rank(body: bytes, name: str, rank: int) -> bytes:
+def _with_rank(body: Body, name: str, rank: int) -> Body:
     """A JSON object with one field more, all else byte for byte. What is no object stays as it is.
 
     What a client says about the same thing is replaced: of two ranks the server's parser would choose.
     """
-    opening = _OPENING.match(body)
-    if opening is None:
+    own = body.whole if isinstance(body, LargeBody) else body
+    if _OPENING.match(own) is None:
         return body
-    if any(b'"%b"' % other.encode() in body for other in _SAME[name]):
+    if any(b'"%b"' % other.encode() in own for other in _SAME[name]):
+        given = b"".join(body.parts) if isinstance(body, LargeBody) else body
         try:
-            found = _decode_fields(body)
+            found = _decode_fields(given)
         except UNREADABLE:
             return body
         if not found.keys().isdisjoint(_SAME[name]):
             kept = {field: value for field, value in found.items() if field not in _SAME[name]}
             return msgspec.json.encode({name: rank, **kept})
-    start = opening.end()
-    comma = b"" if _CLOSING.match(body, start) else b","
-    return b"".join((opening[0], b'"%b":%d' % (name.encode(), rank), comma, memoryview(body)[start:]))
+    return with_members(body, b'"%b":%d' % (name.encode(), rank))

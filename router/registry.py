@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -22,11 +22,30 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 _ids = itertools.count()
 
 
+class WorkerMetadata(msgspec.Struct, frozen=True):
+    """What an administrator notes of a worker, in sglang-router's fields; shown, and nothing else."""
+
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = {}
+
+
+class LoadOrder(Protocol):
+    """Keeps workers in order of their loads."""
+
+    def moved(self, worker: Worker, before: int) -> None:
+        """A worker's ``known_load`` was ``before``."""
+        ...
+
+
 class Worker:
     """One instance that requests may be sent to.
 
     Identity: ``id`` is never reused, so a worker that left and came back is another worker.
-    Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row.
+    Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row; ``hung``: it answers
+    no checks at all, so what it has not answered yet it probably never will. ``checked``: its first check is over.
+    ``always_healthy``: no check, and no failed request, takes it out.
+    ``named``: the router was started with it. ``metadata``: what an administrator notes of it.
     Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
     ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids`` (none: unknown) and their
     ``model_cards`` (see ``/v1/models``) when ``asks_models``, and ``is_baton``: one of our servers, which prefills
@@ -36,20 +55,23 @@ class Worker:
     ``fitting``, the kinds of decode workers that a prefill worker fits with (None: all), and ``misfits``.
     One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
     ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
-    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is told of each release.
+    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each
+    release, and each of ``load_orders`` with each change of the load.
     ``cached_tokens``: in its prefix cache, None unless it is followed (see ``kv_watch``).
     Leaving: a worker that is ``draining`` gets nothing new, and is off the list once its load is 0.
     Failing requests: ``circuit``, moved by the registry once the worker is in it.
     """
 
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
-                 "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "load", "on_release",
-                 "draining", "is_baton", "circuit", "cached_tokens", "rank", "root", "keeps_files", "pair_key",
+                 "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
+                 "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
+                 "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
                  "model_fingerprint", "epoch", "fitting", "misfits")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
-                 rank: int | None = None, root: Worker | None = None, model_id: str | None = None):
+                 rank: int | None = None, root: Worker | None = None, model_id: str | None = None,
+                 always_healthy: bool = False, named: bool = False, metadata: WorkerMetadata | None = None):
         self.id = next(_ids)
         self.endpoint = endpoint
         self.api_key = api_key
@@ -66,7 +88,9 @@ class Worker:
         self.state: State = "starting"
         self.failures = 0
         self.successes = 0
-        self.load = 0
+        self.hung = False
+        self.known_load = 0
+        self.load_orders: tuple[LoadOrder, ...] = ()
         self.on_release: Callable[[Reservation], None] | None = None
         self.draining = False
         self.is_baton = False
@@ -78,15 +102,35 @@ class Worker:
         self.epoch: str | None = None
         self.fitting: frozenset[str] | None = None
         self.misfits: tuple[Misfit, ...] = ()
+        self.checked = False
+        self.always_healthy = always_healthy
+        self.named = named
+        self.metadata = metadata or WorkerMetadata()
 
     def __repr__(self) -> str:
         return f"<{self.role} {self.url} {self.state} load={self.load}>"
+
+    @property
+    def load(self) -> int:
+        return self.known_load
+
+    @load.setter
+    def load(self, load: int) -> None:
+        self.shift_load(load - self.known_load)
+
+    def shift_load(self, change: int) -> None:
+        """Count requests that came or went, in this process or in another."""
+        before = self.known_load
+        self.known_load = before + change
+        for order in self.load_orders:
+            order.moved(self, before)
 
     def of_rank(self, rank: int | None) -> Worker:
         """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
         return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key, rank=rank,
                       bootstrap_port="ask" if self.asks_port else self.bootstrap_port, root=self.root,
-                      model_id=None if self.asks_models else self.model_ids[0])
+                      model_id=None if self.asks_models else self.model_ids[0],
+                      always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
 
     def describe(self) -> dict[str, Any]:
         """The worker as ``/list_workers`` shows it."""
@@ -130,6 +174,10 @@ class Registry:
                  circuit_rules: CircuitRules | None = None, on_drained: Callable[[Worker], None] | None = None,
                  models: Models | None = None):
         self.models = models or Models()
+        self.unchecked: tuple[Worker, ...] = ()
+        """Workers whose first check is not over."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever workers come, go, or become available or not."""
         self._circuit_rules = circuit_rules or CircuitRules()
         self._probes: set[Reservation] = set()
         self._on_drained = on_drained or (lambda worker: None)
@@ -227,6 +275,7 @@ class Registry:
         """
         worker.failures = 0
         worker.successes += 1
+        worker.hung = False
         if worker.state == "healthy" or (worker.state == "unhealthy" and worker.successes < self._success_threshold):
             return False
         worker.state = "healthy"
@@ -234,18 +283,28 @@ class Registry:
         self._rename()  # Its role is known now.
         return True
 
-    def failed(self, worker: Worker, *, certain: bool) -> bool:
+    def failed(self, worker: Worker, *, certain: bool, silent: bool = False) -> bool:
         """Note a failure; returns whether the worker became unavailable by it.
 
-        ``certain`` failures (nobody listens there) count at once, others from the failure threshold on.
+        ``certain`` failures (nobody listens there) count at once, others from the failure threshold on. ``silent``:
+        there was no answer to a health check.
         """
         worker.successes = 0
         worker.failures += 1
-        if worker.state != "healthy" or not (certain or worker.failures >= self._failure_threshold):
-            return False
-        worker.state = "unhealthy"
-        self._refresh()
-        return True
+        enough = certain or worker.failures >= self._failure_threshold
+        hung_before, worker.hung = worker.hung, silent and enough
+        out = worker.state == "healthy" and enough and not worker.always_healthy
+        if out:
+            worker.state = "unhealthy"
+        if out or worker.hung is not hung_before:
+            self._refresh()
+        return out
+
+    def first_checked(self, worker: Worker) -> None:
+        """Note that a worker's first check is over, however it ended."""
+        if not worker.checked:
+            worker.checked = True
+            self._refresh()
 
     # ------------------------------------------------------------------ circuits
 
@@ -292,6 +351,10 @@ class Registry:
         if worker.draining and not worker.load and worker in self:
             self._on_drained(worker)
 
+    def changed(self) -> None:
+        """Workers are no longer what they were."""
+        self._rename()
+
     def _rename(self) -> None:
         """Workers came, went, or serve other models."""
         workers = tuple(self._workers.values())
@@ -315,6 +378,8 @@ class Registry:
             old = before.get(key)
             now = tuple(workers)
             self._available[key] = old if old == now else now  # type: ignore[assignment]
+        self.unchecked = tuple(worker for worker in self._workers.values() if not worker.checked)
+        self.on_change()
 
 
 def without(workers: Sequence[Worker], excluded: set[Worker]) -> Sequence[Worker]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
-from .attempts import again, broken, error_of, tried
+from .attempts import again, expired, lost, tried_on
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .policies import Subject
 from .registry import Reservation, Role, Worker
-from .retry import RETRYABLE_STATUSES, Retries
+from .retry import Outcome, Retries, outcome_of
 from .upstream import Call
 
 
 class Relay:
     """One request's life on whole workers: place, send, relay; before the first byte, try again.
 
-    A failed connection is retried with backoff, first on workers that did not fail yet. A 5xx answer
-    moves on to such a worker, and is relayed when there is none. Silence is not retried: a client
-    that waited --request-timeout-secs once is not made to wait six times.
+    A failed connection is retried with backoff, first on workers that did not fail yet. An answer that
+    blames the worker moves on to such a worker, and is relayed when there is none (``retry`` has the
+    table). Silence is not retried: a client that waited --request-timeout-secs once is not made to
+    wait six times.
     """
 
     __slots__ = ("dispatcher", "exchange", "_role", "_subject", "retries", "_reservation", "_call", "_paused",
@@ -46,7 +48,11 @@ class Relay:
         if not workers:
             again(self, "unavailable", nobody(self._role, exchange.request.group))
             return
-        self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
+        try:
+            self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
+        except WorkerUnavailable as error:
+            again(self, "unavailable", error)
+            return
         worker = self._reservation.worker
         exchange.workers = (worker,)
         body = exchange.request.body if log is None else log.resumed_body()
@@ -59,28 +65,31 @@ class Relay:
     def answer_head(self, head: AnswerHead) -> None:
         worker = self._reservation.worker  # type: ignore[union-attr]  # held while the call runs
         status = head.facts.status
-        if status >= 400 or worker.circuit.troubled:
-            self.dispatcher.on_status(worker, status)
+        outcome = outcome_of(status)
+        if status >= 400 or worker.circuit.troubled or self.retries is not None:
+            self.dispatcher.on_status(worker, status, outcome, self.retries)
         exchange = self.exchange
         if exchange.began:
-            self._answer_continued(head)
-        elif status in RETRYABLE_STATUSES and self._may_move_on():
+            self._answer_continued(head, outcome)
+        elif outcome.retried and self._may_move_on(outcome):
             self._drop()
-            again(self, f"status_{status}", nobody(self._role))
+            again(self, f"status_{status}", nobody(self._role), at_once=outcome.busy)
         else:
+            if outcome.busy:
+                head.ask_to_wait()
             if not worker.is_baton:
                 exchange.log = None
             exchange.begin(head)
             if exchange.log is None:
                 self._subject = None  # No retry any more; a long stream need not hold its prompt.
 
-    def _answer_continued(self, head: AnswerHead) -> None:
+    def _answer_continued(self, head: AnswerHead, outcome: Outcome) -> None:
         if head.starts_stream:
             self.exchange.go_on(head)
         else:
-            self._may_move_on()
+            untried = self._may_move_on(outcome)
             self._drop()
-            again(self, f"continuation_status_{head.status}", nobody(self._role))
+            again(self, f"continuation_status_{head.status}", nobody(self._role), at_once=untried and outcome.busy)
 
     def answer_data(self, data: bytes) -> None:
         self.exchange.relay(data)
@@ -88,22 +97,12 @@ class Relay:
     def answer_end(self, *, reusable: bool) -> None:
         worker = self._release()
         if (log := self.exchange.log) is not None and log.failed:
-            tried(self).excluded.add(worker)
-            broken(self, Failure("failed", f"{worker.url} ended a stream with an error"))
+            lost(self, worker, log.failure(worker.url), "failed")
             return
         self.exchange.end(reusable=reusable)
 
     def answer_lost(self, failure: Failure) -> None:
-        worker = self._release()
-        self.dispatcher.on_failure(worker, failure)
-        error = error_of(failure)
-        tried(self).excluded.add(worker)
-        if self.exchange.began:
-            broken(self, failure)
-        elif failure.reason == "silent":
-            self.exchange.fail(error)
-        else:
-            again(self, failure.reason, error)
+        lost(self, self._release(), failure, failure.reason)
 
     # ------------------------------------------------------------------ the client's side
 
@@ -112,6 +111,13 @@ class Relay:
             self.retries.cancel()
         self._drop()
         self.exchange.abandon()
+
+    def expire(self, error: ServingError) -> None:
+        if self.retries is not None:
+            self.retries.cancel()
+        at_boundary = self._call is not None and self._call.at_boundary
+        self._drop()
+        expired(self, error, at_boundary)
 
     def pause(self) -> None:
         self._paused = True
@@ -125,11 +131,10 @@ class Relay:
 
     # ------------------------------------------------------------------ inside
 
-    def _may_move_on(self) -> bool:
+    def _may_move_on(self, outcome: Outcome) -> bool:
         assert self._reservation is not None
-        retries = tried(self)
-        retries.excluded.add(self._reservation.worker)
-        return retries.left and self.dispatcher.untried(self._role, retries, self.exchange.request.group)
+        retries = tried_on(self, self._reservation.worker, outcome, answered=True)
+        return retries.allows(outcome) and self.dispatcher.untried(self._role, retries, self.exchange.request.group)
 
     def _drop(self) -> None:
         """Cut the running attempt, if there is one."""

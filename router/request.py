@@ -21,6 +21,7 @@ class Request(msgspec.Struct, gc=False, eq=False):
     method: bytes = b""
     target: bytes = b""
     body: bytes = b""
+    """A large one is in fact a bytearray that nothing changes any more: what needs a hash of it, or bytes, copies."""
     path: bytes = b""
     query: bytes = b""
     headers: bytes = b""

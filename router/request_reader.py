@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 import httptools
 
@@ -13,6 +14,8 @@ from .request import Request, new_id
 from .wire import HeadersTooLarge
 
 _MAX_HEAD = 64 * 1024
+_GATHERED = 256 * 1024
+"""Bodies from this size on grow in one buffer: joining 8 MB at their end would take 5 ms of the loop at once."""
 
 
 _NOT_FORWARDED: frozenset[bytes] = frozenset((
@@ -58,7 +61,8 @@ class RequestReader:
     """
 
     __slots__ = ("ready", "refused", "awaits_continue", "partial", "_rules", "_max_payload", "_parser", "_pieces",
-                 "_size", "_beside", "_id_rank", "_framing", "_names_connection", "_expects", "_in_body", "_last")
+                 "_large", "_size", "_beside", "_id_rank", "_framing", "_names_connection", "_expects", "_in_body",
+                 "_last")
 
     def __init__(self, rules: HeadRules, max_payload: int):
         self.ready: deque[Request | ServingError] = deque()
@@ -73,6 +77,8 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
         self._pieces: list[bytes] = []
         """Of the lines to forward, then of the body."""
+        self._large: bytearray | None = None
+        """A large body, as far as it has come."""
         self._size = self._id_rank = 0
         self._beside = 0
         """Bytes since the last ones of a body: of a head, or of what stands between chunks and behind them."""
@@ -120,6 +126,7 @@ class RequestReader:
     def on_message_begin(self) -> None:
         self.partial = Request()
         self._pieces = []
+        self._large = None
         self._size = 0
         self.awaits_continue = self._names_connection = self._expects = self._in_body = False
         self._framing = b""
@@ -175,7 +182,14 @@ class RequestReader:
         self.awaits_continue = False
         if self._size > self._max_payload:
             self.refuse(self._too_large())
-        elif not self.refused:
+        elif self.refused:
+            return
+        elif self._large is not None:
+            self._large += data
+        elif self._size >= _GATHERED:
+            self._large = bytearray().join((*self._pieces, data))
+            self._pieces = []
+        else:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
@@ -193,7 +207,10 @@ class RequestReader:
         if not request.target.startswith(b"/"):
             request.target = _origin_form(request.target)
         request.path, _, request.query = request.target.partition(b"?")
-        request.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self._large is not None:
+            request.body, self._large = cast(bytes, self._large), None
+        else:
+            request.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if not request.request_id:
             request.request_id = new_id()
         self._pieces = []
@@ -219,7 +236,8 @@ class RequestReader:
         self.feed(b"".join((*head, rest)))
 
     def _too_large(self) -> TooLarge:
-        return TooLarge(f"The request body is larger than --max-payload-size ({self._max_payload} bytes).")
+        return TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+                        f"({self._max_payload} bytes).")
 
 
 def _origin_form(target: bytes) -> bytes:

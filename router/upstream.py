@@ -22,9 +22,9 @@ from typing import Protocol
 import httptools
 import msgspec
 
-from .answer import AnswerFacts, AnswerHead, Failure, Sink
+from .answer import ENGINE_DEAD, AnswerFacts, AnswerHead, Failure, Sink
 from .heads import KnownHead, KnownHeads
-from .outbox import Outbox
+from .outbox import Bytes, Outbox
 
 _MAX_HEAD = 128 * 1024
 BUFFERED_BYTES = 1024 * 1024
@@ -74,14 +74,17 @@ class Call(msgspec.Struct, eq=False):
     sink: Sink | None
     head: bytes
     """And with it the body, unless that is large."""
-    body: bytes
+    body: tuple[Bytes, ...]
+    """The parts of a large one."""
     bodiless: bool
     """The answer to a HEAD request ends with its head, whatever Content-Length says."""
     resend: bool
-    """Whether to send again, on a new connection, what met a stale idle one."""
+    """Whether to send again, on a new connection, what met a stale idle one; else the call is lost as "stale"."""
     connection: UpstreamConnection | None = None
     connecting: asyncio.Task[None] | None = None
     paused: bool = False
+    stale: bool = False
+    """Whether a connection that had idled was lost under it: is the worker still there?"""
 
     def cancel(self) -> None:
         """Drop the call: the worker sees its connection close, the sink hears nothing more. Idempotent."""
@@ -91,6 +94,11 @@ class Call(msgspec.Struct, eq=False):
             self.connecting = None
         if self.connection is not None:
             self.connection.abandon()
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the answer so far ends where one more event may follow; nothing can be read of it afterwards."""
+        return self.connection is not None and self.connection.at_boundary()
 
     def pause(self) -> None:
         """Stop reading from the worker: its socket fills up, and it waits."""
@@ -142,7 +150,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.call: Call | None = None
         self.reused = False
         self.heard = True
-        """Whether anything came since the last sweep: cheaper than a time noted with each piece."""
+        """Whether anything came, or was sent, since the last sweep: cheaper than a time noted with each piece."""
         self.silent_since = self.idle_since = 0.0
         self._last: KnownHead[AnswerFacts] | None = None
 
@@ -154,9 +162,14 @@ class UpstreamConnection(asyncio.Protocol):
         if call.paused:
             self.transport.pause_reading()
         if call.body:
-            self._pool.outbox.put(self.transport, (call.head, call.body))
+            self._pool.outbox.put(self.transport, (call.head, *call.body))
         else:
             self._pool.outbox.put(self.transport, call.head)
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer has begun."""
+        return self._head is not None
 
     def abandon(self) -> None:
         """Cut the connection; a worker notices at its next read or write."""
@@ -168,7 +181,7 @@ class UpstreamConnection(asyncio.Protocol):
         call = self.call
         self.abandon()
         if call is not None:
-            call.lost(failure._replace(at_boundary=self._at_boundary()))
+            call.lost(failure._replace(at_boundary=self.at_boundary()))
 
     def _detach(self) -> None:
         if self.call is not None:
@@ -276,7 +289,11 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200 or size < 4:  # An interim answer, which our requests never ask for.
             self.fail(Failure("malformed", f"{self._pool.url} sent an answer that cannot be relayed (status {status})"))
             return
-        self._pending = call.head = call.body = b""
+        self._pending = call.head = b""
+        call.body = ()
+        if status == 503 and ENGINE_DEAD in data[:size].lower():  # as if its process were gone, which it soon will be
+            self.fail(Failure("dead", f"the engine of {self._pool.url} died", refused=True))
+            return
         self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
         if call.bodiless:
             self._done, self._keep_alive = True, False  # The parser waits for a body, so the connection is spent.
@@ -309,22 +326,22 @@ class UpstreamConnection(asyncio.Protocol):
         self._parser = None  # type: ignore[assignment]  # It holds us: a cycle that only a rare collection would end.
 
     def _lose(self, call: Call, exc: Exception | None) -> None:
-        if self._head is None and not self._pending and self.reused and call.sink is not None:
-            # The worker closed the idle connection while our request was on its way: not its failure.
-            if call.resend:
-                self._pool.connect(call)
-            else:
-                call.lost(Failure("stale", f"{self._pool.url} closed an idle connection"))
+        if self._head is None and not self._pending and self.reused and self.heard and call.sink is not None:
+            # At once: the worker may have closed the idle connection while our request was on its way, which is not its
+            # failure. Or it died under the request: then nobody listens there.
+            call.stale = True
+            self._pool.connect(call)
         elif self._head is not None and not self._head.facts.delimited and exc is None:
             call.ended(False)
         else:
             call.lost(Failure("lost", f"{self._pool.url} closed the connection before the end of its answer",
-                              at_boundary=self._at_boundary()))
+                              at_boundary=self.at_boundary()))
 
-    def _at_boundary(self) -> bool:
+    def at_boundary(self) -> bool:
         """Whether a broken answer stopped where an event may be put: between two chunks.
 
-        The parser does not tell; but between chunks, and only there, a last chunk ends the message.
+        The parser does not tell; but between chunks, and only there, a last chunk ends the message. Nothing can be read
+        any more once it was asked.
         """
         if self._head is None or not self._head.facts.chunked:
             return self._head is not None and not self._head.facts.delimited

@@ -1,7 +1,9 @@
-"""The wheel holds the packages and the shipped model, nothing else, and works from outside the checkout."""
+"""The source distribution holds all that git does. The wheel that is built of it holds the packages and the shipped
+model, nothing else, and works from outside the checkout."""
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -19,7 +21,12 @@ def wheel(tmp_path_factory):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(source)]
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist", "-d", str(folder)], cwd=source, check=True)
+    sdist = next(folder.glob("*.tar.gz"))
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(filter(None, files)) <= held | {name for name in files if not (ROOT / name).is_file()}
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(sdist)]
     subprocess.run(build, check=True)
     return next(folder.glob("*.whl"))
 
@@ -29,11 +36,22 @@ def test_contents(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"baton", next(t for t in tops if t.endswith(".dist-info"))}
     inside = {name.split("/")[1] for name in names if name.startswith("baton/")}
-    assert inside == {"__init__.py", "launch.py", "offline.py", "bench.py", "common", "kernels", "kvtransfer",
-                      "prefill", "decode", "router"}
+    assert inside == {"py.typed", "__init__.py", "launch.py", "offline.py", "bench.py", "common", "kernels",
+                      "kvtransfer", "prefill", "decode", "router"}
     assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/dashboard.html",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
     assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tiles").rglob("*.json")} <= set(names)
+
+
+def test_metadata(wheel):
+    archive = zipfile.ZipFile(wheel)
+    [name] = [name for name in archive.namelist() if name.endswith("/METADATA")]
+    told = archive.read(name).decode().partition("\n\n")[0]
+    assert "License-Expression: Apache-2.0\n" in told and "License-File: LICENSE\n" in told
+    assert "Requires-Python: >=3.10\n" in told
+    needed = [line.partition(": ")[2] for line in told.splitlines()
+              if line.startswith("Requires-Dist: ") and "extra ==" not in line]
+    assert needed and not any(name.startswith(("torch", "numpy", "psutil")) for name in needed)
 
 
 def test_it_runs_from_outside_the_checkout(wheel, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Float32, Int32
 from ..openai.bootstrap import BootstrapFields
 from ..openai.continuation import Continuation
 from ..openai.decoding import BodyDecoder
@@ -56,7 +57,7 @@ class ToolChoice(msgspec.Struct):
 
 class Thinking(msgspec.Struct):
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: Int32 | None = None
 
 
 class OutputFormat(msgspec.Struct):
@@ -83,16 +84,16 @@ class Conversation(BootstrapFields, kw_only=True):
 
 
 class MessagesRequest(Conversation, kw_only=True):
-    max_tokens: int
+    max_tokens: Int32
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_k: Int32 | None = None
     metadata: dict[str, Any] | None = None
     # SGLang's
     rid: str | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     # ours
     continuation: Continuation | None = None
 

@@ -120,6 +120,13 @@ class WorkerUnavailable(ServingError):
     code = "worker_unavailable"
 
 
+class EngineDead(WorkerUnavailable):
+    """The engine is gone, and all that it held; the server itself follows within seconds. Its answers carry the header
+    ``X-Baton-Engine: dead``, so that a router counts the worker as dead."""
+
+    code = "engine_dead"
+
+
 class DeadlineExceeded(ServingError):
     status = 504
     code = "deadline_exceeded"
@@ -128,7 +135,7 @@ class DeadlineExceeded(ServingError):
 _BY_CODE: dict[str, type[ServingError]] = {
     leaf.code: leaf
     for leaf in (ServingError, InvalidRequest, Unauthorized, NotFound, Conflict, TooLarge, Overloaded, Aborted,
-                 AbortRequested, TransferFailed, PairMismatch, WorkerUnavailable, DeadlineExceeded)
+                 AbortRequested, TransferFailed, PairMismatch, WorkerUnavailable, EngineDead, DeadlineExceeded)
 }
 
 

@@ -259,7 +259,21 @@ class State(msgspec.Struct, tag=True):
     pair_key: str | None = None
 
 
-FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Done | State
+RANK_TOTALS = frozenset(("kv_bytes_sent", "kv_bytes_received", "kv_messages_dropped", "kv_writes_queued",
+                         "kv_writes_in_flight"))
+"""Counters and gauges of which every rank has a part of its own. Ranks that share requests count all others alike, and
+the first of them tells those for all."""
+
+
+class RankTotals(msgspec.Struct, tag=True):
+    """Beside the ``State`` of a data-parallel rank: what one of its other ranks has of RANK_TOTALS, by name."""
+
+    seq: int
+    dp_rank: int
+    totals: dict[str, float]
+
+
+FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Done | State | RankTotals
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

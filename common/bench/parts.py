@@ -6,6 +6,7 @@ record of them. On a CPU, where every operation is a call below its part's code,
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -47,6 +48,8 @@ def of_frame(name: str) -> str | None:
 
 def recorder(device: torch.device, activities: Iterable[str] | None = None) -> profile:
     """Records what ``milliseconds`` needs; with ``activities`` (CPU, GPU) what a reader of the trace wants."""
+    if device.type == "cpu":  # a torch built for CUDA logs that it finds no GPU, and from 2.15 on each start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     kinds = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
     if activities is not None:
         wanted = [kinds[name] for name in activities if name == "CPU" or device.type == "cuda"]

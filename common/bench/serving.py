@@ -15,6 +15,7 @@ import uvloop
 
 from ..api.errors import ConfigError
 from ..config.cli import parse
+from ..config.packages import install
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .answer import Answer
 from .apis import APIS, Asking
@@ -92,8 +93,8 @@ def make_vocabulary(config: BenchServing, control: Control) -> Vocabulary:
     try:
         tokenizer: Tokenizer = load_tokenizer(name)
     except ImportError:
-        raise ConfigError("Text takes a tokenizer, which needs transformers: pip install 'baton-serve[engine]', "
-                          "or send token ids with --dataset-name random-ids --tokenize-prompt.") from None
+        raise ConfigError(f"Text takes a tokenizer, which needs transformers: {install('engine')}; or send token ids "
+                          "with --dataset-name random-ids --tokenize-prompt.") from None
     return Vocabulary(tokenizer.size, tokenizer, as_ids=target.tokenize_prompt)
 
 

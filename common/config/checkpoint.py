@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
+from .hub import COMMIT, FACTS, WEIGHTS, Told, download
 from .server import ModelArgs
 
 
-def resolve_checkpoint(args: ModelArgs) -> Path:
-    """The checkpoint's local folder, downloaded from the hub where needed; raises ConfigError."""
+def resolve_checkpoint(args: ModelArgs, told: Told | None = None) -> Path:
+    """The checkpoint's local folder, downloaded from the hub where needed; raises ConfigError. ``told`` follows the
+    download of the weights."""
+    folder = _local(args)
+    if folder is not None:
+        return folder
+    facts = download(args.model_path, args.revision, FACTS)
+    if args.load_format == "dummy":
+        return facts
+    return download(args.model_path, facts.name if COMMIT.fullmatch(facts.name) else args.revision,
+                    (*FACTS, *WEIGHTS), told)
+
+
+def resolve_facts(args: ModelArgs) -> Path:
+    """A folder with all but the weights, which are not downloaded; raises ConfigError."""
+    return _local(args) or download(args.model_path, args.revision, FACTS)
+
+
+def pinned(args: ModelArgs) -> ModelArgs:
+    """With the hub's commit as revision, so that all processes load the same one. Raises ConfigError."""
+    if _local(args) is not None:
+        return args
+    commit = resolve_facts(args).name
+    return replace(args, revision=commit) if COMMIT.fullmatch(commit) else args
+
+
+def _local(args: ModelArgs) -> Path | None:
+    """The checkpoint's folder; None where --model-path names a repository of the hub. Raises ConfigError."""
     name = args.model_path
     if name == "tinychat":
         from ..tinychat import CHECKPOINT
@@ -23,7 +51,7 @@ def resolve_checkpoint(args: ModelArgs) -> Path:
         return folder
     if folder.exists() or name == "tinychat" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name[0] in "./~":
         raise ConfigError(f"--model-path {name}: there is no checkpoint folder {folder}.")
-    return _download(args)
+    return None
 
 
 def pooling_of(args: ModelArgs) -> Literal["last", "mean"]:
@@ -31,32 +59,8 @@ def pooling_of(args: ModelArgs) -> Literal["last", "mean"]:
     ``resolve_checkpoint`` does."""
     if args.pooling != "auto":
         return args.pooling
-    found = read_json(resolve_checkpoint(args) / "1_Pooling" / "config.json") or {}
+    found = read_json(resolve_facts(args) / "1_Pooling" / "config.json") or {}
     return "mean" if found.get("pooling_mode_mean_tokens") else "last"
-
-
-def _download(args: ModelArgs) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-    except ImportError:
-        raise ConfigError(f"--model-path {args.model_path} is no local folder, and huggingface-hub is not "
-                          f"installed to download it.") from None
-    patterns = ["*.json", "1_Pooling/*.json", "*.jinja", "*.txt", "*.model"]
-    if args.load_format != "dummy":
-        patterns.append("*.safetensors")
-    try:
-        return Path(snapshot_download(args.model_path, revision=args.revision, allow_patterns=patterns,
-                                      ignore_patterns=["original/*"]))  # gpt-oss's weights a second time
-    except GatedRepoError:
-        reason = "the hub repository is gated: log in with an account that may read it"
-    except RevisionNotFoundError:
-        reason = f"the hub repository has no revision {args.revision}"
-    except RepositoryNotFoundError:
-        reason = "neither a local folder nor a readable hub repository of this name exists"
-    except (OSError, ValueError) as error:
-        reason = f"the download from the hub failed ({' '.join(str(error).split())[:200]})"
-    raise ConfigError(f"--model-path {args.model_path}: {reason}.")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

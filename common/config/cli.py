@@ -10,28 +10,35 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 
+from ... import __version__
 from ..api.errors import ConfigError
+from .packages import install
 
 C = TypeVar("C")
 
+_FILES = ("_path", "_file", "_folder", "_dir", "_template", "_plot", "certfile", "keyfile")
+"""How the names of flags end that take a file or a folder."""
+
 
 def flag(default: Any = dataclasses.MISSING, *, help: str, names: Sequence[str] = (), repeat: bool = False,
-         required: bool = False, metavar: str | tuple[str, ...] | None = None) -> Any:
+         required: bool = False, some: bool = False, metavar: str | tuple[str, ...] | None = None) -> Any:
     """A dataclass field that is also a command-line flag.
 
     ``names`` are further spellings beside the one derived from the field's name. ``repeat`` lets the
     flag be given several times, each with one or more values (``--prefill URL [PORT]``): the field
-    then holds a tuple of tuples of strings. ``required`` fields have no default.
+    then holds a tuple of tuples of strings. ``required`` fields have no default. ``some``: a flag of
+    many values takes one at least.
     """
-    metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar}
+    metadata = {"help": help, "names": tuple(names), "repeat": repeat, "metavar": metavar, "some": some}
     if required:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -43,15 +50,22 @@ class _Flag:
 
     field: dataclasses.Field[Any]
     annotation: Any
+    section: str = ""
+    """The part of a composed configuration that it stands in; empty for a field of the configuration itself."""
 
     @property
     def key(self) -> str:
         return self.field.name
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
+    def default(self, defaults: Mapping[str, Any]) -> Any:
+        """Its own, or what a command has in place of it; MISSING where it must be given."""
+        return defaults.get(self.key, self.field.default)
+
+    def add_to(self, parser: argparse._ActionsContainer, default: Any) -> None:
+        """``default``: what holds where the flag is not given; MISSING where it must be."""
         meta = self.field.metadata
         spellings = ["--" + self.key.replace("_", "-"), *meta["names"]]
-        options: dict[str, Any] = {"dest": self.key, "default": argparse.SUPPRESS, "help": self._help()}
+        options: dict[str, Any] = {"dest": self.key, "default": argparse.SUPPRESS, "help": self._help(default)}
         if meta["metavar"] is not None:
             options["metavar"] = meta["metavar"]
         kind, choices, many = _shape(self.annotation)
@@ -64,14 +78,19 @@ class _Flag:
         elif meta["repeat"]:
             options.update(action="append", nargs="+")
         else:
-            options.update(type=kind, choices=choices, nargs="*" if many else None)
-        parser.add_argument(*spellings, **options)
+            options.update(type=kind, choices=choices, nargs=("+" if meta["some"] else "*") if many else None)
+        action = parser.add_argument(*spellings, **options)
+        if kind is str and self.key.endswith(_FILES):
+            action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
 
-    def _help(self) -> str:
-        default = self.field.default
-        shown = default is not dataclasses.MISSING and default not in (None, False, (), "")
-        text = self.field.metadata["help"].replace("%", "%%")
-        return f"{text} (default: {str(default).replace('%', '%%')})" if shown else text
+    def _help(self, default: Any) -> str:
+        text = self.field.metadata["help"]
+        if default is dataclasses.MISSING:
+            text += " (required)"
+        elif default is not None and default is not False and default not in ((), ""):
+            told = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            text += f" (default: {told})"
+        return text.replace("%", "%%")
 
     def convert(self, value: Any) -> Any:
         """Bring a parsed or YAML value to the field's type; raises ConfigError where it does not fit."""
@@ -115,15 +134,70 @@ def _shape(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
     return annotation, None, False
 
 
-def _flags(cls: type) -> list[_Flag]:
+def _flags(cls: type, section: str = "") -> list[_Flag]:
     hints = typing.get_type_hints(cls)
     found: list[_Flag] = []
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
-            found.extend(_flags(hints[field.name]))
+            found.extend(_flags(hints[field.name], field.name.replace("_", " ")))
         elif "help" in field.metadata:
-            found.append(_Flag(field, hints[field.name]))
+            found.append(_Flag(field, hints[field.name], section))
     return found
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses with one line, and names what was most likely meant."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}; see --help.\n")
+
+    def read(self, argv: Sequence[str] | None) -> dict[str, Any]:
+        """The values of the flags that are given; ends the process where one is unknown."""
+        given, unknown = self.parse_known_args(argv)
+        for word in unknown:
+            if word.startswith("-"):
+                self.error(f"there is no flag {word.partition('=')[0]}{self._meant(word.partition('=')[0])}")
+        if unknown:
+            self.error(f"{unknown[0]!r} belongs to no flag")
+        return vars(given)
+
+    def _meant(self, name: str) -> str:
+        known = [flag for action in self._actions for flag in action.option_strings]
+        parts = set(name.strip("-").split("-"))
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.7) or sorted(
+            flag for flag in known if len(parts & set(flag.strip("-").split("-"))) >= 2)[:3]
+        return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"--print-completion needs shtab: {install('completion')}")
+        print(shtab.complete(parser, args[1]))
+        parser.exit()
+
+
+def _parser(prog: str, description: str, flags: Iterable[_Flag], defaults: Mapping[str, Any]) -> _Parser:
+    flags = list(flags)
+    required = [flag for flag in flags if flag.default(defaults) is dataclasses.MISSING]
+    words = [f"--{flag.key.replace('_', '-')} {flag.key.upper()}" for flag in required]
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False,
+                     usage=" ".join(["%(prog)s", *words, "[--FLAG [VALUE] ...]"]))
+    parser.add_argument("--version", action="version", version=f"Baton {__version__}")
+    parser.add_argument("--print-completion", choices=("bash", "zsh", "tcsh"), action=_PrintCompletion, help=(
+        "print the shell's script for completing flags (the extra completion): eval it, or put it where the shell "
+        "looks for completions"))
+    config = parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
+                                 help="YAML file with the flags' names; flags win over it")
+    config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for flag in flags:
+        if flag.section not in groups:
+            groups[flag.section] = parser.add_argument_group(flag.section)
+        flag.add_to(groups[flag.section], flag.default(defaults))
+    return parser
 
 
 def build(cls: type[C], values: dict[str, Any]) -> C:
@@ -174,12 +248,9 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, prog: str, descrip
     ``defaults`` override the dataclass's own (a shorthand command uses it); ``adjust`` may derive a
     final configuration and may raise ConfigError, as may the class's ``__post_init__``.
     """
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with the flags' names; flags win over it")
     flags = {item.key: item for item in _flags(cls)}
-    for item in flags.values():
-        item.add_to(parser)
-    given = vars(parser.parse_args(argv))
+    given = _parser(prog, description, flags.values(), defaults or {}).read(argv)
+    given.pop("print_completion", None)
     try:
         values = dict(defaults or {})
         if path := given.pop("config", None):

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..quantization.scheme import Scheme, scheme_of
-from .checkpoint import read_json, resolve_checkpoint
+from .checkpoint import read_json, resolve_facts
+from .defaults import with_defaults
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
 from .server import ModelArgs
@@ -19,6 +20,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Where a decoder departs from the common form; a bias that depends on the config is read there."""
@@ -26,7 +30,6 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False
     biases_in_config: bool = False
-    attention_bias: bool = False  # where the config does not say
     windows: ReadWindows = nowhere
     sinks: bool = False  # a learned logit a head joins its softmax
     experts: Callable[[Mapping[str, Any]], MoESpec | None] | None = None
@@ -38,7 +41,7 @@ Head = Literal["words", "labels", "none"]
 _QWEN_WINDOWS = partial(where_flagged, slides=lambda layer, last: layer >= last)
 _FAMILIES = {
     "Llama": Architecture(biases_in_config=True),
-    "Mistral": Architecture(windows=partial(in_every_layer, default=4096)),
+    "Mistral": Architecture(windows=in_every_layer),
     "Qwen2": Architecture(qkv_bias=True, windows=_QWEN_WINDOWS),
     "Qwen3": Architecture(qk_norm=True, biases_in_config=True, windows=_QWEN_WINDOWS),
     "Mixtral": Architecture(windows=in_every_layer, experts=mixtral_experts),
@@ -46,7 +49,7 @@ _FAMILIES = {
         where_flagged, slides=lambda layer, last: layer < last and layer % 2 == 0)),
     "Qwen3Moe": Architecture(qk_norm=True, biases_in_config=True, experts=qwen_experts, windows=partial(
         where_flagged, slides=lambda layer, last: True)),
-    "GptOss": Architecture(biases_in_config=True, attention_bias=True, windows=in_turns, sinks=True,
+    "GptOss": Architecture(biases_in_config=True, windows=in_turns, sinks=True,
                            experts=gpt_oss_experts),
     "DeepseekV2": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=2), latent=True),
     "DeepseekV3": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=3), latent=True),
@@ -96,6 +99,7 @@ class ModelSpec:
     mtp_layers: int = 0
     windows: Windows = ()
     sinks: bool = False
+    dropped_eos_ids: tuple[int, ...] = ()  # the checkpoint names them, and the model does not have them
 
     def seen_back(self, layers: range) -> Windows:
         """The windows of some layers, an entry each, None also where a window holds the whole context."""
@@ -149,20 +153,29 @@ class ModelSpec:
 
 def load_model_spec(args: ModelArgs) -> ModelSpec:
     """Read ``config.json`` and ``generation_config.json``; raises ConfigError, naming what is unsupported."""
-    folder = resolve_checkpoint(args)
+    folder = resolve_facts(args)
     config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"{folder} holds no config.json: it is not a Hugging Face checkpoint.")
-    generation = read_json(folder / "generation_config.json") or {}
+    generation = read_json(folder / "generation_config.json")
+    for name in _COUNTS:
+        if name in config and (type(config[name]) is not int or config[name] < 1):
+            raise ConfigError(f"{folder}/config.json says {name} {config[name]!r}: it must be an integer of 1 or more.")
     try:
         return _spec_from(config, generation, args)
     except KeyError as error:
         raise ConfigError(f"{folder}/config.json lacks {error.args[0]!r}.") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder}/config.json holds a value of a kind that it must not have ({error}).") from None
 
 
-def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelArgs) -> ModelSpec:
-    architecture = _check_supported(config)
+def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: ModelArgs) -> ModelSpec:
+    """``given`` and ``generation`` as the files have them, None without the second."""
+    architecture = _check_supported(given)
     family, head = ARCHITECTURES[architecture], _head(architecture, args)
+    config = with_defaults(given, next(architecture.removesuffix(end) for end in _HEADS if architecture.endswith(end)))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -174,21 +187,24 @@ def _spec_from(config: dict[str, Any], generation: dict[str, Any], args: ModelAr
     context_length = args.context_length or longest
     if not 0 < context_length <= longest:
         raise ConfigError(f"--context-length {context_length} must be between 1 and the model's {longest}.")
-    attention_bias = family.biases_in_config and bool(config.get("attention_bias", family.attention_bias))
+    eos_ids = _eos_token_ids(config, {}) if generation is None else _eos_token_ids(given, generation)
+    has = range(config["vocab_size"])
+    attention_bias = family.biases_in_config and bool(config["attention_bias"])
     return ModelSpec(
         architecture=architecture, hidden_size=config["hidden_size"], num_layers=config["num_hidden_layers"],
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         intermediate_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"], rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=config["max_position_embeddings"], rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=theta, rope_scaling=scaling, tie_word_embeddings=bool(config["tie_word_embeddings"]),
         attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
-        dtype=_dtype(config), eos_token_ids=_eos_token_ids(config, generation),
+        dtype=_dtype(config), eos_token_ids=tuple(id for id in eos_ids if id in has),
         context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
         moe=family.experts(config) if family.experts else None,
         quantization=scheme_of(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
         windows=family.windows(config), sinks=family.sinks,
+        dropped_eos_ids=tuple(id for id in eos_ids if id not in has),
     )
 
 
@@ -261,5 +277,5 @@ def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[
     found: list[int] = []
     for source in (generation, config):
         ids = source.get("eos_token_id")
-        found.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        found.extend(id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int))
     return tuple(dict.fromkeys(found))

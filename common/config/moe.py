@@ -58,14 +58,14 @@ class MoESpec:
 
 
 def mixtral_experts(config: Mapping[str, Any]) -> MoESpec:
-    return MoESpec(num_experts=config["num_local_experts"], top_k=config["num_experts_per_tok"],
+    return MoESpec(num_experts=config["num_experts"], top_k=config["num_experts_per_tok"],
                    intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])))
 
 
 def gpt_oss_experts(config: Mapping[str, Any]) -> MoESpec:
     """A softmax over the chosen experts' logits is that over all of them, renormalized."""
-    count = config.get("num_local_experts") or config["num_experts"]
-    return MoESpec(num_experts=count, top_k=config.get("num_experts_per_tok") or config["experts_per_token"],
+    top_k = config.get("experts_per_token") or config["num_experts_per_tok"]  # the first is OpenAI's own name
+    return MoESpec(num_experts=config["num_experts"], top_k=top_k,
                    intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])),
                    router_name="router", router_bias=True, expert_bias=True,
                    gate_limit=float(config.get("swiglu_limit") or 7.0), stacked="turns")
@@ -73,14 +73,13 @@ def gpt_oss_experts(config: Mapping[str, Any]) -> MoESpec:
 
 def qwen_experts(config: Mapping[str, Any]) -> MoESpec | None:
     """Qwen2-MoE's and Qwen3-MoE's; None where no layer has experts."""
-    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    dense, step = config.get("mlp_only_layers") or (), config["decoder_sparse_step"]
     layers = tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
-    count = config.get("num_experts") or config.get("num_local_experts") or 0  # transformers 5 writes the second
-    if not layers or not count:
+    if not layers or not config["num_experts"]:
         return None
-    return MoESpec(num_experts=count, top_k=config["num_experts_per_tok"],
+    return MoESpec(num_experts=config["num_experts"], top_k=config["num_experts_per_tok"],
                    intermediate_size=config["moe_intermediate_size"], layers=layers,
-                   renormalize=bool(config.get("norm_topk_prob", False)),
+                   renormalize=bool(config["norm_topk_prob"]),
                    shared_size=config.get("shared_expert_intermediate_size") or 0, shared_name="shared_expert",
                    shared_gate=bool(config.get("shared_expert_intermediate_size")))
 
@@ -91,17 +90,17 @@ def deepseek_experts(config: Mapping[str, Any], *, version: Literal[2, 3]) -> Mo
     V2 scores by softmax and its groups by their best expert, V3 by sigmoid, with a bias, and by their two best. V2 as
     published scales weights only where it does not renormalise them.
     """
-    count = config.get("n_routed_experts") or 0
-    first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq") or 1
+    first, step = config["first_k_dense_replace"] or 0, config.get("moe_layer_freq") or 1
     layers = tuple(i for i in range(config["num_hidden_layers"]) if i >= first and i % step == 0)
-    if not layers or not count:
+    if not layers or not config["num_experts"]:
         return None
-    renormalize = bool(config.get("norm_topk_prob", version == 3))
-    scaling = float(config.get("routed_scaling_factor", 1.0))
-    grouped = version == 3 or config.get("topk_method", "greedy") == "group_limited_greedy"
+    renormalize = bool(config["norm_topk_prob"])
+    scaling = float(config["routed_scaling_factor"])
+    grouped = version == 3 or config["topk_method"] == "group_limited_greedy"
     return MoESpec(
-        num_experts=count, top_k=config["num_experts_per_tok"], intermediate_size=config["moe_intermediate_size"],
-        layers=layers, scoring="sigmoid" if version == 3 else "softmax", renormalize=renormalize,
+        num_experts=config["num_experts"], top_k=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"], layers=layers,
+        scoring="sigmoid" if version == 3 else "softmax", renormalize=renormalize,
         scaling_factor=1.0 if version == 2 and renormalize else scaling,
         num_groups=(config.get("n_group") or 1) if grouped else 1,
         top_groups=(config.get("topk_group") or 1) if grouped else 1,

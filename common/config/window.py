@@ -14,25 +14,25 @@ Windows = tuple[int | None, ...]
 ReadWindows = Callable[[Mapping[str, Any]], Windows]
 
 
-def in_every_layer(config: Mapping[str, Any], *, default: int | None = None) -> Windows:
+def in_every_layer(config: Mapping[str, Any]) -> Windows:
     """Mistral's and Mixtral's."""
-    return _of(config, [True] * config["num_hidden_layers"], config.get("sliding_window", default))
+    return _of(config, [True] * config["num_hidden_layers"], config.get("sliding_window"))
 
 
 def where_flagged(config: Mapping[str, Any], *, slides: Callable[[int, int], bool]) -> Windows:
     """Qwen's, only with ``use_sliding_window``: in the layers that ``layer_types`` names, else where ``slides(layer,
     max_window_layers)``."""
-    if not config.get("use_sliding_window", False):
+    if not config["use_sliding_window"]:
         return ()
-    last = config.get("max_window_layers", 28)
+    last = config["max_window_layers"]
     sliding = [slides(layer, last) for layer in range(config["num_hidden_layers"])]
-    return _of(config, _stated(config, sliding), config.get("sliding_window", 4096))
+    return _of(config, _stated(config, sliding), config["sliding_window"])
 
 
 def in_turns(config: Mapping[str, Any]) -> Windows:
     """gpt-oss's: every second layer from the first on, where ``layer_types`` does not say otherwise."""
     sliding = [layer % 2 == 0 for layer in range(config["num_hidden_layers"])]
-    return _of(config, _stated(config, sliding), config.get("sliding_window", 128))
+    return _of(config, _stated(config, sliding), config["sliding_window"])
 
 
 def nowhere(config: Mapping[str, Any]) -> Windows:

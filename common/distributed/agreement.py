@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch.distributed as dist
 
 
 class Agreeing(Protocol):
@@ -15,3 +16,8 @@ class Agreeing(Protocol):
         """Element-wise minimum over the ranks of int64 ``values`` [n, k], row i of which belongs to ``keys[i]``; equal
         on all ranks. A key means one thing only, within its ``topic``. It may be the minimum of a while ago, and of a
         rank that has told nothing of a key then be ``unknown`` [k]."""
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone, whose own log says why."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 
 from ..api.commands import Command, ContinueGeneration, PauseGeneration, PauseMode
-from ..api.errors import Conflict, InvalidRequest, Overloaded, ServingError, WorkerUnavailable, from_code
+from ..api.errors import (
+    Conflict,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+    from_code,
+)
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import (
     Abort,
@@ -26,6 +33,7 @@ from ..api.messages import (
     Output,
     Outputs,
     PrepareGrammar,
+    RankTotals,
     Ready,
     Shutdown,
     StartFailed,
@@ -36,8 +44,8 @@ from .balancer import Balancer
 from .engine_channel import EngineChannel
 from .names import Names
 from .output_stream import OutputStream
-from .questions import Question, Questions
-from .states import merged
+from .questions import Answer, Question, Questions
+from .states import merged, whole
 
 _REPLY_SECONDS = 10.0
 _COMPILE_SECONDS = 120.0  # a grammar's; it waits for others, and with the first xgrammar is imported
@@ -51,9 +59,9 @@ class EngineClient:
     """
 
     def __init__(self, max_requests: int, on_startup: Callable[[Loading | Ready | StartFailed], None],
-                 balancer: Balancer | None = None):
+                 balancer: Balancer | None = None, num_ranks: int = 1):
         """``max_requests``: requests that may be open; more are refused with Overloaded. ``balancer``: of an engine
-        with several data-parallel ranks."""
+        with several data-parallel ranks, of ``num_ranks`` processes in all."""
         self._max_requests = max_requests
         self._on_startup = on_startup
         self._balancer = balancer
@@ -61,7 +69,7 @@ class EngineClient:
         self._receiver: asyncio.Task[None] | None = None
         self._names = Names()
         self._streams: dict[str, OutputStream] = {}  # by the requests' names
-        self._questions = Questions(1 if balancer is None else balancer.size, self._send)
+        self._questions = Questions(1 if balancer is None else balancer.size, num_ranks, self._send)
         self._dead: str | None = None
         self._held: dict[str, Generate] | None = None  # by name: requests that wait for the end of a pause
 
@@ -83,7 +91,7 @@ class EngineClient:
     def open(self, requests: Sequence[Generate]) -> OutputStream:
         """A stream of the requests' outputs; they are sent on entering it.
 
-        Entering raises WorkerUnavailable where the engine is gone, Conflict for an id in use, Overloaded, and
+        Entering raises EngineDead, Conflict for an id in use, Overloaded, and
         InvalidRequest for more than the server holds.
         """
         return OutputStream(self, requests)
@@ -98,7 +106,7 @@ class EngineClient:
     def enter(self, stream: OutputStream, requests: Sequence[Generate]) -> None:
         """Send what a stream is of; called by the stream, which is left in the same way (``abandon``)."""
         if self._dead is not None:
-            raise WorkerUnavailable(self._dead)
+            raise EngineDead(self._dead)
         if len(requests) > self._max_requests:  # a client that tries again would do so for ever
             raise InvalidRequest(f"The request asks for {len(requests)} answers, and the server holds "
                                  f"{self._max_requests} at most; split it.")
@@ -195,8 +203,7 @@ class EngineClient:
 
     async def states(self) -> list[State]:
         """``state`` of each data-parallel rank, in order."""
-        replies = await self._ask(GetState)
-        return sorted((reply for reply in replies if isinstance(reply, State)), key=lambda state: state.dp_rank)
+        return whole(await self._ask(GetState))
 
     async def control(self, command: Command, timeout: float = _REPLY_SECONDS) -> str:
         """Change the engine as a whole; returns a sentence that says what was done. Raises the ServingError with which
@@ -217,18 +224,24 @@ class EngineClient:
         """Let the engine forget a grammar that no further request will name."""
         self._send(DropGrammar(spec))
 
-    async def _ask(self, question: Callable[[int], Question], timeout: float = _REPLY_SECONDS) -> list[State | Done]:
+    async def _ask(self, question: Callable[[int], Question], timeout: float = _REPLY_SECONDS) -> list[Answer]:
         if self._dead is not None:
-            raise WorkerUnavailable(self._dead)
+            raise EngineDead(self._dead)
         return await self._questions.ask(question, timeout)
 
     def engine_died(self, reason: str) -> None:
-        """Fail all that waits, with WorkerUnavailable, and refuse what comes; ``reason`` is a sentence."""
+        """Fail all that waits, with EngineDead, and refuse what comes; ``reason`` is a sentence."""
         self._dead = reason
         self.channel.drop_unsent()
         for name in list(self._streams):
-            self._fail(name, WorkerUnavailable(reason))
-        self._questions.fail(WorkerUnavailable(reason))
+            self._fail(name, EngineDead(reason))
+        self._questions.fail(EngineDead(reason))
+
+    def fail_open(self, error: ServingError) -> None:
+        """End every request that is open, whoever waits for it with ``error``."""
+        self._send(Abort("", silent=True))
+        for name in list(self._streams):
+            self._fail(name, error)
 
     def shut_down(self) -> None:
         """Tell the ranks to leave their loops."""
@@ -260,7 +273,7 @@ class EngineClient:
                     self._deliver(output)
             case Failed(name, code, text):
                 self._fail(name, from_code(code, text))
-            case State() | Done():
+            case State() | RankTotals() | Done():
                 self._questions.answered(message)
             case Loading() | Ready() | StartFailed():
                 self._on_startup(message)
@@ -285,7 +298,7 @@ class EngineClient:
         stream.put(output)
 
 
-def _agreed(replies: Sequence[State | Done]) -> str:
+def _agreed(replies: Sequence[Answer]) -> str:
     """What was done; raises the ServingError with which a part of the engine refused."""
     done = [reply for reply in replies if isinstance(reply, Done)]
     for reply in done:

@@ -90,6 +90,7 @@ class ExpertRecord:
         if write:
             content = {"layers": list(self._counts.layers), "logical_count": recorded.tolist()}
             try:
+                file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(content) + "\n", encoding="utf-8")
             except OSError as error:
                 raise InvalidRequest(f"Cannot write {file}: {error.strerror}.", param="output_dir") from None

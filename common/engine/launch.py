@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from ..config.packages import check_engine
 from ..config.server import ServerConfig
-from ..http.server import run_server
 from .ranks import RankSpec
 
 
 def run(config: ServerConfig) -> int:
     """Serve until stopped; returns the process's exit code."""
+    check_engine()
+    from ..http.server import run_server
+
     return run_server(config, run_rank)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..api.errors import AbortRequested, Conflict, InvalidRequest, Overloaded, ServingError
 from ..api.messages import Failed, Finish, FromEngine, Gained, Generate, Logprobs, Output, Outputs
+from ..api.token_ids import check_request_ids
 from .req import Req
 
 
@@ -15,11 +16,12 @@ class Ledger:
     ``send`` takes messages for the front; ``flush`` sends what one step gathered as one message.
     """
 
-    def __init__(self, send: Callable[[FromEngine], None], *, eos_ids: frozenset[int], max_request_tokens: int,
-                 max_requests: int, timeout: float, reserves_output: bool = True):
+    def __init__(self, send: Callable[[FromEngine], None], *, eos_ids: frozenset[int], vocab_size: int,
+                 max_request_tokens: int, max_requests: int, timeout: float, reserves_output: bool = True):
         """``reserves_output``: whether this engine also decodes, so that prompt and output must both fit."""
         self._send = send
         self.eos_ids = eos_ids
+        self.vocab_size = vocab_size
         self._max_request_tokens = max_request_tokens
         self._max_requests = max_requests
         self._timeout = timeout
@@ -48,6 +50,7 @@ class Ledger:
             raise Overloaded(f"The server holds {len(self.live)} requests, its limit; try again later.")
         if not message.input_ids:
             raise InvalidRequest("The prompt is empty; send at least one token.")
+        check_request_ids(message, self.vocab_size)
         needed = len(message.input_ids) + message.sampling.max_new_tokens
         if not self._reserves_output:
             needed = len(message.input_ids) + min(1, message.sampling.max_new_tokens)

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+from ..api.token_ids import check_ids
+
 
 class DisallowedTokens:
     """Tokens in ``custom_params.token_ids`` are never chosen."""
 
     def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         for row, given in enumerate(params):
+            check_ids(given["token_ids"], logits.shape[1], "token_ids")  # on a GPU no index is checked
             logits[row, given["token_ids"]] = float("-inf")
         return logits
 
@@ -31,6 +34,7 @@ class ThinkingBudget:
         for row, given in enumerate(params):
             forced = _forced(given)
             if forced is not None:
+                check_ids([forced], logits.shape[1], "custom_params")
                 logits[row] = float("-inf")
                 logits[row, forced] = 0.0
         return logits

@@ -10,7 +10,18 @@ from typing import Protocol
 from ..api import messages
 from ..api.commands import PauseGeneration
 from ..api.errors import Aborted, AbortRequested, DeadlineExceeded, ServingError
-from ..api.messages import Abort, Done, FromEngine, Generate, GetState, Shutdown, State, ToEngine
+from ..api.messages import (
+    RANK_TOTALS,
+    Abort,
+    Done,
+    FromEngine,
+    Generate,
+    GetState,
+    RankTotals,
+    Shutdown,
+    State,
+    ToEngine,
+)
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from .channel import StageTicker, Ticker
@@ -83,9 +94,10 @@ class EngineLoop:
     def __init__(self, ticker: Ticker | StageTicker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
                  watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
-                 meeting: Meeting | None = None):
+                 meeting: Meeting | None = None, send_totals: Callable[[RankTotals], None] | None = None):
         """``grammars``: on the rank that chooses tokens. ``meeting``: with other data-parallel ranks, which get the
-        same ticks and take the requests of theirs out of them."""
+        same ticks and take the requests of theirs out of them. ``send_totals``: on ranks that speak for themselves
+        alone."""
         self._ticker = ticker
         self._ledger = ledger
         self._scheduler = scheduler
@@ -97,6 +109,7 @@ class EngineLoop:
         self._watchdog = watchdog
         self._grammars = grammars
         self._meeting = meeting
+        self._send_totals = send_totals
         self._dp_rank = 0 if meeting is None else meeting.dp_rank
         self._next_deadline_check = 0.0
         self._stopping = False
@@ -157,7 +170,7 @@ class EngineLoop:
                 if self._grammars is not None:
                     self._grammars.drop(message.spec)
             case GetState():
-                self._send(self._state(message.seq))
+                self._send_state(message.seq)
             case Shutdown():
                 self._stopping = True
 
@@ -220,6 +233,14 @@ class EngineLoop:
         """Whether no request runs or holds pages: they may wait, as those do that were retracted for a pause."""
         scheduler = self._scheduler
         return scheduler.idle or (scheduler.paused and not self._cache.num_held and not scheduler.num_transferring)
+
+    def _send_state(self, seq: int) -> None:
+        if self._send_totals is None:
+            self._send(self._state(seq))
+            return
+        told = {**self._scheduler.counters, **self._scheduler.gauges}
+        totals = {name: value for name, value in told.items() if name in RANK_TOTALS}
+        self._send_totals(RankTotals(seq, self._dp_rank, totals))
 
     def _state(self, seq: int) -> State:
         cache, scheduler = self._cache, self._scheduler

@@ -31,6 +31,7 @@ from .meeting import Meeting, Turn
 from .model_weights import ModelWeights
 from .pool_plan import count_pages, kv_layout, kv_scales, resolve_dtype
 from .predictors import Predictors
+from .preflight import check_pool, token_bytes
 from .recorded_prompts import RecordedPrompts
 from .two_batches import TwoBatches
 
@@ -94,6 +95,7 @@ class ModelRunner:
             check_float8(device, "--kv-cache-dtype auto")
         attention = AttentionChoice(config, spec, parallel, dtype)
         attention.check(device)  # refuse before loading
+        _check_pool(config, spec, parallel, dtype, device)
         weights = ModelWeights.load(config, spec, parallel, dtype, device, progress)
         connect_experts(config, spec, parallel, weights.model)
         scales = kv_scales(config.cache, config.model, spec)
@@ -104,7 +106,7 @@ class ModelRunner:
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
-        pool = KVPool(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
+        pool = _allocated(layout, num_pages + 1, device, shared=config.disaggregation.shares_memory)
         runner = cls(config, weights, pool, attention.over(pool), device, parallel)
         if config.data_parallel.enable_two_batch_overlap:
             runner._overlap(attention.over(pool))
@@ -136,7 +138,7 @@ class ModelRunner:
             batch = build_forward_batch([row], self.layout.page_size, self.device, is_decode)
             compute(batch)
             torch.cuda.synchronize(self.device)
-            progress("kernels", done / len(steps))
+            progress("warming up kernels", done / len(steps))
 
     def _capture_all(self, progress: Progress) -> None:
         self.prompts.capture(self._begin, progress)
@@ -149,7 +151,7 @@ class ModelRunner:
         self._graphs = DecodeGraphs(
             self._model, self._attention, sizes, self.layout.page_size, self.layout.pages_for(self.spec.context_length),
             self.num_pages, self.device, lambda size: self._begin(Turn.of_rows_each(self._parallel.dp_size, size)),
-            lambda share: progress("CUDA graphs", share))
+            lambda share: progress("capturing CUDA graphs", share))
 
     def check_weights(self, model_path: str, revision: str | None) -> None:
         """Raises ConfigError where ``update_weights`` could not load this checkpoint; changes nothing."""
@@ -303,3 +305,24 @@ class ModelRunner:
         Float32 both."""
         labels = self._model.labels
         return pooled if labels is None else labels(pooled)
+
+
+def _check_pool(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str, device: torch.device) -> None:
+    """Raises ConfigError for a --max-total-tokens that the GPU could not hold without any weights."""
+    tokens = config.cache.max_total_tokens
+    if tokens is not None and device.type == "cuda":
+        layers = parallel.stages.layers(spec.num_layers)
+        each = token_bytes(config.cache, spec, parallel.attention.size, dtype, len(layers))
+        check_pool(tokens, each, torch.cuda.mem_get_info(device)[1], str(device))
+
+
+def _allocated(layout: KVLayout, num_pages: int, device: torch.device, *, shared: bool) -> KVPool:
+    """Raises ConfigError where there is no memory for the pool."""
+    try:
+        return KVPool(layout, num_pages, device, shared=shared)
+    except (RuntimeError, MemoryError, OSError) as error:  # torch raises the first, on GPUs and in host memory
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        size = num_pages * layout.page_bytes / (1 << 30)
+        raise ConfigError(f"There is no memory for the KV pool of {size:.1f} GiB on {device}: lower --max-total-tokens "
+                          "or --mem-fraction-static.") from None

@@ -54,14 +54,13 @@ class ModelWeights:
         spec = load_model_spec(args)
         differing = [field.name for field in dataclasses.fields(spec)
                      if getattr(spec, field.name) != getattr(self.spec, field.name)
-                     and field.name not in ("dtype", "eos_token_ids")]
+                     and field.name not in ("dtype", "eos_token_ids", "dropped_eos_ids")]
         if differing:
             raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
         if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != stored:
             raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
                               "peers know: start servers with it, or give all --quantization-param-path.")
-        check_safetensors(resolve_checkpoint(args), self.model.slots(), tied=self.spec.tie_word_embeddings,
-                          unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=spec.stacked_experts)
+        check_safetensors(resolve_checkpoint(args), self.model.slots(), stacked=spec.stacked_experts)
 
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:

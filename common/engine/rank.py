@@ -12,9 +12,11 @@ import torch
 
 from ..api.errors import ConfigError
 from ..api.messages import FromEngine, Loading, Ready, StartFailed
+from ..config.checkpoint import resolve_checkpoint
+from ..config.command import sentence_of
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
-from ..distributed.agreement import Agreeing
+from ..distributed.agreement import Agreeing, is_lost_peer
 from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peers import connect_all
@@ -36,6 +38,7 @@ from .pool_plan import resolve_dtype
 from .ranks import RankSpec
 from .sampler import Sampler
 from .scheduling.make import make_batcher
+from .stack import warn_of_stack
 from .stage_executor import StageExecutor
 from .stage_line import StageLine
 from .unified import UnifiedScheduler
@@ -93,21 +96,22 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     setup_logging(spec.config.logs, f"{_role(spec)}.rank{spec.rank}")
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
     send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
+
+    def progress(stage: str, share: float) -> None:
+        channel.send(Loading(stage, share))
+
     try:
+        resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
             connect_all(parallel, spec.config.largest_captured if parallel.tokens.decode is not None else 0)
         line = StageLine(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.stages.size > 1 else None
-        parts = build_parts(spec, parallel, send, lambda stage, share: channel.send(Loading(stage, share)), line)
+        parts = build_parts(spec, parallel, send, progress, line)
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
         parallel.everyone.barrier()  # Ready means that every rank is up
-    except ConfigError as error:
-        channel.send(StartFailed(str(error)))
-        channel.close()
-        raise SystemExit(1) from None
-    except torch.OutOfMemoryError as error:
-        channel.send(StartFailed(f"The GPU has too little free memory; lower --mem-fraction-static ({error})."))
+    except Exception as error:
+        channel.send(StartFailed(_reason(spec, error)))
         channel.close()
         raise SystemExit(1) from None
     cache = parts.batcher.cache
@@ -121,8 +125,17 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     watchdog = Watchdog(timeout) if timeout else None
     settle_collector()
     ticker = Ticker(channel, parallel.world) if line is None else StageTicker(channel, line)
-    EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
-               parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None).run()
+    loop = EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
+                      parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
+                      None if _leads(spec) else channel.send)
+    try:
+        loop.run()
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        log.error("another rank of the engine is gone, so this one ends")
+        log.debug("what it met", exc_info=True)
+        raise SystemExit(1) from None
     if watchdog is not None:
         watchdog.close()
     if events is not None:
@@ -131,6 +144,16 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         line.close()
     channel.close()
     parallel.close()
+
+
+def _reason(spec: RankSpec, error: Exception) -> str:
+    """Why a rank could not start, in a sentence for the operator."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        told = str(error).partition(". ")[0]
+        return f"The GPU has too little free memory ({told}): lower --mem-fraction-static or --max-total-tokens."
+    return f"Rank {spec.rank} could not start: {sentence_of(error)}"
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
@@ -144,6 +167,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     ledger = Ledger(
         send,
         eos_ids=frozenset(model.eos_token_ids),
+        vocab_size=model.vocab_size,
         max_request_tokens=min(runner.num_pages * runner.layout.page_size, model.context_length),
         max_requests=config.schedule.max_queued_requests + config.schedule.max_running_requests,
         timeout=config.schedule.request_timeout,
@@ -166,6 +190,8 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
 def join_groups(spec: RankSpec) -> Parallel:
     """Raises ConfigError where the rank's device is lacking."""
     device = device_of(spec)
+    if spec.local_rank == 0:
+        warn_of_stack(device)
     if device.type == "cpu":
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))

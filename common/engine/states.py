@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..api.messages import State
+from ..api.messages import RankTotals, State
+
+
+def whole(replies: Sequence[object]) -> list[State]:
+    """The states of the data-parallel ranks, in order, each with what its other ranks have of RANK_TOTALS."""
+    states = sorted((reply for reply in replies if isinstance(reply, State)), key=lambda state: state.dp_rank)
+    for reply in replies:
+        if isinstance(reply, RankTotals):
+            state = states[reply.dp_rank]
+            for name, value in reply.totals.items():
+                values = state.counters if name in state.counters else state.gauges
+                values[name] = values.get(name, 0.0) + value
+    return states
 
 
 def merged(states: Sequence[State]) -> State:

@@ -10,24 +10,41 @@ import msgspec
 from aiohttp import web
 
 from ... import __version__
-from ..api.errors import DeadlineExceeded, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
+from ..api.errors import DeadlineExceeded, EngineDead, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
 from ..api.messages import Generate, State
 from ..api.sampling import SamplingParams
 from ..engine.states import merged
+from ..obs.about import POLICY, about
 from ..obs.metrics import CONTENT_TYPE
 from ..openai.bootstrap import bootstrap_point
 from ..openai.decoding import BodyDecoder
 from .front import Front
 from .generation import Generation
-from .web import json_response
+from .web import error_response, json_response
 
 _STARTED = int(time.time())
+
+
+_LINKS = {
+    "/health": "whether it takes requests", "/v1/models": "the model that it serves",
+    "/get_server_info": "its flags and its state", "/metrics": "Prometheus metrics",
+    "/openapi.json": "every endpoint with its fields"}
+
+
+async def root(front: Front, request: web.Request) -> web.Response:
+    """What this is, and where to go on."""
+    role = "unified server" if front.config.mode == "null" else f"{front.config.mode} server"
+    as_html = "text/html" in request.headers.get("Accept", "")
+    body = about(f"This is a {role} of {front.config.model_name}. It speaks OpenAI's API.", _LINKS, as_html=as_html)
+    headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY} if as_html else {
+        "Content-Type": "application/json; charset=utf-8"}
+    return web.Response(body=body, headers={**headers, "Vary": "Accept"})
 
 
 async def health(front: Front, request: web.Request) -> web.Response:
     """200 when requests are served; 503 with the reason while starting or stopping, and when a rank is dead."""
     if front.dead is not None:
-        return json_response({"status": "dead", "message": front.dead}, 503)
+        return error_response(EngineDead(front.dead), {"status": "dead", "message": front.dead})
     if front.stopping:
         return json_response({"status": "stopping"}, 503)
     if not front.is_ready:

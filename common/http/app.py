@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hmac
 import logging
@@ -30,6 +31,7 @@ from . import (
 )
 from .api_document import api_document
 from .front import Front
+from .in_flight import shut_down
 from .prompt_pages import tell_pages
 from .traces import TRACEPARENT
 from .web import error_response, json_bytes, note_failure, our_fault
@@ -65,6 +67,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel),
     ("GET", "/v1/models", admin_routes.models),
     ("GET", "/v1/models/{model:.+}", admin_routes.model),
+    ("GET", "/", admin_routes.root),
     ("GET", "/health", admin_routes.health),
     ("GET", "/health_generate", admin_routes.health_generate),
     ("GET", "/get_model_info", admin_routes.model_info),
@@ -101,7 +104,7 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/dump_expert_distribution_record", control_routes.dump_expert_distribution_record),
 )
 _CONTROL_PATHS = frozenset(path for _, path, _ in _CONTROL)
-_OPEN_TO_ALL = frozenset(("/health", "/health_generate", "/metrics"))
+_OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 
 class MethodNotAllowed(ServingError):
@@ -140,7 +143,7 @@ def make_app(front: Front) -> web.Application:
 
 def _guard(front: Front) -> Any:
     """Checks the key, and turns every error into OpenAI's error object."""
-    http = front.config.http
+    http, in_flight = front.config.http, front.in_flight
     expected = f"Bearer {http.api_key}".encode() if http.api_key else None
     expected_of_admin = f"Bearer {http.admin_api_key}".encode() if http.admin_api_key else expected
 
@@ -148,6 +151,9 @@ def _guard(front: Front) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if front.traces is not None:
             TRACEPARENT.set(request.headers.get("traceparent"))
+        task = asyncio.current_task()
+        assert task is not None
+        in_flight.begin(task, request)
         try:
             wanted = expected_of_admin if request.path in _CONTROL_PATHS else expected
             if wanted is not None and request.path not in _OPEN_TO_ALL:
@@ -160,11 +166,17 @@ def _guard(front: Front) -> Any:
         except web.RequestPayloadError:
             return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
                                                  "form of its chunks, is broken."))
-        except ConnectionError:
-            raise  # the client left
-        except Exception:
+        except asyncio.CancelledError:
+            if not in_flight.cut or request.writer.output_size:
+                raise  # the client left, or has half of an answer
+            return _told(request, shut_down())
+        except Exception as error:
+            if isinstance(error, ConnectionError) and request.writer.output_size:
+                raise  # the client left
             log.exception("%s %s failed", request.method, request.path)
             return _told(request, ServingError("The server failed to handle the request; its log says why."))
+        finally:
+            in_flight.end(task)
 
     return guard
 
@@ -193,7 +205,8 @@ def _http_error(request: web.Request, error: web.HTTPException, max_payload: int
         response.headers["Allow"] = allowed
         return response
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return _told(request, TooLarge(f"The request body is larger than --max-payload-size ({max_payload} bytes)."))
+        return _told(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+                                        f"({max_payload} bytes)."))
     failure = ServingError(f"{error.reason}.")
     failure.status = error.status
     return _told(request, failure)

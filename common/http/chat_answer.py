@@ -127,7 +127,8 @@ class ChatAnswer:
             telling.token_ids += delta.token_ids
             if events:
                 events[-1].token_ids, telling.token_ids = telling.token_ids, []
-        return [ChatChunk(self._id, self._created, self._model, [said]) for said in events]
+        usage = self._usage([choice], [telling.reader]) if self._body.wants_usage_always else None
+        return [ChatChunk(self._id, self._created, self._model, [said], usage) for said in events]
 
     def end(self, choices: Sequence[Choice]) -> list[ChatChunk]:
         if not self._body.wants_usage:
@@ -138,8 +139,9 @@ class ChatAnswer:
     def _usage(self, choices: Sequence[Choice], readers: Sequence[Reader]) -> Usage:
         usage = usage_of(self._front, choices, self._body.num_choices)
         if self._reading.reasoning is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(sum(
-                self._thought_tokens(choice, reader) for choice, reader in zip(choices, readers)))
+            usage.reasoning_tokens = sum(self._thought_tokens(choice, reader)
+                                         for choice, reader in zip(choices, readers))
+            usage.completion_tokens_details = CompletionTokensDetails(usage.reasoning_tokens)
         return usage
 
     def _thought_tokens(self, choice: Choice, reader: Reader) -> int:

@@ -62,8 +62,11 @@ async def _plan(front: Front, body: ChatRequest, prompt: str, form: AnswerForm) 
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     room = front.room_for_output(ids[0], body.requested_tokens, name)
     params = sampling_params(body, body.requested_tokens, room, vocab_size=front.model.vocab_size, tokens_name=name)
-    params = msgspec.structs.replace(params, grammar=form.grammar)
-    if front.serving_tokenizer().any_special(form.reading.markers):
+    tokenizer = front.serving_tokenizer()
+    strings, tokens = tokenizer.chat_stops(front.model.vocab_size)
+    params = msgspec.structs.replace(params, grammar=form.grammar, stop=(*params.stop, *strings),
+                                     stop_token_ids=(*params.stop_token_ids, *tokens))
+    if tokenizer.any_special(form.reading.markers):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     n = body.num_choices
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)

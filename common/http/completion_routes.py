@@ -100,7 +100,8 @@ class _Answer:
         if self._with_ids:
             said.token_ids = waiting
         self._waiting[choice.index] = []
-        return [self._completion([said])]
+        usage = self._usage([choice]) if self._body.wants_usage_always else None
+        return [self._completion([said], usage)]
 
     def end(self, choices: Sequence[Choice]) -> list[Completion]:
         return [self._completion([], self._usage(choices))] if self._body.wants_usage else []
@@ -116,10 +117,11 @@ class _Answer:
         if echoed is not None:
             text = echoed + text
             found = joined([part for part in (choice.prompt_logprobs, found) if part is not None])
-        if self._body.logprobs is None:
+        if self._body.logprobs is None or (found is not None and not found.token_ids):
             found = None
         shown = None if found is None else completion_logprobs(found, self._piece, offset)
-        return CompletionChoice(choice.index, text, shown, reason)  # type: ignore[arg-type]
+        matched = None if choice.ended is None else choice.ended.matched
+        return CompletionChoice(choice.index, text, shown, reason, matched)  # type: ignore[arg-type]
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         return Completion(self._id, self._created, self._model, choices, usage)

@@ -24,6 +24,7 @@ from ..api.commands import (
     UpdateWeights,
 )
 from ..api.errors import Conflict, InvalidRequest
+from ..api.wire import Int32
 from ..openai.decoding import BodyDecoder
 from .front import Front
 from .web import json_response
@@ -48,7 +49,7 @@ class _Pause(msgspec.Struct):
 
 class _Profile(msgspec.Struct):
     output_dir: str | None = None
-    num_steps: int | None = None
+    num_steps: Int32 | None = None
     activities: tuple[Activity, ...] | None = None
     with_stack: bool | None = None
     record_shapes: bool | None = None
@@ -59,8 +60,8 @@ class _Dump(msgspec.Struct):
 
 
 class _Limits(msgspec.Struct, forbid_unknown_fields=True):
-    max_running_requests: int | None = None
-    chunked_prefill_size: int | None = None
+    max_running_requests: Int32 | None = None
+    chunked_prefill_size: Int32 | None = None
     schedule_policy: str | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from aiohttp import web
 from ..api.errors import InvalidRequest
 from ..api.messages import Bootstrap, Generate
 from ..api.sampling import SamplingParams
+from ..api.token_ids import check_ids
 from ..openai.embeddings import (
     Embedding,
     EmbeddingAnswer,
@@ -30,7 +32,8 @@ from ..openai.embeddings import (
     written,
 )
 from ..openai.native import LogprobOptions
-from ..openai.prompts import Prompts, check_ids, parse_prompts
+from ..openai.prompts import Prompts, parse_prompts, too_long
+from ..tokenizer.tokenizer import Tokenizer
 from .front import Front, plan
 from .generation import Choice, refuse_aborted
 from .web import json_response
@@ -88,6 +91,7 @@ async def rerank(front: Front, request: web.Request) -> web.Response:
         front.check_model(body.model)
         if not body.documents:
             raise InvalidRequest("documents is empty; send at least one.", param="documents")
+        front.check_count(len(body.documents), "documents")
     if not front.config.model.is_embedding:
         scored = await _asked(front, body)
     elif front.model.head == "labels":
@@ -147,7 +151,7 @@ async def _compared(front: Front, body: RerankRequest) -> list[tuple[float, Choi
 async def _scored_pairs(front: Front, body: RerankRequest) -> list[tuple[float, Choice]]:
     """The first label's score, of one label as a probability."""
     tokenizer = front.serving_tokenizer()
-    pairs = [tokenizer.encode_pair(body.query, document) for document in body.documents]
+    pairs = await asyncio.to_thread(lambda: [tokenizer.encode_pair(body.query, one) for one in body.documents])
     choices = await _pooled(front, Prompts(ids=pairs), "documents")
     single = front.model.num_labels == 1
     scores = [float(vector_of(choice)[0]) for choice in choices]
@@ -161,19 +165,25 @@ async def _asked(front: Front, body: RerankRequest) -> list[tuple[float, Choice]
     """P(yes) against P(no) as the answer's first token."""
     tokenizer = front.serving_tokenizer()
     labels = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")]
-    texts = [tokenizer.render_chat([
+    texts = await asyncio.to_thread(lambda: [_question(tokenizer, body, document) for document in body.documents])
+    ids = await front.prompt_ids(Prompts(texts=texts), "documents", add_special_tokens=False)
+    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _labelled(front, ids, labels)]
+
+
+def _question(tokenizer: Tokenizer, body: RerankRequest, document: str) -> str:
+    """The prompt that asks whether a document is relevant; raises InvalidRequest."""
+    return tokenizer.render_chat([
         {"role": "system", "content": _RERANK_SYSTEM},
         {"role": "user", "content": f"<Instruct>: {body.instruct or _RERANK_INSTRUCT}\n<Query>: {body.query}\n"
                                     f"<Document>: {document}"},
-    ], tools=None, continue_final_message=False, options={"enable_thinking": False}) for document in body.documents]
-    ids = await front.prompt_ids(Prompts(texts=texts), "documents", add_special_tokens=False)
-    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _labelled(front, ids, labels)]
+    ], tools=None, continue_final_message=False, options={"enable_thinking": False})
 
 
 async def _score_prompts(front: Front, body: ScoreRequest) -> list[list[int]]:
     items = [body.items] if isinstance(body.items, str) else body.items
     if not items:
         raise InvalidRequest("items is empty; send at least one.", param="items")
+    front.check_count(len(items), "items")
     texts = isinstance(body.query, str)
     if any(isinstance(item, str) != texts for item in items):
         raise InvalidRequest("query and items must all be texts or all be token ids.", param="items")
@@ -206,8 +216,7 @@ def _requests(front: Front, ids: list[list[int]], sampling: SamplingParams, rid:
     """Raises InvalidRequest for a prompt that is too long."""
     for prompt in ids:
         if len(prompt) + sampling.max_new_tokens > front.token_limit:
-            raise InvalidRequest(f"{param} has {len(prompt)} tokens, more than the {front.token_limit} that fit; "
-                                 "shorten it.", param=param, code="context_length_exceeded")
+            raise too_long(f"A prompt in {param}", len(prompt), front.token_limit, param=param)
     points: list[Bootstrap | None] = [None] * len(ids)
     return plan(ids, [sampling] * len(ids), 1, rid, points, [logprobs] * len(ids), priority)
 

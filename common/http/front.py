@@ -11,9 +11,10 @@ from functools import cached_property
 
 import msgspec
 
-from ..api.errors import InvalidRequest, NotFound, ServingError, WorkerUnavailable
+from ..api.errors import EngineDead, InvalidRequest, NotFound, ServingError, WorkerUnavailable
 from ..api.messages import Bootstrap, Generate, Loading, Pooling, Ready
 from ..api.sampling import SamplingParams
+from ..api.token_ids import check_ids
 from ..config.checkpoint import pooling_of
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
@@ -22,10 +23,11 @@ from ..grammar.service import GrammarService
 from ..obs.metrics import ServerMetrics
 from ..openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
 from ..openai.native import LogprobOptions
-from ..openai.prompts import Prompts, check_ids, output_limit
+from ..openai.prompts import Prompts, output_limit
 from ..tokenizer.tokenizer import Tokenizer
 from .chat_formats import ChatFormats
 from .generation import Generation
+from .in_flight import InFlight
 from .journal import Journal
 from .sessions import Sessions
 from .traces import Traces
@@ -46,6 +48,7 @@ class Front:
         self.grammars = GrammarService(config.grammar, client, model.vocab_size, model.eos_token_ids)
         self.loading = Loading("starting", 0.0)
         self.stopping = False
+        self.in_flight = InFlight()
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.sessions = Sessions()
         self.traces: Traces | None = None
@@ -77,7 +80,7 @@ class Front:
     def serving_tokenizer(self) -> Tokenizer:
         """The tokenizer of a server that takes requests; raises WorkerUnavailable while it does not."""
         if self.dead is not None:
-            raise WorkerUnavailable(self.dead)
+            raise EngineDead(self.dead)
         if self.stopping:
             raise WorkerUnavailable("The server is shutting down.")
         if self.ready is None or self.tokenizer is None:
@@ -125,15 +128,24 @@ class Front:
             raise NotFound(f"The model {name!r} does not exist; this server serves {served!r}.", param="model",
                            code="model_not_found")
 
+    def check_count(self, count: int, param: str) -> None:
+        """Raises InvalidRequest for a request of too many prompts; call it before there is work for any of them."""
+        limit = self.config.schedule.max_prompts_per_request
+        if count > limit:
+            raise InvalidRequest(f"{param} holds {count} entries, and a request may hold {limit} "
+                                 "(--max-prompts-per-request); split it.", param=param)
+
     async def prompt_ids(self, prompts: Prompts, param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each prompt, none of them empty; raises InvalidRequest."""
+        """Token ids of each prompt, none of them empty, all in the vocabulary; raises InvalidRequest."""
+        tokenizer = self.serving_tokenizer()
+        self.check_count(len(prompts), param)
         if prompts.texts is not None:
-            found = await self.serving_tokenizer().encode_many(prompts.texts, limit=self.model.context_length,
-                                                               add_special_tokens=add_special_tokens)
+            found = await tokenizer.encode_many(prompts.texts, limit=self.model.context_length,
+                                                add_special_tokens=add_special_tokens)
         else:
             found = prompts.ids or []
-            for ids in found:
-                check_ids(ids, self.model.vocab_size, param)
+        for ids in found:
+            check_ids(ids, self.model.vocab_size, param, tokenizer.token_str)
         if not all(found):
             raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
         return found

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from ..api.errors import ConfigError
 from ..api.messages import Loading, Ready, StartFailed
-from ..config.model import ModelSpec
+from ..config.checkpoint import pinned
+from ..config.command import sentence_of
+from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
 from ..engine.balancer import Balancer
 from ..engine.client import EngineClient
 from ..engine.nodes import Nodes
+from ..engine.preflight import preflight
 from ..engine.ranks import RankProcesses, RankTarget, rank_specs
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .chat_formats import ChatFormats
@@ -30,6 +36,8 @@ Service = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 ConfigError."""
 
 _RANK_GRACE_SECONDS = 5.0
+_TOLD_SECONDS = 10.0  # between two lines of one stage of starting
+_SHOWN_TOKENS = 8
 _LAST_WORDS_SECONDS = 0.5  # a rank that exits while starting may have sent its reason just before
 
 
@@ -40,13 +48,16 @@ class EngineHost:
     ``ready`` is set once requests are served.
     """
 
-    def __init__(self, config: ServerConfig, model: ModelSpec, rank_target: RankTarget, *, spare_torch: bool):
-        """``spare_torch``: keep torch out of this process, which must then not want it for anything else."""
-        self.config = config
-        self._model = model
+    def __init__(self, config: ServerConfig, rank_target: RankTarget, *, spare_torch: bool):
+        """``spare_torch``: keep torch out of this process, which must then not want it for anything else. Raises
+        ConfigError for what can be known at once; of a model of the hub all but the weights are downloaded for it."""
+        self.config = config = dataclasses.replace(config, model=pinned(config.model))
+        self._model = load_model_spec(config.model)
+        preflight(config, self._model)
         self._rank_target = rank_target
         self._spare_torch = spare_torch
         self._nodes: Nodes | None = None
+        self._next_told = 0.0
         self._stack = contextlib.AsyncExitStack()
         self.front: Front
         self.ended: asyncio.Future[str | None]
@@ -58,7 +69,8 @@ class EngineHost:
         dp = self.config.data_parallel
         client = EngineClient(schedule.max_queued_requests + schedule.max_running_requests * dp.dp_size,
                               self._on_startup,
-                              Balancer(dp.load_balance_method, dp.dp_size) if dp.dp_size > 1 else None)
+                              Balancer(dp.load_balance_method, dp.dp_size) if dp.dp_size > 1 else None,
+                              self.config.parallel.world_size)
         self._stack.push_async_callback(client.close)
         client.start()
         self.front = Front(self.config, self._model, client)
@@ -109,13 +121,14 @@ class EngineHost:
             _spare_torch()
         try:
             self.front.tokenizer = await asyncio.to_thread(_tokenizer, args.tokenizer_path or args.model_path,
-                                                           args.revision, args.chat_template)
+                                                           None if args.tokenizer_path else args.revision,
+                                                           args.chat_template)
+            _warn_of_ids(self._model, self.front.tokenizer)
             self.front.chat_formats = ChatFormats.chosen(self.config.chat, self.front.tokenizer.chat_template)
         except ConfigError as error:
             self.finish(str(error))
         except Exception as error:  # whatever a broken tokenizer file makes transformers raise
-            log.exception("the tokenizer failed to load")
-            self.finish(f"Cannot load the tokenizer: {type(error).__name__}.")
+            self.finish(f"Cannot load the tokenizer: {sentence_of(error)}")
         self._announce()
 
     # ------------------------------------------------------------------ events
@@ -123,6 +136,7 @@ class EngineHost:
     def _on_startup(self, message: Loading | Ready | StartFailed) -> None:
         match message:
             case Loading():
+                self._tell_loading(message)
                 self.front.loading = message
             case Ready():
                 self.front.ready = message
@@ -130,6 +144,13 @@ class EngineHost:
             case StartFailed():
                 self.front.client.engine_died(message.message)
                 self.finish(message.message)
+
+    def _tell_loading(self, message: Loading) -> None:
+        """A line for each stage of starting, and every few seconds of one that is long."""
+        now = time.monotonic()
+        if message.stage != self.front.loading.stage or now >= self._next_told:
+            self._next_told = now + _TOLD_SECONDS
+            log.info("starting: %s, %.0f %%", message.stage, 100 * message.fraction)
 
     def _announce(self) -> None:
         if self.front.is_ready:
@@ -139,7 +160,8 @@ class EngineHost:
     def _on_rank_exit(self, rank: int, code: int) -> None:
         if self.front.ready is None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self.finish,
-                                                  f"Rank {rank} ended with exit code {code} while it started.")
+                                                  f"Rank {rank} ended with exit code {code} while it started"
+                                                  f"{_hint(code)}.")
             return
         self._on_lost(f"Rank {rank} of the engine ended with exit code {code}.")
 
@@ -151,6 +173,26 @@ class EngineHost:
         self.front.journal.dump(reason)
         self.front.client.engine_died(reason)
         self.finish(reason)
+
+
+def _hint(code: int) -> str:
+    """What an exit code means that the process could not explain itself."""
+    if code == -signal.SIGKILL:
+        return " (SIGKILL: most likely the host's memory ran out)"
+    return f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else ""
+
+
+def _warn_of_ids(model: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Say which ids the checkpoint's files name and its model does not have."""
+    if model.dropped_eos_ids:
+        log.warning("The checkpoint names end-of-sequence ids that its model, with ids below %d, does not have; they "
+                    "are ignored: %s.", model.vocab_size, ", ".join(map(str, model.dropped_eos_ids)))
+    if beyond := tokenizer.tokens_beyond(model.vocab_size):
+        shown = ", ".join(f"{name!r} ({token})" for token, name in list(beyond.items())[:_SHOWN_TOKENS])
+        more = f" and {len(beyond) - _SHOWN_TOKENS} more" if len(beyond) > _SHOWN_TOKENS else ""
+        log.warning("The tokenizer knows %d tokens that the model, with ids below %d, does not have: %s%s. Requests "
+                    "with them are refused; resize the model's embeddings to the tokenizer, or serve the tokenizer "
+                    "that the model was trained with.", len(beyond), model.vocab_size, shown, more)
 
 
 def _spare_torch() -> None:

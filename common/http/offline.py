@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from ..api.errors import ConfigError, WorkerUnavailable
-from ..config.model import load_model_spec
 from ..config.server import ServerConfig
 from ..engine.ranks import RankTarget
 from ..openai.native import GenerateRequest, decode_generate
@@ -44,7 +43,7 @@ class Cluster:
     def __init__(self, parts: Sequence[Part]):
         assert [part.config.mode for part in parts] in (["null"], ["prefill", "decode"])
         self._parts = parts
-        self._hosts = [EngineHost(part.config, load_model_spec(part.config.model), part.rank_target, spare_torch=False)
+        self._hosts = [EngineHost(part.config, part.rank_target, spare_torch=False)
                        for part in parts]
         self._stack = contextlib.AsyncExitStack()
 

@@ -212,4 +212,4 @@ def _usage(usage: Usage | None) -> ResponseUsage | None:
     reasoning = details.reasoning_tokens if details else 0
     cached = InputTokensDetails(usage.cached_tokens) if usage.prompt_tokens_details else UNSET
     return ResponseUsage(usage.prompt_tokens, usage.completion_tokens, OutputTokensDetails(reasoning),
-                         usage.total_tokens, cached)
+                         usage.total_tokens, usage.prompt_tokens, usage.completion_tokens, cached)

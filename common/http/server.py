@@ -14,7 +14,8 @@ import uvloop
 from aiohttp import web
 
 from ..api.errors import ConfigError
-from ..config.model import load_model_spec
+from ..config.addresses import bound, cannot_listen
+from ..config.command import INTERRUPTED, sentence_of
 from ..config.server import ServerConfig
 from ..engine.collector import settle_collector
 from ..engine.node import run_node
@@ -42,13 +43,19 @@ def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence
         return run_node(config, rank_target)
     setup_logging(config.logs, _name(config))
     try:
-        host = EngineHost(config, load_model_spec(config.model), rank_target, spare_torch=True)
         with _listen(config.http.host, config.http.port) as listener:
+            host = EngineHost(config, rank_target, spare_torch=True)
             uvloop.run(_Server(host).run(listener, services))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
+        sentence = str(error)
+    except KeyboardInterrupt:  # before there was a server that could stop in order
+        return INTERRUPTED
+    except Exception as error:
+        sentence = sentence_of(error)
+    else:
+        return 0
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    return 1
 
 
 def _name(config: ServerConfig) -> str:
@@ -59,18 +66,10 @@ def _name(config: ServerConfig) -> str:
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises ConfigError for a port that is taken or an address that is not ours."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, proto, _, address = found[0]
-        listener = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ConfigError(f"--host {host} is no address of this machine ({error.strerror}).") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
+        listener = bound(host, port)
         listener.listen(1024)
     except OSError as error:
-        listener.close()
-        raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror}; choose another --port.") from None
+        raise cannot_listen(host, port, error) from None
     return listener
 
 
@@ -140,8 +139,13 @@ class _Server:
         log.info("stopping: %d requests are running", front.client.num_open)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle(), front.config.http.shutdown_grace_secs)
+        if front.in_flight and (count := await front.in_flight.give_up(front.client)):
+            log.warning("%d %s cut at the end of --shutdown-grace-secs", count,
+                        "request was" if count == 1 else "requests were")
 
     async def _idle(self) -> None:
+        """Until what has been received is answered, or a second signal comes."""
         front = self._host.front
-        while front.client.num_open and not self._again.is_set() and front.dead is None:
+        while ((front.client.num_open or front.in_flight.num_received)
+               and not self._again.is_set() and front.dead is None):
             await asyncio.sleep(0.02)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from ..api.wire import Int64
 from ..openai.decoding import BodyDecoder
 from .front import Front
 from .web import json_response
 
 
 class _Open(msgspec.Struct):
-    capacity_of_str_len: int
+    capacity_of_str_len: Int64
     session_id: str | None = None
 
 

@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 from msgspec import UNSET
 
-from ..openai.prompts import check_ids
+from ..api.token_ids import check_ids
 from ..openai.tokenizing import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest, decode_detokenize, decode_tokenize
 from .chat_prompt import chat_prompt
 from .front import Front
@@ -46,8 +46,7 @@ async def detokenize(front: Front, request: web.Request) -> web.Response:
     if not batched:
         lists = [[token for token in body.tokens if isinstance(token, int)]]
     for ids in lists:
-        if ids:
-            check_ids(ids, front.model.vocab_size, "tokens")
+        check_ids(ids, front.model.vocab_size, "tokens")
 
     def decode_all() -> tuple[list[str], list[str]]:
         given = body.skip_special_tokens

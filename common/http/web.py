@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import http, web
 
-from ..api.errors import Aborted, ServingError
+from ..api.errors import Aborted, EngineDead, ServingError
 from ..obs.failures import FailureLog
 from ..openai.responses import encode
 
@@ -27,10 +27,10 @@ def note_failure(error: ServingError, request: web.Request | None = None, **fiel
 
 
 def our_fault(record: logging.LogRecord) -> bool:
-    """A filter for aiohttp's log: what is no HTTP, or has a body that cannot be read, is answered 400 and is no failure
-    of ours, of which any client could fill the log with tracebacks."""
+    """A filter for aiohttp's log: what is no HTTP, or has a body that cannot be read, is answered 400, and a client may
+    leave in the middle of its answer. That is no failure of ours, and any client could fill the log with tracebacks."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, (http.HttpProcessingError, web.RequestPayloadError))
+    return not isinstance(error, (http.HttpProcessingError, web.RequestPayloadError, ConnectionError))
 
 
 def json_bytes(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -46,4 +46,6 @@ def error_response(error: ServingError, body: Any = None) -> web.Response:
     headers = {ERROR_CODE: error.code}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if isinstance(error, EngineDead):
+        headers["X-Baton-Engine"] = "dead"
     return json_bytes(encode(error.to_openai() if body is None else body), error.status, headers)

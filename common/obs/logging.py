@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def setup_logging(args: LogArgs, component: str) -> None:
     root.handlers[:] = handlers
     root.setLevel(logging.WARNING)
     logging.captureWarnings(True)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log has lines, and how far a download is is told
     logging.getLogger(_ROOT).setLevel("WARNING" if args.log_level == "warn" else args.log_level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -114,6 +115,19 @@ def cut(path: Path, max_bytes: int) -> None:
         os.truncate(path, 0)
 
 
+class ManyLines(logging.LogRecord):
+    """A record of several lines, made at once: for what is logged so often that one record each would be felt.
+
+    ``clock`` is the log's own way of writing a time.
+    """
+
+    def as_text(self, component: str, clock: Callable[[float], str]) -> str:
+        raise NotImplementedError
+
+    def as_json(self, component: str, clock: Callable[[float], str]) -> str:
+        raise NotImplementedError
+
+
 class TextLine(logging.Formatter):
     """``time level component: message name=value …``; a record brings the values in ``extra={"fields": {...}}``.
 
@@ -126,9 +140,11 @@ class TextLine(logging.Formatter):
         self._clock = _Clock()
 
     def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record, ManyLines):
+            return record.as_text(self._component, self._clock.text)
         fields: Mapping[str, Any] = getattr(record, "fields", {})
         parts = [self._clock.text(record.created), f"{record.levelname:<7}", f"{self._component}:",
-                 _escaped(record.getMessage()), *(f"{name}={_value(value)}" for name, value in fields.items())]
+                 _escaped(record.getMessage()), *(f"{name}={plain_value(value)}" for name, value in fields.items())]
         line = " ".join(parts)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -142,6 +158,8 @@ class JsonLine(logging.Formatter):
         self._clock = _Clock()
 
     def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record, ManyLines):
+            return record.as_json(self._component, self._clock.text)
         line = {"time": self._clock.text(record.created), "level": record.levelname.lower(),
                 "component": self._component, "message": record.getMessage(), **getattr(record, "fields", {})}
         if record.exc_info:
@@ -170,7 +188,7 @@ def _escaped(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _value(value: Any) -> str:
+def plain_value(value: Any) -> str:
     """A plain word as it is, anything else as JSON."""
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return _escaped(value)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.errors import ConfigError
+from ..config.packages import install
 
-_MISSING = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'baton-serve[otel]'."
+_MISSING = f"--otlp-traces-endpoint needs OpenTelemetry: {install('otel')}."
 
 
 class Tracing:

@@ -9,6 +9,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.unreadable import UNREADABLE
+from ..api.wire import Int32
 from .decoding import BodyDecoder
 from .files import expiry_seconds
 
@@ -66,7 +67,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 class OutputExpiry(msgspec.Struct):
     anchor: str | None = None
-    seconds: int | None = None
+    seconds: Int32 | None = None
 
 
 class CreateBatch(msgspec.Struct, kw_only=True):
@@ -150,7 +151,7 @@ def decode_line(text: bytes, number: int, endpoint: str) -> InputLine | BatchErr
         return BatchError("invalid_json_line", "The line is not valid JSON.", number)
     if line.method != "POST":
         return BatchError("invalid_method", f"method must be 'POST', got {line.method[:80]!r}.", number, "method")
-    if line.url != endpoint:
+    if line.url not in (endpoint, endpoint.removeprefix("/v1")):  # SGLang's documents leave the prefix out
         return BatchError("mismatched_endpoint", f"url must be the batch's endpoint {endpoint}, got {line.url[:80]!r}.",
                           number, "url")
     if not bytes(line.body).startswith(b"{"):

@@ -8,19 +8,22 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.messages import Bootstrap
-from .per_prompt import per_prompt
+from ..api.wire import Int32, Int64
+from .per_prompt import T, per_prompt
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):
-    """What a router adds to a request; lists hold one entry per prompt of a batch."""
+    """What a router adds to a request; lists hold one entry per prompt of a batch, or one per choice (sgl-router sends
+    that for a chat with ``n``)."""
 
     bootstrap_host: str | list[str] | None = None
-    bootstrap_port: int | list[int | None] | None = None
-    bootstrap_room: int | list[int] | None = None
-    bootstrap_previous_room: int | list[int] | None = None  # of an attempt before, which the prefill server may reuse
-    data_parallel_rank: int | None = None
-    routed_dp_rank: int | None = None  # SGLang's newer name of the same
-    disagg_prefill_dp_rank: int | None = None
+    bootstrap_port: Int32 | list[Int32 | None] | None = None
+    bootstrap_room: Int64 | list[Int64] | None = None
+    # of an attempt before, which the prefill server may reuse
+    bootstrap_previous_room: Int64 | list[Int64] | None = None
+    data_parallel_rank: Int32 | None = None
+    routed_dp_rank: Int32 | None = None  # SGLang's newer name of the same
+    disagg_prefill_dp_rank: Int32 | None = None
 
 
 def chosen_rank(fields: BootstrapFields, dp_size: int) -> int | None:
@@ -48,27 +51,34 @@ def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: 
     if fields.bootstrap_host is None or fields.bootstrap_room is None:
         missing = "bootstrap_host" if fields.bootstrap_host is None else "bootstrap_room"
         raise InvalidRequest(f"{missing} is missing: bootstrap_host and bootstrap_room go together.", param=missing)
-    hosts = per_prompt("bootstrap_host", fields.bootstrap_host, num_prompts)
-    ports = per_prompt("bootstrap_port", fields.bootstrap_port, num_prompts)
+    hosts = _each_choice("bootstrap_host", fields.bootstrap_host, num_prompts, n)
+    ports = _each_choice("bootstrap_port", fields.bootstrap_port, num_prompts, n)
     rooms = _rooms("bootstrap_room", fields.bootstrap_room, num_prompts, n)
     before = fields.bootstrap_previous_room
     previous: Sequence[int | None] = (
-        [None] * num_prompts if before is None else _rooms("bootstrap_previous_room", before, num_prompts, n))
+        [None] * (num_prompts * n) if before is None else _rooms("bootstrap_previous_room", before, num_prompts, n))
     rank = fields.disagg_prefill_dp_rank
     if rank is not None and rank < 0:
         raise InvalidRequest(f"disagg_prefill_dp_rank must be 0 or more, got {rank}.", param="disagg_prefill_dp_rank")
-    found: list[Bootstrap | None] = []
-    for host, port, first, was in zip(hosts, ports, rooms, previous):
-        found.extend(_checked(host, default_port if port is None else port, first + i,
-                              None if was is None else was + i, rank) for i in range(n))
-    return found
+    return [_checked(host, default_port if port is None else port, room, was, rank)
+            for host, port, room, was in zip(hosts, ports, rooms, previous)]
+
+
+def _each_choice(name: str, given: T | list[T], num_prompts: int, n: int) -> list[T]:
+    """A value for each choice, of one for all, one for each prompt, or one for each choice."""
+    if isinstance(given, list) and len(given) == num_prompts * n:
+        return given
+    return [value for value in per_prompt(name, given, num_prompts) for _ in range(n)]
 
 
 def _rooms(name: str, given: int | list[int], num_prompts: int, n: int) -> list[int]:
-    """The first room of each prompt."""
+    """The room of each choice."""
     if isinstance(given, int):
-        return [given + i * n for i in range(num_prompts)]
-    return per_prompt(name, given, num_prompts)
+        return [given + i for i in range(num_prompts * n)]
+    if len(given) == num_prompts * n:
+        return given
+    firsts: list[int] = per_prompt(name, given, num_prompts)
+    return [first + i for first in firsts for i in range(n)]
 
 
 def bootstrap_point(host: str, port: int) -> tuple[str, int]:

@@ -7,7 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..api.errors import InvalidRequest
-from .protocol import ChatRequest, ContentPart, Message, MessageToolCall, Tool
+from .protocol import ChatRequest, ContentPart, Message, MessageToolCall, Reasoning, Tool
+from .refused import MESSAGE, refuse
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""``function`` is the older name of ``tool``."""
 
 
 def template_messages(request: ChatRequest, *, knows_developer: bool = True) -> list[dict[str, Any]]:
@@ -42,8 +46,14 @@ def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
 def template_options(request: ChatRequest) -> dict[str, Any]:
     """Further variables of the template: ``chat_template_kwargs``, and OpenAI's field that some templates know."""
     options = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
+    asked = request.reasoning or Reasoning()
+    effort = asked.effort or request.reasoning_effort
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
+    thinks = asked.enabled if effort is None else effort != "none"
+    if thinks is not None:  # models' templates know either of these names
+        options.setdefault("enable_thinking", thinks)
+        options.setdefault("thinking", thinks)
     return options
 
 
@@ -61,7 +71,8 @@ class CallArguments(dict[str, Any]):
 
 
 def _plain(message: Message, path: str) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": _text(message.content, path)}
+    role = _role(message, path)
+    plain: dict[str, Any] = {"role": role, "content": _text(message.content, path)}
     if message.tool_calls:
         plain["tool_calls"] = [_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -71,6 +82,20 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
     if message.reasoning_content and not plain["content"]:  # gpt-oss's template has another word, and refuses both
         plain["thinking"] = message.reasoning_content
     return plain
+
+
+def _role(message: Message, path: str) -> str:
+    """Raises InvalidRequest for a role that no template knows, and for a message without what its role says."""
+    for name in MESSAGE:
+        refuse(MESSAGE, name, getattr(message, name))
+    role = message.role.lower()
+    if role not in _ROLES:
+        raise InvalidRequest(f"{path}.role must be {', '.join(_ROLES[:-1])} or {_ROLES[-1]}, got "
+                             f"{message.role[:80]!r}.", param=f"{path}.role")
+    says_more = role == "assistant" and (message.tool_calls or message.reasoning_content is not None)
+    if message.content is None and not says_more:
+        raise InvalidRequest(f"{path}.content is missing; send a string.", param=f"{path}.content")
+    return "tool" if role == "function" else role
 
 
 def text_of(content: str | list[str | ContentPart] | None) -> str:

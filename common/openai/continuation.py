@@ -16,7 +16,8 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.messages import Generate
-from .prompts import check_ids
+from ..api.token_ids import check_ids
+from ..api.wire import Int32, Int64
 
 HEADER = "X-Baton-Token-Ids"
 
@@ -25,10 +26,10 @@ class Continuation(msgspec.Struct):
     """What has been answered: ``token_ids`` in order; ``id`` and ``created`` as its events named them, and the
     ``sequence_number`` of the last event, where they have one."""
 
-    token_ids: list[int]
+    token_ids: list[Int32]
     id: str | None = None
-    created: int | None = None
-    sequence_number: int | None = None
+    created: Int64 | None = None
+    sequence_number: Int64 | None = None
 
 
 def continue_after(given: Continuation | None, requests: list[Generate], vocab_size: int) -> Sequence[int]:

@@ -75,6 +75,12 @@ class Cursor:
             self.text = self.text[self._start:]
             self._start = self.pos = 0
 
+    def before(self, end: int, *markers: str) -> int:
+        """The first position at or behind ``pos`` where one of ``markers`` stands or may begin before ``end``; ``end``
+        where none does."""
+        found = _any_of(markers).search(self.text, self.pos, end)
+        return found.start() if found is not None else end - _begun(self.text[:end], markers, self.pos)
+
     # ------------------------------------------------------------------ steps; all wait for the text they need
 
     def more(self) -> Step[bool]:

@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Int32
 from .decoding import BodyDecoder
 from .prompts import Prompts, parse_prompts
+from .refused import EMBEDDING
 
 Vector = np.ndarray  # [dimensions] float32
 
@@ -20,18 +22,18 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Int32 | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):
     """Either ``text`` or ``input_ids``, one or several."""
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[Int32 | list[Int32]] | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
 
     def prompts(self) -> Prompts:
         """Raises InvalidRequest."""
@@ -47,16 +49,16 @@ class RerankRequest(msgspec.Struct, kw_only=True):
     documents: list[str]
     model: str | None = None
     instruct: str | None = None
-    top_n: int | None = None
+    top_n: Int32 | None = None
     return_documents: bool = True
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
     """The probability of each of ``label_token_ids`` behind ``query`` and each item."""
 
-    query: str | list[int]
-    items: str | list[str | list[int]]
-    label_token_ids: list[int]
+    query: str | list[Int32]
+    items: str | list[str | list[Int32]]
+    label_token_ids: list[Int32]
     apply_softmax: bool = False
     item_first: bool = False
     model: str | None = None
@@ -99,10 +101,10 @@ class ScoreAnswer(msgspec.Struct):
     object: str = "scoring"
 
 
-decode_embedding = BodyDecoder(EmbeddingRequest).decode
-decode_encode = BodyDecoder(EncodeRequest).decode
-decode_rerank = BodyDecoder(RerankRequest).decode
-decode_score = BodyDecoder(ScoreRequest).decode
+decode_embedding = BodyDecoder(EmbeddingRequest, EMBEDDING).decode
+decode_encode = BodyDecoder(EncodeRequest, EMBEDDING).decode
+decode_rerank = BodyDecoder(RerankRequest, EMBEDDING).decode
+decode_score = BodyDecoder(ScoreRequest, EMBEDDING).decode
 
 
 def shortened(vector: Vector, dimensions: int | None) -> Vector:

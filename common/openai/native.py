@@ -9,13 +9,16 @@ import msgspec
 from ..api.errors import InvalidRequest
 from ..api.messages import CustomProcessor
 from ..api.sampling import SamplingParams
+from ..api.token_ids import check_ids
+from ..api.wire import Float32, Int32, Int64
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
 from .native_extras import Embeddings, custom_processor
 from .per_prompt import check_count, per_prompt
-from .prompts import Prompts, check_ids, parse_prompts
-from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, refuse_unsupported, validated_params
+from .prompts import Prompts, parse_prompts
+from .protocol import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
+from .refused import GENERATE, SAMPLING, refuse
 from .structured import grammar_field
 
 MAX_LISTED_IDS = 1024
@@ -23,36 +26,43 @@ MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 15 MB of the 64 that a prefill s
 
 
 class NativeSampling(msgspec.Struct, kw_only=True):
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    sampling_seed: int | None = None
+    max_new_tokens: Int32 | None = None
+    min_new_tokens: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
+    n: Int32 | None = None
+    seed: Int64 | None = None
+    sampling_seed: Int64 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     custom_params: dict[str, Any] | None = None  # what custom_logit_processor is given
+    # refused (see refused.SAMPLING)
+    beam_width: Any = None
+    stream_interval: Any = None
 
     def params(self, default_tokens: int, vocab_size: int) -> SamplingParams:
         """Validated; ``default_tokens`` is the output's length where none is requested."""
+        for name in SAMPLING:
+            refuse(SAMPLING, name, getattr(self, name))
         field = grammar_field(self)
         return validated_params(
             vocab_size, default_tokens if self.max_new_tokens is None else self.max_new_tokens, self.stop, self.top_k,
-            self.stop_token_ids, grammar=field and field.spec, min_new_tokens=self.min_new_tokens,
+            self.stop_token_ids, stop_regex=stop_expressions(self.stop_regex), grammar=field and field.spec,
+            min_new_tokens=self.min_new_tokens,
             temperature=self.temperature, top_p=self.top_p,
             min_p=self.min_p, frequency_penalty=self.frequency_penalty, presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty, logit_bias=biases(self.logit_bias),
@@ -67,32 +77,28 @@ class SessionParams(msgspec.Struct):
 
     id: str
     rid: str | None = None
-    offset: int | None = None
+    offset: Int32 | None = None
     replace: bool | None = None
     drop_previous_output: bool | None = None
 
 
 class GenerateRequest(BootstrapFields, kw_only=True):
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[Int32 | list[Int32]] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: list[int | list[int] | None] | None = None
+    logprob_start_len: Int32 | list[Int32] | None = None
+    top_logprobs_num: Int32 | list[Int32] | None = None
+    token_ids_logprob: list[Int32 | list[Int32] | None] | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     continuation: Continuation | None = None  # Baton's own
     input_embeds: Embeddings | None = None
     return_hidden_states: bool | list[bool] | None = None
     custom_logit_processor: str | list[str | None] | None = None
-    # refused where they would change the answer
-    image_data: Any = None
-    audio_data: Any = None
-    lora_path: str | list[str | None] | None = None
 
     def prompts(self) -> Prompts:
         """Of a request without ``input_embeds``."""
@@ -113,17 +119,12 @@ class GenerateRequest(BootstrapFields, kw_only=True):
         return per_prompt("return_hidden_states", self.return_hidden_states or False, num_prompts)
 
 
-_REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "image_data": (None, [], ""), "audio_data": (None, [], ""), "lora_path": (None, ""),
-}
-
-_decoder = BodyDecoder(GenerateRequest)
+_decoder = BodyDecoder(GenerateRequest, GENERATE)
 
 
 def decode_generate(body: bytes) -> GenerateRequest:
     """Raises InvalidRequest."""
     request = _decoder.decode(body)
-    refuse_unsupported(request, _REFUSED_FIELDS)
     if [request.text, request.input_ids, request.input_embeds].count(None) != 2:
         raise InvalidRequest("Give either text, input_ids or input_embeds.", param="text")
     check_range("priority", request.priority, -(2**31), 2**31)

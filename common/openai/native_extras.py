@@ -6,15 +6,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..api.errors import InvalidRequest
 from ..api.messages import CustomProcessor
+from ..api.wire import Float32
 
 MAX_HIDDEN_BYTES = 32 << 20  # of one answer; with it a prefill server's result stays below its 64 MiB
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-Embeddings = list[list[float | list[float]]]
+Embeddings = list[list[Float32 | list[Float32]]]
 """One prompt, ``[n, hidden]``, or a batch of them."""
 
 
@@ -62,6 +64,11 @@ def custom_processor(given: str | None, params: dict[str, Any] | None) -> Custom
     if len(given) > 512 or not _IMPORT_PATH.fullmatch(given):
         raise InvalidRequest(f"custom_logit_processor must be an import path like 'package.module:Name', got "
                              f"{given[:80]!r}.", param="custom_logit_processor")
+    try:
+        msgspec.msgpack.encode(params)
+    except (OverflowError, RecursionError):
+        raise InvalidRequest("custom_params must hold integers of 64 bits at most, and not be nested too deeply.",
+                             param="sampling_params.custom_params") from None
     return CustomProcessor(given, params or {})
 
 

@@ -39,25 +39,27 @@ def parse_prompts(value: str | Sequence[Any], param: str) -> Prompts:
     return prompts
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequest for an id outside the vocabulary."""
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise InvalidRequest(f"{param} holds token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}.",
-                             param=param)
-
-
 def output_limit(num_prompt_tokens: int, requested: int | None, limit: int, *, tokens_name: str) -> int:
     """Tokens that may follow the prompt. Raises InvalidRequest where prompt and ``requested`` exceed ``limit``.
 
     A prompt may fill all of it where nothing is to follow.
     """
     if num_prompt_tokens > limit or (num_prompt_tokens == limit and requested != 0):
-        raise InvalidRequest(f"The prompt has {num_prompt_tokens} tokens, which leaves no room for output within the "
-                             f"context length of {limit}; shorten it.", code="context_length_exceeded")
+        raise too_long("The prompt", num_prompt_tokens, limit)
     if requested is not None and num_prompt_tokens + requested > limit:
         raise InvalidRequest(
-            f"The prompt has {num_prompt_tokens} tokens and {tokens_name} asks for {requested} more, together more "
-            f"than the context length of {limit}; shorten the prompt or lower {tokens_name}.", param=tokens_name,
-            code="context_length_exceeded")
+            f"Requested token count exceeds the model's maximum context length: {_maximum(limit)}, and the prompt's "
+            f"{num_prompt_tokens} with {tokens_name} {requested} are {num_prompt_tokens + requested}. Shorten the "
+            f"prompt or lower {tokens_name}.", param=tokens_name, code="context_length_exceeded")
     return limit - num_prompt_tokens
+
+
+def too_long(what: str, count: int, limit: int, *, param: str | None = None) -> InvalidRequest:
+    """The error of an input without room for an answer, in words that clients of OpenAI and SGLang look for."""
+    why = "is longer than the model's context length" if count > limit else "leaves no room for output"
+    return InvalidRequest(f"{what} of {count} tokens {why}: {_maximum(limit)}. Shorten it.", param=param,
+                          code="context_length_exceeded")
+
+
+def _maximum(limit: int) -> str:
+    return f"this model's maximum context length is {limit} tokens here"

@@ -11,19 +11,26 @@ import msgspec
 
 from ..api.errors import InvalidRequest
 from ..api.sampling import SamplingParams
+from ..api.wire import Float32, Int32, Int64
+from ..tokenizer.stop_regex import stop_expression
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
+from .refused import CHAT, COMPLETION
 from .structured import grammar_field
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_STOPS = 64
+MAX_STOP_EXPRESSIONS = 8
 
 
 class StreamOptions(msgspec.Struct):
+    """``continuous_usage_stats``: every chunk tells its choice's tokens so far."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class CommonFields(BootstrapFields, kw_only=True):
@@ -32,26 +39,27 @@ class CommonFields(BootstrapFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
+    n: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    max_tokens: Int32 | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    stop_regex: str | list[str] | None = None
+    seed: Int64 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
     # SGLang's
-    repetition_penalty: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    repetition_penalty: Float32 | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
+    min_tokens: Int32 | None = None
+    stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     # Baton's
     continuation: Continuation | None = None
     # grammars: one at most (see structured.py)
@@ -60,11 +68,6 @@ class CommonFields(BootstrapFields, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-    # refused where they would change the answer (see _REFUSED)
-    lora_path: str | list[str | None] | None = None
-    return_hidden_states: bool | None = None
-    custom_logit_processor: Any = None
-    prompt_logprobs: Any = None
 
     @property
     def num_choices(self) -> int:
@@ -73,6 +76,10 @@ class CommonFields(BootstrapFields, kw_only=True):
     @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class ContentPart(msgspec.Struct):
@@ -98,6 +105,10 @@ class Message(msgspec.Struct):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    # refused (see refused.MESSAGE)
+    function_call: Any = None
+    tools: Any = None
+    audio: Any = None
 
 
 class Function(msgspec.Struct):
@@ -112,15 +123,23 @@ class Tool(msgspec.Struct):
     type: str = "function"
 
 
+class Reasoning(msgspec.Struct):
+    """OpenRouter's and SGLang's form of ``reasoning_effort``."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+
 class ChatRequest(CommonFields, kw_only=True):
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int32 | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
     # SGLang's and vLLM's
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -134,11 +153,10 @@ class ChatRequest(CommonFields, kw_only=True):
 
 
 class CompletionRequest(CommonFields, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    best_of: int | None = None
+    prompt: str | list[str | Int32 | list[Int32]]
+    logprobs: Int32 | None = None
+    best_of: Int32 | None = None
     echo: bool | None = None
-    suffix: str | None = None
 
     @property
     def num_made(self) -> int:
@@ -146,20 +164,8 @@ class CompletionRequest(CommonFields, kw_only=True):
         return self.num_choices if self.best_of is None else self.best_of
 
 
-# field -> the values under which it changes nothing
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "lora_path": (None, ""), "return_hidden_states": (None, False),
-    "suffix": (None, ""), "custom_logit_processor": (None, ""), "prompt_logprobs": (None,),
-}
-_INSTEAD = {
-    "return_hidden_states": "/generate tells them",
-    "custom_logit_processor": "/generate takes it",
-    "prompt_logprobs": "/v1/completions tells log-probabilities of the prompt with echo and logprobs, /generate with "
-                       "logprob_start_len",
-}
-
-_chat = BodyDecoder(ChatRequest)
-_completion = BodyDecoder(CompletionRequest)
+_chat = BodyDecoder(ChatRequest, CHAT)
+_completion = BodyDecoder(CompletionRequest, COMPLETION)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
@@ -189,20 +195,10 @@ def decode_completion(body: bytes) -> CompletionRequest:
 
 
 def _check_common(request: CommonFields) -> None:
-    refuse_unsupported(request, _REFUSED)
     check_range("n", request.n, 1, MAX_CHOICES)
     check_range("priority", request.priority, -(2**31), 2**31)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-
-
-def refuse_unsupported(request: msgspec.Struct, harmless: dict[str, tuple[Any, ...]]) -> None:
-    """Raises InvalidRequest where a field of the table holds anything but a harmless value."""
-    for name, values in harmless.items():
-        value = getattr(request, name, None)
-        if value not in values:
-            instead = _INSTEAD.get(name, "leave it out")
-            raise InvalidRequest(f"{name} is not supported here; {instead}.", param=name, code="unsupported_parameter")
 
 
 def check_range(name: str, value: int | None, low: int, high: int) -> None:
@@ -217,6 +213,17 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise InvalidRequest(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are supported.", param="stop")
     return stops
+
+
+def stop_expressions(given: str | list[str] | None) -> tuple[str, ...]:
+    """Raises InvalidRequest for expressions that cannot be followed, or too many."""
+    patterns = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(patterns) > MAX_STOP_EXPRESSIONS:
+        raise InvalidRequest(f"stop_regex holds {len(patterns)} expressions; at most {MAX_STOP_EXPRESSIONS} are "
+                             "supported.", param="stop_regex")
+    for pattern in patterns:
+        stop_expression(pattern)
+    return patterns
 
 
 def biases(given: dict[str, float] | None) -> dict[int, float] | None:
@@ -246,7 +253,8 @@ def sampling_params(request: CommonFields, requested_tokens: int | None, default
                              f"got {request.min_tokens}.", param="min_tokens")
     field = grammar_field(request, request.response_format)
     return validated_params(
-        vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids, grammar=field and field.spec,
+        vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids,
+        stop_regex=stop_expressions(request.stop_regex), grammar=field and field.spec,
         min_new_tokens=request.min_tokens, temperature=request.temperature, top_p=request.top_p, min_p=request.min_p,
         frequency_penalty=request.frequency_penalty, presence_penalty=request.presence_penalty,
         repetition_penalty=request.repetition_penalty, logit_bias=biases(request.logit_bias),

@@ -61,10 +61,14 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
+    """``prompt_tokens`` and ``completion_tokens`` are SGLang's names of the same counts."""
+
     input_tokens: int
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
     input_tokens_details: InputTokensDetails | UnsetType = UNSET
 
 

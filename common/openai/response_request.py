@@ -1,6 +1,7 @@
 """``/v1/responses``: its request, as the chat that it stands for.
 
-This server keeps no responses: a conversation comes whole with every request, as input items.
+This server keeps no responses: a conversation comes whole with every request, as input items, and an answer to
+``store: true``, OpenAI's default, says ``store: false``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Float32, Int32, Int64
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
@@ -23,8 +25,8 @@ from .protocol import (
     StreamOptions,
     Tool,
     check_range,
-    refuse_unsupported,
 )
+from .refused import RESPONSE
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 
@@ -80,10 +82,10 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
+    max_output_tokens: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_logprobs: Int32 | None = None
     include: list[str] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -94,42 +96,43 @@ class ResponseRequest(BootstrapFields, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     # SGLang's
-    top_k: int | None = None
-    min_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int32] | None = None
+    stop_regex: str | list[str] | None = None
+    seed: Int64 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: Int32 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # ours
     continuation: Continuation | None = None
-    # refused where they would change the answer (see _REFUSED)
-    store: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
-    truncation: str | None = None
-    max_tool_calls: int | None = None
 
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "conversation": (None,), "background": (None, False), "prompt": (None,), "truncation": (None, "disabled"),
-    "max_tool_calls": (None,),
-}
+_SAME = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "stop_regex", "seed", "frequency_penalty",
+         "presence_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "skip_special_tokens",
+         "no_stop_trim", "json_schema", "regex", "ebnf", "structural_tag", "rid", "priority", "chat_template_kwargs",
+         "continuation", *BootstrapFields.__struct_fields__)
+"""Fields that mean the same in a chat."""
 _NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
-_decoder = BodyDecoder(ResponseRequest)
+_decoder = BodyDecoder(ResponseRequest, RESPONSE)
 
 
 def decode_response(body: bytes) -> ResponseRequest:
     """Raises InvalidRequest."""
     request = _decoder.decode(body)
-    if request.previous_response_id is not None:
-        raise InvalidRequest("previous_response_id names a stored response, and this server stores none; send the "
-                             "conversation as input items.", param="previous_response_id",
-                             code="unsupported_parameter")
-    if request.store:
-        raise InvalidRequest("This server stores no responses; send store: false, or leave store out.", param="store",
-                             code="unsupported_parameter")
-    refuse_unsupported(request, _REFUSED)
     check_range("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
     return request
 
@@ -141,13 +144,11 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
     return ChatRequest(
         messages=_messages(request), model=request.model, stream=request.stream,
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
-        max_completion_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p,
-        top_k=request.top_k, min_p=request.min_p, rid=request.rid, priority=request.priority,
-        chat_template_kwargs=request.chat_template_kwargs, continuation=request.continuation, tools=tools,
-        tool_choice=choice, response_format=_response_format(request.text), logprobs=with_logprobs or None,
+        max_completion_tokens=request.max_output_tokens, tools=tools, tool_choice=choice,
+        response_format=_response_format(request.text), logprobs=with_logprobs or None,
         top_logprobs=request.top_logprobs if with_logprobs else None, parallel_tool_calls=request.parallel_tool_calls,
         reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
-        **{name: getattr(request, name) for name in BootstrapFields.__struct_fields__})
+        **{name: getattr(request, name) for name in _SAME})
 
 
 def in_own_words(error: InvalidRequest) -> InvalidRequest:

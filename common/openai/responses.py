@@ -33,6 +33,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET  # SGLang's place of what completion_tokens_details tells
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
@@ -159,6 +160,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..api.errors import InvalidRequest
+from ..api.wire import Int32
 from .decoding import BodyDecoder
 from .protocol import ChatRequest, Message, Tool
 
@@ -25,6 +26,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     return_token_strs: bool | None = None
 
     @property
@@ -35,6 +38,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     def chat(self) -> ChatRequest:
         assert self.messages is not None
         return ChatRequest(messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs,
+                           tool_choice=self.tool_choice, reasoning_effort=self.reasoning_effort,
                            continue_final_message=self.continue_final_message,
                            add_generation_prompt=None if self.continue_final_message else self.add_generation_prompt)
 
@@ -49,7 +53,7 @@ class TokenizeAnswer(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct):
-    tokens: list[int | list[int]]
+    tokens: list[Int32 | list[Int32]]
     model: str | None = None
     skip_special_tokens: bool | None = None
 

@@ -1,8 +1,10 @@
-"""Stop strings on a text that arrives in pieces."""
+"""Stop strings and expressions on a text that arrives in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from .stop_regex import RegexMatcher
 
 
 class _Automaton:
@@ -22,27 +24,28 @@ class _Automaton:
                 length += 1
             self._fallback[i] = length
 
-    def step(self, char: str) -> bool:
-        """Take one character; True where it completes the word."""
+    def step(self, char: str) -> int:
+        """Take one character; the word's length where it completes the word, else 0."""
         word, state = self.word, self.state
         while state and char != word[state]:
             state = self._fallback[state - 1]
         if char == word[state]:
             state += 1
         self.state = state
-        return state == len(word)
+        return state if state == len(word) else 0
 
 
 class StopMatcher:
-    """Finds the stop string that is completed first (of those that end together, the longest).
+    """Finds the stop string, or the match of a stop expression, that is completed first (of those that end together,
+    the longest).
 
-    Text that may still become a stop string is held back. The outcome depends on the text alone, never on how it was
-    cut into pieces. Cost per character: amortized one step per stop string.
+    Text that may still become one is held back. The outcome depends on the text alone, never on how it was cut into
+    pieces. Cost per character: amortized one step per stop string, a bounded number per expression.
     """
 
-    def __init__(self, stops: Sequence[str], trim: bool = True):
-        """``trim``: whether the stop string itself is left out of the text."""
-        self._automata = [_Automaton(stop) for stop in stops]
+    def __init__(self, stops: Sequence[str], trim: bool = True, expressions: Sequence[str] = ()):
+        """``trim``: whether what matched is left out of the text. Raises InvalidRequest for an unusable expression."""
+        self._automata: list[_Automaton | RegexMatcher] = [*map(_Automaton, stops), *map(RegexMatcher, expressions)]
         self._trim = trim
         self._held = ""
         self.matched: str | None = None
@@ -56,11 +59,14 @@ class StopMatcher:
         text = self._held + text
         for i in range(len(self._held), len(text)):
             char = text[i]
-            done = [automaton.word for automaton in self._automata if automaton.step(char)]
-            if done:
-                self.matched = max(done, key=len)
+            length, longest = 0, None
+            for automaton in self._automata:
+                if (found := automaton.step(char)) > length:
+                    length, longest = found, automaton
+            if longest is not None:
+                self.matched = longest.word
                 self._held = ""
-                return text[: i + 1 - (len(self.matched) if self._trim else 0)]
+                return text[: i + 1 - (length if self._trim else 0)]
         certain = len(text) - max(automaton.state for automaton in self._automata)
         self._held = text[certain:]
         return text[:certain]

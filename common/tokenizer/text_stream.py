@@ -38,12 +38,12 @@ class TextStream:
 
     def __init__(self, piece: Callable[[int], bytes], special_ids: frozenset[int], sampling: SamplingParams):
         self._detokenizer = Detokenizer(piece, special_ids if sampling.skip_special_tokens else frozenset())
-        self._matcher = StopMatcher(sampling.stop, trim=not sampling.no_stop_trim)
+        self._matcher = StopMatcher(sampling.stop, not sampling.no_stop_trim, sampling.stop_regex)
         self._trim = not sampling.no_stop_trim
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text; what comes after it is dropped."""
+        """The stop string or expression that ended the text; what comes after it is dropped."""
         return self._matcher.matched
 
     def push(self, token_ids: Sequence[int], finish: Finish | None) -> str:

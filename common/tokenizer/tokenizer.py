@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from ..api.errors import ConfigError, InvalidRequest
 from ..api.sampling import SamplingParams
 from .pieces import piece_decoder
-from .templates import template_source
+from .templates import load_template
 from .text_stream import TextStream
 
 _LARGE_TEXT = 20_000  # characters; encoding takes about a microsecond each, and nobody else is served meanwhile
@@ -34,6 +35,9 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
         raise ConfigError(f"There is no tokenizer folder {folder}; set --model-path or --tokenizer-path to one that "
                           "holds tokenizer.json.")
     from transformers import AutoTokenizer
+    library = logging.getLogger("transformers")
+    library.handlers.clear()  # its lines go where ours go
+    library.propagate = True
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -45,27 +49,29 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
 class Tokenizer:
     """What the front needs of a transformers tokenizer."""
 
-    def __init__(self, hf: Any, chat_template: str | None = None):
-        """``chat_template`` (jinja source) replaces the checkpoint's own."""
+    def __init__(self, hf: Any, chat_template: str | None = None, stops: Sequence[str] = ()):
+        """``chat_template`` (jinja source) replaces the checkpoint's own; ``stops`` end its answers."""
         self._hf = hf
         self._chat_template = chat_template
+        self._stops = stops
         self._decode_piece = piece_decoder(hf)
         self._pieces: dict[int, bytes] = {}
         added = getattr(hf, "added_tokens_decoder", {})
         self.special_ids = frozenset(hf.all_special_ids) | {i for i, token in added.items() if token.special}
 
     def with_chat_template(self, name: str) -> Tokenizer:
-        """The same tokenizer with another template, a shipped one or a jinja file; raises ConfigError."""
+        """The same tokenizer with another template, a shipped one or a file's; raises ConfigError."""
         import jinja2
-        source = template_source(name)
+        template = load_template(name)
         try:
-            self._hf.apply_chat_template([{"role": "user", "content": "Hello"}], chat_template=source, tokenize=False)
+            self._hf.apply_chat_template([{"role": "user", "content": "Hello"}], chat_template=template.source,
+                                        tokenize=False)
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}, {error.message}"
             raise ConfigError(f"--chat-template {name} is not valid jinja: {where}.") from None
         except jinja2.TemplateError:
             pass  # a template may well reject this conversation
-        return Tokenizer(self._hf, source)
+        return Tokenizer(self._hf, *template)
 
     @property
     def chat_template(self) -> str | None:
@@ -76,6 +82,15 @@ class Tokenizer:
         if isinstance(found, dict):  # templates by name
             found = found.get("tool_use") or found.get("default")
         return found or None
+
+    def chat_stops(self, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """What ends an answer by the chat template beside the model's own ends: strings, and special tokens, which the
+        text leaves out. Tokens that the model has no row for are never drawn."""
+        if not self._stops:
+            return (), ()
+        ids = dict(zip(self._hf.convert_ids_to_tokens(sorted(self.special_ids)), sorted(self.special_ids)))
+        return (tuple(stop for stop in self._stops if stop not in ids),
+                tuple(ids[stop] for stop in self._stops if stop in ids and ids[stop] < vocab_size))
 
     @cached_property
     def _special_texts(self) -> frozenset[str]:
@@ -116,7 +131,8 @@ class Tokenizer:
         for text in texts:
             if len(text) > limit * self.longest_token:
                 raise InvalidRequest(
-                    f"The prompt has {len(text)} characters, more than fit the context length of {limit} tokens.",
+                    f"The prompt of {len(text)} characters is longer than the model's context length: this model's "
+                    f"maximum context length is {limit} tokens. Shorten it.",
                     code="context_length_exceeded")
 
         def encode_all() -> list[list[int]]:
@@ -132,6 +148,15 @@ class Tokenizer:
     def token_strs(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's own names of tokens; an id that it does not name (padded vocabularies) is empty."""
         return [name or "" for name in self._hf.convert_ids_to_tokens(list(ids))]
+
+    def token_str(self, token_id: int) -> str:
+        """The vocabulary's own name of a token, empty where it has none."""
+        return self._hf.convert_ids_to_tokens(token_id) or ""
+
+    def tokens_beyond(self, vocab_size: int) -> dict[int, str]:
+        """The tokens that a text may become and a model of ``vocab_size`` does not have, in order."""
+        return {token: name for name, token in sorted(self._hf.get_vocab().items(), key=lambda item: item[1])
+                if token >= vocab_size}
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; empty for an id outside the vocabulary."""

@@ -44,10 +44,12 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
                      stacked: Stacked = "rows") -> None:
     """Copy every slot's slice from the checkpoint; at most one slice is in host memory beside the parameters.
 
-    ``progress("weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight`` pass,
-    and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line tells.
+    ``progress("loading weights", fraction)`` is told after each tensor. ``tied`` lets a redundant ``lm_head.weight``
+    pass, and ``unused`` the names that begin with one of these: layers of multi-token prediction, of which a log line
+    tells.
     ``elsewhere`` says which names other stages of a pipeline load. ``stacked`` is MoESpec's.
-    Raises ConfigError for a tensor that is missing, unexpected or of another shape, and for an unreadable file.
+    Raises ConfigError for a tensor that is missing or of another shape, and for an unreadable file; of further tensors
+    a warning tells the names.
     """
     wanted = {slot.name: slot for slot in slots}
     total = sum(slot.target.numel() for slot in wanted.values())
@@ -65,17 +67,17 @@ def load_safetensors(folder: Path, slots: Iterable[Slot], progress: Progress, *,
             _fill(slot, source, file)
             missing.discard(slot.name)
             done += slot.target.numel()
-            progress("weights", min(done / total, 1.0))
+            progress("loading weights", min(done / total, 1.0))
     if num_unused:
         log.info("%d tensors of %s are not loaded: multi-token prediction is not used", num_unused, ", ".join(unused))
     if missing:
         raise ConfigError(f"The checkpoint {folder} lacks {some(missing)}.")
     if unexpected:
-        raise ConfigError(f"The checkpoint {folder} holds {some(unexpected)}, which its architecture does not have.")
+        log.warning("the checkpoint %s holds %s, which its architecture does not have: they are not loaded", folder,
+                    some(unexpected))
 
 
-def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused: tuple[str, ...] = (),
-                      elsewhere: Elsewhere = nowhere, stacked: Stacked = "rows") -> None:
+def check_safetensors(folder: Path, slots: Iterable[Slot], *, stacked: Stacked = "rows") -> None:
     """Raises the ConfigError that ``load_safetensors`` would end with; reads no tensor."""
     wanted = {slot.name: slot for slot in slots}
     missing = set(wanted)
@@ -85,8 +87,6 @@ def check_safetensors(folder: Path, slots: Iterable[Slot], *, tied: bool, unused
             if slot is not None:
                 _check(slot, source, file)
                 missing.discard(slot.name)
-            elif not _redundant(name, tied) and not name.startswith(unused) and not elsewhere(name):
-                raise ConfigError(f"The checkpoint {folder} holds {name}, which its architecture does not have.")
     if missing:
         raise ConfigError(f"The checkpoint {folder} lacks {some(missing)}.")
 
@@ -106,7 +106,7 @@ def load_dummy(slots: Iterable[Slot], seed: int, progress: Progress) -> None:
             slot.fill(torch.full(slot.shape, _DUMMY_SCALES[slot.holds], device=slot.target.device))
         else:
             slot.fill(_drawn(slot, seed))
-        progress("weights", done / len(slots))
+        progress("loading weights", done / len(slots))
 
 
 def _drawn(slot: Slot, seed: int) -> torch.Tensor:

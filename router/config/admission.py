@@ -14,7 +14,7 @@ class AdmissionArgs:
     max_concurrent_requests: int = flag(
         8192, help="requests that run at once; more wait in the queue (0 or less: no limit)")
     queue_size: int = flag(100, help="requests that may wait; more get 429")
-    queue_timeout_secs: float = flag(60.0, help="longest wait in the queue; then 503")
+    queue_timeout_secs: float = flag(60.0, help="longest wait in the queue; then 408")
     rate_limit_tokens_per_second: float = flag(
         0.0, help="requests let in a second (a token each, saved for one second at most); more get 429; 0: no limit")
     max_concurrent_requests_per_key: int = flag(0, help="requests of one API key that run or wait at once; 0: no limit")

@@ -11,7 +11,8 @@ from .checks import at_least_one, positive
 
 @dataclasses.dataclass(frozen=True)
 class CircuitArgs:
-    cb_failure_threshold: int = flag(10, help="failed requests in a row (5xx or none; never 4xx) that open a circuit")
+    cb_failure_threshold: int = flag(
+        10, help="failed requests in a row (5xx but 503, or no answer) that open a circuit")
     cb_success_threshold: int = flag(3, help="answered probes that close a circuit again")
     cb_timeout_duration_secs: float = flag(60.0, help="time that an open circuit keeps requests away, before probes")
     cb_window_duration_secs: float = flag(120.0, help="time within which the failures in a row must lie")

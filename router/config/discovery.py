@@ -13,9 +13,12 @@ _SELECTOR = "KEY=VALUE"
 @dataclasses.dataclass(frozen=True)
 class DiscoveryArgs:
     service_discovery: bool = flag(False, help="let Kubernetes pods join and leave as workers (needs the extra k8s)")
-    selector: tuple[str, ...] = flag((), metavar=_SELECTOR, help="labels of the pods that are whole workers")
-    prefill_selector: tuple[str, ...] = flag((), metavar=_SELECTOR, help="labels of the pods that are prefill workers")
-    decode_selector: tuple[str, ...] = flag((), metavar=_SELECTOR, help="labels of the pods that are decode workers")
+    selector: tuple[str, ...] = flag(
+        (), some=True, metavar=_SELECTOR, help="labels of the pods that are whole workers")
+    prefill_selector: tuple[str, ...] = flag(
+        (), some=True, metavar=_SELECTOR, help="labels of the pods that are prefill workers")
+    decode_selector: tuple[str, ...] = flag(
+        (), some=True, metavar=_SELECTOR, help="labels of the pods that are decode workers")
     service_discovery_port: int = flag(80, help="port that discovered workers listen on")
     service_discovery_namespace: str | None = flag(None, help="namespace to watch (default: all, which needs rights)")
 

@@ -10,7 +10,8 @@ from ...common.config.cli import flag
 from .checks import not_negative, positive
 
 PolicyName = Literal[
-    "cache_aware", "cache_exact", "consistent_hash", "least_loaded", "power_of_two", "random", "round_robin"]
+    "bucket", "cache_aware", "cache_exact", "consistent_hash", "consistent_hashing", "least_loaded", "manual",
+    "power_of_two", "prefix_hash", "random", "round_robin"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,24 @@ class PolicyArgs:
         "consistent_hash: header that names a session; without it session_params.id, session_id, prompt_cache_key or "
         "user of the body does"))
 
+    assignment_mode: Literal["random", "min_load", "min_group"] = flag(
+        "random", help="manual: a new routing key goes to any worker, the one with the fewest requests, or the one "
+                       "with the fewest keys")
+    max_idle_secs: float = flag(
+        14400.0, help="manual: forget routing keys that were not used for this long; 0: never for their age")
+    bucket_adjust_interval_secs: float = flag(
+        5.0, help="bucket: time after which the ranges of prompt lengths are cut anew")
+    prefix_token_count: int = flag(
+        256, help="prefix_hash: tokens of a prompt that choose its worker (of text, four bytes count as one)")
+    prefix_hash_load_factor: float = flag(
+        1.25, help="prefix_hash: a worker with this many times the mean of the requests in flight gets no more")
+
     def __post_init__(self) -> None:
         if not 0 <= self.cache_threshold <= 1:
             raise ConfigError(f"--cache-threshold must be between 0 and 1, not {self.cache_threshold}.")
-        not_negative(self, "max_tree_size")
-        positive(self, "eviction_interval")
+        not_negative(self, "max_tree_size", "max_idle_secs")
+        positive(self, "eviction_interval", "bucket_adjust_interval_secs", "prefix_token_count",
+                 "prefix_hash_load_factor")
         if not self.hash_header.strip() or any(c in self.hash_header for c in ": \t\r\n"):
             raise ConfigError(f"--hash-header must be a header's name, not {self.hash_header!r}.")
 

@@ -12,7 +12,7 @@ from .checks import not_negative
 class RetryArgs:
     retry_max_retries: int = flag(5, help="attempts after the first one, before the first byte of an answer")
     retry_initial_backoff_ms: float = flag(50.0, help="wait before the first retry")
-    retry_max_backoff_ms: float = flag(5000.0, help="longest wait between retries")
+    retry_max_backoff_ms: float = flag(30000.0, help="longest wait between retries")
     retry_backoff_multiplier: float = flag(1.5, help="growth of the wait from one retry to the next")
     retry_jitter_factor: float = flag(0.2, help="random share, up or down, of each wait")
 

@@ -27,8 +27,8 @@ class WorkerArgs:
     pd_disaggregation: bool = flag(False, help="route to pairs of prefill and decode workers")
     prefill: tuple[tuple[str, ...], ...] = flag(
         (), repeat=True, metavar="URL [PORT|none]",
-        help="a prefill worker and its bootstrap port (default: asked from the worker, else 8998); repeatable")
-    decode: tuple[tuple[str, ...], ...] = flag((), repeat=True, metavar="URL", help="a decode worker; repeatable")
+        help="prefill workers, each with its bootstrap port (default: asked from the worker, else 8998); repeatable")
+    decode: tuple[tuple[str, ...], ...] = flag((), repeat=True, metavar="URL", help="decode workers; repeatable")
 
     dp_aware: bool = flag(False, help="place requests on the data-parallel ranks of each server (its dp_size), not on "
                                       "the server; it is told the rank as data_parallel_rank")
@@ -73,8 +73,8 @@ class WorkerArgs:
         try:
             return (
                 *(WorkerSpec(Endpoint.parse(url).url, "regular") for url in self.worker_urls),
-                *(_prefill_spec(values) for values in self.prefill),
-                *(WorkerSpec(Endpoint.parse(_single("--decode", values)).url, "decode") for values in self.decode),
+                *(spec for values in self.prefill for spec in _prefill_specs(values)),
+                *(WorkerSpec(Endpoint.parse(url).url, "decode") for values in self.decode for url in values),
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -84,33 +84,39 @@ class WorkerArgs:
 class HealthArgs:
     connect_timeout_secs: float = flag(5.0, help="longest wait for a TCP connection to a worker")
     worker_startup_timeout_secs: float = flag(
-        600.0, help="log an error when a new worker is not healthy after this time")
+        1800.0, help="log an error when a new worker is not healthy after this time")
+    worker_startup_check_interval: float = flag(
+        0.5, names=("--worker-startup-check-interval-secs",),
+        help="time in seconds between health checks of a worker that was never healthy")
+    disable_health_check: bool = flag(
+        False, help="take workers for healthy without asking them; only the circuit breaker takes one out")
     health_check_interval_secs: float = flag(1.0, help="time between health checks of a healthy worker")
     health_check_endpoint: str = flag("/health", help="path that workers are asked for; 2xx means healthy")
-    health_check_timeout_secs: float = flag(5.0, help="longest wait for the answer to a health check")
+    health_check_timeout_secs: float = flag(1.5, help="longest wait for the answer to a health check")
     health_failure_threshold: int = flag(
-        3, help="failed checks in a row that take a worker out (of refused connections: one)")
+        2, help="failed checks in a row that take a worker out (of refused connections: one)")
     health_success_threshold: int = flag(2, help="passed checks in a row that bring a failed worker back")
 
     def __post_init__(self) -> None:
-        positive(self, "connect_timeout_secs", "health_check_interval_secs", "health_check_timeout_secs")
+        positive(self, "connect_timeout_secs", "health_check_interval_secs", "health_check_timeout_secs",
+                 "worker_startup_check_interval")
         if not self.health_check_endpoint.startswith("/"):
             raise ConfigError("--health-check-endpoint must begin with a slash.")
         at_least_one(self, "health_failure_threshold", "health_success_threshold")
         not_negative(self, "worker_startup_timeout_secs")
 
 
-def _single(name: str, values: tuple[str, ...]) -> str:
-    if len(values) != 1:
-        raise ConfigError(f"{name} takes one URL at a time, not {' '.join(values)!r}; repeat the flag.")
-    return values[0]
-
-
-def _prefill_spec(values: tuple[str, ...]) -> WorkerSpec:
-    if len(values) > 2:
-        raise ConfigError(f"--prefill takes a URL and a bootstrap port, not {' '.join(values)!r}; repeat the flag.")
-    url = Endpoint.parse(values[0]).url
-    return WorkerSpec(url, "prefill", parse_bootstrap_port(values[1]) if len(values) == 2 else "ask")
+def _prefill_specs(values: tuple[str, ...]) -> list[WorkerSpec]:
+    """The workers of one ``--prefill``: URLs, each of which a bootstrap port may follow."""
+    specs: list[WorkerSpec] = []
+    for place, value in enumerate(values):
+        if "/" in value or not place:
+            specs.append(WorkerSpec(Endpoint.parse(value).url, "prefill"))
+        elif "/" in values[place - 1]:
+            specs[-1] = dataclasses.replace(specs[-1], bootstrap_port=parse_bootstrap_port(value))
+        else:
+            raise ConfigError(f"--prefill takes URLs, each with a bootstrap port, not {' '.join(values)!r}.")
+    return specs
 
 
 def parse_bootstrap_port(value: str) -> int | None:

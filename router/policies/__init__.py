@@ -10,11 +10,15 @@ from ..config.policy import PolicyArgs
 from ..models import Group
 from ..registry import Role
 from .base import Decision, Policy, Subject
+from .bucket import Bucket
 from .cache_aware import MOST_BLOCKS, CacheAware
 from .cache_exact import CacheExact
 from .consistent_hash import ConsistentHash
+from .consistent_hashing import ConsistentHashing
 from .least_loaded import LeastLoaded
+from .manual import Manual
 from .power_of_two import PowerOfTwo
+from .prefix_hash import PrefixHash
 from .random import RandomChoice
 from .round_robin import RoundRobin
 
@@ -33,11 +37,18 @@ def _cache_exact(args: PolicyArgs) -> CacheExact:
 
 
 _BUILDERS: dict[str, Callable[[PolicyArgs, Random], Policy]] = {
+    "bucket": lambda args, rng: Bucket(
+        rng, balance_abs_threshold=args.balance_abs_threshold, balance_rel_threshold=args.balance_rel_threshold,
+        interval=args.bucket_adjust_interval_secs),
     "cache_aware": _cache_aware,
     "cache_exact": lambda args, rng: _cache_exact(args),
     "consistent_hash": lambda args, rng: ConsistentHash(args.hash_header),
+    "consistent_hashing": lambda args, rng: ConsistentHashing(rng),
     "least_loaded": lambda args, rng: LeastLoaded(),
+    "manual": lambda args, rng: Manual(rng, mode=args.assignment_mode, max_idle=args.max_idle_secs,
+                                       eviction_interval=args.eviction_interval),
     "power_of_two": lambda args, rng: PowerOfTwo(rng),
+    "prefix_hash": lambda args, rng: PrefixHash(args.prefix_token_count, args.prefix_hash_load_factor),
     "random": lambda args, rng: RandomChoice(rng),
     "round_robin": lambda args, rng: RoundRobin(),
 }

@@ -8,20 +8,24 @@ equal prefixes and one dictionary lookup a block finds the longest prefix that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
+from ..body import Peek
 from ..holders import HolderSets
 from ..registry import Worker
+from ..request import Request
 from .base import Decision, by_load, prompt_text
 from .load_view import EXACT_UP_TO, LoadView
 
 BLOCK = 256
-"""Bytes of a block: 16 lookups for a 4 KB prompt, and a match is blind to at most 255 bytes."""
-LONG_BLOCK = 4096
-FINE_BYTES = 64 * 1024
-"""From here on blocks are long: a prompt of 4 MB then costs 1,300 lookups instead of 16,000."""
+"""Bytes of a prompt's first blocks: 16 lookups for a 4 KB prompt, and a match is blind to at most 255 bytes."""
+LEVELS = ((0, BLOCK), (16 * 1024, 1024), (64 * 1024, 4096))
+"""From which byte on blocks have which size: a prompt of 100 KB costs 120 lookups instead of 400."""
+_SAMPLED_FROM = 4096
+_SAMPLE = 512
+"""Bytes of each end of a long block that are hashed: hashing all of 100 KB takes 65 us, a quarter of the router's work
+for such a request. A prompt that differs in the middle of a block alone goes where the rest is cached."""
 MOST_BLOCKS = 2**20
 """Of all workers together: 100 MB of the router's memory, however many workers there are."""
 SHARDS = 16
@@ -29,7 +33,6 @@ SHARDS = 16
 every stream would stand still; a sixteenth of it takes 2 ms."""
 
 
-@lru_cache(maxsize=2)  # Both halves of a pair are chosen by the same prompt.
 def block_hashes(text: bytes) -> list[int]:
     """Hashes of the prefixes of ``text`` that end on a block's end.
 
@@ -40,15 +43,43 @@ def block_hashes(text: bytes) -> list[int]:
     if 0 < size < BLOCK:
         return [hash((0, text))]
     hashes = []
-    previous = 0
-    fine = min(size, FINE_BYTES)
-    for start in range(0, fine - fine % BLOCK, BLOCK):
-        previous = hash((previous, text[start:start + BLOCK]))
-        hashes.append(previous)
-    for start in range(FINE_BYTES, size - size % LONG_BLOCK, LONG_BLOCK):
-        previous = hash((previous, text[start:start + LONG_BLOCK]))
-        hashes.append(previous)
+    previous = start = 0
+    for block, end in _blocks_within(size):
+        if block < _SAMPLED_FROM:
+            for at in range(start, end, block):
+                previous = hash((previous, text[at:at + block]))
+                hashes.append(previous)
+        else:
+            for at in range(start, end, block):
+                previous = hash((previous, text[at:at + _SAMPLE], text[at + block - _SAMPLE:at + block]))
+                hashes.append(previous)
+        start = end
     return hashes
+
+
+def _blocks_within(size: int) -> Iterator[tuple[int, int]]:
+    """The sizes of the whole blocks of a text, each with the byte up to which they go."""
+    for level, (start, block) in enumerate(LEVELS):
+        if size < start + block:
+            return
+        end = LEVELS[level + 1][0] if level + 1 < len(LEVELS) else size
+        end = min(end, size)
+        yield block, end - (end - start) % block
+
+
+def covered_bytes(blocks: int) -> int:
+    """Bytes that so many first blocks of a text come to."""
+    covered = 0
+    for level, (start, block) in enumerate(LEVELS):
+        most = (LEVELS[level + 1][0] - start) // block if level + 1 < len(LEVELS) else blocks
+        covered += min(blocks, most) * block
+        blocks -= min(blocks, most)
+    return covered
+
+
+def prompt_blocks(request: Request, found: Peek | None) -> list[int]:
+    """``read`` of this policy: hashed once for both workers of a pair."""
+    return block_hashes(prompt_text(request, found))
 
 
 class _Shard:
@@ -142,6 +173,12 @@ class PrefixMemory:
                 added += 1
         self.sent[worker_id] += added
 
+    def forget(self, worker_id: int) -> None:
+        """The worker has nothing of what it was sent."""
+        for shard in self._young + self._old:
+            shard.sets.leave(worker_id)
+        del self.sent[worker_id]
+
     def evict(self) -> None:
         """Forget what was not seen since the last call but one, where memory is filling up.
 
@@ -180,7 +217,7 @@ class CacheAware:
     text a worker are remembered at any time, and at most ``most_blocks`` blocks in all.
     """
 
-    read = staticmethod(prompt_text)
+    read = staticmethod(prompt_blocks)
 
     def __init__(self, *, cache_threshold: float = 0.5, balance_abs_threshold: int = 32,
                  balance_rel_threshold: float = 1.0001, max_tree_size: int = 2**24, eviction_interval: float = 60.0,
@@ -201,17 +238,15 @@ class CacheAware:
         self._ids: frozenset[int] = frozenset()
         self._turn = 0
 
-    def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
-        hashes = block_hashes(subject)
+    def choose(self, workers: Sequence[Worker], hashes: list[int]) -> Decision:
         decision = self._choose(workers, hashes)
         if hashes:
             capacity = min(self.most_blocks, self._blocks_per_worker * len(workers))
             self.memory.record(hashes, decision.worker.id, capacity)
         return decision
 
-    def held_share(self, workers: Sequence[Worker], subject: bytes) -> float:
+    def held_share(self, workers: Sequence[Worker], hashes: list[int]) -> float:
         """The share of the prompt, 0 to 1, that the worker it would go to was sent before; decides nothing."""
-        hashes = block_hashes(subject)
         self._loads.look(workers)
         if not hashes or self._drifted():
             return 0.0
@@ -219,7 +254,8 @@ class CacheAware:
             self._learn(workers)
         owners, depth = self.memory.longest(hashes, self._ids)
         ahead = self._lightest(owners).load - self._loads.least
-        return depth / len(hashes) if depth >= self._cache_threshold * len(hashes) and ahead <= self._abs // 4 else 0.0
+        share = covered_bytes(depth) / covered_bytes(len(hashes))
+        return share if share >= self._cache_threshold and ahead <= self._abs // 4 else 0.0
 
     def sweep(self, now: float) -> None:
         """Called every second or so; ``now`` in seconds."""
@@ -240,7 +276,7 @@ class CacheAware:
             if workers is not self._workers:
                 self._learn(workers)
             owners, depth = self.memory.longest(hashes, self._ids)
-            if depth and depth >= self._cache_threshold * len(hashes):
+            if depth and covered_bytes(depth) >= self._cache_threshold * covered_bytes(len(hashes)):
                 holder = self._lightest(owners)
                 shared = self._branches.note(hashes[depth - 1])
                 if shared and holder.load - least > self._abs // 4:

@@ -4,7 +4,8 @@ What is where is exact: workers publish every page that enters or leaves their p
 (``kv_watch``), so evictions, restarts and other routers' traffic are seen. Which pages a prompt comes to is
 exact for token ids, which are hashed as the workers hash them; for texts and chats it is learnt from the
 workers' answers (``text_pages``). Two shorter memories fill the gaps: where a prompt was sent in the last
-seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing.
+seconds (its pages are not stored yet), and where prompts were sent whose worker publishes nothing. Both yield to what
+a worker tells: of one that says it holds nothing, they are forgotten.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from collections.abc import Sequence
 from heapq import nlargest
 from operator import itemgetter
 from typing import NamedTuple
+from weakref import WeakSet
 
-from ...common.api.kv_events import PROMPT_PAGES_HEADER, decode_pages
+from ...common.api.kv_events import PROMPT_PAGES_HEADER, Cleared, Event, decode_pages
 from ..answer import AnswerHead
 from ..body import Peek
 from ..registry import Worker
 from ..request import Request
 from ..residency import Residency
 from .base import Decision
-from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory
+from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory, covered_bytes
 from .load_view import LoadView
 from .page_costs import TRANSFER, TRANSFER_NEAR, PageCosts, Share
 from .text_pages import TextPages, text_blocks
@@ -41,6 +43,12 @@ class Prompt(NamedTuple):
     blocks: list[int]
     ids: Pieces | None
     """Token ids, where the prompt came as such."""
+
+    def share_of(self, blocks: int) -> float:
+        """How much of the prompt its first ``blocks`` are."""
+        most = max(1, len(self.blocks) - 1)  # The last one is the whole text.
+        blocks = min(blocks, most)
+        return blocks / most if self.ids is not None else covered_bytes(blocks) / covered_bytes(most)
 
 
 class Fleet(NamedTuple):
@@ -74,6 +82,8 @@ class CacheExact:
         self.tokens: TokenPages = beside.tokens if beside is not None else TokenPages()
         self.followed: set[int] = beside.followed if beside is not None else set()
         """Ids of workers whose events are followed now."""
+        self._of_all_models: WeakSet[CacheExact] = beside._of_all_models if beside is not None else WeakSet()
+        self._of_all_models.add(self)
         self.costs = PageCosts(self.residency)
         if beside is not None:
             self.costs.memory = beside.costs.memory
@@ -91,6 +101,28 @@ class CacheExact:
         """A policy for prompts of another model, whose texts come to other pages: what workers tell is shared."""
         return CacheExact(balance_abs_threshold=self._abs, balance_rel_threshold=self._rel,
                           max_tree_size=self._blocks_per_worker * BLOCK, beside=self)
+
+    def follow(self, worker: Worker) -> None:
+        """Its events are followed from now on: what is remembered of it without them counts no more."""
+        self.followed.add(worker.id)
+        for policy in self._of_all_models:
+            policy.sent.forget(worker.id)
+
+    def take(self, worker: Worker, events: Sequence[Event], *, native: bool = True) -> None:
+        """Take in a worker's events; ``native`` where its hashes are ``page_hashes``."""
+        self.residency.apply(worker.id, events, native=native)
+        if any(isinstance(event, Cleared) for event in events):
+            self._forget_sent(worker)
+
+    def cleared(self, worker: Worker) -> None:
+        """The worker holds nothing, or nothing is known of what it holds."""
+        self.residency.clear(worker.id)
+        self._forget_sent(worker)
+
+    def _forget_sent(self, worker: Worker) -> None:
+        for policy in self._of_all_models:
+            policy.recent.forget(worker.id)
+            policy.recent_decode.forget(worker.id)
 
     def forget(self, worker: Worker) -> None:
         self.residency.forget(worker.id)
@@ -155,15 +187,13 @@ class CacheExact:
         share = Share(costs.mean_pages, {})
         if subject is not None:
             share = self._share(subject, self._both(prefills, decodes))
-        sides = [(worker, costs.decoding(worker, share, TRANSFER), costs.decoding(worker, share, TRANSFER_NEAR))
-                 for worker in self._candidates(self._decode_loads, decodes, share)]
+        far, near = self._cheapest_decodes(decodes, share)
         best: tuple[float, Worker, Worker] | None = None
         for prefill in self._candidates(self._loads, prefills, share):
-            computing, host = costs.computing(prefill, share), prefill.endpoint.host
-            for decode, far, near in sides:
-                cost = computing + (near if decode.endpoint.host == host else far)
-                if best is None or cost < best[0]:
-                    best = cost, prefill, decode
+            transfer, decode = min(far, near.get(prefill.endpoint.host, far), key=itemgetter(0))
+            cost = costs.computing(prefill, share) + transfer
+            if best is None or cost < best[0]:
+                best = cost, prefill, decode
         assert best is not None
         _, prefill, decode = best
         cached = share.cached.get(prefill.id, 0)
@@ -173,6 +203,25 @@ class CacheExact:
             self._record(subject, decode, len(decodes))
         hit = cached or share.cached.get(decode.id, 0)
         return PairDecision(prefill, decode, "cache_hit" if hit else "cache_miss")
+
+    def _cheapest_decodes(self, decodes: Sequence[Worker],
+                          share: Share) -> tuple[tuple[float, Worker], dict[str, tuple[float, Worker]]]:
+        """Costs of the cheapest decode worker for any prefill worker, and of the cheapest one for those on its host.
+
+        What a decode worker costs beside a prefill worker depends on their hosts alone: the best pair of 10 by 10
+        candidates is found in 20 steps.
+        """
+        far: tuple[float, Worker] | None = None
+        near: dict[str, tuple[float, Worker]] = {}
+        for worker in self._candidates(self._decode_loads, decodes, share):
+            host, cost = worker.endpoint.host, self.costs.decoding(worker, share, TRANSFER_NEAR)
+            if host not in near or cost < near[host][0]:
+                near[host] = cost, worker
+            cost = self.costs.decoding(worker, share, TRANSFER)
+            if far is None or cost < far[0]:
+                far = cost, worker
+        assert far is not None
+        return far, near
 
     def _candidates(self, loads: LoadView, workers: Sequence[Worker], share: Share) -> list[Worker]:
         """Those that could be in the best pair: all of a few, else the holders of most and some of the lightest."""
@@ -230,12 +279,11 @@ class CacheExact:
 
     def _share(self, prompt: Prompt, among: frozenset[int]) -> Share:
         pages, cached = self._resident(prompt)
-        per_block = pages / max(1, len(prompt.blocks) - 1)
         for memory in (self.recent, self.recent_decode, self.sent):
             owners, depth = memory.longest(prompt.blocks, among)
             if depth:
                 for worker_id in owners:
-                    cached[worker_id] = max(cached.get(worker_id, 0), round(depth * per_block))
+                    cached[worker_id] = max(cached.get(worker_id, 0), round(pages * prompt.share_of(depth)))
         return Share(pages, cached, max(cached.values(), default=0))
 
     def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:

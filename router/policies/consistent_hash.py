@@ -19,7 +19,8 @@ from ...common.api.unreadable import UNREADABLE
 from ..body import Peek
 from ..registry import Worker
 from ..request import Request
-from .base import Decision, least_loaded
+from .base import Decision
+from .load_view import LoadView
 
 POINTS = 160
 """Points of a worker, a multiple of 8: shares of the sessions then vary by about 8 % (1 / sqrt(160))."""
@@ -91,20 +92,47 @@ class Ring:
         return owners[places[index]]
 
 
+class WorkerRing:
+    """The ring of the workers that a policy chooses among.
+
+    So that a worker which failed a request or is down for a moment does not reshuffle others' sessions, only its own
+    move on, to the next owners around the ring.
+    """
+
+    def __init__(self) -> None:
+        self._ring = Ring()
+        self._workers: Sequence[Worker] = ()
+        self._by_url: dict[str, Worker] = {}
+
+    def owner(self, workers: Sequence[Worker], key: bytes) -> Worker:
+        """Of ``workers`` (not empty), the one that a key belongs to."""
+        place = place_of(key)
+        if isinstance(workers, tuple):  # the registry's; a list lacks workers that failed this one request
+            if workers is not self._workers:
+                self._learn(workers)
+            return self._by_url[self._ring.owner(place)]
+        by_url = {worker.url: worker for worker in workers}
+        if not by_url.keys() <= self._by_url.keys():
+            self._learn(tuple(workers))
+        return by_url[self._ring.owner(place, frozenset(by_url))]
+
+    def _learn(self, workers: tuple[Worker, ...]) -> None:
+        self._workers = workers
+        self._by_url = {worker.url: worker for worker in workers}
+        self._ring.follow(frozenset(self._by_url))
+
+
 class ConsistentHash:
     """By the header ``hash_header``, else by the body's session_params.id, session_id, prompt_cache_key or user.
 
-    A request that names no session goes to the least loaded worker. So that a worker which failed a
-    request or is down for a moment does not reshuffle others' sessions, only its own move on, to the
-    next owners around the ring.
+    A request that names no session goes to the least loaded worker.
     """
 
     def __init__(self, hash_header: str = "x-session-id"):
         self._header = hash_header.lower().encode()
-        self._ring = Ring()
-        self._workers: Sequence[Worker] = ()
-        self._by_url: dict[str, Worker] = {}
+        self._ring = WorkerRing()
         self.turns: Iterator[int] = count(1)
+        self._loads = LoadView()
 
     def read(self, request: Request, found: Peek | None) -> bytes:
         """The session's key, b"" where there is none."""
@@ -120,18 +148,5 @@ class ConsistentHash:
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
         if not subject:
-            return Decision(least_loaded(workers, next(self.turns)), "no_session")
-        place = place_of(subject)
-        if isinstance(workers, tuple):  # the registry's; a list lacks workers that failed this one request
-            if workers is not self._workers:
-                self._learn(workers)
-            return Decision(self._by_url[self._ring.owner(place)], "session")
-        by_url = {worker.url: worker for worker in workers}
-        if not by_url.keys() <= self._by_url.keys():
-            self._learn(tuple(workers))
-        return Decision(by_url[self._ring.owner(place, frozenset(by_url))], "session")
-
-    def _learn(self, workers: tuple[Worker, ...]) -> None:
-        self._workers = workers
-        self._by_url = {worker.url: worker for worker in workers}
-        self._ring.follow(frozenset(self._by_url))
+            return Decision(self._loads.next_lightest(workers, next(self.turns)), "no_session")
+        return Decision(self._ring.owner(workers, subject), "session")

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from ..registry import Worker
-from .base import Decision, Subject, least_loaded, nothing
+from .base import Decision, Subject, nothing
+from .load_view import LoadView
 
 
 class LeastLoaded:
@@ -14,6 +15,7 @@ class LeastLoaded:
 
     def __init__(self) -> None:
         self.turns: Iterator[int] = count(1)
+        self._loads = LoadView()
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
-        return Decision(least_loaded(workers, next(self.turns)), "least")
+        return Decision(self._loads.next_lightest(workers, next(self.turns)), "least")

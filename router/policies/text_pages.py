@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from ...common.api.kv_events import PromptPages
-from .cache_aware import BLOCK, FINE_BYTES, LONG_BLOCK, block_hashes
+from .cache_aware import block_hashes, covered_bytes
 
 Page = tuple[int, int]
 """Number of pages from the prompt's beginning to the end of this one, and its hash."""
@@ -27,12 +27,6 @@ _MOST = 2**_BITS - 1
 def text_blocks(text: bytes) -> list[int]:
     """Hashes of the text's blocks and, last, of the whole text."""
     return [*block_hashes(text), hash((1, text))]
-
-
-def _end_of(index: int) -> int:
-    """Where block ``index`` ends, in bytes."""
-    fine = FINE_BYTES // BLOCK
-    return (index + 1) * BLOCK if index < fine else FINE_BYTES + (index + 1 - fine) * LONG_BLOCK
 
 
 class TextPages:
@@ -82,7 +76,7 @@ class TextPages:
         numbers = list(told)
         for index, block in enumerate(blocks):
             last = index == len(blocks) - 1
-            most = pages.pages if last else int(min(1.0, _end_of(index) / size) * pages.pages)
+            most = pages.pages if last else int(min(1.0, covered_bytes(index + 1) / size) * pages.pages)
             present = self._young.get(block) or self._old.get(block)
             if present is not None and not last:
                 number = present & _MOST

@@ -218,6 +218,11 @@ class Child(Parts):
                 self._join(told)
             else:
                 known.take(told)
+                if known.api_key != told.api_key:
+                    known.api_key = told.api_key
+                    self._dispatcher.use_key(known)
+                if known.hung:
+                    self._dispatcher.end_silent(known)
         self._registry.changed()
         for group in self._registry.models.groups:  # Before it is asked for: others tell of it already.
             self._dispatcher.policies.of(group)

@@ -40,10 +40,6 @@ class ToldRegistry(Registry):
     def by_id(self, worker_id: int) -> Worker | None:
         return next((worker for worker in self if worker.id == worker_id), None)
 
-    def changed(self) -> None:
-        """Workers, or their circuits, are no longer what they were."""
-        self._refresh()
-
     def _refresh(self) -> None:
         super()._refresh()
         self._changed()

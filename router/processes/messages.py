@@ -9,7 +9,7 @@ import msgspec
 from ..circuit import CircuitState
 from ..compatibility import Misfit
 from ..config import RouterConfig
-from ..registry import Role, State
+from ..registry import Role, State, WorkerMetadata
 
 
 class WorkerNews(msgspec.Struct, frozen=True):
@@ -25,7 +25,12 @@ class WorkerNews(msgspec.Struct, frozen=True):
     bootstrap_port: int | None
     model_ids: tuple[str, ...]
     model_cards: tuple[dict[str, Any], ...]
+    checked: bool
+    always_healthy: bool
+    named: bool
+    metadata: WorkerMetadata
     state: State
+    hung: bool
     draining: bool
     is_baton: bool
     keeps_files: bool
@@ -37,9 +42,9 @@ class WorkerNews(msgspec.Struct, frozen=True):
     troubled: bool
     probing: bool
 
-    of_worker: ClassVar[tuple[str, ...]] = ("role", "bootstrap_port", "model_ids", "model_cards", "state", "draining",
-                                            "is_baton", "keeps_files", "pair_key", "model_fingerprint", "fitting",
-                                            "misfits")
+    of_worker: ClassVar[tuple[str, ...]] = (
+        "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
+        "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting", "misfits")
     """Fields that are attributes of a worker and may change."""
 
 

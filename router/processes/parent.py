@@ -23,6 +23,7 @@ from ..http_server import Request
 from ..metrics import Metrics
 from ..parts import Health, Parts
 from ..registry import Registry, Worker
+from ..retry import PASSED_ON
 from ..wire import Response
 from .board import Board
 from .child_process import ChildProcess
@@ -170,7 +171,7 @@ class Parent(Parts):
         if isinstance(message, Failed):
             self.router.dispatcher.on_server_error(worker)
         else:
-            self.router.dispatcher.on_status(worker, 200)
+            self.router.dispatcher.on_status(worker, 200, PASSED_ON, None)
         self._bulletin.repeat(worker.id)  # The child may have thought otherwise of its circuit meanwhile.
         self._registry.changed()
 

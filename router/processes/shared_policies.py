@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from hashlib import blake2b
 
 from ...common.api.kv_events import PromptPages
@@ -10,6 +11,7 @@ from ..models import Group
 from ..policies import Policy
 from ..policies.cache_aware import CacheAware, PrefixMemory
 from ..policies.cache_exact import CacheExact
+from ..policies.manual import Manual
 from ..policies.text_pages import TextPages
 from .board import TURNS, Board, SharedCount
 from .ring import Apply, RingWriter
@@ -77,16 +79,29 @@ class PolicySharing:
                 kind = first + len(apply)
                 policy.texts = texts = SharedTexts(policy.texts.capacity, self._ring, kind)
                 apply[kind] = texts.heard
+            elif isinstance(policy, Manual):
+                kind = first + len(apply)
+                policy.given = partial(self._give, kind)
+                apply[kind] = partial(_given, policy)
             elif group is None and hasattr(policy, "turns"):
                 cells: Sequence[memoryview] = [self._board.cells(other) for other in range(self._board.count)]
                 policy.turns = SharedCount(cells, self._child, TURNS + index)
         return apply
+
+    def _give(self, kind: int, key: int, worker_id: int, new: bool) -> None:
+        self._ring.write(kind, worker_id, int(new), (key,))
 
     def _prefixes(self, first: int, apply: dict[int, Apply]) -> SharedPrefixes:
         kind = first + len(apply)
         memory = SharedPrefixes(self._ring, kind)
         apply[kind] = memory.heard
         return memory
+
+
+def _given(policy: Manual, words: list[int], worker_id: int, number: int) -> None:
+    """Another process gave a key to a worker."""
+    for key in words[:1]:
+        policy.table.give(key, worker_id, new=bool(number))
 
 
 def _first_kind(group: Group) -> int:

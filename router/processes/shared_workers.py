@@ -24,18 +24,18 @@ class SharedWorker(Worker):
     ``known_load``.
     """
 
-    __slots__ = ("row", "known_load", "_column")
+    __slots__ = ("row", "_column")
 
     def __init__(self, endpoint: Endpoint, role: Role, *, api_key: str | None, rank: int | None, root: Worker | None,
                  row: int, column: memoryview):
         self.row = row
-        self.known_load = 0
         self._column = column
         super().__init__(endpoint, role, api_key=api_key, rank=rank, root=root)
 
     def _set_load(self, load: int) -> None:
-        self._column[self.row] += load - self.known_load
-        self.known_load = load
+        change = load - self.known_load
+        self._column[self.row] += change
+        self.shift_load(change)
 
     load = property(attrgetter("known_load"), _set_load)  # type: ignore[assignment]
 
@@ -80,7 +80,7 @@ class Neighbour:
                 few, self._few = self._few, self._unpack(now)
                 for worker, before, after in zip(self._rows, few, self._few):
                     if before != after and worker is not None:
-                        worker.known_load += after - before
+                        worker.shift_load(after - before)
             else:
                 self._note_many(self._seen, now)
             self._seen = now
@@ -96,7 +96,7 @@ class Neighbour:
                 for row, was, is_now in zip(range(at // 8, MOST_WORKERS), unpack(before), unpack(after)):
                     worker = self._rows[row]
                     if was != is_now and worker is not None:
-                        worker.known_load += is_now - was
+                        worker.shift_load(is_now - was)
 
 
 class SharedRegistry(Registry):
@@ -133,12 +133,8 @@ class SharedRegistry(Registry):
             for neighbour in self.neighbours:
                 neighbour.cover(len(self._rows))
         self._rows[worker.row] = worker
-        worker.known_load += sum(neighbour.load(worker.row) for neighbour in self.neighbours)
+        worker.shift_load(sum(neighbour.load(worker.row) for neighbour in self.neighbours))
         super().add(worker)
-
-    def changed(self) -> None:
-        """Workers are no longer what they were."""
-        self._rename()
 
     # ------------------------------------------------------------------ circuits are the parent's
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
-from ...common.api.errors import ConfigError
+from ...common.config.addresses import cannot_listen
 
 
 def reserve(host: str, port: int) -> tuple[list[socket.socket], int]:
@@ -26,8 +25,7 @@ def reserve(host: str, port: int) -> tuple[list[socket.socket], int]:
     except OSError as error:
         for sock in kept:
             sock.close()
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
-        raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.") from None
+        raise cannot_listen(host, port, error) from None
     return kept, port
 
 

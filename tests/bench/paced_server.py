@@ -85,8 +85,8 @@ def rank_main(spec: RankSpec) -> None:
     pace = float(os.environ.get("PACE", "1"))
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
     cache = KVCacheManager(POOL_TOKENS // PAGE, PAGE, not spec.config.cache.disable_radix_cache)
-    ledger = Ledger(channel.send, eos_ids=frozenset({1}), max_request_tokens=POOL_TOKENS, max_requests=4096,
-                    timeout=600.0)
+    ledger = Ledger(channel.send, eos_ids=frozenset({1}), vocab_size=1 << 31, max_request_tokens=POOL_TOKENS,
+                    max_requests=4096, timeout=600.0)
     batcher = Batcher(cache, spec.config.schedule)
     model = cast(Any, FreeModel())
     executor = PacedExecutor(Executor(model, Sampler(VOCAB, "cpu", 0)), lambda batch: pace * H200.of(batch))

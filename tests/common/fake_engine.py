@@ -30,6 +30,7 @@ from baton.common.api.messages import (
     Logprobs,
     Output,
     Outputs,
+    RankTotals,
     Ready,
     Shutdown,
     StartFailed,
@@ -112,9 +113,10 @@ class Channel:
 
 
 class EchoEngine:
-    def __init__(self, channel: Channel, mode: str):
+    def __init__(self, channel: Channel, spec: RankSpec):
         self._channel = channel
-        self._mode = mode
+        self._mode = spec.config.mode
+        self._others = spec.world_size - 1
         self._running: dict[str, tuple[Generate, int]] = {}
         self._counters = {"finished_requests": 0.0, "aborted_requests": 0.0}
 
@@ -136,6 +138,8 @@ class EchoEngine:
                     case GetState(seq):
                         self._channel.send(State(seq, 10, 10, 0, 0, 16, len(self._running), 0, 0, dict(self._counters),
                                                  {"token_usage": 0.0}))
+                        for _ in range(self._others):
+                            self._channel.send(RankTotals(seq, 0, {}))
             self._step()
 
     def _start(self, request: Generate) -> None:
@@ -207,7 +211,7 @@ def rank_main(spec: RankSpec) -> None:
     channel.send(Loading("loading weights", 0.5))
     time.sleep(spec.config.model.random_seed / 100)
     channel.send(Ready(10_000, CONTEXT))
-    EchoEngine(channel, spec.config.mode).run()
+    EchoEngine(channel, spec).run()
     channel.close()
 
 

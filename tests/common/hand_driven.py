@@ -51,7 +51,7 @@ class Engine:
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, page_size, radix)
         self.sent = []
-        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
+        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(spec.eos_token_ids), vocab_size=spec.vocab_size,
                              max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
         self.grammars = None
         if vocabulary is not None:

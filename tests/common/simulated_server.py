@@ -140,8 +140,8 @@ class SimulatedServer:
         self._by_rid: dict[str, Asked] = {}
         self._front, self._client = _Queue(), _Queue()
         self._ended: Callable[[float], None] = lambda now: None
-        self.ledger = Ledger(self._send, eos_ids=frozenset({1}), max_request_tokens=1 << 20, max_requests=1 << 20,
-                             timeout=1e9)
+        self.ledger = Ledger(self._send, eos_ids=frozenset({1}), vocab_size=1 << 31,
+                             max_request_tokens=1 << 20, max_requests=1 << 20, timeout=1e9)
         self.batcher = Batcher(KVCacheManager(pool_tokens // PAGE, PAGE, False), args, **batcher)
         self.scheduler = UnifiedScheduler(self.batcher, self, self.ledger, overlap=True)  # type: ignore[arg-type]
 

@@ -21,6 +21,17 @@ async def fetch(http: aiohttp.ClientSession) -> dict[str, Any]:
         return await answer.json()
 
 
+async def test_the_root_says_what_this_is_and_links_what_is_there(http: aiohttp.ClientSession) -> None:
+    async with http.get("/") as answer:
+        told = await answer.json()
+    assert "unified server" in told["description"]
+    for path in told["links"]:
+        async with http.get(path) as answer:
+            assert answer.status == 200, path
+    async with http.get("/", headers={"Accept": "text/html"}) as answer:
+        assert answer.content_type == "text/html" and '<a href="/openapi.json">' in await answer.text()
+
+
 async def test_every_route_is_described(http: aiohttp.ClientSession) -> None:
     document = await fetch(http)
     assert document["openapi"] == "3.1.0"

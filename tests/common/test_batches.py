@@ -156,11 +156,11 @@ def test_completions_in_a_batch(ai: openai.OpenAI) -> None:
 
 
 def test_responses_in_a_batch(ai: openai.OpenAI) -> None:
-    lines = [line(1, "/v1/responses", input="fox"), line(2, "/v1/responses", input="fox", store=True)]
+    lines = [line(1, "/v1/responses", input="fox"), line(2, "/v1/responses", input="fox", background=True)]
     done = wait(ai, start(ai, lines, "/v1/responses").id)
     body = lines_of(ai, done.output_file_id)[0]["response"]["body"]
     assert body["object"] == "response" and body["output"][0]["content"][0]["text"] == "fox"
-    assert lines_of(ai, done.error_file_id)[0]["response"]["body"]["error"]["param"] == "store"
+    assert lines_of(ai, done.error_file_id)[0]["response"]["body"]["error"]["param"] == "background"
 
 
 def test_an_input_file_that_is_wrong(ai: openai.OpenAI) -> None:
@@ -283,6 +283,11 @@ async def test_lines_have_the_lowest_priority(tmp_path: Path, schedule: Schedule
         assert (await store.batches.get(batch.id)).status == "completed" and seen == named
     finally:
         store.close()
+
+
+def test_lines_may_leave_out_the_prefix(ai: openai.OpenAI) -> None:
+    done = wait(ai, start(ai, [line(1), line(2, URL.removeprefix("/v1"))]).id)
+    assert len(lines_of(ai, done.output_file_id)) == 2 and done.error_file_id is None
 
 
 def test_others_come_first(ai: openai.OpenAI, keeper: Server) -> None:

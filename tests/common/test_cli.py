@@ -1,10 +1,13 @@
 """Command lines derived from dataclasses."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
+import baton
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import build, flag, parse, to_argv
 from baton.common.config.server import ServerConfig
@@ -106,6 +109,50 @@ def test_numbers_that_cannot_be_are_refused(flags, words, capsys):
         parse(ServerConfig, ["--model-path", "m", *flags.split()], prog="p", description="")
     message = capsys.readouterr().err
     assert flags.split()[0] in message and words in message
+
+
+def helped(capsys, *argv, cls=Outer):
+    with pytest.raises(SystemExit) as end:
+        parse(cls, argv, prog="prog", description="Does it.", defaults={"name": "set 5%"})
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_a_group_for_each_part_and_tells_every_default(capsys):
+    text = " ".join(helped(capsys, "--help").split())
+    assert text.startswith("usage: prog [--FLAG [VALUE] ...] Does it. options:")
+    options, inner = text.split(" inner: ")
+    assert "--size SIZE a size (default: 4)" in inner and "--size" not in options
+    assert "a name (default: set 5%)" in inner and "be fast (default" not in options and "(default: 0.5)" in options
+    server = helped(capsys, "--help", cls=ServerConfig)
+    assert server.startswith("usage: prog --model-path MODEL_PATH [--FLAG [VALUE] ...]\n\n")
+    told = " ".join(server.split())
+    assert "seed of dummy weights and of unseeded sampling (default: 0)" in told and "(required)" in told
+    groups = [line[:-1] for line in server.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert groups[:4] == ["options", "model", "cache", "schedule"] and "data parallel" in groups
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (["--sise", "3"], "there is no flag --sise (did you mean --size?); see --help."),
+    (["--qqq=3"], "there is no flag --qqq; see --help."), (["stray"], "'stray' belongs to no flag; see --help."),
+    (["--size", "x"], "argument --size: invalid int value: 'x'; see --help.")])
+def test_unknown_words_are_one_line(capsys, flags, sentence):
+    assert refused(capsys, *flags) == f"prog: error: {sentence}\n"
+
+
+def test_words_in_another_order_are_found(capsys):
+    with pytest.raises(SystemExit):
+        parse(ServerConfig, ["--model-path", "m", "--static-mem-fraction", "0.8"], prog="p", description="")
+    assert "did you mean --mem-fraction-static?" in capsys.readouterr().err
+
+
+def test_version_and_completion(capsys, monkeypatch):
+    assert helped(capsys, "--version") == f"Baton {baton.__version__}\n"
+    script = helped(capsys, "--print-completion", "bash")
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "--checks" in script and "prog" in script
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "[completion]" in refused(capsys, "--print-completion", "bash")
 
 
 def test_a_dump_folder_that_cannot_be_is_refused_at_the_start(tmp_path):

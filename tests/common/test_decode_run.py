@@ -278,7 +278,8 @@ def test_tokens_that_wait_in_a_list_are_seen_by_all():
 
 def test_what_is_gained_stands_before_what_is_told():
     place, sent = Place(5), []
-    ledger = Ledger(sent.append, eos_ids=frozenset(), max_request_tokens=100, max_requests=9, timeout=1.0)
+    ledger = Ledger(sent.append, eos_ids=frozenset(), vocab_size=1 << 31, max_request_tokens=100,
+                    max_requests=9, timeout=1.0)
     reqs = [place.begun(max_new_tokens=30) for _ in range(3)]
     run = DecodeRun(reqs, PAGE)
     positions = run.positions

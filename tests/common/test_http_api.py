@@ -51,6 +51,24 @@ async def test_stop_strings_across_tokens(client: openai.AsyncOpenAI, http: aioh
     await wait_running(http, 0)
 
 
+async def test_stop_expressions(client: openai.AsyncOpenAI, http: aiohttp.ClientSession) -> None:
+    expression = "t[a-z]+e.zeb"
+    ask: dict[str, Any] = {"model": "tiny", "messages": user("one two three zebra"), "extra_body": {
+        "stop_regex": ["never", expression]}}
+    answer = await client.chat.completions.create(**ask)
+    assert answer.choices[0].message.content == "one two "
+    assert answer.choices[0].matched_stop == expression  # type: ignore[attr-defined]
+    stream = await client.chat.completions.create(**ask, stream=True)
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "one two "
+    status, native = await generate(http, text="one two three zebra", sampling_params={
+        "stop_regex": expression, "no_stop_trim": True, "max_new_tokens": 50})
+    assert status == 200 and native["text"] == "one two three zeb"
+    assert native["meta_info"]["finish_reason"] == {"type": "stop", "matched": expression}
+    with pytest.raises(openai.BadRequestError, match="is no regular expression"):
+        await client.completions.create(model="tiny", prompt="x", extra_body={"stop_regex": "(["})
+    await wait_running(http, 0)
+
+
 async def test_length_and_logprobs(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="tiny", messages=user("hello world"), max_completion_tokens=2,
                                                   logprobs=True, top_logprobs=2)
@@ -111,7 +129,20 @@ async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
     assert "".join(choice.text for choice in choices) == "hello wörld"
     offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset or []]
     assert offsets[0] == 0 and offsets == sorted(set(offsets))
-    assert choices[-1].finish_reason == "stop"
+    assert choices[-1].finish_reason == "stop" and choices[-1].matched_stop == EOS  # type: ignore[attr-defined]
+    assert choices[-1].logprobs is None, "no tokens, so that nobody looks for a first one"
+
+
+async def test_usage_in_every_chunk(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": "tiny", "stream": True, "n": 2, "stream_options": {"continuous_usage_stats": True}}
+    for stream in (await client.chat.completions.create(messages=user("one two three"), **options),
+                   await client.completions.create(prompt="one two three", max_tokens=50, **options)):
+        counts: dict[int, list[int]] = {0: [], 1: []}
+        async for chunk in stream:
+            assert chunk.usage is not None and chunk.usage.prompt_tokens > 0
+            counts[chunk.choices[0].index].append(chunk.usage.completion_tokens)
+        for mine in counts.values():
+            assert mine == sorted(mine) and mine[-1] == chunk.usage.prompt_tokens + 1, mine
 
 
 async def test_models_and_errors(client: openai.AsyncOpenAI) -> None:

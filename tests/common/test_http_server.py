@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import signal
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from fake_engine import Seed
-from serving import Server, assert_gone, generate
+from serving import Server, assert_gone, generate, wait_running
+
+from baton.common.http.sse import stream_events
+from baton.common.http.web import our_fault
 
 # ---------------------------------------------------------------- roles
 
@@ -125,3 +133,63 @@ def test_an_occupied_port_is_noticed_before_ranks_start(checkpoint: Path, tmp_pa
         assert server.process.wait(20) == 1
     assert server.log.read_text().strip() == (
         f"error: Cannot listen on 127.0.0.1 port {port}: {os.strerror(98)}; choose another --port.")
+
+
+_WORDS = "hello world " * 30
+_CHAT = {"messages": [{"role": "user", "content": _WORDS}], "max_tokens": 400}
+_LONG = {
+    "/v1/chat/completions": (_CHAT, b'data: {"error":{'),
+    "/v1/completions": ({"prompt": _WORDS, "max_tokens": 400}, b'data: {"error":{'),
+    "/generate": ({"text": _WORDS, "sampling_params": {"max_new_tokens": 400}}, b'data: {"error":{'),
+    "/v1/messages": (_CHAT, b'event: error\ndata: {"'),
+    "/v1/responses": ({"input": _WORDS, "max_output_tokens": 400}, b"event: response.failed\ndata: {"),
+}
+
+
+async def test_what_outlives_the_grace_period_ends_with_an_error(checkpoint: Path, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream by an event of its API, any other request by 503; a body that has not come is not waited for."""
+    monkeypatch.setenv("FAKE_ENGINE_STEP_SECONDS", "0.1")
+    server = Server(tmp_path / "log", "--model-path", str(checkpoint), "--shutdown-grace-secs", "0.1")
+    try:
+        server.wait_ready()
+        async with aiohttp.ClientSession(server.url) as http:
+            streams = {path: await http.post(path, json={**body, "stream": True}) for path, (body, _) in _LONG.items()}
+            begun = {path: await answer.content.readany() for path, answer in streams.items()}
+            assert all(begun.values())
+            plain = [asyncio.create_task(http.post(path, json=body)) for path, (body, _) in _LONG.items()]
+            half = asyncio.create_task(http.post("/generate", data=_endless(), headers={"Content-Length": "100"}))
+            await wait_running(http, 2 * len(_LONG))
+            server.process.send_signal(signal.SIGTERM)
+            for path, answer in streams.items():
+                rest = await answer.content.read()
+                assert _LONG[path][1] in rest and b"shut down before" in rest, path
+            for answer in await asyncio.gather(*plain, half):
+                assert answer.status == 503 and "shut down before" in (await answer.json())["error"]["message"]
+        assert server.process.wait(10) == 0
+        log = server.log.read_text()
+        assert "11 requests were cut at the end of --shutdown-grace-secs" in log and "Traceback" not in log
+    finally:
+        server.kill()
+
+
+async def _endless() -> AsyncIterator[bytes]:
+    yield b"{"
+    await asyncio.Event().wait()
+
+
+async def test_a_client_that_leaves_at_the_end_of_a_stream_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def events(request: web.Request) -> AsyncIterator[bytes]:
+        yield b"data: [DONE]\n\n"
+        request.transport.abort()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        return await stream_events(request, events(request))
+
+    app = web.Application()
+    app.router.add_get("/", stream)
+    logging.getLogger("aiohttp.server").addFilter(our_fault)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.ClientError):
+            await (await http.get(server.make_url("/"))).read()
+    assert not caplog.records

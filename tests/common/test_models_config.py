@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -37,6 +38,47 @@ def test_defaults(tmp_path):
     assert spec.eos_token_ids == (2,) and spec.context_length == 2048
 
 
+FAMILIES = {
+    "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {}, "Mixtral": {}, "Qwen2Moe": {}, "Qwen3Moe": {}, "GptOss": {},
+    "DeepseekV2": {"num_experts_per_tok": 6}, "DeepseekV3": {}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_lacks_is_transformers_default(tmp_path, family):
+    """A config with next to nothing, and one that lacks each key in turn, read as transformers completes them."""
+    kind = getattr(transformers, f"{family}Config")
+    named = {"architectures": [f"{family}ForCausalLM"], **FAMILIES[family]}
+    full = kind(**FAMILIES[family]).to_dict()
+    derived = ("layer_types", "head_dim") if family.startswith("Deepseek") else ("layer_types",)
+    small = {"num_hidden_layers": 4, "max_position_embeddings": 8192, "vocab_size": 1000}
+    cases = [{}] + [{key: value for key, value in {**full, **small}.items() if key not in (lacking, *derived)}
+                    for lacking in full if lacking not in FAMILIES[family]]
+    for case in cases:
+        case = {**case, **named}
+        completed = {**kind(**case).to_dict(), **named, "eos_token_id": kind(**case).eos_token_id}
+        read = []
+        for i, config in enumerate((case, completed)):
+            (tmp_path / str(i)).mkdir(exist_ok=True)
+            (tmp_path / str(i) / "config.json").write_text(json.dumps(config))
+            read.append(load_model_spec(ModelArgs(model_path=str(tmp_path / str(i)))))
+        assert read[0] == dataclasses.replace(read[1], mtp_layers=read[0].mtp_layers), full.keys() - case.keys()
+
+
+def test_a_missing_key_without_a_default(tmp_path):
+    with pytest.raises(ConfigError, match="config.json lacks 'num_experts_per_tok'"):
+        spec_of(tmp_path, architectures=["DeepseekV2ForCausalLM"])
+
+
+def test_ends_of_sequence_by_default_only_without_a_generation_config(tmp_path):
+    assert spec_of(tmp_path, eos_token_id=..., vocab_size=...).eos_token_ids == (2,)
+    assert spec_of(tmp_path, {}, eos_token_id=...).eos_token_ids == ()
+
+
+def test_ends_of_sequence_beyond_the_vocabulary_are_dropped(tmp_path):
+    spec = spec_of(tmp_path, {"eos_token_id": [5, 100]}, eos_token_id=[-1, 99])
+    assert spec.eos_token_ids == (5, 99) and spec.dropped_eos_ids == (100, -1)
+
+
 def test_eos_tokens_of_both_files_are_joined(tmp_path):
     assert spec_of(tmp_path, {"eos_token_id": [5, 2]}, eos_token_id=[2, 9]).eos_token_ids == (5, 2, 9)
     assert spec_of(tmp_path, {}, eos_token_id=None).eos_token_ids == ()
@@ -69,7 +111,6 @@ def test_rope_in_old_and_new_form(tmp_path, changes, theta, scaling, context):
     ({"rope_scaling": {"rope_type": "longrope"}}, "Rope scaling 'longrope' is not supported"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'rope_scaling.factor of linear'"),
     ({"partial_rotary_factor": 0.5}, "Partial rotary embeddings are not supported"),
-    ({"vocab_size": ...}, "config.json lacks 'vocab_size'"),
     ({"context_length": 2049}, "--context-length 2049 must be between 1 and the model's 2048"),
     ({"sliding_window": 512}, "states sliding_window 512, which models of its architecture do not have"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "states sliding_window 0: it must be 1 or more"),

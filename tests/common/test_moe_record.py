@@ -40,14 +40,14 @@ def test_what_was_recorded_is_written(tmp_path):
     assert control.carry_out(RecordExperts("stop"), idle=True) == f"Recorded {2 * 13 * 3} choices of experts."
     engine.start("after", range(8, 30))
     engine.run()
-    written = Path(control.carry_out(RecordExperts("dump", str(tmp_path)), idle=True))
+    written = Path(control.carry_out(RecordExperts("dump", str(tmp_path / "new" / "folder")), idle=True))
     assert written != so_far and written.read_text() == so_far.read_text()
     content = json.loads(written.read_text())
     assert content["layers"] == [0, 2]
     assert [sum(counts) for counts in content["logical_count"]] == [39, 39]
     assert all(len(counts) == 8 and min(counts) >= 0 for counts in content["logical_count"])
     with pytest.raises(InvalidRequest, match="Cannot write"):
-        control.carry_out(RecordExperts("dump", str(tmp_path / "absent")), idle=True)
+        control.carry_out(RecordExperts("dump", str(written)), idle=True)  # a file, no folder
 
 
 def test_out_of_turn(tmp_path):

@@ -8,8 +8,10 @@ import pytest
 from baton.common.api.errors import InvalidRequest
 from baton.common.api.messages import Bootstrap, Generate, Logprobs, decode_to_engine
 from baton.common.api.messages import encode as encode_message
+from baton.common.api.wire import Int32
 from baton.common.openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
-from baton.common.openai.chat import template_messages
+from baton.common.openai.chat import template_messages, template_options
+from baton.common.openai.decoding import BodyDecoder
 from baton.common.openai.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.openai.native import decode_generate, logprob_options
 from baton.common.openai.prompts import output_limit, parse_prompts
@@ -67,7 +69,7 @@ def test_completion_fields_that_are_refused(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"max_tokens": -1}, "max_tokens"), ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"),
-    ({"top_k": -3}, "top_k"), ({"min_p": 2}, "min_p"), ({"seed": 2**70}, "seed"), ({"stop": ["a", ""]}, "stop"),
+    ({"top_k": -3}, "top_k"), ({"min_p": 2}, "min_p"), ({"stop": ["a", ""]}, "stop"),
     ({"stop": ["x"] * 65}, "stop"), ({"stop_token_ids": [100]}, "stop_token_ids"), ({"min_tokens": 20}, "min_tokens"),
     ({"frequency_penalty": 2.5}, "frequency_penalty"), ({"presence_penalty": -3}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"), ({"logit_bias": {"100": 1}}, "logit_bias"),
@@ -79,6 +81,30 @@ def test_sampling_values_out_of_range(fields: dict[str, object], param: str) -> 
     with pytest.raises(InvalidRequest) as error:
         sampling_params(request, request.max_tokens, 16, vocab_size=100)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("max_tokens", 2**31), ("seed", 2**63), ("seed", -(2**63) - 1), ("priority", 2**31), ("temperature", 1e39),
+    ("bootstrap_room", 2**63), ("disagg_prefill_dp_rank", 2**64 - 1), ("stop_token_ids", [2**64])])
+def test_numbers_beyond_their_wire_type(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match="expected (int|float) (<=|>=)") as error:
+        decode_completion(json.dumps({"prompt": "hi", name: value}).encode())
+    assert (error.value.param or "").startswith(name)
+
+
+class Inner(msgspec.Struct):
+    counts: dict[str, int | None]
+
+
+class Body(msgspec.Struct):
+    inner: list[Inner] | None = None
+    fine: Int32 = 0
+    ratio: float = 0.0
+
+
+def test_a_body_must_bound_its_numbers() -> None:
+    with pytest.raises(TypeError, match="Inner.counts, Body.ratio"):
+        BodyDecoder(Body)
 
 
 def test_sampling_defaults_and_values() -> None:
@@ -132,9 +158,9 @@ def test_output_limit_names_the_numbers() -> None:
     assert output_limit(10, None, 100, tokens_name="max_tokens") == 90
     assert output_limit(10, 90, 100, tokens_name="max_tokens") == 90
     assert output_limit(100, 0, 100, tokens_name="max_tokens") == 0
-    with pytest.raises(InvalidRequest, match="has 100 tokens.*context length of 100"):
+    with pytest.raises(InvalidRequest, match="of 100 tokens leaves no room.*maximum context length is 100 tokens"):
         output_limit(100, None, 100, tokens_name="max_tokens")
-    with pytest.raises(InvalidRequest, match="10 tokens and max_tokens asks for 91"):
+    with pytest.raises(InvalidRequest, match="the model's maximum context length.*10 with max_tokens 91 are 101"):
         output_limit(10, 91, 100, tokens_name="max_tokens")
 
 
@@ -148,6 +174,8 @@ def test_rooms_of_choices_and_batches() -> None:
     assert bootstraps(many, 2, 2, 8998) == [
         Bootstrap("h", 9, 50), Bootstrap("h", 9, 51), Bootstrap("g", 8998, 70), Bootstrap("g", 8998, 71)]
     assert bootstraps(BootstrapFields(), 2, 1, 8998) == [None, None]
+    each = BootstrapFields(bootstrap_host=["h"] * 3, bootstrap_port=[9] * 3, bootstrap_room=[50, 7, 60])
+    assert bootstraps(each, 1, 3, 8998) == [Bootstrap("h", 9, 50), Bootstrap("h", 9, 7), Bootstrap("h", 9, 60)]
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -155,7 +183,7 @@ def test_rooms_of_choices_and_batches() -> None:
     ({"bootstrap_port": 1}, "bootstrap_port"),
     ({"bootstrap_host": "", "bootstrap_room": 1}, "bootstrap_host"),
     ({"bootstrap_host": "h", "bootstrap_room": -1}, "bootstrap_room"),
-    ({"bootstrap_host": "h", "bootstrap_room": 2**63}, "bootstrap_room"),
+    ({"bootstrap_host": "h", "bootstrap_room": 2**63 - 1}, "bootstrap_room"),
     ({"bootstrap_host": "h", "bootstrap_room": 1, "bootstrap_port": 70000}, "bootstrap_port"),
     ({"bootstrap_host": ["h"], "bootstrap_room": [1, 2]}, "bootstrap_host"),
 ])
@@ -184,6 +212,21 @@ def test_the_prefill_servers_rank_travels_with_the_room() -> None:
 
 
 # ---------------------------------------------------------------- chat messages
+
+
+@pytest.mark.parametrize("asked, thinks, effort", [
+    ({}, None, None), ({"reasoning_effort": "low"}, True, "low"), ({"reasoning_effort": "none"}, False, "none"),
+    ({"reasoning": {"effort": "none"}}, False, "none"), ({"reasoning": {"enabled": True}}, True, None),
+    ({"reasoning": {"effort": "high"}, "chat_template_kwargs": {"enable_thinking": False}}, False, "high"),
+    ({"reasoning": {"enabled": False}}, False, None)])
+def test_how_much_a_chat_thinks(asked: dict[str, object], thinks: bool | None, effort: str | None) -> None:
+    options = template_options(decode_chat(json.dumps({"messages": [], **asked}).encode()))
+    assert options.get("enable_thinking") is thinks and options.get("reasoning_effort") == effort
+
+
+def test_roles_are_read_as_sglang_does() -> None:
+    request = decode_chat(b'{"messages": [{"role": "SYSTEM", "content": "x"}, {"role": "function", "content": "y"}]}')
+    assert [message["role"] for message in template_messages(request)] == ["system", "tool"]
 
 
 def test_messages_for_the_template() -> None:

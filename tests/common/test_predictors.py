@@ -93,17 +93,13 @@ def test_checkpoints_without_predictors_are_refused(tmp_path):
         load_predictors(load_runner(server_config(tmp_path)))
 
 
-@pytest.mark.parametrize("change,sentence", [
-    (lambda tensors: tensors.pop("model.layers.3.enorm.weight"), "lacks model.layers.3.enorm.weight"),
-    (lambda tensors: tensors.update({"model.layers.3.more.weight": torch.ones(2)}), "holds model.layers.3.more.weight"),
-])
-def test_predictors_that_are_not_whole_are_refused(tmp_path, change, sentence):
+def test_predictors_that_are_not_whole_are_refused(tmp_path):
     save_with_predictors(tmp_path, 1)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    change(tensors)
+    del tensors["model.layers.3.enorm.weight"]
     file.unlink()
     save_file(tensors, file)
     runner = load_runner(server_config(tmp_path))
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match="lacks model.layers.3.enorm.weight"):
         load_predictors(runner)

@@ -128,12 +128,22 @@ def test_only_allowed_tokens_are_chosen_and_reported(sampler, logits):
     assert sampled.logprobs[1].top[0] == (ranked[8], pytest.approx(float(kept.max()), abs=1e-5))
 
 
+@pytest.mark.parametrize("values", [
+    {"temperature": 5e-324}, {"temperature": 1e-40}, {"temperature": 1e-30, "top_k": 3}, {"temperature": 2e-6},
+    {"top_p": 5e-324}, {"top_p": 1e-40, "min_p": 1e-40}])
+def test_values_that_float32_makes_0_of_choose_the_likeliest(sampler, logits, values):
+    rows = [Choosing(SamplingParams(**values), 1, WantedLogprobs(1)) for _ in range(4)]
+    sampled = sampler.sample(torch.stack([logits.roll(7 * i) * 20 for i in range(4)]), rows)
+    assert sampled.token_ids == [int(logits.roll(7 * i).argmax()) for i in range(4)]
+    assert all(found.value == found.value for found in sampled.logprobs)  # no NaN
+
+
 @pytest.mark.parametrize("original", [False, True])
 def test_logprobs_are_told_after_temperature_or_before(logits, original):
     sampler = Sampler(VOCAB, "cpu", seed=0, original_logprobs=original)
     rows = [Choosing(GREEDY, 1, WantedLogprobs()),
             Choosing(SamplingParams(temperature=0.2, seed=1), 1, WantedLogprobs(3, (5, 0, 5))), Choosing(GREEDY, 1),
-            Choosing(SamplingParams(temperature=1e-30), 1, WantedLogprobs(1))]
+            Choosing(SamplingParams(temperature=2e-6), 1, WantedLogprobs(1))]
     sampled = sampler.sample(logits.repeat(4, 1), rows)
     plain = logits.log_softmax(-1)
     warm = plain if original else (logits / 0.2).log_softmax(-1)

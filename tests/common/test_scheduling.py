@@ -107,6 +107,24 @@ def test_subtrees_that_most_wait_for_come_first_and_stay_together():
     assert drain(queue) == [*deep, stem, one, other]
 
 
+def test_a_subtree_that_was_begun_is_not_left_for_one_of_equal_weight():
+    cache = KVCacheManager(64, PAGE)
+    early, heavy = list(range(8)), list(range(20, 28))
+    for prompt in (early, heavy):
+        remember(cache, prompt)
+    others = [make_req([*early, i]) for i in range(2)]
+    begun = [make_req([*heavy, i]) for i in range(3)]
+    queue = queue_of("dfs-weight", cache)
+    for req in (*others, *begun):
+        queue.append(req)
+    found = []
+    for seen in range(5):
+        found.append(queue.head())
+        queue.remove(found[-1])
+        remember(cache, [60 + seen] * 8)  # the tree changes, so the next look arranges anew
+    assert found == [begun[0], begun[1], *others, begun[2]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_leave_a_queue_in_any_order(name):
     cache = KVCacheManager(64, PAGE)

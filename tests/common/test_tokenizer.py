@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,50 @@ def test_no_more_than_a_possible_stop_is_held_back() -> None:
     assert matcher.push("some EN") == "some "
     assert matcher.push("T and N") == "ENT and "
     assert matcher.finish() == "N"
+
+
+def earliest_match(text: str, pattern: str) -> tuple[int, int] | None:
+    """The specification: of the matches that end first, the longest one, as its begin and its end."""
+    compiled = re.compile(pattern)
+    return next(((start, end) for end in range(1, len(text) + 1) for start in range(end)
+                 if compiled.fullmatch(text, start, end)), None)
+
+
+@pytest.mark.parametrize("pattern", [
+    "and|or", r"[.!?]\s*$", "a+b", "(ab|ba){2,3}c?", "a.*?c", "^b+", r"(?m)^c\n", "(?i)A[B-C]", r"[^ab\s]{2}", r"\w\d",
+    "(a?){3}b", "(a|b)*c", r"\Aab|ca\Z", "(a+)+c", r"(?s)a.b", r"(?i:B)a"])
+@given(text=st.text("abc \n.1B", max_size=24), data=st.data(), trim=st.booleans())
+@settings(max_examples=60)
+def test_stop_expressions_match_as_re_does(pattern: str, text: str, data: st.DataObject, trim: bool) -> None:
+    matcher = StopMatcher([], trim, [pattern])
+    expected = earliest_match(text, pattern)
+    certain = text if expected is None else text[:expected[0 if trim else 1]]
+    out, rest = "", text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        out += matcher.push(rest[:size])
+        assert certain.startswith(out), "text was told that turned out to be a match"
+        rest = rest[size:]
+    assert out + matcher.finish() == certain
+    assert matcher.matched == (pattern if expected else None)
+
+
+def test_stop_expressions_cost_the_same_whatever_they_are() -> None:
+    """Python's own matcher would take 2 to the power of 2,000 steps."""
+    matcher = StopMatcher(["never"], expressions=["(a+)+c", "(a|aa|a?a)+d"])
+    assert matcher.push("a" * 2000) == "" and matcher.push("b") == "a" * 2000 + "b"
+    assert matcher.push("xaa") == "x" and matcher.push("c") == "" and matcher.matched == "(a+)+c"
+
+
+@pytest.mark.parametrize("pattern, why", [
+    ("(", "is no regular expression"), ("a*", "matches the empty text"), ("^", "matches the empty text"),
+    (r"(a)\1", "backtracking"), ("(?=a)b", "backtracking"), ("(?<!a)b", "backtracking"), (r"\ba", "holds"),
+    ("a$b", "before its end"), ("a{600}", "too large"), ("(a?){150}b", "too large"), ("(((a{9}){9}){9}){9}", "large"),
+    ("(" * 500 + "a" + ")" * 500, "stop_regex"), ("a" * 1025, "1025 characters"), ("(?:){5000}a", "too large")])
+def test_stop_expressions_that_cannot_be_followed(pattern: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why) as refused:
+        StopMatcher([], expressions=[pattern])
+    assert refused.value.param == "stop_regex" and len(refused.value.message) < 300
 
 
 # ---------------------------------------------------------------- a request's text

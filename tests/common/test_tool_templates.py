@@ -16,7 +16,7 @@ from baton.common.openai.parts import Arguments, CallBegun
 from baton.common.openai.protocol import decode_chat
 from baton.common.openai.reading import Reading
 from baton.common.openai.tool_calls import FORMATS, detect
-from baton.common.tokenizer.templates import shipped, template_source
+from baton.common.tokenizer.templates import load_template, shipped
 from baton.common.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -51,7 +51,7 @@ def test_shipped_templates(tokenizer: Tokenizer, name: str) -> None:
     assert places == sorted(places) and all(text.count(word) == 1 for word in ("Be brief.", "one", "two", "three"))
     before = prompt(ours, add_generation_prompt=False)
     assert text.startswith(before) and (len(text) > len(before) or name == "mistral")
-    assert detect(template_source(name)) == FORMAT_OF[name]
+    assert detect(load_template(name).source) == FORMAT_OF[name]
     assert "{%" not in text and "None" not in text and "Undefined" not in text
 
 

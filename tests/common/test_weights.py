@@ -57,7 +57,6 @@ def change(folder, edit) -> None:
 
 BROKEN = {
     "lacks model.layers.1.mlp.up_proj.weight": lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
-    "holds model.extra.weight, which": lambda t: t.update({"model.extra.weight": torch.zeros(2)}),
     r"model.norm.weight in model.safetensors has shape \[3\], but config.json asks for \[48\]":
         lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
 }
@@ -69,6 +68,14 @@ def test_wrong_tensors_are_named(tmp_path, message):
     change(tmp_path, BROKEN[message])
     with pytest.raises(ConfigError, match=message):
         load_runner(server_config(tmp_path))
+
+
+def test_tensors_that_the_model_has_no_use_for_are_named(tmp_path, caplog):
+    model = save_model(tmp_path, "Llama")
+    change(tmp_path, lambda t: t.update({"model.extra.weight": torch.zeros(2)}))
+    torch.testing.assert_close(logits_of(load_runner(server_config(tmp_path))), expected_logits(model, TOKENS),
+                               atol=1e-4, rtol=0)
+    assert "holds model.extra.weight, which its architecture does not have" in caplog.text
 
 
 def test_redundant_tensors_pass(tmp_path):

@@ -186,6 +186,7 @@ def test_dockerfile(path):
     setup = (ROOT / "setup.py").read_text()
     folders = re.search(r"FOLDERS = \((.+?)\)", setup)
     assert folders and set(re.findall(r'"(\w+)"', folders[1])) <= set(copied)
+    assert {module.name for module in ROOT.glob("*.py")} <= set(copied), "baton.Engine and the benches need all of them"
     assert [rest for name, rest in steps if name == "USER"] == ["10001"]
     project = (ROOT / "pyproject.toml").read_text()
     for extras in (rest.partition("=")[2] for name, rest in steps if name == "ARG" and rest.startswith("EXTRAS=")):
@@ -208,7 +209,8 @@ def host_of(url: str) -> str:
 
 def server_families() -> dict[str, set[str]]:
     """The servers' metrics with their labels: a server of any role has a part of them."""
-    ledger = Ledger(lambda message: None, eos_ids=frozenset(), max_request_tokens=1, max_requests=1, timeout=1.0)
+    ledger = Ledger(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
+                    max_requests=1, timeout=1.0)
     cores: list[Any] = [ReceiverCore(None, None, 1), SenderCore(None, None)]  # type: ignore[arg-type]
     counters = {name: 1.0 for part in (ledger, *cores) for name in part.counters}
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one

@@ -25,11 +25,11 @@ FLAG = re.compile(r"--[a-z][a-z0-9-]*[a-z0-9]")
 NAMED = set(FLAG.findall(README))
 TABLES = {"| flag | default | what it does |": ServerConfig, "| router flag | default | what it does |": RouterConfig}
 CONFIGS = (RouterConfig, ServerConfig, ClusterConfig, BenchServing, BenchOneBatch, BenchOffline, BenchDraft, BenchArgs)
-OTHERS = {"--kv-events-config", "--router", "--enable"}  # SGLang's, and what flags begin with
+OTHERS = {"--kv-events-config", "--router", "--enable", "--no-deps"}  # SGLang's, what flags begin with, and pip's
 
 
 def spellings(config: type) -> set[str]:
-    found = {"--config", "--help"}
+    found = {"--config", "--help", "--version", "--print-completion"}
     for item in _flags(config):
         name = item.key.replace("_", "-")
         found |= {f"--{name}", *item.field.metadata["names"], *({f"--no-{name}"} if item.field.default is True else ())}

@@ -136,6 +136,12 @@ def test_scores_of_labels(unified):
             np.testing.assert_allclose(scores, expected.numpy(), atol=1e-4)
     _, ranked = post_json(unified.url + "/v1/rerank", {"query": "a", "documents": ["b", "c"]})
     assert sorted(found["index"] for found in ranked) == [0, 1] and all(0 <= found["score"] <= 1 for found in ranked)
+    many = ["b"] * 2049
+    for path, body_of_many in (("/v1/rerank", {"query": "a", "documents": many}), ("/generate", {"text": many}),
+                               ("/v1/score", {"query": "a", "items": many, "label_token_ids": [1]}),
+                               ("/v1/completions", {"prompt": many})):
+        status, answer = post_json(unified.url + path, body_of_many)
+        assert status == 400 and "2048 (--max-prompts-per-request)" in answer["error"]["message"], answer
     for wrong in ({"label_token_ids": []}, {"items": []}, {"items": [[1]]}, {"label_token_ids": [10**6]}):
         assert post_json(unified.url + "/v1/score", body | wrong)[0] == 400
     assert post_json(unified.url + "/v1/embeddings", {"input": "x"})[0] == 400

@@ -46,9 +46,33 @@ async def test_answers_are_right_whatever_the_cut(tmp_path, prefill_flags, decod
                 right = sum(matches(example, told["choices"][0]["message"])
                             for example, (_, told) in zip(examples, answers))
                 assert right >= 11
-        assert cluster.decode[0].state()["counters"]["kv_transfers_done"] == 2 * len(examples)
         for server in cluster.workers:
             server.assert_clean()
+        assert_all_counted(cluster.prefill[0].state(), cluster.decode[0].state(), 2 * len(examples))
+
+
+def assert_all_counted(prefill, decode, num_requests):
+    """Every counter and gauge of a pair that has served ``num_requests``: none is of one rank, or of one stage, alone,
+    and none counts a request once a rank."""
+    sent, received = dict(prefill["counters"]), dict(decode["counters"])
+    for counters in (sent, received):
+        for name in [name for name in counters if name.endswith("_seconds")]:
+            assert counters.pop(name) >= 0
+    assert sent["kv_bytes_sent"] == received["kv_bytes_received"] > 0
+    prompts = received["prompt_tokens"]
+    assert prompts > received["cached_tokens"] and received["generation_tokens"] >= num_requests
+    shared = {"kv_transfers_done": num_requests, "kv_messages_dropped": 0, "finished_requests": num_requests,
+              "failed_requests": 0, "prompt_tokens": prompts}
+    assert sent == shared | {"kv_bytes_sent": sent["kv_bytes_sent"], "cached_tokens": sent["cached_tokens"],
+                             "generation_tokens": num_requests, "reused_prompts": 0}
+    assert received == shared | {
+        "kv_bytes_received": received["kv_bytes_received"], "cached_tokens": received["cached_tokens"],
+        "generation_tokens": received["generation_tokens"], "retracted_requests": 0, "preempted_requests": 0,
+        "swapped_out_requests": 0}
+    for state in (prefill, decode):
+        usage = state["gauges"].pop("token_usage")
+        assert 0 <= usage <= 1 and not any(value for name, value in state["gauges"].items()
+                                           if name != "kv_prompts_kept")
 
 
 @pytest.mark.timeout(300)

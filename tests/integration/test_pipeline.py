@@ -14,6 +14,7 @@ from baton.common.tinychat import CHECKPOINT
 from baton.tests.common.hand_driven import Engine, tokens_of
 from baton.tests.integration.harness import Cluster, Server, post_json
 from baton.tests.integration.test_dead_parts import ENDS_WITHIN, Hosts, assert_answers, ranks_of, wait_running
+from baton.tests.integration.test_layouts import assert_all_counted
 from baton.tests.ports import free_ports
 
 slow = pytest.mark.slow
@@ -63,7 +64,7 @@ def test_a_pair_with_stages(tmp_path):
         assert len(told["meta_info"]["output_token_logprobs"]) == 12
         for server in cluster.workers:
             server.assert_clean()
-        assert cluster.decode[0].state()["counters"]["kv_transfers_done"] == 15
+        assert_all_counted(cluster.prefill[0].state(), cluster.decode[0].state(), 15)
         kill_a_stage(cluster)
     finally:
         cluster._kill()

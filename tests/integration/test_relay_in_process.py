@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -90,8 +91,9 @@ class Side:
         runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, 4)
         self.sent = []
-        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), max_request_tokens=max_total_tokens,
-                             max_requests=512, timeout=1e9, reserves_output=mode != "prefill")
+        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), vocab_size=VOCAB,
+                             max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
+                             reserves_output=mode != "prefill")
         batcher = make_batcher(config, runner, self.cache, Parallel().attention)
         executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0))
         parts = EngineParts(config, Parallel(), runner, batcher, executor, self.ledger)
@@ -240,6 +242,37 @@ def test_different_prompts_fail_both_halves(pair):
     for side in pair:
         _, failures = side.take()
         assert failures["d"].code == "kv_transfer_failed"
+        side.assert_clean()
+
+
+@pytest.mark.parametrize("fields", [
+    {"prompt": [1, VOCAB]}, {"prompt": [2**31]}, {"prompt": [-1]}, {"sampling": {"stop_token_ids": (VOCAB,)}},
+    {"sampling": {"logit_bias": {VOCAB: 1.0}}}, {"fields": {"token_ids_logprob": [VOCAB], "return_logprob": True}}])
+def test_an_engine_refuses_ids_beyond_its_vocabulary_alone(unified, prompts, expected, fields):
+    """Whatever its API server lets through."""
+    unified.start("0", prompts[0])
+    prompt = fields.get("prompt", [1, 2])
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=2, **fields.get("sampling", {}))
+    assert unified.ledger.accept(Generate("bad", prompt, sampling, **fields.get("fields", {})), now=0.0) is None
+    run(unified)
+    outputs, failures = unified.take()
+    assert failures["bad"].code == "invalid_request" and str(VOCAB - 1) in failures["bad"].message
+    assert tokens_of(outputs) == {"0": expected["0"]}
+    unified.assert_clean()
+
+
+def test_decode_refuses_a_first_token_that_it_does_not_have(pair, prompts, monkeypatch):
+    prefill, decode = pair
+    result = decode.scheduler.receiver.result
+    monkeypatch.setattr(decode.scheduler.receiver, "result",
+                        lambda room: msgspec.structs.replace(result(room), token_id=VOCAB))
+    for side in pair:
+        side.start("v", prompts[0], room=8300, port=prefill.start_at)
+    run(prefill, decode)
+    outputs, failures = decode.take()
+    assert not outputs and failures["v"].code == "kv_transfer_failed" and str(VOCAB) in failures["v"].message
+    prefill.take()
+    for side in pair:
         side.assert_clean()
 
 

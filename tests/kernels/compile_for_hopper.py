@@ -1,9 +1,11 @@
 """What Triton makes of the kernels for an H100 or H200, on any machine: registers, spills, shared memory, or the error.
 
-    python -m baton.tests.kernels.compile_for_hopper [WORD ...] [--exactly] [--json]
+    python -m baton.tests.kernels.compile_for_hopper [WORD ...] [--exactly] [--json] [--ptx FOLDER]
 
 compiles the cases whose name has one of the words, or with ``--exactly`` is one of them (all without any), in a fresh
 cache. The interpreter takes much that the compiler refuses, so that a kernel which only ran there may not run at all.
+``--ptx`` keeps each kernel's PTX, without its line numbers: ``diff -r`` of two folders says what a change, or another
+Triton, made different.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,13 +70,23 @@ def resources(made: Any) -> dict[str, int]:
     return {"registers": of["REG"], "spilled": of["STACK"] + of["LOCAL"], "shared": made.metadata.shared}
 
 
-def compile_all(names: list[str]) -> Iterator[dict[str, Any]]:
+def bare_ptx(made: Any) -> str:
+    """The instructions alone: where in the source they came from, and its path, differ between equal kernels."""
+    code = made.asm["ptx"].split(".section", 1)[0]
+    lines = (line.split("//", 1)[0].rstrip() for line in code.splitlines())
+    return "\n".join(line for line in lines if line and not re.match(r"\s*\.(loc|file)\b|\$L__(tmp|func)", line)) + "\n"
+
+
+def compile_all(names: list[str], ptx: Path | None = None) -> Iterator[dict[str, Any]]:
     """A row for each kernel that a case is the first to need: what it takes, or the error that kept it from being
-    compiled. ``size`` is there where the case had been compiled, and a batch of that size needed another kernel."""
+    compiled. ``size`` is there where the case had been compiled, and a batch of that size needed another kernel.
+    PTX goes to the folder ``ptx``."""
     compiler = Compiler()
     for name in names:
         try:
-            for kernel, made in compiler.made_by(hopper_cases.CASES[name]):
+            for number, (kernel, made) in enumerate(compiler.made_by(hopper_cases.CASES[name])):
+                if ptx is not None:
+                    (ptx / f"{re.sub('[^A-Za-z0-9]+', '-', name)}{kernel}-{number}.ptx").write_text(bare_ptx(made))
                 yield {"case": name, "kernel": kernel, **resources(made), "warps": made.metadata.num_warps}
             for size in hopper_cases.SIZES if name in hopper_cases.OTHER_SIZES else ():
                 for kernel, made in compiler.made_by(partial(hopper_cases.OTHER_SIZES[name], size)):
@@ -88,12 +101,15 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--exactly", action="store_true", help="words are whole names")
     parser.add_argument("--json", action="store_true", help="an object a line in place of the table")
+    parser.add_argument("--ptx", type=Path, help="a folder for each kernel's PTX")
     args = parser.parse_args()
+    if args.ptx is not None:
+        args.ptx.mkdir(parents=True, exist_ok=True)
     names = args.words if args.exactly else [name for name in hopper_cases.CASES
                                              if not args.words or any(word in name for word in args.words)]
     with tempfile.TemporaryDirectory() as cache:
         knobs.cache.dir = cache
-        for row in compile_all(names):
+        for row in compile_all(names, args.ptx):
             if args.json:
                 print(json.dumps(row), flush=True)
             elif "error" in row:

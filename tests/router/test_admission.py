@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
-from baton.common.api.errors import Overloaded, WorkerUnavailable
-from baton.router.admission import Admission, AdmissionRules, Ticket, TokenBucket, TtftEstimate
+from baton.common.api.errors import Overloaded
+from baton.router.admission import Admission, AdmissionRules, QueueTimeout, Ticket, TokenBucket, TtftEstimate
 
 
 class Scene:
@@ -95,7 +95,7 @@ def test_waiting_ends_in_time_and_who_left_is_skipped():
     gone.leave()
     scene.now = 10.0
     assert scene.admission.sweep() == 14.0
-    assert isinstance(scene.refused["early"], WorkerUnavailable) and scene.refused["early"].retry_after
+    assert isinstance(scene.refused["early"], QueueTimeout) and scene.refused["early"].retry_after
     ticket.finished()
     assert list(scene.started) == ["late"]
     assert scene.admission.sweep() is None
@@ -195,7 +195,7 @@ async def test_concurrency_is_exact(router, worker, script, chat, request_to):
     assert b"baton_router_running_requests 0.0" in (await request_to(front, "GET", "/metrics")).body
 
 
-async def test_queue_answers_429_when_full_and_503_in_time(router, worker, script, chat, connect):
+async def test_queue_answers_429_when_full_and_408_in_time(router, worker, script, chat, connect):
     mock = await worker(script.silence)
     front = await router(mock, max_concurrent_requests=1, queue_size=1, queue_timeout_secs=0.2)
     client = await connect(front)
@@ -205,7 +205,7 @@ async def test_queue_answers_429_when_full_and_503_in_time(router, worker, scrip
     await asyncio.sleep(0.05)
     full = await chat(front)
     late = await waiting
-    assert [(reply.status, reply.headers["retry-after"]) for reply in (full, late)] == [(429, "1"), (503, "1")]
+    assert [(reply.status, reply.headers["retry-after"]) for reply in (full, late)] == [(429, "1"), (408, "1")]
     client.leave()
     await script.until(lambda: mock.left == 1)
     mock.behaviour = script.answer

@@ -30,6 +30,7 @@ from baton.router.body import peek
 from baton.router.endpoint import Endpoint
 from baton.router.kv_watch import Source, source_of
 from baton.router.policies.base import Decision
+from baton.router.policies.cache_aware import PrefixMemory
 from baton.router.policies.cache_exact import CacheExact
 from baton.router.policies.page_costs import Memory
 from baton.router.policies.text_pages import TextPages, text_blocks
@@ -221,6 +222,54 @@ def test_a_burst_of_one_new_prompt_stays_together_before_any_event():
     assert policy.choose(pool, read(policy, body)[0]).reason == "cache_miss"
 
 
+@pytest.mark.parametrize("told", ["event", "restart"])
+def test_what_was_sent_yields_to_a_worker_that_says_it_holds_nothing(told):
+    policy, fleet = CacheExact(), workers(3)
+    others_policy = policy.of_another_model()
+    for worker in fleet:
+        policy.follow(worker)
+    prompt = read(policy, {"text": "a" * 2000})[0]
+    for each in (policy, others_policy):
+        first = each.choose(fleet, prompt).worker
+        assert each.choose(fleet, prompt) == Decision(first, "cache_hit")
+        policy.take(first, [Cleared()]) if told == "event" else policy.cleared(first)
+        assert each.choose(fleet, prompt).reason == "cache_miss"
+        assert each.choose(fleet, prompt).reason == "cache_hit"  # what was sent since then counts
+
+
+def test_what_was_sent_unseen_yields_to_events():
+    policy, fleet = CacheExact(), workers(3)
+    prompt = read(policy, {"text": "a" * 2000})[0]
+    first = policy.choose(fleet, prompt).worker
+    for _ in range(3):
+        policy.sweep(0.0)
+    assert policy.choose(fleet, prompt) == Decision(first, "cache_hit")
+    for _ in range(3):
+        policy.sweep(0.0)
+    for worker in fleet:
+        policy.follow(worker)
+    assert policy.choose(fleet, prompt).reason == "cache_miss"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["record", "forget", "turn"]), st.integers(0, 3), st.integers(0, 5)),
+                max_size=40))
+def test_a_prefix_memory_forgets_a_worker_and_nothing_else(steps):
+    memory, young, old = PrefixMemory(2), {}, {}
+    for kind, worker, block in steps:
+        if kind == "record":
+            memory.record([block], worker, 2**16)
+            young[block] = young.get(block, old.get(block, set())) | {worker}
+        elif kind == "forget":
+            memory.forget(worker)
+            young, old = ({b: w - {worker} for b, w in known.items()} for known in (young, old))
+        else:
+            memory.turn()
+            young, old = {}, young
+        for block in range(6):
+            found, depth = memory.longest([block], frozenset(range(4)))
+            assert (set(found) if depth else set()) == (young[block] if block in young else old.get(block, set()))
+
+
 def test_workers_that_publish_nothing_are_remembered():
     pool, policy = workers(4), CacheExact()
     body = {"messages": [{"role": "user", "content": words(1, 500)[0]}]}
@@ -377,8 +426,12 @@ async def test_requests_follow_what_the_workers_publish(worker, router, request_
     caches[0].start()  # the same port, an empty cache, and nobody told the router
     await script.until(lambda: depths(made, longer) == {10}, 8)
     assert b"baton_router_kv_resyncs_total" in (await request_to(made, "GET", "/metrics")).body
+    await request_to(made, "POST", "/generate", {"input_ids": tokens})
     caches[1].cache.flush()
     await script.until(lambda: depths(made, longer) == set())
+    hits = made.metrics.decisions["regular", "cache_hit"]
+    await request_to(made, "POST", "/generate", {"input_ids": tokens})  # sent there a moment ago, and gone since
+    assert made.metrics.decisions["regular", "cache_hit"] == hits
 
 
 async def test_a_missed_batch_is_fetched(worker, router, publishing, script):

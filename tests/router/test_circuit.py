@@ -133,7 +133,7 @@ async def test_a_probe_that_its_client_leaves_makes_room_for_the_next(router, wo
 
 
 async def test_requests_go_round_an_open_circuit(router, worker, script, chat):
-    bad, good = await worker(script.status(503)), await worker()
+    bad, good = await worker(script.status(500)), await worker()
     front = await router(bad, good, policy="round_robin", **{**QUICK, "retry_max_retries": 3})
     assert [(await chat(front)).status for _ in range(20)] == [200] * 20
     assert len(bad.posts) == 3
@@ -165,3 +165,25 @@ async def test_disabled(router, worker, script, chat):
     bad = await worker(script.status(500))
     front = await router(bad, **QUICK, disable_circuit_breaker=True)
     assert [(await chat(front)).status for _ in range(6)] == [500] * 6
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["whole", "pairs"])
+async def test_a_request_that_every_worker_fails_opens_no_circuit(router, worker, script, chat, request_to, pairs):
+    """One that another worker serves counts against those that did not."""
+    async def fail_odd(served):
+        served.answer(500 if served.json["n"] == 2**64 else 200)
+
+    def fail_also(served):
+        served.answer(500 if served.json["n"] >= 2**63 else 200)
+
+    async def stricter(served):
+        fail_also(served)
+
+    workers = [await worker(fail_odd), await worker(stricter)]
+    rules = {**QUICK, "retry_max_retries": 3, "policy": "round_robin", "cb_timeout_duration_secs": 60}
+    prefill = {"prefill": [await worker()], "decode": workers} if pairs else {}
+    front = await router(*(() if pairs else workers), **prefill, **rules)
+    assert {(await chat(front, n=2**64)).status for _ in range(20)} == {500}
+    assert set(await shown(front, request_to)) == {"closed"}
+    assert {(await chat(front, n=2**63)).status for _ in range(20)} == {200}
+    assert sorted(await shown(front, request_to)) == [*["closed"] * (len(front.registry) - 1), "open"]

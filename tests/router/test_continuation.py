@@ -45,7 +45,10 @@ def counting(*, until=None, then="die", asked=None):
                     served.end()
                     return
                 await asyncio.sleep(0.02)
-                served.die()
+                if then == "hang":
+                    await hang(served)
+                else:
+                    served.die()
                 return
             served.write(chunk(event(token)))
             await asyncio.sleep(0.002)
@@ -53,6 +56,17 @@ def counting(*, until=None, then="die", asked=None):
         served.end()
 
     return behave
+
+
+async def hang(served):
+    """As after SIGSTOP: nothing is answered any more, health checks included."""
+
+    async def silence(other):
+        await other.gone.wait()
+
+    served.worker.handle = silence
+    await silence(served)
+    served.worker.left += 1
 
 
 def tokens_of(reply) -> list[int]:

@@ -163,7 +163,7 @@ def test_numbers_of_sets_are_used_again(steps):
 def test_memory_of_a_thousand_workers_is_bounded_in_all():
     pool, policy, rng = fleet(1000), CacheAware(most_blocks=2048), Random(1)
     for _ in range(400):
-        policy.choose(pool, rng.randbytes(10 * BLOCK))
+        policy.choose(pool, block_hashes(rng.randbytes(10 * BLOCK)))
     assert len(policy.memory) <= 2048
 
 
@@ -191,7 +191,7 @@ def test_a_system_prompt_held_by_all_is_served_by_all():
     for worker in pool:
         policy.memory.record(block_hashes(system), worker.id, 10**6)
     for turn in range(900):
-        policy.choose(pool, system + Random(turn).randbytes(600)).worker.load += 1
+        policy.choose(pool, block_hashes(system + Random(turn).randbytes(600))).worker.load += 1
     assert sum(worker.load > 0 for worker in pool) > 250
     assert max(worker.load for worker in pool) <= 9
 

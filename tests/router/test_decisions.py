@@ -14,7 +14,7 @@ from baton.common.api.errors import Conflict, InvalidRequest, NotFound
 from baton.router.body import bootstrap_fields, peek, require_object, splice
 from baton.router.endpoint import Endpoint
 from baton.router.policies.base import Decision
-from baton.router.policies.cache_aware import BLOCK, FINE_BYTES, SHARDS, CacheAware, block_hashes
+from baton.router.policies.cache_aware import BLOCK, SHARDS, CacheAware, block_hashes, covered_bytes
 from baton.router.policies.power_of_two import PowerOfTwo
 from baton.router.policies.random import RandomChoice
 from baton.router.policies.round_robin import RoundRobin
@@ -56,62 +56,62 @@ def test_power_of_two_never_takes_the_fullest():
 def test_cache_aware_keeps_a_conversation_on_its_worker():
     pool, policy = workers(4), CacheAware()
     talks = {i: text(i, 2000) for i in range(40)}
-    home = {i: policy.choose(pool, talk).worker for i, talk in talks.items()}
+    home = {i: policy.choose(pool, block_hashes(talk)).worker for i, talk in talks.items()}
     assert set(Counter(home.values()).values()) == {10}
     for turn in range(1, 4):
         for i in talks:
             talks[i] += text(100 * turn + i, 300)
-            assert policy.choose(pool, talks[i]) == Decision(home[i], "cache_hit")
+            assert policy.choose(pool, block_hashes(talks[i])) == Decision(home[i], "cache_hit")
 
 
 def test_cache_aware_spreads_conversations_that_share_a_system_prompt():
     """Affinity looks at the whole conversation: a common beginning below the threshold binds nobody."""
     pool, policy = workers(4), CacheAware()
     system = text(0, 1000)
-    chosen = Counter(policy.choose(pool, system + text(i, 3000)).worker for i in range(1, 41))
+    chosen = Counter(policy.choose(pool, block_hashes(system + text(i, 3000))).worker for i in range(1, 41))
     assert set(chosen.values()) == {10}
 
 
 def test_cache_aware_gives_up_affinity_for_balance():
     pool, policy = workers(2), CacheAware(balance_abs_threshold=8, balance_rel_threshold=1.5)
     prompt = text(1, 4000)
-    home = policy.choose(pool, prompt).worker
+    home = policy.choose(pool, block_hashes(prompt)).worker
     home.load = 8
-    assert policy.choose(pool, prompt) == Decision(home, "cache_hit")
+    assert policy.choose(pool, block_hashes(prompt)) == Decision(home, "cache_hit")
     home.load = 9
-    decision = policy.choose(pool, prompt)
+    decision = policy.choose(pool, block_hashes(prompt))
     assert (decision.worker is home, decision.reason) == (False, "balance")
     home.load = 40
     next(w for w in pool if w is not home).load = 30
-    assert policy.choose(pool, prompt).reason == "cache_hit"  # a difference of 10, but below the factor
+    assert policy.choose(pool, block_hashes(prompt)).reason == "cache_hit"  # a difference of 10, but below the factor
 
 
 def test_cache_aware_ignores_holders_that_are_not_available():
     pool, policy = workers(3), CacheAware()
     prompt = text(1, 4000)
-    home = policy.choose(pool, prompt).worker
+    home = policy.choose(pool, block_hashes(prompt)).worker
     rest = tuple(worker for worker in pool if worker is not home)
-    assert policy.choose(rest, prompt).worker in rest
-    assert policy.choose(pool, prompt).reason == "cache_hit"
+    assert policy.choose(rest, block_hashes(prompt)).worker in rest
+    assert policy.choose(pool, block_hashes(prompt)).reason == "cache_hit"
 
 
 def test_cache_aware_prefers_the_longest_prefix():
     pool, policy = workers(2), CacheAware(cache_threshold=0.1)
     base = text(1, 2048)
-    first = policy.choose(pool, base).worker
+    first = policy.choose(pool, block_hashes(base)).worker
     first.load = 1
     other = next(w for w in pool if w is not first)
     policy.memory.record(block_hashes(base + text(2, 2048)), other.id, 10**6)
     first.load = 0
     other.load = 1
-    assert policy.choose(pool, base + text(2, 2048)).worker is other
-    assert policy.choose(pool, base + text(3, 2048)).worker is first
+    assert policy.choose(pool, block_hashes(base + text(2, 2048))).worker is other
+    assert policy.choose(pool, block_hashes(base + text(3, 2048))).worker is first
 
 
 def test_cache_aware_memory_is_bounded():
     pool, policy = workers(2), CacheAware(max_tree_size=100 * BLOCK)
     for i in range(500):
-        policy.choose(pool, text(i, 10 * BLOCK))
+        policy.choose(pool, block_hashes(text(i, 10 * BLOCK)))
     assert len(policy.memory) <= 200
     assert policy.memory.num_sets <= 3 * 2 * SHARDS
 
@@ -125,8 +125,27 @@ def test_hashes_of_a_prefix_are_a_prefix_of_the_hashes(head, tail):
 
 def test_long_prompts_cost_few_hashes():
     prompt = bytes(4 * 2**20)
-    assert len(block_hashes(prompt)) == FINE_BYTES // BLOCK + (len(prompt) - FINE_BYTES) // 4096
+    assert len(block_hashes(prompt)) == 64 + 48 + (len(prompt) - 64 * 1024) // 4096
     assert block_hashes(prompt[:2**20]) == block_hashes(prompt)[:len(block_hashes(prompt[:2**20]))]
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 16384, 16385, 17407, 17408, 65536, 69631, 69632, 300_000])
+def test_blocks_cover_a_prompt_but_for_less_than_a_block(size):
+    hashes = block_hashes(bytes(size))
+    assert len(set(hashes)) == len(hashes) >= (size > 0)
+    if size >= BLOCK:
+        ends = [covered_bytes(count) for count in range(1, len(hashes) + 1)]
+        assert ends == sorted(set(ends))
+        assert ends[-1] <= size < covered_bytes(len(hashes) + 1)
+
+
+@given(st.integers(0, 200_000), st.integers(1, 30_000))
+def test_prompts_of_any_size_share_the_blocks_of_their_common_beginning(common, rest):
+    beginning = Random(1).randbytes(common)
+    one, other = (block_hashes(beginning + Random(seed).randbytes(rest)) for seed in (2, 3))
+    shared = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), len(one))
+    whole = block_hashes(beginning) if common >= BLOCK else []
+    assert one[:len(whole)] == whole and shared >= len(whole)
 
 
 # ---------------------------------------------------------------------- registry, endpoints, backoff

@@ -259,3 +259,18 @@ async def test_a_broken_stream_ends_in_its_api_s_form(router, worker, request_to
     for key in told:
         found = found[key]
     assert found == "The worker closed its connection before the end of the answer."
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+async def test_the_root_says_what_this_is_and_links_what_is_there(router, worker, request_to, pairs):
+    front = await router(await worker(), api_key="k") if not pairs else await router(
+        prefill=[await worker()], decode=[await worker()], api_key="k")
+    reply = await request_to(front, "GET", "/")
+    assert reply.status == 200 and ("pairs" in reply.json["description"]) == pairs
+    for path in reply.json["links"]:
+        found = await request_to(front, "GET", path, headers="Authorization: Bearer k\r\n")
+        assert found.status == 200, path
+    page = await request_to(front, "GET", "/", headers="Accept: text/html,*/*\r\n")
+    assert page.headers["content-type"].startswith("text/html") and b'<a href="/dashboard">' in page.body
+    assert (await request_to(front, "HEAD", "/")).status == 200
+    assert (await request_to(front, "POST", "/", b"{}")).status == 405

@@ -9,7 +9,7 @@ import pytest
 from baton.common.api.kv_events import Stored, page_hashes
 from baton.router.body import Peek, peek
 from baton.router.endpoint import Endpoint
-from baton.router.policies.cache_aware import CacheAware
+from baton.router.policies.cache_aware import CacheAware, block_hashes
 from baton.router.policies.cache_exact import CacheExact
 from baton.router.registry import Worker
 from baton.router.request import Request
@@ -83,11 +83,12 @@ def pool(count: int) -> tuple[Worker, ...]:
 
 def test_cache_aware_tells_the_share_that_the_chosen_worker_was_sent():
     workers, policy = pool(3), CacheAware()
-    prompt = words(5, 700).encode()[:2560]
+    text = words(5, 700).encode()[:2560]
+    prompt, longer = block_hashes(text), block_hashes(text + words(6, 700).encode()[:2560])
     assert policy.held_share(workers, prompt) == 0.0
     home = policy.choose(workers, prompt).worker
     assert policy.held_share(workers, prompt) == 1.0
-    assert policy.held_share(workers, prompt + words(6, 700).encode()[:2560]) == 0.5
+    assert policy.held_share(workers, longer) == 0.5
     sent = dict(policy.memory.sent)
     home.load = 9  # a quarter of 32 is the most that a holder may be ahead
     assert policy.held_share(workers, prompt) == 0.0

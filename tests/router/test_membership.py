@@ -92,7 +92,7 @@ async def test_workers_as_a_resource(router, worker, script, chat, request_to):
     front = await router(wait=False)
     mock = await worker()
     made = await request_to(front, "POST", "/workers", {"url": mock.url, "worker_type": "regular"})
-    assert made.status == 201
+    assert (made.status, made.json["status"], made.json["location"]) == (202, "accepted", made.headers["location"])
     await script.until(lambda: front.registry.available("regular"))
     assert (await chat(front)).status == 200
     by_id = await request_to(front, "GET", made.headers["location"])
@@ -101,7 +101,7 @@ async def test_workers_as_a_resource(router, worker, script, chat, request_to):
     assert (await request_to(front, "GET", "/workers")).json["workers"] == [by_id.json]
     assert (await request_to(front, "PATCH", made.headers["location"])).status == 405
     assert (await request_to(front, "DELETE", made.headers["location"] + "?force=maybe")).status == 400
-    assert (await request_to(front, "DELETE", f"/workers/{quote(mock.url, safe='')}")).status == 200
+    assert (await request_to(front, "DELETE", f"/workers/{quote(mock.url, safe='')}")).status == 202
     for method, name in (("GET", "999999"), ("DELETE", quote(mock.url, safe="")), ("POST", "no-such/drain")):
         assert (await request_to(front, method, f"/workers/{name}")).status == 404
 

@@ -157,7 +157,7 @@ def test_memory_of_distinct_prompts_is_bounded_in_bytes():
     tracemalloc.start()
     sizes = []
     for i in range(5000):
-        policy.choose(pool, rng.randbytes(4096))
+        policy.choose(pool, block_hashes(rng.randbytes(4096)))
         if i % 500 == 499:
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
@@ -167,28 +167,31 @@ def test_memory_of_distinct_prompts_is_bounded_in_bytes():
 
 def test_eviction_forgets_what_is_not_seen_again():
     pool, policy = workers(2), CacheAware(max_tree_size=400 * BLOCK, eviction_interval=60)
-    kept, dropped = Random(1).randbytes(10 * BLOCK), Random(2).randbytes(150 * BLOCK)
+    kept = Random(1).randbytes(10 * BLOCK)
+    dropped = [Random(seed).randbytes(50 * BLOCK) for seed in (2, 3, 4)]
     policy.sweep(0.0)
-    policy.choose(pool, kept)
-    policy.choose(pool, dropped)
+    policy.choose(pool, block_hashes(kept))
+    for prompt in dropped:
+        policy.choose(pool, block_hashes(prompt))
     for now in (30.0, 59.0):
         policy.sweep(now)
     assert len(policy.memory) == 160
     for now in (60.0, 120.0, 180.0):
-        policy.choose(pool, kept)
-        policy.choose(pool, Random(int(now)).randbytes(150 * BLOCK))
+        policy.choose(pool, block_hashes(kept))
+        for seed in range(3):
+            policy.choose(pool, block_hashes(Random(int(now) + seed).randbytes(50 * BLOCK)))
         policy.sweep(now)
-    assert policy.choose(pool, dropped).reason == "cache_miss"
-    assert policy.choose(pool, kept).reason == "cache_hit"
+    assert policy.choose(pool, block_hashes(dropped[0])).reason == "cache_miss"
+    assert policy.choose(pool, block_hashes(kept)).reason == "cache_hit"
 
 
 def test_a_nearly_empty_memory_forgets_nothing():
     pool, policy = workers(2), CacheAware(eviction_interval=1)
     prompt = Random(1).randbytes(4096)
-    policy.choose(pool, prompt)
+    policy.choose(pool, block_hashes(prompt))
     for now in range(10):
         policy.sweep(float(now))
-    assert policy.choose(pool, prompt).reason == "cache_hit"
+    assert policy.choose(pool, block_hashes(prompt)).reason == "cache_hit"
 
 
 def test_a_long_system_prompt_does_not_bind_all_chats_to_one_worker():
@@ -196,18 +199,18 @@ def test_a_long_system_prompt_does_not_bind_all_chats_to_one_worker():
     pool, policy = workers(4), CacheAware()
     system = Random(0).randbytes(19 * BLOCK)
     for i in range(1, 81):
-        policy.choose(pool, system + Random(i).randbytes(BLOCK)).worker.load += 1
+        policy.choose(pool, block_hashes(system + Random(i).randbytes(BLOCK))).worker.load += 1
     assert min(worker.load for worker in pool) >= 16
 
 
 def test_a_conversation_stays_although_its_worker_is_busier():
     pool, policy = workers(2), CacheAware()
     talk = Random(0).randbytes(8 * BLOCK)
-    home = policy.choose(pool, talk).worker
+    home = policy.choose(pool, block_hashes(talk)).worker
     home.load += 20
     for turn in range(6):
         talk += Random(turn + 1).randbytes(BLOCK)
-        assert policy.choose(pool, talk) == Decision(home, "cache_hit")
+        assert policy.choose(pool, block_hashes(talk)) == Decision(home, "cache_hit")
 
 
 async def test_chats_that_share_a_system_prompt_spread_over_http(worker, router, request_to, script):

@@ -130,7 +130,7 @@ async def test_membership_by_plain_url_acts_on_all_ranks(router, ranked, request
     assert sorted(shown["dp_rank"] for shown in listed["workers"]) == [0, 1, 2]
     assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 200
     assert len(front.registry) == 0
-    assert (await request_to(front, "POST", "/workers", {"url": mock.url})).status == 201
+    assert (await request_to(front, "POST", "/workers", {"url": mock.url})).status == 202
     await script.until(lambda: len(front.registry.available("regular")) == 3)
     one = listed["urls"][1]
     assert (await request_to(front, "POST", f"/drain_worker?url={one}")).json["running"] == 0

@@ -146,7 +146,7 @@ async def test_worker_s_5xx_is_relayed_when_no_retry_is_left(router, worker, scr
     assert sum(len(mock.posts) for mock in workers) == 1
 
 
-@pytest.mark.parametrize("code", [400, 404, 429])
+@pytest.mark.parametrize("code", [400, 404, 409])
 async def test_4xx_is_never_retried_and_never_counts(router, worker, script, chat, code):
     workers = [await worker(script.status(code)) for _ in range(2)]
     front = await router(*workers)

@@ -237,7 +237,7 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
     (one,), (other,) = await on_each(front)
     assert (await ask(other, "POST", CHAT, chat("x"))).status == 503
     made = await ask(one, "POST", "/workers", {"url": mock.url})
-    assert made.status == 201
+    assert made.status == 202
     assert list(await workers_seen(other)) == [mock.url]
     assert (await ask(other, "POST", f"/add_worker?url={mock.url}")).status == 409
     for client in (one, other):

@@ -15,6 +15,7 @@ from baton.router.endpoint import Endpoint
 from baton.router.metrics import Metrics
 from baton.router.policies.cache_aware import CacheAware
 from baton.router.policies.cache_exact import CacheExact
+from baton.router.policies.manual import Manual
 from baton.router.policies.text_pages import PromptPages
 from baton.router.processes import board as layout
 from baton.router.processes.board import RING_HEAD, RING_WORDS, Board
@@ -149,6 +150,21 @@ def test_policies_of_two_processes_remember_alike(board):
         assert exact.texts.knows([12])
 
 
+def test_keys_of_two_processes_stay_with_the_same_worker(board):
+    registries, policies = [registry_of(board, child) for child in range(2)], []
+    for child, registry in enumerate(registries):
+        policies.append(Manual(Random(child)))
+        for neighbour in registry.neighbours:
+            neighbour.apply.update(PolicySharing(board, child).join("a model", policies[child:]))
+    pool = tuple(Worker(Endpoint.parse(f"http://w{index}:1")) for index in range(5))
+    keys = [b"%d" % number for number in range(40)]
+    homes = [policies[number % 2].choose(pool, key).worker for number, key in enumerate(keys)]
+    for registry in registries:
+        registry.look()
+    for policy in policies:
+        assert [policy.choose(pool, key).worker for key in keys] == homes
+
+
 def shared_admission(board, rules, loop) -> list[SharedAdmission]:
     signals = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
     return [SharedAdmission(rules, loop, board, child, signals) for child in range(2)]
@@ -251,8 +267,8 @@ def test_news_hold_what_changed_once(board):
 
 def test_all_that_makes_a_worker_is_told_to_the_children():
     """A new attribute of Worker belongs into WorkerNews, or here: it is a process's own."""
-    own = {"endpoint", "url", "asks_role", "asks_port", "asks_models", "failures", "successes", "load", "on_release",
-           "cached_tokens", "epoch"}
+    own = {"endpoint", "url", "asks_role", "asks_port", "asks_models", "failures", "successes", "known_load",
+           "load_orders", "on_release", "cached_tokens", "epoch"}
     assert {*WorkerNews.__struct_fields__} - {"row", "server", "troubled", "probing"} == {*Worker.__slots__} - own
 
 

@@ -280,6 +280,47 @@ async def _nothing():
     pass
 
 
+_ERRORS = {
+    "/v1/chat/completions": b'data: {"error":{', "/v1/completions": b'data: {"error":{',
+    "/generate": b'data: {"error":{',
+    "/v1/messages": b'event: error\ndata: {"error":{"type":"overloaded_error"',
+    "/v1/responses": b'event: error\ndata: {"type":"error","code":"worker_unavailable"',
+}
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+async def test_what_outlives_the_grace_period_ends_with_an_error(pairs, router, worker, script, connect, caplog):
+    """A stream by an event of its API, any other request by 503: whether it runs, queues, or is the router's own."""
+    async def never_end(served):
+        if b'"stream"' in served.body:
+            served.head()
+            served.event("one")
+        await served.gone.wait()
+
+    mock = await worker(never_end)
+    workers = {"prefill": [await worker(script.silence)], "decode": [mock]} if pairs else {}
+    front = await router(*(() if pairs else (mock,)), **workers, shutdown_grace_secs=0.1, max_concurrent_requests=7)
+    streams = {path: await connect(front) for path in _ERRORS}
+    for path, client in streams.items():
+        client.send("POST", path, b'{"stream": true}')
+        assert b"data: one" in await client.reader.readuntil(b"one\n\n\r\n")
+    plain = [await connect(front) for _ in range(4)]
+    for client, path in zip(plain, ("/generate", "/v1/completions", "/generate", "/flush_cache")):
+        client.send("POST", path, b"{}")  # the third waits for its turn
+    await script.until(lambda: len(mock.posts) == 8 and front._gate.admission.queued == 1)
+    await front.stop()
+    front.stop = _nothing
+    for path, client in streams.items():
+        rest = await asyncio.wait_for(client.reader.read(), 5)
+        assert _ERRORS[path] in rest, path
+        assert rest.endswith(b"\r\n0\r\n\r\n")
+    for client in plain:
+        reply = await client.reply()
+        assert (reply.status, reply.complete, reply.error["code"]) == (503, True, "worker_unavailable")
+        assert "shut down" in reply.error["message"]
+    assert "9 requests were cut at the end of --shutdown-grace-secs." in caplog.messages
+
+
 def _launch(*args: str, **options) -> subprocess.Popen:
     command = [sys.executable, "-m", "baton.router.launch", "--log-json", *args]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)

@@ -37,4 +37,5 @@ class ModelArgs:
     return_original_logprob: bool = flag(False, help=(
         "tell log-probabilities of the output as they are before temperature (penalties and bias count in both cases)"))
     chat_template: str | None = flag(None, help=(
-        "jinja file, or the name of a template that ships with Baton, in place of the checkpoint's chat template"))
+        "jinja file, SGLang's JSON conversation template, or the name of a template that ships with Baton, in place of "
+        "the checkpoint's chat template"))

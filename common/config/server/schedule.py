@@ -13,6 +13,9 @@ from ..cli import flag
 class ScheduleArgs:
     max_running_requests: int = flag(256, help="requests that decode together at most")
     max_queued_requests: int = flag(4096, help="waiting requests at most; further ones are answered 429")
+    max_prompts_per_request: int = flag(2048, help=(
+        "prompts that one request may hold (documents of a rerank, inputs of embeddings, prompts of a completion); "
+        "more are answered 400 before any work"))
     chunked_prefill_size: int = flag(8192, help=(
         "prompt tokens that one step computes at most; -1 computes prompts whole"))
     max_prefill_tokens: int = flag(16384, help=(
@@ -45,6 +48,7 @@ class ScheduleArgs:
                               f"{self.chunked_prefill_size}.")
         least = {"--max-running-requests": (self.max_running_requests, 1),
                  "--max-queued-requests": (self.max_queued_requests, 0),
+                 "--max-prompts-per-request": (self.max_prompts_per_request, 1),
                  "--max-prefill-tokens": (self.max_prefill_tokens, 1),
                  "--schedule-conservativeness": (self.schedule_conservativeness, 0),
                  "--priority-scheduling-preemption-threshold": (self.priority_scheduling_preemption_threshold, 0),

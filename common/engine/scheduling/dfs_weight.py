@@ -16,9 +16,12 @@ from ..req import Req
 class HeaviestSubtreeFirst:
     def __init__(self, cache: PrefixCache):
         self._cache = cache
+        self._arranged: list[tuple[Req, Node]] = []
 
     def __call__(self, reqs: Sequence[Req]) -> list[Req]:
-        """Equally heavy subtrees, and requests of one node, stay as they came; a node's own follow its subtrees."""
+        """Of equally heavy subtrees, first the one that the last request came from, then as they came; so do requests
+        of one node, which follow its subtrees."""
+        begun = self._begun(set(reqs))
         standing: dict[Node, list[Req]] = defaultdict(list)
         for req in reqs:
             standing[self._cache.match(req.tokens.view(0, req.prefix_limit))[0]].append(req)
@@ -37,5 +40,17 @@ class HeaviestSubtreeFirst:
         while stack:  # own requests first and heavy children last, which the reversal turns round
             node = stack.pop()
             ordered += reversed(standing.get(node, []))
-            stack += sorted(children[node], key=lambda child: -weights[child])
-        return ordered[::-1]
+            stack += sorted(children[node], key=lambda child: (-weights[child], child not in begun))
+        ordered.reverse()
+        node_of = {req: node for node, members in standing.items() for req in members}
+        self._arranged = [(req, node_of[req]) for req in ordered]
+        return ordered
+
+    def _begun(self, waiting: set[Req]) -> set[Node]:
+        """The nodes from the root to the one of the last request that has left, of those arranged before."""
+        step: Node | None = next((node for req, node in reversed(self._arranged) if req not in waiting), None)
+        begun: set[Node] = set()
+        while step is not None:
+            begun.add(step)
+            step = step.parent
+        return begun

@@ -24,13 +24,16 @@ def json_arguments(cursor: Cursor, calls: Calls, *ends: str) -> Step[None]:
     """Tell the object that comes next, piece by piece.
 
     Where it stops being JSON, the rest up to one of ``ends`` is told as the model wrote it: the call has begun, and
-    only its reader can make something of it.
+    only its reader can make something of it. An end in a string is part of it only where the object ends as JSON: a
+    string that was never closed must not take in the markup, the answer and the calls behind it.
     """
-    scanner = JsonScanner()
+    scanner, markers = JsonScanner(), [end for end in ends if len(end) > 1]
+    ahead = 0  # characters that are scanned and not told
     while True:
-        end = scanner.feed(cursor.text, cursor.pos)
-        calls.arguments(cursor.text[cursor.pos: end])
-        cursor.pos = end
+        end = scanner.feed(cursor.text, cursor.pos + ahead)
+        certain = end if scanner.done or not markers else cursor.before(end, *markers)
+        calls.arguments(cursor.text[cursor.pos: certain])
+        ahead, cursor.pos = end - certain, certain
         cursor.drop()
         if scanner.done:
             return
@@ -38,6 +41,7 @@ def json_arguments(cursor: Cursor, calls: Calls, *ends: str) -> Step[None]:
             yield from cursor.until(*ends, tell=calls.arguments)
             return
         if not (yield from cursor.more()):
+            yield from cursor.until(*ends, tell=calls.arguments)
             return
 
 
@@ -76,14 +80,22 @@ class _Envelope:
             key = (yield from _value(cursor)) if cursor.next == '"' else None
             yield from cursor.skip()
             if key is None or not (yield from cursor.take(":")):
-                return self.begun
+                return (yield from self._broken())
             if not (yield from self._member(json.loads(key))):
-                return self.begun
+                return (yield from self._broken())
             yield from cursor.skip()
             if cursor.next == ",":
                 cursor.pos += 1
             elif cursor.next != "}":
-                return self.begun
+                return (yield from self._broken())
+
+    def _broken(self) -> Step[bool]:
+        """What stands behind a call's arguments and is no JSON is content; without a call, all of it will be."""
+        if self.begun:
+            yield from self._cursor.until(*self._ends)
+            if self._cursor.read.strip():
+                self._cursor.to_content()
+        return self.begun
 
     def _member(self, key: str) -> Step[bool]:
         """Read one value; False where no call can come of it."""

@@ -1,0 +1,107 @@
+"""Downloads from the Hugging Face hub, and how far they are."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..api.errors import ConfigError
+
+FACTS = ("*.json", "1_Pooling/*.json", "*.jinja", "*.txt", "*.model")
+"""What tells about a model: everything but its weights."""
+WEIGHTS = ("*.safetensors",)
+_IGNORED = ("original/*",)  # gpt-oss's weights a second time
+_LOOK_SECONDS = 0.5
+
+Told = Callable[[float], None]
+"""Is told the share of a download that is there."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def download(name: str, revision: str | None, patterns: Sequence[str], told: Told | None = None) -> Path:
+    """The local folder of a repository's files that match; it is named after the commit. Raises ConfigError."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError:
+        raise ConfigError(f"--model-path {name} is no local folder, and huggingface-hub is not installed to "
+                          "download it.") from None
+    logging.getLogger("huggingface_hub").handlers.clear()  # its lines go where ours go, not to stderr as well
+    try:
+        with _watched(name, revision, patterns, told) if told else _unwatched():
+            return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns),
+                                          ignore_patterns=list(_IGNORED)))
+    except GatedRepoError:
+        reason = "the hub repository is gated: log in with an account that may read it"
+    except RevisionNotFoundError:
+        reason = f"the hub repository has no revision {revision}"
+    except RepositoryNotFoundError:
+        reason = "neither a local folder nor a readable hub repository of this name exists"
+    except Exception as error:  # the hub's client lets its HTTP library's errors through
+        reason = f"the download from the hub failed ({' '.join(str(error).split())[:200] or type(error).__name__})"
+    raise ConfigError(f"--model-path {name}: {reason}.")
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _watched(name: str, revision: str | None, patterns: Sequence[str], told: Told) -> Iterator[None]:
+    """Tell of a download's progress while the block runs. What is on the disk is counted, whoever fetches it and by
+    whichever of the hub's protocols."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_watch, args=(name, revision, patterns, told, stop), daemon=True,
+                              name="download-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _watch(name: str, revision: str | None, patterns: Sequence[str], told: Told, stop: threading.Event) -> None:
+    try:
+        sizes, blobs = _wanted(name, revision, patterns)
+    except Exception:  # the download itself will say what is wrong
+        return
+    total = sum(sizes.values())
+    while total and not stop.wait(_LOOK_SECONDS):
+        told(min(_present(blobs, sizes) / total, 1.0))
+
+
+def _wanted(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[dict[str, int], Path]:
+    """Bytes by the name of the file that they come to, and that file's folder in the hub's cache."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import filter_repo_objects
+
+    info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=30)
+    files: dict[str, Any] = {file.rfilename: file for file in info.siblings or []}
+    sizes = {}
+    for path in filter_repo_objects(files, allow_patterns=list(patterns), ignore_patterns=list(_IGNORED)):
+        file = files[path]
+        sizes[file.lfs.sha256 if file.lfs else file.blob_id] = file.size or 0
+    return sizes, Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+
+
+def _present(blobs: Path, sizes: dict[str, int]) -> int:
+    """Bytes of the wanted files that are there, of those that are incomplete (``NAME.….incomplete``) as far as they
+    are."""
+    found: dict[str, int] = {}
+    for path in blobs.iterdir() if blobs.is_dir() else ():
+        name = path.name.partition(".")[0]
+        if name in sizes:
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # it was complete just now
+                continue
+            found[name] = max(found.get(name, 0), min(stat.st_size, stat.st_blocks * 512, sizes[name])
+                              if path.name.endswith(".incomplete") else sizes[name])
+    return sum(found.values())

@@ -1,0 +1,96 @@
+"""What is known to fail before anything is loaded: said in the first second, not after the weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..api.errors import ConfigError
+from ..config.addresses import check_free
+from ..config.model import ModelSpec
+from ..config.packages import has
+from ..config.server import CacheArgs, ServerConfig
+from ..kvcache.layout import DTYPE_BYTES
+from ..tokenizer.templates import check_template
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_WHEELS = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine", "flashinfer": "flashinfer-python",
+           "triton": "triton"}
+"""What to install for the module that a flag's value needs."""
+_GIB = 1 << 30
+
+
+def preflight(config: ServerConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError for what this host cannot do; imports nothing that is slow."""
+    spec.check_tp(config.parallel.tp_size // config.dp_size)
+    _check_device(config)
+    _check_packages(config)
+    if config.model.chat_template is not None:
+        check_template(config.model.chat_template)
+    if config.events.kv_events_port:
+        if config.cache.disable_radix_cache:
+            raise ConfigError("--kv-events-port tells of the prefix cache; drop --disable-radix-cache.")
+        for port in (config.events.kv_events_port, config.events.kv_events_port + 1):  # events, and replays
+            check_free(config.http.host, port, "--kv-events-port")
+    if not _may_have_gpu(config):
+        _check_host_pool(config, spec)
+
+
+def _may_have_gpu(config: ServerConfig) -> bool:
+    return config.model.device != "cpu" and any(map(os.path.exists, _GPU_FILES))
+
+
+def _check_device(config: ServerConfig) -> None:
+    if config.model.device == "cuda" and not _may_have_gpu(config):
+        raise ConfigError("--device cuda needs a GPU, and this host shows none (no driver's /dev/nvidiactl): use "
+                          "--device cpu, or give the container its GPUs.")
+
+
+def _check_packages(config: ServerConfig) -> None:
+    kernels = config.kernels
+    chosen: list[tuple[str, str]] = [
+        ("--attention-backend", kernels.attention_backend), ("--sampling-backend", kernels.sampling_backend),
+        ("--decode-attention-backend", kernels.decode_attention_backend)]
+    if config.mode != "null":
+        chosen.append(("--disaggregation-transfer-backend", config.disaggregation.disaggregation_transfer_backend))
+    for flag, name in chosen:
+        if name in _WHEELS and not has(name):
+            raise ConfigError(f"{flag} {name} needs the package {_WHEELS[name]}: pip install {_WHEELS[name]}, or give "
+                              "the flag another value.")
+
+
+def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:
+    """A pool in host memory is handed out page by page as it is written to: the kernel would end the server later."""
+    tokens = config.cache.max_total_tokens
+    if tokens is None:
+        return
+    dtype = config.model.dtype if config.model.dtype != "auto" else "float32"
+    ranks = config.parallel.tp_size
+    each = ranks * token_bytes(config.cache, spec, ranks // config.dp_size, dtype, spec.num_layers)
+    check_pool(tokens, each, _available_bytes(), "this host")
+
+
+def token_bytes(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, num_layers: int) -> int:
+    """Of one token in one rank's pool."""
+    planes = 2 if spec.mla is None else 1
+    width = DTYPE_BYTES[_KV_DTYPES.get(cache.kv_cache_dtype, dtype)]
+    return num_layers * planes * spec.local_kv_heads(tp_size) * spec.kv_dim * width
+
+
+def check_pool(tokens: int, each: int, available: int, where: str) -> None:
+    """Raises ConfigError where a pool of ``tokens``, ``each`` of so many bytes, does not fit."""
+    if tokens * each > available:
+        raise ConfigError(f"--max-total-tokens {tokens} takes {tokens * each / _GIB:.1f} GiB for the KV pool, and "
+                          f"{where} has {available / _GIB:.1f} GiB: lower it to {available // each} or less.")
+
+
+def _available_bytes() -> int:
+    """Host memory that this process may still take."""
+    told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(told["MemAvailable"].split()[0]) << 10
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return available if limit == "max" else min(available, int(limit) - int(used))
+    except (OSError, ValueError):
+        return available

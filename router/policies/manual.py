@@ -1,0 +1,144 @@
+"""sglang-router's ``manual``: a routing key stays with the worker that it was given to, whoever joins later.
+
+Unlike a hash, the table knows which worker each key has: a new worker takes no key from another, and only keys of a
+worker that is away move. A key whose worker comes back returns to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from ..body import Peek
+from ..registry import Worker
+from ..request import Request
+from .base import ROUTING_KEY, Decision
+from .load_view import LoadView
+
+AssignmentMode = Literal["random", "min_load", "min_group"]
+MOST_KEYS = 2**20
+"""Keys remembered at most, about 200 MB; beyond it the one that was unused for longest is forgotten."""
+_MOST_CANDIDATES = 2
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """The ids of the last workers that a key was given to, the first of which is preferred, and its last use."""
+
+    workers: tuple[int, ...]
+    used: float
+
+
+class KeyTable:
+    """Routing key, as a number -> the workers it was given to; the one used last stands at the end."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self.groups: Counter[int] = Counter()
+        """Keys of each worker."""
+        self.now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: int) -> tuple[int, ...]:
+        """The workers of a key, which is used now; none where it is new."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return ()
+        entry.used = self.now
+        self._entries[key] = entry
+        return entry.workers
+
+    def give(self, key: int, worker_id: int, *, new: bool = True) -> None:
+        """Note that a key goes to a worker too. ``new``: it had none; where two routers gave it away at once, both
+        prefer the same worker from here on."""
+        before = self._entries.pop(key, None)
+        known = before.workers if before is not None else ()
+        if worker_id not in known:
+            known = (*known[1 - _MOST_CANDIDATES:], worker_id)
+            if new:
+                known = tuple(sorted(known))
+            self.groups[worker_id] += 1
+        if before is not None:
+            self._leave(set(before.workers) - set(known))
+        elif len(self._entries) >= MOST_KEYS:
+            self._forget(next(iter(self._entries)))
+        self._entries[key] = _Entry(known, self.now)
+
+    def evict(self, before: float) -> None:
+        """Forget keys that were not used since a time."""
+        while self._entries:
+            oldest = next(iter(self._entries))
+            if self._entries[oldest].used >= before:
+                return
+            self._forget(oldest)
+
+    def _forget(self, key: int) -> None:
+        self._leave(self._entries.pop(key).workers)
+
+    def _leave(self, workers: Sequence[int] | set[int]) -> None:
+        for worker_id in workers:
+            self.groups[worker_id] -= 1
+            if not self.groups[worker_id]:
+                del self.groups[worker_id]
+
+
+class Manual:
+    """By ``X-SMG-Routing-Key``; a request without it gets any worker.
+
+    A new key goes to any worker (``random``), the one with the fewest requests (``min_load``) or with the fewest keys
+    (``min_group``). Keys that were not used for ``max_idle`` seconds are forgotten every ``eviction_interval`` seconds.
+    """
+
+    def __init__(self, rng: Random, *, mode: AssignmentMode = "random", max_idle: float = 14400.0,
+                 eviction_interval: float = 60.0):
+        self._rng = rng
+        self._loads = LoadView()
+        self._mode = mode
+        self._max_idle = max_idle
+        self._interval = eviction_interval
+        self._next_eviction = 0.0
+        self._workers: Sequence[Worker] = ()
+        self._by_id: dict[int, Worker] = {}
+        self.table = KeyTable()
+        self.given: Callable[[int, int, bool], None] = lambda key, worker_id, new: None
+        """Called with each key that is given to a worker, and whether it is new."""
+
+    def read(self, request: Request, found: Peek | None) -> bytes:
+        return request.header(ROUTING_KEY)
+
+    def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
+        if not subject:
+            return Decision(self._rng.choice(workers), "no_session")
+        if workers is not self._workers:
+            self._workers, self._by_id = workers, {worker.id: worker for worker in workers}
+        key = int.from_bytes(blake2b(subject, digest_size=8).digest(), "little", signed=True)
+        known = self.table.find(key)
+        for worker_id in known:
+            if worker_id in self._by_id:
+                return Decision(self._by_id[worker_id], "session")
+        worker = self._assign(workers)
+        self.table.give(key, worker.id, new=not known)
+        self.given(key, worker.id, not known)
+        return Decision(worker, "moved_session" if known else "new_session")
+
+    def sweep(self, now: float) -> None:
+        """Called every second or so; ``now`` in seconds."""
+        self.table.now = now
+        if self._max_idle and now >= self._next_eviction:
+            self.table.evict(now - self._max_idle)
+            self._next_eviction = now + self._interval
+
+    def _assign(self, workers: Sequence[Worker]) -> Worker:
+        if self._mode == "min_load":
+            return self._loads.next_lightest(workers, self._rng.randrange(len(workers)))
+        if self._mode == "min_group":
+            groups = [self.table.groups[worker.id] for worker in workers]
+            least = min(groups)
+            return self._rng.choice([worker for worker, keys in zip(workers, groups) if keys == least])
+        return self._rng.choice(workers)

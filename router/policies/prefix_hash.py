@@ -1,0 +1,48 @@
+"""sglang-router's ``prefix_hash``: the same worker for the same beginning of a prompt, unless it has too much to do.
+
+Needs no memory of prompts: a hash of the first tokens chooses a place on the ring of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..body import Peek
+from ..registry import Worker
+from ..request import Request
+from .base import Decision, prompt_text
+from .consistent_hash import WorkerRing
+from .load_view import LoadView
+
+BYTES_PER_TOKEN = 4
+"""Of text: the router has no tokenizer."""
+
+
+class PrefixHash:
+    """By the first ``token_count`` tokens; where their worker has more than ``load_factor`` times the mean of the
+    requests in flight, and for requests without a prompt, the least loaded one."""
+
+    def __init__(self, token_count: int = 256, load_factor: float = 1.25):
+        self._tokens = token_count
+        self._factor = load_factor
+        self._ring = WorkerRing()
+        self._loads = LoadView()
+
+    def read(self, request: Request, found: Peek | None) -> bytes:
+        """The beginning of the prompt."""
+        text = prompt_text(request, found)
+        if text[:1] == b"[" and text[1:9].lstrip()[:1].isdigit():
+            return b",".join(text[:self._tokens * 16].split(b",", self._tokens)[:self._tokens])
+        return text[:self._tokens * BYTES_PER_TOKEN]
+
+    def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
+        if len(workers) == 1:
+            return Decision(workers[0], "only")
+        loads = self._loads
+        loads.look(workers)
+        if not subject:
+            return Decision(loads.lightest({}), "no_prompt")
+        worker = self._ring.owner(workers, subject)
+        if worker.load <= (loads.total + 1) / len(workers) * self._factor:
+            return Decision(worker, "prefix")
+        return Decision(loads.lightest({}), "balance")
