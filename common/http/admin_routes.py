@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -149,7 +149,7 @@ async def _states(front: Front) -> list[State]:
 
 class PrefillAddress(msgspec.Struct):
     bootstrap_host: str
-    bootstrap_port: int
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 _prefill = BodyDecoder(PrefillAddress)
