@@ -110,7 +110,8 @@ class RankInfo(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """``expected`` is the sender's instance that the receiver was told of; ``metadata`` the backend's own.
 
-    ``checksum`` says which words of its pages each result must be accompanied by a checksum of.
+    ``checksum`` says which words of its pages each result must be accompanied by a checksum of. ``spare_page`` is one
+    that nobody reads: what is written there opens the data path before the first request.
     """
 
     info: RankInfo
@@ -118,6 +119,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     num_pages: int
     metadata: bytes
     checksum: Extent = "off"
+    spare_page: int | None = None
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):

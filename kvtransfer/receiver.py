@@ -45,7 +45,8 @@ class KVReceiver:
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
-                 dp_size: int = 1, model: ModelIdentity | None = None, server: str = ""):
+                 dp_size: int = 1, model: ModelIdentity | None = None, server: str = "",
+                 spare_page: int | None = None):
         named = register_pool(backend, layout, num_pages, regions)
         self._checksum = make_checksum(named, num_pages)
         self._extent = extent_of(args.kv_checksum, named)
@@ -58,7 +59,7 @@ class KVReceiver:
                                         dp_rank=dp_rank, dp_size=dp_size, model=model, server=server)
         self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
-                                  backend.lingering)
+                                  backend.lingering, spare_page)
         self._driver = Driver(f"kv-receiver-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._sockets: dict[bytes, Socket] = {}
         self._monitors: dict[bytes, Socket] = {}

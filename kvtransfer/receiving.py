@@ -32,7 +32,7 @@ class ReceiverCore:
     """
 
     def __init__(self, info: m.RankInfo, timing: Timing, num_pages: int, metadata: bytes = b"",
-                 checksum: Extent = "off", lingering: float = 0.0):
+                 checksum: Extent = "off", lingering: float = 0.0, spare_page: int | None = None):
         """``lingering`` is the backend's."""
         self.info = info
         self.timing = timing
@@ -40,7 +40,7 @@ class ReceiverCore:
         self.lingering = lingering
         self.effects: deque[Effect] = deque()
         self.rooms: dict[int, RecvRoom] = {}
-        self.ways = Ways(m.Hello(info, "", num_pages, metadata, checksum), timing, self.effects,
+        self.ways = Ways(m.Hello(info, "", num_pages, metadata, checksum, spare_page), timing, self.effects,
                          lambda address: bool(self._waiting(address)) or self._tries(address))
         self.trials: dict[Address, Trial] = {}
         self._notices = Notices(self.effects)

@@ -25,6 +25,7 @@ class Session:
     num_pages: int
     confirmed: float
     checksum: Extent = "off"
+    spare_page: int | None = None  # of the receiver's
     peer: Any = None
     lease: float = 0.0  # until when writes may be posted
     stamp: int = -1  # of the last Reserve

@@ -44,7 +44,8 @@ class KVSender:
     """Pushes the KV pages of prompts to the decode ranks that reserved room for them.
 
     ``host`` is the address that decode reaches us at; ``regions[g]`` is ``(address, bytes, device)`` of layer group g's
-    memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for the host. All methods but the
+    memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for the host. ``spare_page`` is one
+    that no request uses: it opens the data path of a connection before a request needs it. All methods but the
     constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when ``host`` cannot
     be bound or the backend refuses the memory.
     """
@@ -52,7 +53,7 @@ class KVSender:
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
                  dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
-                 server: str = ""):
+                 server: str = "", spare_page: int | None = None):
         self._checksum = make_checksum(register_pool(backend, layout, num_pages, regions), num_pages)
         self._backend = backend
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -66,6 +67,8 @@ class KVSender:
         self._core = SenderCore(self.info, self._timing, _bytes_of(layout))
         self._driver = Driver(f"kv-sender-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._in_flight: list[_Posting] = []
+        self._spare_page = spare_page
+        self._opening: list[_Opening] = []
         self._driver.io.watch(self._router, lambda: receive_all(self._router, self._receive))
         self._driver.io.start()
 
@@ -189,13 +192,14 @@ class KVSender:
     def _work(self, stalled: float) -> float | None:
         self._driver.tick(stalled)
         self._driver.carry_out()
+        self._poll_openings()
         self._post_writes()
         self._poll_writes()
         self._announce()
         self._driver.carry_out()
         if self._in_flight:
             return min(BUSY_INTERVAL, (time.monotonic() - self._in_flight[0].posted) * LATENESS)
-        if self._core.queue:
+        if self._core.queue or self._opening:
             return BUSY_INTERVAL
         return None if self._core.idle else self._timing.tick
 
@@ -217,12 +221,40 @@ class KVSender:
         session: Session = admit.session
         try:
             peer = self._backend.add_peer(admit.metadata, session.lane.src_blocks, session.lane.dst_blocks)
+            opening = _Opening(session, peer, time.monotonic() + self._timing.bootstrap_timeout)
+            self._opening.append(opening)
+            self._write_spare(opening)
         except ServingError as error:
             with self._driver.lock:
                 self._core.sessions.rejected(session, error.message)
+
+    def _write_spare(self, opening: _Opening) -> None:
+        """Use each path that pages will take, which sets it up: over NIXL that takes longer than all else."""
+        session, lane = opening.session, opening.session.lane
+        if self._spare_page is None or session.spare_page is None:
             return
-        with self._driver.lock:
-            self._core.sessions.admitted(session, peer, time.monotonic())
+        src_id, dst_id = (np.array([page * parts]) for page, parts in (
+            (self._spare_page, lane.src_parts), (session.spare_page, lane.dst_parts)))
+        for piece in lane.pieces:
+            src = expand(src_id, lane.src_blocks[piece.src_group], piece.src, lane.src_parts)
+            dst = expand(dst_id, lane.dst_blocks[piece.dst_group], piece.dst, lane.dst_parts)
+            opening.handles.append(self._backend.write(opening.peer, piece.src_group, src, piece.dst_group, dst))
+
+    def _poll_openings(self) -> None:
+        """Welcome whoever can be written to."""
+        for opening in list(self._opening):
+            opening.poll(self._backend)
+            if opening.handles and time.monotonic() < opening.deadline:
+                continue
+            opening.failed |= bool(opening.handles)
+            self._opening.remove(opening)
+            with self._driver.lock:
+                if opening.failed:
+                    self._core.sessions.rejected(opening.session, "the decode server's memory cannot be written to")
+                else:
+                    self._core.sessions.admitted(opening.session, opening.peer, time.monotonic())
+            if opening.failed:
+                self._backend.remove_peer(opening.peer)
 
     def _dismiss(self, dismiss: Dismiss) -> None:
         session = dismiss.session
@@ -283,14 +315,11 @@ class KVSender:
             self._core.written(posting.write, not posting.failed, time.monotonic(), posting.checksum)
 
 
-@dataclass
-class _Posting:
-    """A write as the backend has it: one transfer for each of the lane's pieces, all of which must end."""
+@dataclass(kw_only=True)
+class _Transfers:
+    """What the backend has of one thing that is written: one transfer for each piece, all of which must end."""
 
-    write: Write
-    posted: float
     handles: list[Any] = field(default_factory=list)
-    checksum: int = 0
     failed: bool = False
 
     def poll(self, backend: Backend) -> None:
@@ -302,6 +331,24 @@ class _Posting:
             elif state is WriteState.FAILED:
                 self.failed = True
         self.handles = pending
+
+
+@dataclass
+class _Posting(_Transfers):
+    """A write as the backend has it."""
+
+    write: Write
+    posted: float
+    checksum: int = 0
+
+
+@dataclass(eq=False)
+class _Opening(_Transfers):
+    """A session whose data path is being used for the first time."""
+
+    session: Session
+    peer: Any
+    deadline: float
 
 
 def _bytes_of(layout: KVLayout) -> Callable[[Write], int]:

@@ -174,7 +174,7 @@ class SenderCore:
     @property
     def idle(self) -> bool:
         """Nothing has a deadline."""
-        return not (self.rooms or self.sessions.open or self.lobby)
+        return not (self.rooms or self.sessions.open or self.sessions.joining or self.lobby)
 
     def shut_down(self, now: float) -> None:
         for session in list(self.sessions.open.values()):
@@ -192,7 +192,8 @@ class SenderCore:
             return
         for old in self.sessions.of_instance(hello.info.instance):
             self._end(old, TransferFailed("the decode server opened a new session", cause="connection_lost"), now)
-        session = Session(session_id, hello.info, way, hello.num_pages, now, hello.checksum)
+        spare = hello.spare_page if hello.spare_page is not None and 0 <= hello.spare_page < hello.num_pages else None
+        session = Session(session_id, hello.info, way, hello.num_pages, now, hello.checksum, spare)
         self.sessions.admit(session, hello.metadata)
 
     def _taken(self, session: Session, message: m.Taken | m.Abort) -> None:

@@ -95,7 +95,7 @@ class Sessions:
         """All of them, when it is time."""
         if now >= self._next_ping:
             self._next_ping = now + self.timing.ping_interval
-            for session in self.open.values():
+            for session in (*self.open.values(), *self.joining.values()):
                 self.send(session.id, m.Ping(now))
 
     def silent(self, now: float, stalled: float) -> list[Session]:

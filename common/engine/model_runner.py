@@ -162,6 +162,11 @@ class ModelRunner:
         self._weights.update(model_path, revision)
 
     @property
+    def spare_page(self) -> int:
+        """The pool's page that no request reads."""
+        return self.num_pages
+
+    @property
     def model(self) -> ModelIdentity:
         """Whose weights these are."""
         return self._weights.identity
