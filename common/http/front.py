@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 
 import msgspec
@@ -31,6 +32,9 @@ from .in_flight import InFlight
 from .journal import Journal
 from .sessions import Sessions
 from .traces import Traces
+
+CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
+"""Tells who asks: the key that came with the HTTP request (its hash), or else the address that it came from."""
 
 
 class Front:
@@ -144,7 +148,7 @@ class Front:
         """
         for spec in {request.sampling.grammar for request in requests}:
             if spec is not None:
-                await self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind)
+                await self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind, CLIENT.get()())
 
     def room_for_output(self, ids: Sequence[int], requested: int | None, tokens_name: str) -> int:
         """Tokens that may follow a prompt; raises InvalidRequest where the request exceeds that."""

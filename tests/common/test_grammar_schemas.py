@@ -56,7 +56,7 @@ def test_all_answers_are_valid(whitespace, sampling):
 
 def accepts(whitespace: str | None, schema, text: str) -> bool:
     """Whether tokens of ``text`` are an answer that may end there."""
-    matcher = xgrammar.GrammarMatcher(Compiler(vocabulary(), whitespace, 1).compile(schema_spec(schema)))
+    matcher = xgrammar.GrammarMatcher(Compiler(vocabulary(), whitespace).compile(schema_spec(schema)))
     tokens = tokenizer().encode(text, add_special_tokens=False)
     return all(map(matcher.accept_token, tokens)) and matcher.is_completed()
 

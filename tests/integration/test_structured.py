@@ -48,6 +48,18 @@ def generate(url: str, **sampling) -> tuple[list[int], str, str]:
     return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]["type"]
 
 
+def test_slow_grammars_hold_up_nobody_else(pair):
+    generate(pair.url, regex="warm")
+    words = "|".join(f"w{i}" for i in range(20_000))  # a second or two each
+    with ThreadPoolExecutor(6) as threads:
+        slow = [threads.submit(generate, pair.url, regex=f"({words}|v{i})", max_new_tokens=2) for i in range(4)]
+        schema = {"type": "object", "properties": {"small": {"type": "boolean"}}, "required": ["small"]}
+        small = threads.submit(generate, pair.url, json_schema=schema).result()
+        num_done = sum(one.done() for one in slow)
+        assert json.loads(small[1]).keys() == {"small"} and num_done < 3
+        assert all(one.result()[1].startswith("w") or one.result()[1].startswith("v") for one in slow)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "sampling_seed": 11}], ids=["greedy", "sampled"])
 def test_a_pair_answers_as_one_server_does(pair, alone, sampling):
     def both(name: str) -> None:
