@@ -17,9 +17,13 @@ answers:
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +32,8 @@ import numpy as np
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
 from .base import Region, WriteState
+
+logger = logging.getLogger(__name__)
 
 _THREADS = 4
 _RDMA_LINGERS, _TCP_LINGERS = 60.0, 960.0  # seconds, see above
@@ -66,12 +72,14 @@ class MooncakeBackend:
     """``host`` is the address that peers reach this process at. Raises ConfigError when the engine does not start."""
 
     name = "mooncake"
+    scope = ""
     progress_interval: float | None = None
 
     def __init__(self, host: str, ib_device: str | None) -> None:
-        os.environ.setdefault("GLOG_minloglevel", "2")  # its INFO lines go to stderr for every connection
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # its other lines go to stderr for every connection
         try:
-            from mooncake.engine import TransferEngine
+            with quiet():
+                from mooncake.engine import TransferEngine
         except ImportError as error:
             raise ConfigError(
                 f"--disaggregation-transfer-backend mooncake needs the mooncake-transfer-engine package (without CUDA: "
@@ -79,11 +87,14 @@ class MooncakeBackend:
         if host in _WILDCARDS:
             raise ConfigError(f"--disaggregation-transfer-backend mooncake needs the address that peers reach this "
                               f"server at as --host, not {host}.")
-        self._engine = TransferEngine()
         protocol, device = ("tcp", "") if ib_device is None else ("rdma", ib_device)
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0:
+        with quiet() as told:
+            self._engine = TransferEngine()
+            failed = self._engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0
+        if failed:
             raise ConfigError(f"Mooncake's transfer engine does not start on {host} over {protocol}"
-                              f"{' with --disaggregation-ib-device ' + device if device else ''}; its log says why.")
+                              f"{' with --disaggregation-ib-device ' + device if device else ''}: "
+                              f"{told[-1] if told else 'it does not say why'}.")
         self.lingering = _TCP_LINGERS if ib_device is None else _RDMA_LINGERS
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._regions: list[Region] = []
@@ -143,6 +154,26 @@ class MooncakeBackend:
         for region in self._regions:
             self._engine.unregister_memory(region.address)
         self._regions.clear()
+
+
+@contextmanager
+def quiet() -> Iterator[list[str]]:
+    """Keep what the engine's C++ writes to stderr while it starts, an error of each good start included: the lines are
+    in the list afterwards, and in our log from debug on."""
+    told: list[str] = []
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield told
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            told.extend(file.read().decode(errors="replace").splitlines())
+    for line in told:
+        logger.debug("Mooncake: %s", line)
 
 
 def runs(src_ids: np.ndarray, dst_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

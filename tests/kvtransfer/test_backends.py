@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.server import DisaggregationArgs
 from baton.kvtransfer.backends import make_backend
-from baton.kvtransfer.backends.mooncake import runs
+from baton.kvtransfer.backends.mooncake import quiet, runs
 from baton.tests.kvtransfer.conftest import BACKENDS
 
 
@@ -38,3 +40,11 @@ def test_devices_are_mooncakes():
 def test_mooncake_needs_an_address_that_peers_can_reach():
     with pytest.raises(ConfigError, match="not 0.0.0.0"):
         make_backend("mooncake", "0.0.0.0")
+
+
+def test_what_mooncake_s_library_writes_while_it_starts_is_kept_off_stderr(capfd):
+    with quiet() as told:
+        os.write(2, b"I1122 topology.cpp:201] No RDMA devices found\n")
+    os.write(2, b"ours\n")
+    assert told == ["I1122 topology.cpp:201] No RDMA devices found"]
+    assert capfd.readouterr().err == "ours\n"
