@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from ...api.errors import ConfigError
@@ -20,6 +21,12 @@ class HttpArgs:
     shutdown_grace_secs: float = flag(20.0, help=(
         "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
     stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")
+
+    @property
+    def shown_url(self) -> str:
+        """What peers' logs call this server."""
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
