@@ -8,7 +8,7 @@ before it goes on with a request, another attempt finds what was computed (kept.
 
 from __future__ import annotations
 
-from ..common.api.errors import InvalidRequest, ServingError
+from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import Agreeing
@@ -90,8 +90,8 @@ class PrefillScheduler:
         assert half is not None
         self.batcher.detach([req])
         self.rooms.abort(half, error)
-        # An abort of ours may be the router's, which tries again with another decode server.
-        self._kept.failed(half.room, self._now, wanted=True)
+        # A client that left may be the router, which tries again with another decode server.
+        self._kept.failed(half.room, self._now, wanted=not isinstance(error, AbortRequested))
 
     def step(self, now: float) -> bool:
         self._now = now

@@ -19,6 +19,10 @@ _MAX_KEYS = 10_000
 """Keys that are remembered at once; above it, those without requests and with a full bucket are forgotten."""
 
 
+REFUSALS = ("rate", "key", "slo", "queue_full", "queue_timeout")
+"""Why requests are not let in."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AdmissionRules:
     """0 means no limit. Rates are requests a second, times are in seconds."""
@@ -164,7 +168,7 @@ class Admission:
         self.rules = rules
         self.running = 0
         self.queued = 0
-        self.refused: dict[str, int] = dict.fromkeys(("rate", "key", "slo", "queue_full", "queue_timeout"), 0)
+        self.refused: dict[str, int] = dict.fromkeys(REFUSALS, 0)
         self.ttft = TtftEstimate()
         self._now = now
         self._bucket = TokenBucket(rules.rate, now()) if rules.rate else None

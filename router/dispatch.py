@@ -72,9 +72,6 @@ class Dispatcher:
         self.outbox = Outbox(self.loop)
         """Takes what connections, of both sides, write."""
         self._worker_key = config.security.worker_api_key
-        own_key = next(iter(config.security.client_keys), None)
-        self.own_authorization = bearer(own_key) if own_key else b""
-        """For the router's own questions to workers without a key of their own: router and workers often share one."""
 
     # ------------------------------------------------------------------ connections
 

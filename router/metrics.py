@@ -26,7 +26,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .admission import Admission
+from ..common.obs.process_metrics import register_process
+from .admission import REFUSALS, Admission
 from .registry import Registry
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -78,6 +79,7 @@ class Metrics:
         self.continued_streams = 0
         self._exposition = CollectorRegistry(auto_describe=False)
         self._exposition.register(_Families(self))
+        register_process(self._exposition, "router")
 
     def render(self) -> bytes:
         """The Prometheus text format."""
@@ -118,7 +120,8 @@ class Metrics:
         entry = self.admission
         yield _gauge("running_requests", "Requests that were let in and have not ended.", entry.running if entry else 0)
         yield _gauge("queued_requests", "Requests that wait to be let in.", entry.queued if entry else 0)
-        yield _counter("refused_requests", "Requests not let in.", ("reason",), entry.refused if entry else {})
+        yield _counter("refused_requests", "Requests not let in.", ("reason",),
+                       entry.refused if entry else dict.fromkeys(REFUSALS, 0))
         yield _counter("circuits_opened", "Circuits that opened.", ("worker",), self.circuits_opened)
 
 

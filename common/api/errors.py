@@ -130,6 +130,10 @@ _BY_CODE: dict[str, type[ServingError]] = {
 }
 
 
+ERROR_CODES = tuple(_BY_CODE)
+"""Codes that errors have unless they name one of their own."""
+
+
 def from_code(code: str, message: str) -> ServingError:
     """Rebuild an error that crossed a process boundary as ``(wire_code, message)``."""
     leaf, _, special = code.partition(":")

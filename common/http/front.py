@@ -29,6 +29,7 @@ from .chat_formats import ChatFormats
 from .generation import Generation
 from .in_flight import InFlight
 from .journal import Journal
+from .keys import Keys
 from .sessions import Sessions
 from .traces import Traces
 
@@ -41,7 +42,7 @@ class Front:
         self.config = config
         self.model = model
         self.client = client
-        self.metrics = ServerMetrics(config.model_name, config.mode)
+        self.metrics = ServerMetrics(config.model_name, config.mode, sglang_names=config.observe.sglang_metrics)
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
         self.ready: Ready | None = None
@@ -49,6 +50,7 @@ class Front:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.in_flight = InFlight()
+        self.keys = Keys.of(config.http.api_key, config.http.admin_api_key)
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.sessions = Sessions()
         self.traces: Traces | None = None

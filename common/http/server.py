@@ -91,7 +91,7 @@ class _Server:
                 stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
             site = await self._serve_http(stack, listener)
             await host.start(services)
-            for task in (self._settle(), self._note_lateness(), self._tell_activity()):
+            for task in (self._settle(), self._note_lateness(), self._note_throughput(), self._tell_activity()):
                 stack.callback(asyncio.create_task(task).cancel)
             reason = await host.ended
             if reason is None:
@@ -109,6 +109,11 @@ class _Server:
     async def _note_lateness(self) -> None:
         await self._host.ready.wait()
         await note_lateness(self._host.front.metrics.late.observe)
+
+    async def _note_throughput(self) -> None:
+        while True:
+            self._host.front.metrics.note_throughput()
+            await asyncio.sleep(1.0)
 
     async def _tell_activity(self) -> None:
         await self._host.ready.wait()

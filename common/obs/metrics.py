@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..api.errors import ERROR_CODES
 from ..api.messages import State
-from .twins import Throughput, WithTwins, derived_gauges
+from .engine_metrics import COUNTED_BY_API_SERVER, COUNTERS, GAUGES, about, family_of
+from .process_metrics import register_process
+from .twins import WINDOW_SECONDS, Throughput, WithTwins, derived_gauges
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -20,55 +23,52 @@ _ITL_BUCKETS = (.001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08
 _LATE_BUCKETS = (.002, .004, .008, .015, .03, .06, .12, .25, .5, 1, 2, 5)
 _E2E_BUCKETS = (.01, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960, 1920)
 
-_GAUGES = {
+FINISH_REASONS = ("stop", "length", "abort")
+_STATE_GAUGES = {
     "num_requests_running": ("num_running", "Requests that the engine computes"),
     "num_requests_waiting": ("num_waiting", "Requests that wait for memory or their turn"),
     "num_requests_transferring": ("num_transferring", "Requests whose KV cache is on its way between two servers"),
-    "kv_pages_total": ("total_pages", "Pages of the KV pool"),
+    "kv_pool_pages": ("total_pages", "Pages of the KV pool"),
     "kv_pages_free": ("free_pages", "KV pages that hold nothing"),
     "kv_pages_held": ("held_pages", "KV pages held by requests"),
     "kv_pages_cached": ("cached_pages", "KV pages held by the prefix cache alone"),
 }
-# The engine's counters have the error's code, or what broke, behind these names; here it is a label.
-_LABELLED = {"kv_transfers_failed": ("code", "KV transfers that failed, by the error's code"),
-             "kv_transfers_broken": ("cause", "KV transfers that broke, by what did")}
-# The front counts these itself, at the moment a request ends; the engine's own counts would double them.
-_COUNTED_IN_FRONT = frozenset(("prompt_tokens", "generation_tokens", "cached_tokens"))
 
 
 class EngineCollector(Collector):
-    """Exports the latest ``State`` of the engine."""
+    """Exports the latest ``State`` of the engine; before there is one, its counters at 0."""
 
     def __init__(self, labels: dict[str, str]):
-        self._names = list(labels)
-        self._values = list(labels.values())
+        self._labels = labels
         self.state: State | None = None
-        self._throughput = Throughput()
+        self.throughput = Throughput()
 
     def collect(self) -> Iterable[Metric]:
-        state = self.state
-        if state is None:
-            return
-        gauges = {name: (getattr(state, field), help) for name, (field, help) in _GAUGES.items()}
-        derived = derived_gauges(state)
-        generated = state.counters.get("generation_tokens", 0.0)
-        derived["gen_throughput"] = self._throughput.rate(generated, time.monotonic())
-        gauges.update({name: (value, "Reported by the engine") for name, value in (state.gauges | derived).items()})
+        if self.state is not None:
+            yield from self._gauges(self.state)
+        yield from self._counters(self.state.counters if self.state is not None else {})
+
+    def _gauges(self, state: State) -> Iterator[Metric]:
+        gauges = {name: (getattr(state, field), help) for name, (field, help) in _STATE_GAUGES.items()}
+        gauges.update({name: (value, about(GAUGES, name).help) for name, value in state.gauges.items()})
+        gauges.update(derived_gauges(state))
+        gauges["gen_throughput"] = (self.throughput.rate, f"Tokens generated a second, of the last {WINDOW_SECONDS} s")
         for name, (value, help) in gauges.items():
-            gauge = GaugeMetricFamily(f"baton:{name}", help, labels=self._names)
-            gauge.add_metric(self._values, value)
+            gauge = GaugeMetricFamily(f"baton:{name}", help, labels=[*self._labels])
+            gauge.add_metric([*self._labels.values()], value)
             yield gauge
-        labelled = {prefix: CounterMetricFamily(f"baton:engine_{prefix}", help, labels=[*self._names, label])
-                    for prefix, (label, help) in _LABELLED.items()}
-        for name, value in state.counters.items():
-            prefix = next((prefix for prefix in labelled if name.startswith(f"{prefix}_")), None)
-            if prefix is not None:
-                labelled[prefix].add_metric([*self._values, name[len(prefix) + 1:]], value)
-            elif name not in _COUNTED_IN_FRONT:
-                counter = CounterMetricFamily(f"baton:engine_{name}", "Counted by the engine", labels=self._names)
-                counter.add_metric(self._values, value)
-                yield counter
-        yield from (family for family in labelled.values() if family.samples)
+
+    def _counters(self, counts: Mapping[str, float]) -> Iterator[Metric]:
+        values = {(name, value): 0.0 for name, metric in COUNTERS.items() if self._labels["mode"] in metric.modes
+                  for value in metric.values or (None,)}
+        values.update({family_of(name): count for name, count in counts.items() if name not in COUNTED_BY_API_SERVER})
+        families: dict[str, CounterMetricFamily] = {}
+        for (name, value), count in values.items():
+            metric = about(COUNTERS, name)
+            labels = [*self._labels, *([metric.label] if metric.label else [])]
+            family = families.setdefault(name, CounterMetricFamily(f"baton:engine_{name}", metric.help, labels=labels))
+            family.add_metric([*self._labels.values(), *([value] if value is not None else [])], count)
+        yield from families.values()
 
 
 class TokenTotals(NamedTuple):
@@ -82,7 +82,8 @@ class TokenTotals(NamedTuple):
 class ServerMetrics:
     """Counters and histograms of one server; each server has its own registry, so that several fit one process."""
 
-    def __init__(self, model_name: str, mode: str):
+    def __init__(self, model_name: str, mode: str, *, sglang_names: bool = True):
+        """``sglang_names``: whether what SGLang measures too is shown under its name as well."""
         labels = {"model_name": model_name, "mode": mode}
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(labels)
@@ -106,9 +107,12 @@ class ServerMetrics:
         self._requests = Counter("baton:num_requests", "Requests by outcome: a finish reason, an error code, or "
                                  "'disconnected'", [*labels, "outcome"], registry=self.registry)
         self._labels = labels
+        for outcome in (*FINISH_REASONS, *ERROR_CODES, "disconnected"):
+            self._requests.labels(**labels, outcome=outcome)
         self._by_outcome: dict[str, Counter] = {}  # a lookup by labels takes as long as a token does otherwise
-        self._exposed = CollectorRegistry()
-        self._exposed.register(WithTwins(self.registry))  # type: ignore[arg-type]
+        self._exposed = CollectorRegistry(auto_describe=False)
+        self._exposed.register(WithTwins(self.registry) if sglang_names else self.registry)  # type: ignore[arg-type]
+        register_process(self._exposed, mode)
 
     @property
     def tokens(self) -> TokenTotals:
@@ -122,6 +126,10 @@ class ServerMetrics:
         if counter is None:
             counter = self._by_outcome[outcome] = self._requests.labels(**self._labels, outcome=outcome)
         counter.inc()
+
+    def note_throughput(self) -> None:
+        """To be called once a second."""
+        self.engine.throughput.note(self.tokens.generated, time.monotonic())
 
     def render(self, state: State | None) -> bytes:
         """The text exposition; ``state`` is a fresh snapshot of the engine, None while it has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import Metric
@@ -45,25 +46,33 @@ class WithTwins(Collector):
                 yield twin
 
 
+WINDOW_SECONDS = 10
+
+
 class Throughput:
-    """Tokens generated a second, between one look and the next."""
+    """Tokens generated a second over the last WINDOW_SECONDS, however often it is read."""
 
     def __init__(self) -> None:
-        self._before: tuple[float, float] | None = None
+        self._notes: deque[tuple[float, float]] = deque(maxlen=WINDOW_SECONDS + 1)
 
-    def rate(self, total: float, now: float) -> float:
-        """``total`` tokens by ``now``, on a monotonic clock in seconds; 0 at the first look."""
-        before, self._before = self._before, (total, now)
-        if before is None or now <= before[1]:
+    def note(self, total: float, now: float) -> None:
+        """``total`` tokens by ``now``, on a monotonic clock in seconds; once a second."""
+        self._notes.append((total, now))
+
+    @property
+    def rate(self) -> float:
+        if len(self._notes) < 2:
             return 0.0
-        return (total - before[0]) / (now - before[1])
+        (before, began), (total, now) = self._notes[0], self._notes[-1]
+        return (total - before) / (now - began)
 
 
-def derived_gauges(state: State) -> dict[str, float]:
-    """Gauges that follow from others in a state; the hit rate is over all prompts so far."""
+def derived_gauges(state: State) -> dict[str, tuple[float, str]]:
+    """Gauges that follow from others in a state, with their help; the hit rate is over all prompts so far."""
     total = state.total_pages * state.page_size
     prompts = state.counters.get("prompt_tokens", 0.0)
-    return {
-        "max_total_num_tokens": total, "num_used_tokens": round(state.gauges.get("token_usage", 0.0) * total),
-        "cache_hit_rate": state.counters.get("cached_tokens", 0.0) / prompts if prompts else 0.0,
-    }
+    hits = state.counters.get("cached_tokens", 0.0) / prompts if prompts else 0.0
+    used = round(state.gauges.get("token_usage", 0.0) * total)
+    return {"max_total_num_tokens": (total, "Tokens that the KV pool has room for"),
+            "num_used_tokens": (used, "Tokens of the KV pool that a new request could not have"),
+            "cache_hit_rate": (hits, "Share of all prompt tokens so far that the prefix cache had")}

@@ -91,8 +91,9 @@ class KeyTable:
 class Manual:
     """By ``X-SMG-Routing-Key``; a request without it gets any worker.
 
-    A new key goes to any worker (``random``), the one with the fewest requests (``min_load``) or with the fewest keys
-    (``min_group``). Keys that were not used for ``max_idle`` seconds are forgotten every ``eviction_interval`` seconds.
+    A new key goes to any worker (``random``; over time to each as often), the one with the fewest requests
+    (``min_load``) or with the fewest keys (``min_group``). Keys that were not used for ``max_idle`` seconds are
+    forgotten every ``eviction_interval`` seconds.
     """
 
     def __init__(self, rng: Random, *, mode: AssignmentMode = "random", max_idle: float = 14400.0,
@@ -105,6 +106,7 @@ class Manual:
         self._next_eviction = 0.0
         self._workers: Sequence[Worker] = ()
         self._by_id: dict[int, Worker] = {}
+        self._deck: list[int] = []
         self.table = KeyTable()
         self.given: Callable[[int, int, bool], None] = lambda key, worker_id, new: None
         """Called with each key that is given to a worker, and whether it is new."""
@@ -141,4 +143,14 @@ class Manual:
             groups = [self.table.groups[worker.id] for worker in workers]
             least = min(groups)
             return self._rng.choice([worker for worker, keys in zip(workers, groups) if keys == least])
-        return self._rng.choice(workers)
+        return self._dealt(workers)
+
+    def _dealt(self, workers: Sequence[Worker]) -> Worker:
+        """Any worker, but each once before one of them again: five keys never all go to one of two workers."""
+        while self._deck:
+            worker = self._by_id.get(self._deck.pop())
+            if worker is not None:
+                return worker
+        self._deck = [worker.id for worker in workers]
+        self._rng.shuffle(self._deck)
+        return self._by_id[self._deck.pop()]

@@ -93,6 +93,16 @@ def test_manual_without_a_key_goes_anywhere():
     assert not len(policy.table)
 
 
+def test_manual_deals_keys_evenly_in_any_order():
+    pool, orders = workers(3), set()
+    for seed in range(20):
+        policy = Manual(Random(seed))
+        given = [policy.choose(pool, asked(policy, key(str(at)))).worker for at in range(9)]
+        assert all({*given[at:at + 3]} == {*pool} for at in (0, 3, 6))
+        orders.add(tuple(given[:3]))
+    assert len(orders) == 6
+
+
 def test_manual_assigns_by_load_and_by_keys():
     pool = workers(3)
     for worker, load in zip(pool, (5, 1, 9)):

@@ -12,6 +12,7 @@ from ..cli import flag
 
 @dataclass(frozen=True)
 class ObserveArgs:
+    sglang_metrics: bool = flag(True, help="show what SGLang measures too under its metrics' names as well")
     log_requests: bool = flag(False, help="log each request's beginning and end, as JSON")
     log_requests_level: Literal[0, 1, 2, 3] = flag(2, help=(
         "what --log-requests shows: 0 counts, 1 also sampling parameters, 2 also 2,048 ids of the prompt and "
