@@ -78,6 +78,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/get_server_info", admin_routes.server_info),
     ("GET", "/server_info", admin_routes.server_info),
     ("POST", "/abort_request", admin_routes.abort_request),
+    ("POST", "/connect_prefill", admin_routes.connect_prefill),
     ("POST", "/v1/embeddings", embedding_routes.embeddings),
     ("POST", "/encode", embedding_routes.encode),
     ("POST", "/classify", embedding_routes.classify),

@@ -158,7 +158,8 @@ async def test_workers_join_and_leave(router, worker, request_to, chat, script):
     assert listed["urls"] == [mock.url]
     assert listed["workers"][0] | {"id": "", "url": ""} == {
         "id": "", "url": "", "role": "regular", "state": "healthy", "healthy": True, "load": 0, "circuit": "closed",
-        "draining": False, "models": ["tiny"], "cached_tokens": None, "dp_rank": None}
+        "draining": False, "models": ["tiny"], "cached_tokens": None, "dp_rank": None,
+        "model_fingerprint": None, "misfits": []}
     assert (await chat(front)).status == 200
     assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 200
     assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 404

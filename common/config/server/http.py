@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from ...api.errors import ConfigError
@@ -24,6 +25,12 @@ class HttpArgs:
     client_body_timeout_secs: float = flag(60.0, help=(
         "seconds within which a request's body must be there; one more for each 16 KiB that have come; 0: no limit"))
     stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")
+
+    @property
+    def shown_url(self) -> str:
+        """What peers' logs call this server."""
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
