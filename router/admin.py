@@ -15,6 +15,7 @@ from ..common.obs.about import POLICY, about
 from . import dashboard
 from .cluster import Cluster
 from .collect import Answer, ask, ask_models, get
+from .compatibility import misfits_of
 from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
@@ -60,7 +61,8 @@ def readiness(router: Cluster, request: Request) -> Response:
         states = [worker.state for worker in router.registry]
         return Response.json({"status": "ready", "healthy_workers": states.count("healthy"),
                               "total_workers": len(states)})
-    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts()}),
+    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts(),
+                                              "misfits": misfits_of(router.registry)}),
                     headers=(("retry-after", f"{RETRY_AFTER_SECONDS:g}"),))
 
 

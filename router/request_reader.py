@@ -64,8 +64,8 @@ class RequestReader:
     """
 
     __slots__ = ("ready", "refused", "awaits_continue", "partial", "_rules", "_max_payload", "_parser", "_pieces",
-                 "_large", "_size", "_beside", "_id_rank", "_framing", "_connection", "_api_key", "_api_key_line",
-                 "_expects", "_in_body", "_last")
+                 "_large", "size", "_beside", "_id_rank", "_framing", "_connection", "_api_key", "_api_key_line",
+                 "_expects", "in_body", "_last")
 
     def __init__(self, rules: HeadRules, max_payload: int):
         self.ready: deque[Request | ServingError] = deque()
@@ -82,11 +82,11 @@ class RequestReader:
         """Of the lines to forward, then of the body."""
         self._large: bytearray | None = None
         """A large body, as far as it has come."""
-        self._size = self._id_rank = 0
+        self.size = self._id_rank = 0
         self._beside = 0
         """Bytes since the last ones of a body: of a head, or of what stands between chunks and behind them."""
         self._framing = self._connection = self._api_key = self._api_key_line = b""
-        self._expects = self._in_body = False
+        self._expects = self.in_body = False
         self._last: KnownHead[Request] | None = None
 
     def whole(self, data: bytes) -> Request | None:
@@ -109,7 +109,7 @@ class RequestReader:
         except httptools.HttpParserError as error:
             self.refuse(InvalidRequest(f"The request is not valid HTTP ({error})."))
         if self.partial is not None and self._beside > _MAX_HEAD:
-            part = "trailers are" if self._in_body else "head is"
+            part = "trailers are" if self.in_body else "head is"
             self.refuse(HeadersTooLarge(f"The request's {part} larger than {_MAX_HEAD} bytes."))
 
     def refuse(self, error: ServingError) -> None:
@@ -130,15 +130,15 @@ class RequestReader:
         self.partial = Request()
         self._pieces = []
         self._large = None
-        self._size = 0
-        self.awaits_continue = self._expects = self._in_body = False
+        self.size = 0
+        self.awaits_continue = self._expects = self.in_body = False
         self._framing = self._connection = self._api_key = self._api_key_line = b""
 
     def on_url(self, url: bytes) -> None:
         self.partial.target += url  # type: ignore[union-attr]  # llhttp begins a message before its URL
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:
+        if self.in_body:
             return  # A trailer: it may neither join the body nor change what the head said, such as the key.
         request = self.partial
         folded = name.lower()
@@ -177,7 +177,7 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         assert self.partial is not None
         self._beside = 0
-        self._in_body = True
+        self.in_body = True
         self.awaits_continue = self._expects
         if self._connection:
             self._drop_named()
@@ -188,16 +188,16 @@ class RequestReader:
         self._pieces = []
 
     def on_body(self, data: bytes) -> None:
-        self._size += len(data)
+        self.size += len(data)
         self._beside = 0
         self.awaits_continue = False
-        if self._size > self._max_payload:
+        if self.size > self._max_payload:
             self.refuse(self._too_large())
         elif self.refused:
             return
         elif self._large is not None:
             self._large += data
-        elif self._size >= _GATHERED:
+        elif self.size >= _GATHERED:
             self._large = bytearray().join((*self._pieces, data))
             self._pieces = []
         else:

@@ -112,6 +112,8 @@ async def test_every_endpoint_of_our_servers_is_there(router, worker, request_to
 
     front = await router(await worker())
     for method, path, _ in (*app._ROUTES, *app._CONTROL, ("GET", "/openapi.json", None)):
+        if path == "/connect_prefill":  # The router's own question.
+            continue
         reply = await request_to(front, method, re.sub(r"\{[^}]*\}", "name", path), b"{}" if method == "POST" else b"")
         assert reply.status == 200, (method, path, reply.body)
 
