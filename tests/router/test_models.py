@@ -14,6 +14,7 @@ from baton.router.endpoint import Endpoint
 from baton.router.models import ModelNotFound, Models
 from baton.router.policies import PolicySets
 from baton.router.policies.cache_aware import MOST_BLOCKS
+from baton.router.policies.load_view import EXACT_UP_TO
 from baton.router.registry import ROLES, Registry, Worker
 from baton.router.request import Request
 
@@ -134,6 +135,17 @@ def test_models_share_what_workers_tell_and_the_bound_on_memory():
     assert sum(aware.of(group)["regular"].most_blocks for group in (None, *"abc")) == MOST_BLOCKS
     aware.sweep(0.0, "ab")
     assert aware.of(None)["regular"].most_blocks == MOST_BLOCKS // 3
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "cache_exact", "least_loaded", "prefix_hash", "consistent_hash"])
+def test_policies_of_a_model_that_is_gone_follow_nobody(name):
+    sets = PolicySets(dict.fromkeys(ROLES, name), PolicyArgs(policy=name), Random(1))
+    fleet = tuple(made("a") for _ in range(EXACT_UP_TO + 1))
+    policy, request = sets.of("a")["regular"], Request()
+    policy.choose(fleet, policy.read(request, None))
+    assert all(worker.load_orders for worker in fleet)
+    sets.sweep(0.0, ["b"])
+    assert not any(worker.load_orders for worker in fleet)
 
 
 def test_turns_of_models_do_not_mix():
