@@ -26,6 +26,7 @@ from ..openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, output_limit
 from ..tokenizer.tokenizer import Tokenizer
+from .arrivals import Arrivals
 from .chat_formats import ChatFormats
 from .generation import Generation
 from .in_flight import InFlight
@@ -54,6 +55,7 @@ class Front:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.in_flight = InFlight()
+        self.arrivals = Arrivals(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
         self.keys = Keys.of(config.http.api_key, config.http.admin_api_key)
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.sessions = Sessions()
