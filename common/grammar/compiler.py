@@ -11,6 +11,7 @@ import xgrammar
 
 from ..api.errors import InvalidRequest
 from ..api.grammar import GrammarSpec, Vocabulary
+from .patterns import check_patterns
 
 # What xgrammar puts wherever JSON may have white space. In a string of a schema these characters would be escaped.
 _ANY_WHITESPACE = r"[ \n\r\t]*"
@@ -37,6 +38,8 @@ class Compiler:
     def compile(self, spec: GrammarSpec, max_threads: int | None = None) -> xgrammar.CompiledGrammar:
         """Raises InvalidRequest with the reason. May take any time and memory, or end the process."""
         threads = max_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+        if spec.kind in ("json_schema", "structural_tag"):
+            check_patterns(spec.kind, spec.text)
         try:
             return self._compile(spec, xgrammar.GrammarCompiler(self._tokens_of(spec), max_threads=threads,
                                                                 cache_enabled=False))
