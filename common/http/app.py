@@ -30,6 +30,7 @@ from . import (
     tokenize_routes,
 )
 from .api_document import api_document
+from .arrivals import SlowBody, SlowRequest
 from .front import Front
 from .in_flight import shut_down
 from .keys import Keys
@@ -155,6 +156,7 @@ def _guard(front: Front) -> Any:
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
+        front.arrivals.headed(request)
         try:
             _check_key(request, front.keys)
             return await handler(request)
@@ -162,6 +164,9 @@ def _guard(front: Front) -> Any:
             return _told(request, error)
         except web.HTTPException as error:
             return _http_error(request, error, http.max_payload_size)
+        except SlowBody:
+            return _told(request, SlowRequest("The request's body did not arrive in time; see "
+                                              "--client-body-timeout-secs."))
         except web.RequestPayloadError:
             return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
                                                  "form of its chunks, is broken."))
