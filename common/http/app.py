@@ -30,7 +30,8 @@ from . import (
     tokenize_routes,
 )
 from .api_document import api_document
-from .front import Front
+from .arrivals import SlowBody, SlowRequest
+from .front import CLIENT, Front
 from .in_flight import shut_down
 from .keys import Keys
 from .prompt_pages import tell_pages
@@ -152,9 +153,11 @@ def _guard(front: Front) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if front.traces is not None:
             TRACEPARENT.set(request.headers.get("traceparent"))
+        CLIENT.set(functools.partial(_client, request))
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
+        front.arrivals.headed(request)
         try:
             _check_key(request, front.keys)
             return await handler(request)
@@ -162,6 +165,9 @@ def _guard(front: Front) -> Any:
             return _told(request, error)
         except web.HTTPException as error:
             return _http_error(request, error, http.max_payload_size)
+        except SlowBody:
+            return _told(request, SlowRequest("The request's body did not arrive in time; see "
+                                              "--client-body-timeout-secs."))
         except web.RequestPayloadError:
             return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
                                                  "form of its chunks, is broken."))
@@ -178,6 +184,13 @@ def _guard(front: Front) -> Any:
             in_flight.end(task)
 
     return guard
+
+
+def _client(request: web.Request) -> str:
+    """A key's hash, which may be logged by nobody, or what a proxy says of the address, or the address."""
+    headers = request.headers
+    key = headers.get("Authorization") or headers.get("x-api-key")
+    return str(hash(key)) if key else headers.get("X-Forwarded-For") or request.remote or ""
 
 
 def _check_key(request: web.Request, keys: Keys) -> None:

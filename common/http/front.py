@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 
 import msgspec
@@ -25,6 +26,7 @@ from ..openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, output_limit
 from ..tokenizer.tokenizer import Tokenizer
+from .arrivals import Arrivals
 from .chat_formats import ChatFormats
 from .generation import Generation
 from .in_flight import InFlight
@@ -32,6 +34,9 @@ from .journal import Journal
 from .keys import Keys
 from .sessions import Sessions
 from .traces import Traces
+
+CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
+"""Tells who asks: the key that came with the HTTP request (its hash), or else the address that it came from."""
 
 
 class Front:
@@ -50,6 +55,7 @@ class Front:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.in_flight = InFlight()
+        self.arrivals = Arrivals(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
         self.keys = Keys.of(config.http.api_key, config.http.admin_api_key)
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.sessions = Sessions()
@@ -157,9 +163,19 @@ class Front:
 
         ``param`` states the grammar; None where the parameter is called as its kind. Call it last before they are sent.
         """
-        for spec in {request.sampling.grammar for request in requests}:
-            if spec is not None:
-                await self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind)
+        for spec in {request.sampling.grammar for request in requests} - {None}:
+            assert spec is not None
+            ready = asyncio.ensure_future(self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind,
+                                                                CLIENT.get()()))
+            try:
+                with self.client.expected.waiting(requests) as aborted:
+                    await asyncio.wait((ready, aborted), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not ready.done():
+                    ready.cancel()  # the grammar itself is made all the same: others may wait for it
+            if not ready.done():
+                return
+            await ready
 
     def room_for_output(self, ids: Sequence[int], requested: int | None, tokens_name: str) -> int:
         """Tokens that may follow a prompt; raises InvalidRequest where the request exceeds that."""

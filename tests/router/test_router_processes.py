@@ -249,6 +249,12 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
         assert (await ask(client, "GET", "/readiness")).status == 200
         assert (await ask(client, "GET", made.headers["location"])).json["models"] == ["tiny"]
     assert len(checks) == 1
+    place = made.headers["location"]
+    assert (await ask(other, "PUT", place, {"priority": 7, "api_key": "secret"})).status == 202
+    assert (await ask(one, "GET", place)).json["priority"] == 7
+    for client in (one, other):
+        await ask(client, "POST", CHAT, chat("x"))
+        assert (b"authorization", b"Bearer secret") in mock.posts[-1].headers
     assert (await ask(other, "POST", f"/remove_worker?url={mock.url}")).status == 200
     for client in (one, other):
         assert (await ask(client, "POST", CHAT, chat("x"))).status == 503

@@ -20,6 +20,10 @@ class HttpArgs:
         "largest request body in bytes; uploaded files may have 512 MiB"))
     shutdown_grace_secs: float = flag(20.0, help=(
         "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
+    client_header_timeout_secs: float = flag(30.0, help=(
+        "seconds within which the first request of a connection must have a head; 0: no limit"))
+    client_body_timeout_secs: float = flag(60.0, help=(
+        "seconds within which a request's body must be there; one more for each 16 KiB that have come; 0: no limit"))
     stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")
 
     @property
@@ -31,5 +35,6 @@ class HttpArgs:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}.")
-        if not self.shutdown_grace_secs >= 0:
-            raise ConfigError(f"--shutdown-grace-secs must be 0 or more, not {self.shutdown_grace_secs:g}.")
+        for name in ("shutdown_grace_secs", "client_header_timeout_secs", "client_body_timeout_secs"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}.")
