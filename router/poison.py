@@ -215,11 +215,14 @@ class PoisonGuard:
         return Suspect(self, mark, known.role, known.deaths, known.age, fresh=True)
 
     def learn(self, deaths: Deaths) -> None:
-        """Take in what another process found."""
+        """Take in what another process found. A refusal is not taken back."""
+        found = self.records.get(deaths.fingerprint)
+        if found is not None and found[0].refused and not deaths.refused:
+            return
         if not deaths.deaths:
             self.records.pop(deaths.fingerprint, None)
             return
-        if len(self.records) >= _MOST_RECORDS and deaths.fingerprint not in self.records:
+        if len(self.records) >= _MOST_RECORDS and found is None:
             del self.records[next((mark for mark, (known, _) in self.records.items() if not known.refused),
                                   next(iter(self.records)))]
         self.records[deaths.fingerprint] = deaths, self.loop.time() + deaths.seconds
@@ -238,7 +241,7 @@ class PoisonGuard:
 
     def clear(self, suspect: Suspect) -> None:
         """A suspect has answered: its like is no suspect any more."""
-        if (found := self.records.get(suspect.fingerprint)) is not None and not found[0].refused:
+        if suspect.fingerprint in self.records:
             self._note(Deaths(suspect.fingerprint, suspect.role, 0, 0.0, 0.0))
 
     def _note(self, deaths: Deaths) -> None:
@@ -296,10 +299,10 @@ class PoisonGuard:
         if suspect.died_under is worker:
             go_on()  # It is dead still; there was nobody else to be tried on.
             return
-        suspect.died_under = worker
 
         def decide(dead: bool) -> None:
             if dead:
+                suspect.died_under = worker
                 self._count(suspect, quarantined)
             suspect.leave()
             if suspect.finished:

@@ -312,3 +312,13 @@ async def test_an_attempt_that_fails_otherwise_ends_its_quarantine(router, chat,
     await kill(workers[0])
     assert [(await reply).status for reply in asked] == [200] * 10
     assert all(map(front.dispatcher.poison.slots.free, front.registry))
+
+
+async def test_a_refusal_is_not_taken_back_by_who_knows_less(router, worker):
+    guard = (await router(await worker())).dispatcher.poison
+    refused = poison.Deaths(b"x", "regular", 3, 0.1, 60.0, refused=True)
+    guard.learn(refused)
+    for less in (poison.Deaths(b"x", "regular", 1, 0.1, 60.0), poison.Deaths(b"x", "regular", 0, 0.0, 0.0)):
+        guard.learn(less)
+    (known,) = guard.known()
+    assert known.refused and known.seconds > 59
