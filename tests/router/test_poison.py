@@ -23,17 +23,18 @@ async def kill(mock):
         connection.die()
 
 
-def mortal(*, how="killed", after=0.02, takes=0.3):
-    """Dies of poison, after a moment; answers all else in time."""
+def mortal(*, how="killed", after=0.02, takes=0.3, late=False):
+    """Dies of poison, after a moment; answers all else in time. ``late``: a dead engine's API server says so last."""
 
     async def behave(served):
         mock = served.worker
         if b"poison" in served.body:
             await asyncio.sleep(after)
             if how == "engine":
+                mock.dead = True
+                await asyncio.sleep(0.1 if late else 0)  # its API server does not know it yet
                 mock.behaviour = last_words
                 mock.health = 503
-                mock.dead = True
                 mock.dying.set()
             else:
                 await kill(mock)
@@ -264,7 +265,8 @@ async def test_the_same_request_of_many_clients_is_answered_when_one_worker_is_k
 @pytest.mark.parametrize("told_by_peer", [False, True], ids=["itself", "peer"])
 async def test_poison_kills_two_of_one_role(router, chat, pool, script, role, how, told_by_peer):
     """Decode waits for prefill, as it does; where it learns of the death first, it answers 502."""
-    prefills = await pool(4, mortal(how=how, takes=0.1) if role == "prefill" else answer, **OURS)
+    prefills = await pool(
+        4, mortal(how=how, takes=0.1, late=told_by_peer) if role == "prefill" else answer, **OURS)
 
     async def decode(served):
         room = served.json.get("bootstrap_room")
