@@ -42,6 +42,10 @@ $(VENV)/engine: pyproject.toml $(PINS) | $(VENV)/bin/python
 	$(INSTALL) -e '.[$(ENGINE)]'
 	@touch $@
 
+# Triton's tests run with the measured one where torch names none (its CPU build), else with torch's own.
 $(VENV)/dev: pyproject.toml $(PINS) $(VENV)/engine
+ifneq ($(HAS_GPU),yes)
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q --no-deps triton==3.6.0
+endif
 	$(INSTALL) -e '.[$(ENGINE),otel,k8s,dev]'
 	@touch $@

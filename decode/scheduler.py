@@ -15,6 +15,7 @@ from ..common.engine.unified import UnifiedScheduler
 from ..kvtransfer.receiver import KVReceiver
 from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
 from ..kvtransfer.states import Phase
+from .peers import PrefillPeers
 
 
 class DecodeScheduler:
@@ -26,6 +27,7 @@ class DecodeScheduler:
         self.ledger = unified.ledger
         self.receiver = receiver
         self.rooms = Rooms(receiver, tp)
+        self.peers = PrefillPeers(receiver)
         self.arrived = self.batcher.make_queue()
         self._begun: list[Half] = []  # in this step
 

@@ -71,6 +71,11 @@ def compiles_gluon(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in GLUON_VERSIONS
 
 
+LOADS_PASS_STORES = AVAILABLE and tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
+"""Whether a loop's loads are asked for turns ahead even where the loop stores, too. From Triton 3.9 on they are not:
+without a word such a loop waits for memory in every turn."""
+
+
 @functools.cache
 def runs_gluon(device: torch.device) -> bool:
     """Whether the kernels written in Gluon run there, all of them for Hopper GPUs. Gluon is young: another Triton may

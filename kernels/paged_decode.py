@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference
-from ._triton import pdl, runs_gluon, runs_triton, start_next, tl, triton, wait_for_last
+from ._triton import LOADS_PASS_STORES, pdl, runs_gluon, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
 from .float8_words import load_quarters, merge_quarters, reads_words
 from .fresh_rows import FreshRows, angles_of, turned
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 TILE = Tile()
 """Four programs of it fit a multiprocessor."""
-_FEW = Tile(tokens=64, warps=4, stages=3, ahead=2, late=True)
+_FEW = Tile(tokens=64, warps=4, stages=3, ahead=2, late=LOADS_PASS_STORES)
 _FEW_HEADS = 264
 """KV heads of all requests that give an H200's multiprocessors two programs each at most: longer pieces, of which more
 is under way, then take less than four programs to a multiprocessor."""

@@ -23,7 +23,8 @@ History: version 1 is the first. Version 2 has seals (seal.py), checksums (check
 (lanes.py): a decode rank has sessions with all prefill ranks that it has lanes from, reserves with each, and waits for
 the result of each. Version 3 has Taken, until which prefill keeps what another attempt at the request would need, and
 Decline. Landing is sent only to peers whose memory has bells, which know it. A prefill server may
-have stages: its ranks then have some of the layers each, which an older peer refuses by their number.
+have stages: its ranks then have some of the layers each, which an older peer refuses by their number. A server whose
+weights were replaced is another instance, and tells another model.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import msgspec
 import numpy as np
 
 from ..common.api import errors
+from ..common.api.identity import ModelIdentity
 from ..common.api.messages import Logprobs
 from ..common.kvcache.layout import KVLayout
 from .checksum import Extent
@@ -66,7 +68,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """One rank of one server instance, as its peers need to know it. Receivers have no ``endpoint``.
 
     ``rank`` of ``tp_size`` is its place in its attention group, which is data-parallel rank ``dp_rank`` of ``dp_size``,
-    or stage ``pp_rank`` of ``pp_size``, whose layers the layout tells.
+    or stage ``pp_rank`` of ``pp_size``, whose layers the layout tells. ``model`` is None of a peer that does not
+    tell it; ``server`` is what logs call it.
     """
 
     instance: str
@@ -80,6 +83,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     dp_size: _Ranks = 1
     pp_rank: int = 0
     pp_size: _Ranks = 1
+    model: ModelIdentity | None = None
+    server: str = ""
 
     def __post_init__(self) -> None:
         places = ((self.rank, self.tp_size), (self.dp_rank, self.dp_size), (self.pp_rank, self.pp_size))
@@ -92,6 +97,9 @@ class RankInfo(msgspec.Struct, frozen=True):
             ours, theirs = getattr(self, name), getattr(peer, name)
             if ours != theirs:
                 return f"{name} is {ours!r} here and {theirs!r} there"
+        mine, its = self.model, peer.model
+        if mine is not None and its is not None and mine.fingerprint != its.fingerprint:
+            return f"the model is {mine} here and {its} there"
         return why_not(peer.side, self.side)
 
     @property
@@ -102,7 +110,8 @@ class RankInfo(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """``expected`` is the sender's instance that the receiver was told of; ``metadata`` the backend's own.
 
-    ``checksum`` says which words of its pages each result must be accompanied by a checksum of.
+    ``checksum`` says which words of its pages each result must be accompanied by a checksum of. ``spare_page`` is one
+    that nobody reads: what is written there opens the data path before the first request.
     """
 
     info: RankInfo
@@ -110,6 +119,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     num_pages: int
     metadata: bytes
     checksum: Extent = "off"
+    spare_page: int | None = None
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -117,10 +127,12 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """``restarted``: the sender is another instance than expected; ask the bootstrap server again."""
+    """``restarted``: the sender is another instance than expected; ask the bootstrap server again. ``unfit``: the two
+    will never fit together."""
 
     message: str
     restarted: bool = False
+    unfit: bool = False
 
 
 class Reserve(msgspec.Struct, tag="reserve", frozen=True):
@@ -199,6 +211,12 @@ class Bye(msgspec.Struct, tag="bye", frozen=True):
 
 class Gone(msgspec.Struct, tag="gone", frozen=True):
     message: str
+
+
+
+def misfit(why: str) -> str:
+    """A sentence on what RankInfo.mismatch of a decode rank tells."""
+    return f"prefill and decode do not fit together: {why} (decode, prefill)"
 
 
 ToSender = Hello | Reserve | Decline | Taken | Abort | Pong | Bye

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import zmq
 import zmq.utils.monitor
+from msgspec.structs import replace
 
 from ..common.api.errors import ServingError
+from ..common.api.identity import ModelIdentity
 from ..common.api.unreadable import UNREADABLE
 from ..common.config.server import DisaggregationArgs
 from ..common.kvcache.layout import KVLayout
@@ -17,14 +20,17 @@ from .backends.base import Backend
 from .bootstrap import NotRegistered, OtherSecret, fetch_ranks
 from .checksum import extent_of, make_checksum, places_of
 from .driver import Driver
-from .endpoint import control_socket, rank_info, receive_all, register_pool
+from .endpoint import PairKey, control_socket, rank_info, receive_all, register_pool
 from .lanes import expand, parts_of
 from .messages import PrefillResult, RankInfo, decode_to_receiver, encode, unpack_page_ids
+from .notices import Warn
 from .receiving import ReceiverCore
-from .recv_state import Address, Close, Connect, Effect, Lookup, RecvRoom, Send, Verify
+from .recv_state import Address, Close, Connect, Effect, Lookup, RecvRoom, Send, Trial, Verify
 from .seal import OTHER_SECRET, TO_SENDER, Channel, Unsealed, secret_of
 from .states import Phase
 from .timing import Timing
+
+logger = logging.getLogger("baton.kvtransfer")
 
 Socket = zmq.Socket[bytes]
 
@@ -39,7 +45,8 @@ class KVReceiver:
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
-                 dp_size: int = 1):
+                 dp_size: int = 1, model: ModelIdentity | None = None, server: str = "",
+                 spare_page: int | None = None):
         named = register_pool(backend, layout, num_pages, regions)
         self._checksum = make_checksum(named, num_pages)
         self._extent = extent_of(args.kv_checksum, named)
@@ -49,9 +56,10 @@ class KVReceiver:
         self._secret = secret_of(args.cluster_secret)
         self._timing = Timing.of(args)
         self.info: RankInfo = rank_info(endpoint="", rank=rank, tp_size=tp_size, layout=layout, backend=backend,
-                                        dp_rank=dp_rank, dp_size=dp_size)
+                                        dp_rank=dp_rank, dp_size=dp_size, model=model, server=server)
+        self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._core = ReceiverCore(self.info, self._timing, num_pages, backend.local_metadata(), self._extent,
-                                  backend.lingering)
+                                  backend.lingering, spare_page)
         self._driver = Driver(f"kv-receiver-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._sockets: dict[bytes, Socket] = {}
         self._monitors: dict[bytes, Socket] = {}
@@ -108,6 +116,34 @@ class KVReceiver:
         with self._driver as core:
             core.ways.decline(room, peer, error, time.monotonic())
 
+    def connect(self, peer: Address) -> None:
+        """Look up a prefill server and connect to all ranks of it that write to us, before a room needs it.
+        ``connected`` tells what comes of it."""
+        with self._driver as core:
+            core.connect(peer, time.monotonic())
+
+    def connected(self, peer: Address) -> Trial | None:
+        """What has come of ``connect``, once; None until that is known."""
+        self._driver.io.check()
+        with self._driver.lock:
+            return self._core.trials.pop(peer) if self._core.trials[peer].done else None
+
+    def leave(self) -> None:
+        """The weights are about to change: end all sessions. No room is open."""
+        with self._driver as core:
+            core.leave(time.monotonic())
+
+    def join(self, model: ModelIdentity) -> None:
+        """The weights are these now."""
+        self.info = replace(self.info, model=model)
+        with self._driver as core:
+            core.join(self.info)
+
+    @property
+    def key(self) -> str:
+        """See ``common.engine.peers``."""
+        return self._pair_key.of(self.info)
+
     def forget(self, room: int) -> None:
         """Drop a room that is DONE or FAILED."""
         with self._driver.lock:
@@ -150,6 +186,8 @@ class KVReceiver:
             self._lookups.submit(self._look_up, effect.address)
         elif isinstance(effect, Connect):
             self._connect(effect)
+        elif isinstance(effect, Warn):
+            logger.warning(effect.text)
         elif isinstance(effect, Verify):
             self._verify(effect)
         else:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..common.api.errors import InvalidRequest, ServingError, TransferFailed
+from ..common.api.errors import DeadlineExceeded, InvalidRequest, PairMismatch, ServingError, TransferFailed
 from . import messages as m
 from .checksum import Extent
 from .failures import count_failure, fail, room_in_use
-from .recv_state import Address, Close, Effect, Link, RecvRoom, Route, Verify
+from .notices import Notices
+from .recv_state import Address, Close, Effect, Link, RecvRoom, Route, Trial, Verify
 from .seal import OTHER_SECRET
 from .states import RECEIVER, Event, Phase, step
 from .timing import Timing
@@ -31,7 +32,7 @@ class ReceiverCore:
     """
 
     def __init__(self, info: m.RankInfo, timing: Timing, num_pages: int, metadata: bytes = b"",
-                 checksum: Extent = "off", lingering: float = 0.0):
+                 checksum: Extent = "off", lingering: float = 0.0, spare_page: int | None = None):
         """``lingering`` is the backend's."""
         self.info = info
         self.timing = timing
@@ -39,8 +40,10 @@ class ReceiverCore:
         self.lingering = lingering
         self.effects: deque[Effect] = deque()
         self.rooms: dict[int, RecvRoom] = {}
-        self.ways = Ways(m.Hello(info, "", num_pages, metadata, checksum), timing, self.effects,
-                         lambda address: bool(self._waiting(address)))
+        self.ways = Ways(m.Hello(info, "", num_pages, metadata, checksum, spare_page), timing, self.effects,
+                         lambda address: bool(self._waiting(address)) or self._tries(address))
+        self.trials: dict[Address, Trial] = {}
+        self._notices = Notices(self.effects)
         self.counters: dict[str, float] = {"kv_bytes_received": 0, "kv_transfers_done": 0, "kv_transfer_seconds": 0,
                                            "kv_messages_dropped": 0}
         self._stamps = itertools.count(secrets.randbits(48))
@@ -75,6 +78,29 @@ class ReceiverCore:
         assert self.rooms[room].phase.terminal, "forget before the room has ended"
         del self.rooms[room]
 
+    # -- without a room -------------------------------------------------------------------------------------------
+
+    def connect(self, address: Address, now: float) -> None:
+        """Seek a way to a sender before a room needs it; ``trials`` tells what comes of it."""
+        trial = self.trials[address] = Trial(now + self.timing.bootstrap_timeout)
+        trial.done = self.ways.way_to(address) is not None
+
+    def leave(self, now: float) -> None:
+        """End all sessions: our cache is going to be of other weights. No room is open."""
+        self.ways.close()
+        for address in {*self.trials, *self.ways.searches}:
+            self.ways.drop_search(address)
+            self._fail_waiting(address, TransferFailed("the decode server's weights are being replaced",
+                                                       cause="weights"), now)
+
+    def join(self, info: m.RankInfo) -> None:
+        """What we say of ourselves from now on."""
+        self.info = info
+        self.ways.introduce(info)
+
+    def _tries(self, address: Address) -> bool:
+        return address in self.trials and not self.trials[address].done
+
     # -- what a look-up brings ------------------------------------------------------------------------------------
 
     def found(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> None:
@@ -93,7 +119,7 @@ class ReceiverCore:
     def refused(self, address: Address, reason: str, now: float) -> None:
         """The bootstrap server will not answer us, now or later."""
         self.ways.drop_search(address)
-        self._fail_waiting(address, TransferFailed(
+        self._fail_waiting(address, PairMismatch(
             f"the prefill server at {address[0]}:{address[1]} is not of this cluster: {reason}", cause="refused"), now)
 
     # -- the channel's events -------------------------------------------------------------------------------------
@@ -103,7 +129,7 @@ class ReceiverCore:
         self.counters["kv_messages_dropped"] += 1
         link = self.ways.links.get(link_id)
         if unsealed and link is not None and not link.welcome:
-            self._refused(link, m.Refused(OTHER_SECRET), now)
+            self._refused(link, m.Refused(OTHER_SECRET, unfit=True), now)
 
     def receive(self, link_id: bytes, message: m.ToReceiver, now: float) -> None:
         link = self.ways.links.get(link_id)
@@ -132,8 +158,9 @@ class ReceiverCore:
             return
         error = TransferFailed("the connection to the prefill server was lost", cause="connection_lost")
         torn_down = max(now, link.last_pong + self.timing.peer_timeout)
+        led = self.ways.leads(link)
         self._break(link, error, now, quiet_at=torn_down + self.timing.landing)
-        if not link.welcome and self.ways.wanted(link.address):
+        if led and not link.welcome and self.ways.wanted(link.address):
             self.unreachable(link.address, "its engine does not accept connections", now)
 
     def look(self, half: RecvRoom, bells: np.ndarray, now: float) -> None:
@@ -165,6 +192,12 @@ class ReceiverCore:
             self.ways.close_unused(link)
         for half in list(self.rooms.values()):
             self._check_deadlines(half, now)
+        for address, trial in self.trials.items():
+            if not trial.done and now >= trial.deadline:
+                search = self.ways.searches.get(address)
+                trial.done, trial.error = True, DeadlineExceeded(
+                    f"decode found no way to the prefill server at {address[0]}:{address[1]} within "
+                    f"{self.timing.bootstrap_timeout:g} s" + (f": {search.reason}" if search else ""))
         self.ways.tick(now)
 
     @property
@@ -185,6 +218,10 @@ class ReceiverCore:
 
     def _fail_waiting(self, address: Address, error: ServingError, now: float) -> None:
         self.ways.drop_declines(address)
+        if isinstance(error, PairMismatch):
+            self._notices.warn(f"Prefill server {address[0]}:{address[1]} is not used: {error.message}.")
+        if self._tries(address):
+            self.trials[address].done, self.trials[address].error = True, error
         for half in self._waiting(address):
             self._fail(half, error, now)
 
@@ -201,14 +238,18 @@ class ReceiverCore:
     def _welcome(self, link: Link, welcome: m.Welcome, now: float) -> None:
         if link.silent or welcome.instance != link.instance:
             self.counters["kv_messages_dropped"] += 1
+        elif not self.ways.leads(link):
+            link.retired = True
         elif (route := self.ways.welcomed(link)) is not None:
+            if self._tries(link.address):
+                self.trials[link.address].done = True
             for half in self._waiting(link.address):
                 self._publish(half, route, now)
             self.ways.deliver_declines(link.address, route)
 
     def _refused(self, link: Link, refused: m.Refused, now: float) -> None:
-        error = TransferFailed(refused.message, cause="refused")
-        if not refused.restarted:
+        error = (PairMismatch if refused.unfit else TransferFailed)(refused.message, cause="refused")
+        if not refused.restarted and self.ways.leads(link):
             self._fail_waiting(link.address, error, now)
         self._break(link, error, now, quiet_at=now)
         self.effects.append(Close(link.id))
@@ -266,7 +307,7 @@ class ReceiverCore:
         error = TransferFailed(f"the prefill server was silent for {self.timing.peer_timeout:g} s", cause="silent")
         for half in list(link.rooms.values()):
             self._fail(half, error, now)
-        if not link.welcome:  # it never answered: whoever listens there is no live sender
+        if not link.welcome and self.ways.leads(link):  # it never answered: whoever listens there is no live sender
             self._fail_waiting(link.address, error, now)
         self.ways.unroute(link, now)
 

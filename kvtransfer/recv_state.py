@@ -9,6 +9,7 @@ import numpy as np
 
 from ..common.api.errors import DeadlineExceeded, ServingError
 from . import messages as m
+from .notices import Warn
 from .states import RECEIVER, Event, Phase, step
 from .timing import Timing
 from .writers import Writers
@@ -115,6 +116,15 @@ class Search:
     reason: str = ""
 
 
+@dataclass
+class Trial:
+    """A way to a sender that was asked for without a room. ``error``: why there is none; DONE: there is one."""
+
+    deadline: float
+    done: bool = False
+    error: ServingError | None = None
+
+
 class Lookup(NamedTuple):
     """Ask the bootstrap server for its ranks; then call ``found``, ``unreachable``, ``refused`` or
     ``ways.not_registered``."""
@@ -142,4 +152,4 @@ class Verify(NamedTuple):
     half: RecvRoom
 
 
-Effect = Lookup | Connect | Send | Close | Verify
+Effect = Lookup | Connect | Send | Close | Verify | Warn

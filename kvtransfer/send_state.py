@@ -11,6 +11,7 @@ from ..common.api.errors import ServingError
 from . import messages as m
 from .checksum import Extent
 from .lanes import Lane
+from .notices import Warn
 from .states import SENDER, Event, Phase, step
 
 
@@ -24,6 +25,7 @@ class Session:
     num_pages: int
     confirmed: float
     checksum: Extent = "off"
+    spare_page: int | None = None  # of the receiver's
     peer: Any = None
     lease: float = 0.0  # until when writes may be posted
     stamp: int = -1  # of the last Reserve
@@ -146,4 +148,4 @@ class Dismiss(NamedTuple):
     session: Session
 
 
-Effect = Send | Admit | Dismiss
+Effect = Send | Admit | Dismiss | Warn

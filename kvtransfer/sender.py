@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -10,18 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from ..common.api.errors import ServingError
+from ..common.api.identity import ModelIdentity
 from ..common.api.unreadable import UNREADABLE
 from ..common.config.server import DisaggregationArgs
 from ..common.kvcache.layout import KVLayout
 from .backends.base import Backend, WriteState
 from .checksum import make_checksum, places_of
 from .driver import Driver
-from .endpoint import bind_control, control_socket, rank_info, receive_all, register_pool
+from .endpoint import PairKey, bind_control, control_socket, rank_info, receive_all, register_pool
 from .iothread import BUSY_INTERVAL
 from .lanes import Piece, expand
 from .messages import PrefillResult, RankInfo, Refused, decode_to_sender, encode
+from .notices import Warn
 from .seal import OTHER_SECRET, Channels, Unsealed, secret_of
 from .send_state import Admit, Dismiss, Effect, Send, Session, Write
 from .sending import SenderCore
@@ -31,6 +35,8 @@ from .timing import Timing
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("baton.kvtransfer")
+
 LATENESS = 1 / 32  # of the time that a write takes: so much later its end is noticed
 
 
@@ -38,26 +44,31 @@ class KVSender:
     """Pushes the KV pages of prompts to the decode ranks that reserved room for them.
 
     ``host`` is the address that decode reaches us at; ``regions[g]`` is ``(address, bytes, device)`` of layer group g's
-    memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for the host. All methods but the
+    memory, ``num_pages`` pages of ``layout.group_page_bytes(g)`` each, device -1 for the host. ``spare_page`` is one
+    that no request uses: it opens the data path of a connection before a request needs it. All methods but the
     constructor and ``close`` return at once and may be called from any thread. Raises ConfigError when ``host`` cannot
     be bound or the backend refuses the memory.
     """
 
     def __init__(self, *, args: DisaggregationArgs, host: str, rank: int, tp_size: int, layout: KVLayout,
                  num_pages: int, regions: list[tuple[int, int, int]], backend: Backend, dp_rank: int = 0,
-                 dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1):
+                 dp_size: int = 1, pp_rank: int = 0, pp_size: int = 1, model: ModelIdentity | None = None,
+                 server: str = "", spare_page: int | None = None):
         self._checksum = make_checksum(register_pool(backend, layout, num_pages, regions), num_pages)
         self._backend = backend
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = control_socket(self._context, zmq.ROUTER)
         self.info: RankInfo = rank_info(endpoint=bind_control(self._router, host), rank=rank, tp_size=tp_size,
                                         layout=layout, backend=backend, dp_rank=dp_rank, dp_size=dp_size,
-                                        pp_rank=pp_rank, pp_size=pp_size)
+                                        pp_rank=pp_rank, pp_size=pp_size, model=model, server=server)
+        self._pair_key = PairKey(args.cluster_secret, backend, regions)
         self._channels = Channels(secret_of(args.cluster_secret))
         self._timing = Timing.of(args)
         self._core = SenderCore(self.info, self._timing, _bytes_of(layout))
         self._driver = Driver(f"kv-sender-{rank}", self._core, self._timing, self._work, self._carry_out)
         self._in_flight: list[_Posting] = []
+        self._spare_page = spare_page
+        self._opening: list[_Opening] = []
         self._driver.io.watch(self._router, lambda: receive_all(self._router, self._receive))
         self._driver.io.start()
 
@@ -125,6 +136,22 @@ class KVSender:
         with self._driver.lock:
             self._core.unwatch(room)
 
+    def leave(self) -> None:
+        """The weights are about to change: end all sessions and let nobody in. No room is open."""
+        with self._driver as core:
+            core.leave(time.monotonic())
+
+    def join(self, model: ModelIdentity) -> None:
+        """The weights are these now: peers find another instance, once its ``info`` is registered."""
+        self.info = replace(self.info, instance=secrets.token_hex(8), model=model)
+        with self._driver as core:
+            core.join(self.info)
+
+    @property
+    def key(self) -> str:
+        """See ``common.engine.peers``."""
+        return self._pair_key.of(self.info)
+
     @property
     def counters(self) -> dict[str, float]:
         """Totals: ``kv_bytes_sent``, ``kv_transfers_done``, ``kv_transfers_failed_<error code>``, …"""
@@ -157,7 +184,7 @@ class KVSender:
                 self._core.counters["kv_messages_dropped"] += 1
                 known = session_id in self._core.sessions.open
             if isinstance(error, Unsealed) and not known:
-                self._send(Send(session_id, Refused(OTHER_SECRET)))
+                self._send(Send(session_id, Refused(OTHER_SECRET, unfit=True)))
             return
         with self._driver.lock:
             self._core.receive(session_id, message, time.monotonic())
@@ -165,13 +192,14 @@ class KVSender:
     def _work(self, stalled: float) -> float | None:
         self._driver.tick(stalled)
         self._driver.carry_out()
+        self._poll_openings()
         self._post_writes()
         self._poll_writes()
         self._announce()
         self._driver.carry_out()
         if self._in_flight:
             return min(BUSY_INTERVAL, (time.monotonic() - self._in_flight[0].posted) * LATENESS)
-        if self._core.queue:
+        if self._core.queue or self._opening:
             return BUSY_INTERVAL
         return None if self._core.idle else self._timing.tick
 
@@ -180,6 +208,8 @@ class KVSender:
             self._send(effect)
         elif isinstance(effect, Admit):
             self._admit(effect)
+        elif isinstance(effect, Warn):
+            logger.warning(effect.text)
         else:
             self._dismiss(effect)
 
@@ -191,12 +221,40 @@ class KVSender:
         session: Session = admit.session
         try:
             peer = self._backend.add_peer(admit.metadata, session.lane.src_blocks, session.lane.dst_blocks)
+            opening = _Opening(session, peer, time.monotonic() + self._timing.bootstrap_timeout)
+            self._opening.append(opening)
+            self._write_spare(opening)
         except ServingError as error:
             with self._driver.lock:
                 self._core.sessions.rejected(session, error.message)
+
+    def _write_spare(self, opening: _Opening) -> None:
+        """Use each path that pages will take, which sets it up: over NIXL that takes longer than all else."""
+        session, lane = opening.session, opening.session.lane
+        if self._spare_page is None or session.spare_page is None:
             return
-        with self._driver.lock:
-            self._core.sessions.admitted(session, peer, time.monotonic())
+        src_id, dst_id = (np.array([page * parts]) for page, parts in (
+            (self._spare_page, lane.src_parts), (session.spare_page, lane.dst_parts)))
+        for piece in lane.pieces:
+            src = expand(src_id, lane.src_blocks[piece.src_group], piece.src, lane.src_parts)
+            dst = expand(dst_id, lane.dst_blocks[piece.dst_group], piece.dst, lane.dst_parts)
+            opening.handles.append(self._backend.write(opening.peer, piece.src_group, src, piece.dst_group, dst))
+
+    def _poll_openings(self) -> None:
+        """Welcome whoever can be written to."""
+        for opening in list(self._opening):
+            opening.poll(self._backend)
+            if opening.handles and time.monotonic() < opening.deadline:
+                continue
+            opening.failed |= bool(opening.handles)
+            self._opening.remove(opening)
+            with self._driver.lock:
+                if opening.failed:
+                    self._core.sessions.rejected(opening.session, "the decode server's memory cannot be written to")
+                else:
+                    self._core.sessions.admitted(opening.session, opening.peer, time.monotonic())
+            if opening.failed:
+                self._backend.remove_peer(opening.peer)
 
     def _dismiss(self, dismiss: Dismiss) -> None:
         session = dismiss.session
@@ -257,14 +315,11 @@ class KVSender:
             self._core.written(posting.write, not posting.failed, time.monotonic(), posting.checksum)
 
 
-@dataclass
-class _Posting:
-    """A write as the backend has it: one transfer for each of the lane's pieces, all of which must end."""
+@dataclass(kw_only=True)
+class _Transfers:
+    """What the backend has of one thing that is written: one transfer for each piece, all of which must end."""
 
-    write: Write
-    posted: float
     handles: list[Any] = field(default_factory=list)
-    checksum: int = 0
     failed: bool = False
 
     def poll(self, backend: Backend) -> None:
@@ -276,6 +331,24 @@ class _Posting:
             elif state is WriteState.FAILED:
                 self.failed = True
         self.handles = pending
+
+
+@dataclass
+class _Posting(_Transfers):
+    """A write as the backend has it."""
+
+    write: Write
+    posted: float
+    checksum: int = 0
+
+
+@dataclass(eq=False)
+class _Opening(_Transfers):
+    """A session whose data path is being used for the first time."""
+
+    session: Session
+    peer: Any
+    deadline: float
 
 
 def _bytes_of(layout: KVLayout) -> Callable[[Write], int]:

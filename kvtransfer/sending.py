@@ -89,6 +89,21 @@ class SenderCore:
     def unwatch(self, room: int) -> None:
         del self.watched[room]
 
+    # -- other weights --------------------------------------------------------------------------------------------
+
+    def leave(self, now: float) -> None:
+        """End all sessions and let nobody in until ``join``: what this engine computes is going to be something else.
+        No room is open."""
+        self.sessions.closed = True
+        error = TransferFailed("the prefill server's weights are being replaced", cause="weights")
+        for session in [*self.sessions.open.values(), *self.sessions.joining.values()]:
+            self._end(session, error, now)
+
+    def join(self, info: m.RankInfo) -> None:
+        """Let peers in again, who must look us up anew: ``info`` is of another instance."""
+        self.info = self.sessions.info = info
+        self.sessions.closed = False
+
     # -- the channel's events -------------------------------------------------------------------------------------
 
     def receive(self, session_id: bytes, message: m.ToSender, now: float) -> None:
@@ -159,7 +174,7 @@ class SenderCore:
     @property
     def idle(self) -> bool:
         """Nothing has a deadline."""
-        return not (self.rooms or self.sessions.open or self.lobby)
+        return not (self.rooms or self.sessions.open or self.sessions.joining or self.lobby)
 
     def shut_down(self, now: float) -> None:
         for session in list(self.sessions.open.values()):
@@ -177,7 +192,8 @@ class SenderCore:
             return
         for old in self.sessions.of_instance(hello.info.instance):
             self._end(old, TransferFailed("the decode server opened a new session", cause="connection_lost"), now)
-        session = Session(session_id, hello.info, way, hello.num_pages, now, hello.checksum)
+        spare = hello.spare_page if hello.spare_page is not None and 0 <= hello.spare_page < hello.num_pages else None
+        session = Session(session_id, hello.info, way, hello.num_pages, now, hello.checksum, spare)
         self.sessions.admit(session, hello.metadata)
 
     def _taken(self, session: Session, message: m.Taken | m.Abort) -> None:

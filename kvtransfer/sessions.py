@@ -20,6 +20,7 @@ from typing import Any
 
 from . import messages as m
 from .lanes import Lane, lane
+from .notices import Notices
 from .send_state import Admit, Dismiss, Effect, Send, Session
 from .timing import Timing
 
@@ -31,8 +32,10 @@ class Sessions:
         self.info = info
         self.timing = timing
         self.effects = effects
+        self.notices = Notices(effects)
         self.open: dict[bytes, Session] = {}
         self.joining: dict[bytes, Session] = {}  # admitted by us, not yet by the backend
+        self.closed = False  # nobody is let in for the time being
         self._next_ping = 0.0
 
     def send(self, session_id: bytes, message: m.ToReceiver) -> None:
@@ -55,7 +58,7 @@ class Sessions:
 
     def lane_of(self, session_id: bytes, hello: m.Hello) -> Lane | None:
         """What we have to send to whoever says Hello; None: it was refused, and told why."""
-        if hello.expected != self.info.instance:
+        if self.closed or hello.expected != self.info.instance:
             self.send(session_id, m.Refused("the prefill server was restarted", restarted=True))
             return None
         way = None
@@ -63,7 +66,9 @@ class Sessions:
             way = lane(self.info.rank, self.info.side, hello.info.rank, hello.info.side)
             why = f"no lane leads from rank {self.info.rank} there to rank {hello.info.rank} here"
         if way is None:
-            self.send(session_id, m.Refused(f"prefill and decode do not fit together: {why} (decode, prefill)"))
+            sentence = m.misfit(str(why))
+            self.send(session_id, m.Refused(sentence, unfit=True))
+            self.notices.warn(f"Decode server {hello.info.server or '(unnamed)'} is refused: {sentence}.")
         return way
 
     def admit(self, session: Session, metadata: bytes) -> None:
@@ -90,7 +95,7 @@ class Sessions:
         """All of them, when it is time."""
         if now >= self._next_ping:
             self._next_ping = now + self.timing.ping_interval
-            for session in self.open.values():
+            for session in (*self.open.values(), *self.joining.values()):
                 self.send(session.id, m.Ping(now))
 
     def silent(self, now: float, stalled: float) -> list[Session]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ..common.api.errors import ServingError, TransferFailed
+from ..common.api.errors import PairMismatch, ServingError, TransferFailed
 from . import messages as m
 from .lanes import lane, writers_of
 from .recv_state import Address, Close, Connect, Effect, Link, Lookup, Route, Search, Send
@@ -37,6 +37,7 @@ class Ways:
         self.searches: dict[Address, Search] = {}
         self.declines: dict[Address, deque[tuple[float, m.Decline]]] = {}  # with deadlines; no way there is known yet
         self._awaited = awaited
+        self._told: dict[Address, str] = {}  # the instance there that has heard why it does not fit
 
     def __bool__(self) -> bool:
         """Whether anything here has a deadline."""
@@ -45,7 +46,7 @@ class Ways:
     @property
     def expecting(self) -> bool:
         """Whether anybody may be writing to us."""
-        return any(link.rooms for link in self.links.values())
+        return any(link.rooms or not link.welcome for link in self.links.values())
 
     def send(self, link: Link, message: m.ToSender) -> None:
         self.effects.append(Send(link.id, message))
@@ -69,26 +70,51 @@ class Ways:
 
     def connect(self, address: Address, ranks: Sequence[m.RankInfo], now: float) -> ServingError | None:
         """All ranks of the server at ``address`` were found, in order. Returns why there can be no way to them."""
-        if not self.wanted(address):
+        if not self.wanted(address) or address in self.routes:
             self.drop_search(address)
             return None
         ours = self.hello.info
+        if len({rank.model for rank in ranks}) > 1:
+            self.not_registered(address, "its weights are being replaced", now)
+            return None
         why = next((why for rank in ranks if (why := ours.mismatch(rank)) is not None), None)
         if why is not None:
             self.drop_search(address)
-            return TransferFailed(f"prefill and decode do not fit together: {why} (decode, prefill)", cause="mismatch")
+            self._tell_misfit(address, ranks[0], now)
+            return PairMismatch(m.misfit(why))
         route = self.routes[address] = Route({}, dp_size=ranks[0].dp_size)
         writers = writers_of(ours.rank, ranks[0].side, ours.side)
         for info in (info for info in ranks if info.rank in writers):
             way = lane(info.rank, ranks[0].side, ours.rank, ours.side)
             assert way is not None
             route.blocks, route.parts = way.dst_blocks, way.dst_parts  # equal of all
-            link = Link(secrets.token_hex(16).encode(), address, info.instance, heard=now, last_pong=-float("inf"),
-                        dp_rank=info.dp_rank)
-            route.links[link.id] = self.links[link.id] = link
-            self.effects.append(Connect(link, _seen_from(address, info.endpoint)))
-            self.send(link, msgspec.structs.replace(self.hello, expected=info.instance))
+            link = self._open(address, info, now)
+            route.links[link.id] = link
         return None
+
+    def _open(self, address: Address, info: m.RankInfo, now: float) -> Link:
+        link = Link(secrets.token_hex(16).encode(), address, info.instance, heard=now, last_pong=-float("inf"),
+                    dp_rank=info.dp_rank)
+        self.links[link.id] = link
+        self.effects.append(Connect(link, _seen_from(address, info.endpoint)))
+        self.send(link, msgspec.structs.replace(self.hello, expected=info.instance))
+        return link
+
+    def _tell_misfit(self, address: Address, info: m.RankInfo, now: float) -> None:
+        """Say Hello all the same, once, on a link that is of no route: prefill's refusal puts it into its log, too."""
+        if self._told.get(address) != info.instance:
+            self._told[address] = info.instance
+            self._open(address, info, now)
+
+    def leads(self, link: Link) -> bool:
+        """Whether the link is of the route that rooms for its address take."""
+        route = self.routes.get(link.address)
+        return route is not None and link.id in route.links
+
+    def introduce(self, info: m.RankInfo) -> None:
+        """Who we say that we are from now on."""
+        self.hello = msgspec.structs.replace(self.hello, info=info)
+        self._told.clear()
 
     def not_registered(self, address: Address, reason: str, now: float) -> None:
         """The bootstrap server answers, and its rank is still starting: try again until each room's deadline."""

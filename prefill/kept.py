@@ -102,6 +102,11 @@ class KeptPrompts:
             if kept.tail is not None:
                 self._cache.drop_tail(kept.tail)
 
+    def clear(self) -> None:
+        """Forget all: their first tokens, and what is in their pages, are of other weights than the next attempt's."""
+        for room in list(self._kept):
+            self.drop(room)
+
     def sweep(self, now: float) -> None:
         """Let go of what decode has taken over on all ranks, and of what is overdue."""
         watched = [room for room, kept in self._kept.items() if kept.watched]

@@ -8,7 +8,9 @@ before it goes on with a request, another attempt finds what was computed (kept.
 
 from __future__ import annotations
 
-from ..common.api.errors import InvalidRequest, ServingError
+from collections.abc import Callable
+
+from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import Agreeing
@@ -18,21 +20,22 @@ from ..common.engine.ledger import Ledger
 from ..common.engine.req import Req
 from ..common.engine.stage_executor import StageExecutor, StageStep
 from ..common.engine.stage_pipeline import pipeline_of
-from ..kvtransfer.messages import PrefillResult
+from ..kvtransfer.messages import PrefillResult, RankInfo
 from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
 from ..kvtransfer.sender import KVSender
 from ..kvtransfer.states import Phase
 from .departures import Departures
 from .kept import KeptPrompts
 from .pace import most_together
+from .peers import DecodePeers
 
 
 class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that each request's room leads to."""
 
     def __init__(self, batcher: Batcher, executor: Executor | StageExecutor, ledger: Ledger, sender: KVSender,
-                 group: Agreeing, num_groups: int, *, overlap: bool, kv_retain_seconds: float,
-                 transfer_overlap: TransferOverlap = "layers"):
+                 group: Agreeing, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
+                 kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
         self.ledger = ledger
@@ -42,6 +45,7 @@ class PrefillScheduler:
         self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
         self._kept = KeptPrompts(batcher.cache, sender, group, kv_retain_seconds)
+        self.peers = DecodePeers(sender, self._kept, register)
         self._now = 0.0
 
     @property
@@ -90,8 +94,8 @@ class PrefillScheduler:
         assert half is not None
         self.batcher.detach([req])
         self.rooms.abort(half, error)
-        # An abort of ours may be the router's, which tries again with another decode server.
-        self._kept.failed(half.room, self._now, wanted=True)
+        # A client that left may be the router, which tries again with another decode server.
+        self._kept.failed(half.room, self._now, wanted=not isinstance(error, AbortRequested))
 
     def step(self, now: float) -> bool:
         self._now = now

@@ -14,29 +14,37 @@ from .wire import Response
 class Keys:
     """The keys that open the router; compared by their digests, whose equality tells nothing about a near miss.
 
-    An admin key opens everything. Without admin keys, client keys open what changes workers too;
-    without client keys everyone is a client.
+    An admin key opens everything. Client keys never open what changes workers: who may add one would be sent the
+    prompts of all others. Without client keys everyone is a client.
     """
 
     def __init__(self, clients: Iterable[str], admins: Iterable[str]):
         of_admins = frozenset(map(_digest, admins))
         of_clients = frozenset(map(_digest, clients))
-        self._clients = of_clients | of_admins if of_clients else of_clients
-        self._admins = of_admins or of_clients
+        self._all = of_clients | of_admins
+        self._admins = of_admins
+        self._has_clients = bool(of_clients)
 
     def __bool__(self) -> bool:
-        return bool(self._admins)
+        return bool(self._all)
 
     def check(self, request: Request, *, admin: bool) -> None:
-        """Raises Unauthorized when the request's key does not open what it asks for."""
-        keys = self._admins if admin else self._clients
-        if not keys:
+        """Raises Unauthorized when the request's key does not open what it asks for. A key that the router knows goes
+        no further: workers are shown theirs."""
+        scheme, _, key = request.authorization.partition(b" ")
+        digest = sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
+        if digest in self._all:
+            request.authorization_line = b""
+            if digest in self._admins or not admin:
+                return
+        elif not admin and not self._has_clients:
             return
-        given = request.authorization or b"bearer " + request.header(b"x-api-key")  # as Anthropic's clients show it
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer" or sha256(key.strip()).digest() not in keys:
-            kind = "admin key" if admin and self._admins != self._clients else "API key"
-            raise Unauthorized(f"This needs the router's {kind}: 'Authorization: Bearer KEY'.")
+        if not admin:
+            raise Unauthorized("This needs the router's API key: 'Authorization: Bearer KEY'.")
+        if self._admins:
+            raise Unauthorized("This needs the router's admin key: 'Authorization: Bearer KEY'.")
+        raise Unauthorized("This changes workers, which clients' keys do not open: start the router with "
+                           "--admin-api-key KEY, and send that one.")
 
 
 def _digest(key: str) -> bytes:

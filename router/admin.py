@@ -15,6 +15,7 @@ from ..common.obs.about import POLICY, about
 from . import dashboard
 from .cluster import Cluster
 from .collect import Answer, ask, ask_models, get
+from .compatibility import misfits_of
 from .config.workers import parse_bootstrap_port
 from .dispatch import RETRY_AFTER_SECONDS
 from .endpoint import Endpoint
@@ -60,7 +61,8 @@ def readiness(router: Cluster, request: Request) -> Response:
         states = [worker.state for worker in router.registry]
         return Response.json({"status": "ready", "healthy_workers": states.count("healthy"),
                               "total_workers": len(states)})
-    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts()}),
+    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts(),
+                                              "misfits": misfits_of(router.registry)}),
                     headers=(("retry-after", f"{RETRY_AFTER_SECONDS:g}"),))
 
 
@@ -121,7 +123,7 @@ async def broadcast(router: Cluster, request: Request) -> Response:
     slow = request.path in SLOW_BROADCASTS
     seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
     servers = _servers(router)
-    answers = await asyncio.gather(*(_tell(router, w, request, seconds) for w in servers.values()))
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in servers.values()))
     if request.path in RENAMING:
         await asyncio.gather(*(ask_models(router.dispatcher, worker, _REPORT_SECONDS) for worker in router.registry))
     failed = [answer.status for answer in answers if not answer.ok]
@@ -130,14 +132,6 @@ async def broadcast(router: Cluster, request: Request) -> Response:
     if failed:
         told["errors"] = {url: a.detail or said(a.body) for url, a in zip(servers, answers) if not a.ok}
     return Response.json(told, 200 if not failed else max(failed) if refused else 502)
-
-
-async def _tell(router: Cluster, worker: Worker, request: Request, seconds: float) -> Answer:
-    """Show the worker the router's key, and where that does not open it the caller's: they may share an admin key."""
-    answer = await ask(router.dispatcher, worker, request, seconds)
-    if answer.status in (401, 403) and request.authorization_line:
-        answer = await ask(router.dispatcher, worker, request, seconds, own_key=False)
-    return answer
 
 
 async def engine_metrics(router: Cluster, request: Request) -> Response:
@@ -256,7 +250,5 @@ ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
     **dict.fromkeys((*QUICK_BROADCASTS, *SLOW_BROADCASTS), ((b"POST",), broadcast)),
     b"/flush_cache": ((b"GET", b"POST"), broadcast),
 }
-CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", *QUICK_BROADCASTS, *SLOW_BROADCASTS))
-"""Paths that change workers or the membership: with admin keys, only those open them."""
 OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
 """Paths that need no API key: probes and scrapers have none, and the dashboard's page asks for one."""

@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+PAIR_MISMATCH = b"\r\nx-error-code: pair_mismatch\r\n"
+"""A header of our servers' answers 502: the two can never hand a KV cache over."""
 ENGINE_DEAD = b"\r\nx-baton-engine: dead\r\n"
 """A header, in lower case, of our servers' answers 503: their engine has died, and takes all that it held along."""
 
@@ -64,6 +66,10 @@ class AnswerHead(msgspec.Struct, gc=False, eq=False):
     @property
     def status(self) -> int:
         return self.facts.status
+
+    def says(self, line: bytes) -> bool:
+        """Whether a header's line, which is in lower case, is among the answer's."""
+        return line in self.data[:self.size].lower()
 
     def ask_to_wait(self) -> None:
         """Add a Retry-After where a busy worker named none."""

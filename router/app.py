@@ -16,6 +16,7 @@ from ..common.obs.tracing import exporter_for
 from .activity import tell_activity
 from .config import RouterConfig
 from .dashboard import Sampler
+from .deadlines import ClientLimits, Deadlines
 from .discovery import Discovery
 from .dispatch import RETRY_AFTER_SECONDS, Dispatcher, Watch
 from .endpoint import Endpoint
@@ -63,6 +64,7 @@ class Router:
     async def start(self) -> None:
         """Listen and begin to watch the workers; raises ConfigError when the address cannot be had."""
         loop = asyncio.get_running_loop()
+        self._deadlines = Deadlines(loop, ClientLimits.of(self.config.http))
         parts = self._parts
         self.dispatcher = parts.dispatcher(self.config, self.registry, self.metrics, self._rng, self._health.suspect)
         if self.dispatcher.policies.exact is not None:
@@ -96,7 +98,8 @@ class Router:
             return await loop.create_server(
                 lambda: ClientConnection(serve, max_payload=self.config.http.max_payload_size,
                                          connections=self._connections, loop=loop, rules=rules,
-                                         outbox=self.dispatcher.outbox, heard=self.dispatcher.heard),
+                                         outbox=self.dispatcher.outbox, deadlines=self._deadlines,
+                                         heard=self.dispatcher.heard),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
             flags = ("--host", "--port") if serve == self.entry.serve else ("--prometheus-host", "--prometheus-port")
@@ -155,16 +158,11 @@ class Router:
 
     async def _sweep(self) -> None:
         limit = self.config.http.request_timeout_secs
-        idle_limit, unread_limit = self.config.http.keep_alive_secs, self.config.http.client_timeout_secs
-        pause = min(1.0, limit / 4 or 1.0, idle_limit / 4 or 1.0, unread_limit / 4 or 1.0)
+        pause = min(self._deadlines.limits.tick, limit / 4 or 1.0)
         while True:
             await asyncio.sleep(pause)
             self.dispatcher.sweep(limit)
-            now = self.dispatcher.loop.time()
-            for connection in list(self._connections):
-                connection.sweep(now, limit, unread_limit)
-                if idle_limit and connection.idle_sweeps > idle_limit / pause:
-                    connection.close_when_idle()
+            self._deadlines.advance()
 
     # ------------------------------------------------------------------ membership
 

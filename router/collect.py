@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from copy import copy
 from typing import Any, NamedTuple
 
 import httptools
@@ -77,16 +76,9 @@ class _Collector:
             self.answer.set_result(answer)
 
 
-async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout: float, *,
-              own_key: bool = True) -> Answer:
-    """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does.
-
-    ``own_key``: a worker without a key of its own is shown the router's, not what stands in the request.
-    """
+async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout: float) -> Answer:
+    """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does."""
     collector = _Collector()
-    if own_key and dispatcher.own_authorization:
-        request = copy(request)
-        request.authorization_line = dispatcher.own_authorization
     call = dispatcher.send(worker, request, request.body, collector)
     late = Failure("silent", f"{worker.url} did not answer within {timeout:g} s")
     timer = dispatcher.loop.call_later(timeout, collector.answer_lost, late)

@@ -6,22 +6,20 @@ a script written for sglang-router either does here what it did there, or says a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ..common.api.errors import ConfigError
 
-_NO_TOKENIZER = "this router reads prompts as they are and needs no tokenizer; give such flags to the workers"
-_NO_PARSER = "answers pass through as they are; give the flag to the workers"
+_NO_TOKENIZER = "prompts are read as they are"
+_NO_PARSER = "answers pass through as they are; the workers have the parser"
 _NO_HISTORY = "no conversations are stored here; use the workers' /v1/responses, which is relayed"
 _NO_JWT = "use --admin-api-key or --control-plane-api-keys"
 
 REFUSED: dict[str, str] = {
     "--mini-lb": "there is one router; leave the flag away",
     "--prometheus-duration-buckets": "the buckets are fixed, so that routers can be added up; leave the flag away",
-    **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
-                     "--tokenizer-cache-l0-max-entries", "--tokenizer-cache-enable-l1",
-                     "--tokenizer-cache-l1-max-memory"), _NO_TOKENIZER),
-    **dict.fromkeys(("--reasoning-parser", "--tool-call-parser", "--mcp-config-path"), _NO_PARSER),
+    "--mcp-config-path": "no tools are called here; use the workers' own",
     **dict.fromkeys((
         "--oracle-wallet-path", "--oracle-tns-alias", "--oracle-connect-descriptor", "--oracle-username",
         "--oracle-password", "--oracle-pool-min", "--oracle-pool-max", "--oracle-pool-timeout-secs",
@@ -36,6 +34,16 @@ _SAME_ANYWAY: dict[str, tuple[frozenset[str], str]] = {
 }
 """Flags of which some values ask for what happens anyway; those are dropped."""
 
+NOT_NEEDED: dict[str, str] = {
+    **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
+                     "--tokenizer-cache-l0-max-entries", "--tokenizer-cache-enable-l1",
+                     "--tokenizer-cache-l1-max-memory"), _NO_TOKENIZER),
+    **dict.fromkeys(("--reasoning-parser", "--tool-call-parser"), _NO_PARSER),
+}
+"""Flags for gRPC workers, for which sglang-router tokenizes and parses: before HTTP workers they change nothing there
+either. They are dropped, with a line that says so."""
+_SWITCHES = frozenset(("--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"))
+
 
 def translate(argv: Sequence[str]) -> list[str]:
     """``argv`` without sglang-router's flags that change nothing here; raises ConfigError for those that would."""
@@ -47,10 +55,14 @@ def translate(argv: Sequence[str]) -> list[str]:
             raise ConfigError(f"{word} is not supported: give the worker's HTTP address, http://HOST:PORT.")
         if name in REFUSED:
             raise ConfigError(f"{name} is not supported: {REFUSED[name]}.")
-        if name not in _SAME_ANYWAY:
+        if name not in _SAME_ANYWAY and name not in NOT_NEEDED:
             kept.append(word)
             continue
-        value = value if joined else next(words, "")
+        if not joined and name not in _SWITCHES:
+            value = next(words, "")
+        if name in NOT_NEEDED:
+            print(f"launch_router: {name} is not needed: {NOT_NEEDED[name]}.", file=sys.stderr)
+            continue
         accepted, reason = _SAME_ANYWAY[name]
         if value not in accepted:
             raise ConfigError(f"{name} {value} is not supported: {reason}.")

@@ -12,6 +12,7 @@ from ..common.api.errors import WorkerUnavailable
 from .answer import Failure, Sink
 from .body import Body, LargeBody, Peek
 from .busy_poll import BusyPoll
+from .compatibility import Pairs
 from .config import RouterConfig
 from .heads import KnownHeads
 from .metrics import Metrics
@@ -72,9 +73,6 @@ class Dispatcher:
         self.outbox = Outbox(self.loop)
         """Takes what connections, of both sides, write."""
         self._worker_key = config.security.worker_api_key
-        own_key = next(iter(config.security.client_keys), None)
-        self.own_authorization = bearer(own_key) if own_key else b""
-        """For the router's own questions to workers without a key of their own: router and workers often share one."""
 
     # ------------------------------------------------------------------ connections
 
@@ -158,9 +156,12 @@ class Dispatcher:
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
-        """Choose and reserve a prefill and a decode worker (neither sequence is empty). Raises WorkerUnavailable, as a
-        policy may, and reserves none then."""
+        """Choose and reserve a prefill and a decode worker that fit (neither sequence is empty). Raises
+        WorkerUnavailable, as a policy may, and reserves none then."""
         policies = self.policies.of(request.group)
+        pairs = self.registry.pairs(request.group)
+        if not pairs.all_fit:
+            return self._place_fitting(pairs, prefills, decodes, request, found)
         pairing = policies["prefill"]
         if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
             chosen = pairing.choose_pair(prefills, decodes, pairing.read(request, found))
@@ -171,6 +172,19 @@ class Dispatcher:
         if policies["decode"].read is not pairing.read:
             subject = self.subject("decode", request, found)
         decode = policies["decode"].choose(decodes, subject)
+        return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
+            "decode", decode.worker, decode.reason)
+
+    def _place_fitting(self, pairs: Pairs, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
+                       found: Peek) -> tuple[Reservation, Reservation]:
+        """The prefill worker first, of those that have a partner, then one of its partners."""
+        prefills = pairs.with_partner(prefills, decodes)
+        if not prefills:  # What is left for a retry has no pair among it.
+            prefills, decodes = pairs.prefills, pairs.decodes
+        policies = self.policies.of(request.group)
+        prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, found))
+        partners = pairs.partners(prefill.worker, decodes)
+        decode = policies["decode"].choose(partners, self.subject("decode", request, found))
         return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
             "decode", decode.worker, decode.reason)
 
@@ -194,7 +208,16 @@ class Dispatcher:
 
         ``own``: only our servers, for what no other understands. ``only``: none but this worker.
         """
-        available: Sequence[Worker] = self.registry.available(role, group)
+        return self._left_of(self.registry.available(role, group), retries, own, only)
+
+    def pair_candidates(self, retries: Retries | None, group: Group = None, *, own: bool = False,
+                        only: Worker | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        """``candidates`` of both roles that have a partner; ``only`` is a decode worker."""
+        pairs = self.registry.pairs(group)
+        return (self._left_of(pairs.prefills, retries, own, None), self._left_of(pairs.decodes, retries, own, only))
+
+    def _left_of(self, available: Sequence[Worker], retries: Retries | None, own: bool,
+                 only: Worker | None) -> Sequence[Worker]:
         if retries is None and only is None and not own:
             return available
         if only is not None:
@@ -208,6 +231,11 @@ class Dispatcher:
         return any(worker not in retries.excluded for worker in self.registry.available(role, group))
 
     # ------------------------------------------------------------------ outcomes
+
+    def on_misfit(self, prefill: Worker, decode: Worker) -> None:
+        """The two refused each other: one of them is not what it was, which is to be found out at once."""
+        for worker in (prefill, decode):
+            self._suspect(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
         """An attempt failed below HTTP, or in the middle of its stream."""
@@ -248,6 +276,14 @@ class Dispatcher:
 
     def new_retries(self) -> Retries:
         return Retries(self._backoff, self.rng, self.loop)
+
+
+def no_pair(registry: Registry, group: Group) -> WorkerUnavailable:
+    """The answer when no pair of workers can take a request for a group."""
+    for role in ("prefill", "decode"):
+        if not registry.available(role, group):
+            return nobody(role, group)
+    return WorkerUnavailable("No prefill worker fits with a decode worker.", retry_after=RETRY_AFTER_SECONDS)
 
 
 def nobody(role: Role, group: Group = None) -> WorkerUnavailable:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from random import Random
 from typing import Any
 
 from ..common.api.errors import NotFound, ServingError
+from . import stored
 from .access import Cors, Keys
 from .access_log import AccessLog
-from .admin import ADMIN_ROUTES, CHANGING, OPEN_PATHS
+from .admin import ADMIN_ROUTES, OPEN_PATHS
 from .body import Peek, peek, require_object, with_model
 from .cluster import Cluster
 from .continuation import ASK_FOR_IDS, StreamLog, continuable
@@ -26,11 +28,12 @@ from .registry import Role, Worker
 from .relay import Relay
 from .request import Request
 from .retry import Backoff, Retries
+from .rights import check_path, is_loopback, needs_admin
 from .routes import ANY_METHOD, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
-from .sticky import away, keeper, key_of, with_session_id
+from .sticky import STORES, away, keeper, key_of, with_session_id
 from .tracing import Tracer
 from .wire import Response, check_method
-from .worker_routes import WORKERS, changes_workers
+from .worker_routes import WORKERS
 
 logger = logging.getLogger("baton.router")
 
@@ -79,6 +82,7 @@ class Entry:
         self._home: Role = "decode" if config.workers.pd_disaggregation else "regular"
         self._keys = Keys(config.security.client_keys, config.security.admin_keys)
         self._guarded = bool(self._keys)
+        self._exposed = not self._guarded and not is_loopback(config.http.host)
         self._cors = Cors(config.security.cors_allowed_origins) if config.security.cors_allowed_origins else None
         self._continues = config.retry.stream_continuation
         self._local_prefill: LocalPrefill | None = None
@@ -96,9 +100,13 @@ class Entry:
                 if request.method == b"OPTIONS" and request.origin:
                     self._answer(connection, request, self._cors.preflight(request))
                     return
-            if self._guarded and path not in OPEN_PATHS:
-                self._keys.check(request, admin=path in CHANGING or changes_workers(request))
             methods = RELAYED.get(path)
+            if methods is None:
+                check_path(path)
+            if self._guarded and path not in OPEN_PATHS:
+                self._keys.check(request, admin=methods is None and needs_admin(request))
+            elif self._exposed and methods is None and needs_admin(request):
+                self._warn_of(connection, request)
             if methods is None and path in ADMIN_ROUTES:
                 self._serve_own(connection, request)
                 return
@@ -115,6 +123,12 @@ class Entry:
             self._relay(connection, request)
         except ServingError as error:
             self._refuse(connection, request, error)
+
+    @staticmethod
+    def _warn_of(connection: ClientConnection, request: Request) -> None:
+        peer = connection.transport.get_extra_info("peername")
+        logger.warning("%s %s by %s, without a key: whoever reaches this router may (see --admin-api-key).",
+                       request.method.decode(), request.path.decode("latin-1"), peer[0] if peer else "somebody")
 
     def _serve_held(self, connection: ClientConnection, request: Request) -> None:
         """Go on with a request that waited for the workers' first checks."""
@@ -147,8 +161,30 @@ class Entry:
                 self._answer(connection, request, answer_models(self._registry.models, request))
                 return
             self._find_group(request, found)
+            if path.startswith(STORES) and self._registry.models.apart and stored.is_known(request):
+                connection.handler = _Task(self._relay_stored(connection, request),
+                                           partial(self._refuse, connection, request))
+                return
         usual = found is not None and path in PAIR_PATHS and not found.session_params
-        kept = self._keeper_of(request) if not usual else None
+        self._begin(connection, request, found, self._keeper_of(request) if not usual else None, pair)
+
+    async def _relay_stored(self, connection: ClientConnection, request: Request) -> None:
+        """Serve a request that speaks of what the keeper of one of several models has."""
+        try:
+            if stored.is_list(request):
+                self._answer(connection, request, await stored.listed(self._dispatcher, self._home, request))
+                return
+            kept = await stored.find(self._dispatcher, self._home, request, stored.described_at(request))
+            if kept is not None:
+                request.group = None  # Whatever its model is.
+            self._begin(connection, request, None, kept or self._keeper_of(request), pair=False)
+        except ServingError as error:
+            self._refuse(connection, request, error)
+
+    def _begin(self, connection: ClientConnection, request: Request, found: Peek | None, kept: Worker | None,
+               pair: bool) -> None:
+        """Begin to relay; ``kept``: the one worker that can answer."""
+        path = request.path
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
                             self.access_log, span)
@@ -184,6 +220,10 @@ class Entry:
         """Read which model is asked for, by its real name from here on; raises ModelNotFound."""
         models = self._registry.models
         asked = found.model_name if found is not None else ""
+        if stored.is_upload(request):
+            asked = stored.model_of_upload(request.body)
+            request.group = models.group(models.real_name(asked))
+            return
         name = models.real_name(asked)
         if name != asked:
             request.body = with_model(request.body, name)

@@ -1,7 +1,7 @@
 """Watching the workers: who takes traffic is decided by their answers to ``GET /health``.
 
-A worker that is not healthy is asked twice a second whatever the interval, so that traffic returns
-within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
+A worker that is not healthy, or does not fit with others, is asked twice a second whatever the interval, so that
+traffic returns within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
 connection takes a worker out at once, anything else asks it at once.
 
 A worker that does not answer in time is asked again at once: with the defaults it is out at most 4 s after it
@@ -20,6 +20,7 @@ from .answer import Failure
 from .collect import ask, ask_models, get
 from .config.workers import HealthArgs
 from .dispatch import Dispatcher
+from .pair_trials import PairTrials
 from .ranks import count_of
 from .registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
 
@@ -56,6 +57,7 @@ class HealthMonitor:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
         self._told: set[Worker] = set()
+        self._trials = PairTrials(registry)
 
     def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
         self._wake[worker] = asyncio.Event()
@@ -64,6 +66,7 @@ class HealthMonitor:
     def unwatch(self, worker: Worker) -> None:
         del self._wake[worker]
         self._told.discard(worker)
+        self._trials.forget(worker)
         self._tasks.pop(worker).cancel()
 
     async def close(self) -> None:
@@ -71,6 +74,7 @@ class HealthMonitor:
         for worker in list(self._tasks):
             self.unwatch(worker)
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._trials.close()
 
     def suspect(self, worker: Worker, failure: Failure) -> None:
         """A request failed on a worker below HTTP."""
@@ -79,6 +83,8 @@ class HealthMonitor:
                 for known in self._registry:
                     if known.root is worker.root:  # Nobody listens there: true of all ranks of the server.
                         self._note_failure(known, failure.detail, certain=True)
+            if failure.reason == "misfit":
+                self._trials.again(worker)
             self._wake[worker].set()
 
     async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
@@ -100,7 +106,8 @@ class HealthMonitor:
             elif deadline is not None and dispatcher.loop.time() > deadline:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
-            pause = self._pauses.get(worker.state, min(self._interval, _RECOVERY_SECONDS))
+            pause = self._pauses.get("unhealthy" if worker.misfits else worker.state,
+                                     min(self._interval, _RECOVERY_SECONDS))
             if silent:
                 pause = _CROWD_SECONDS
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
@@ -133,12 +140,14 @@ class HealthMonitor:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
         else:
-            await self._admit(worker, dispatcher)
+            await self._admit(worker, dispatcher, answer.json_object().get("epoch"))
         return False
 
-    async def _admit(self, worker: Worker, dispatcher: Dispatcher) -> None:
-        """A check passed: let a worker take requests that fits its role."""
-        if worker.state != "healthy" and (role := await self._learn(worker, dispatcher)) is not None:
+    async def _admit(self, worker: Worker, dispatcher: Dispatcher, epoch: str | None = None) -> None:
+        """A check passed: let a worker take requests that fits its role. It is asked what it is where it may
+        have become another."""
+        changed = worker.state != "healthy" or (epoch is not None and epoch != worker.epoch)
+        if changed and (role := await self._learn(worker, dispatcher)) is not None:
             self._misplaced(worker, role)
         elif worker in self._wake and self._registry.passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
@@ -171,6 +180,9 @@ class HealthMonitor:
             apply_server_info(worker, info)
             if worker.role == "regular":
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
+        if worker in self._wake and self._trials.learnt(worker, info, dispatcher) and worker.state == "healthy":
+            for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
+                wake.set()
         return None
 
 

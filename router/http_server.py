@@ -8,12 +8,14 @@ leaves (``cancel``) and when it reads too slowly (``pause``, ``resume``).
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import struct
 from collections.abc import Callable
 from typing import Protocol
 
 from ..common.api.errors import ServingError
+from .deadlines import BODY_BYTES_PER_SECOND, Deadlines
 from .outbox import Outbox
 from .request import Request, new_id
 from .request_reader import HeadRules, RequestReader
@@ -51,12 +53,13 @@ class ClientConnection(asyncio.Protocol):
     """One client connection; its requests are served one after another."""
 
     __slots__ = ("_serve", "_reader", "_open", "_loop", "_serving", "_busy", "_reading_paused", "_heard", "_outbox",
-                 "_clogged", "_unread", "_unread_since", "transport", "handler", "closing", "heard_at", "idle_sweeps")
+                 "_clogged", "_unread", "_unread_since", "_arriving", "_arrives_since", "_active_at", "_deadlines",
+                 "transport", "handler", "closing", "slot")
 
     transport: asyncio.Transport
 
     def __init__(self, serve: Serve, *, max_payload: int, connections: set[ClientConnection],
-                 loop: asyncio.AbstractEventLoop, rules: HeadRules, outbox: Outbox,
+                 loop: asyncio.AbstractEventLoop, rules: HeadRules, outbox: Outbox, deadlines: Deadlines,
                  heard: Callable[[], None] | None = None):
         """``heard`` is called whenever data arrives."""
         self._serve = serve
@@ -69,13 +72,17 @@ class ClientConnection(asyncio.Protocol):
         self._clogged = False
         """Whether the client reads too slowly: until it does not, the connection is busy."""
         self._unread = -1
-        """Bytes that a clogged client had to read at the last sweep; they are those since ``_unread_since``."""
+        """Bytes that a clogged client had to read at the last look; they are those since ``_unread_since``."""
         self._unread_since = 0.0
         self.handler: Handler | None = None
         self.closing = False
-        self.heard_at = 0.0
-        self.idle_sweeps = 0
-        """Sweeps in a row that met no request: cheaper than a time noted with each."""
+        self.slot = 0
+        self._deadlines = deadlines
+        self._active_at = deadlines.now
+        """When the last answer ended."""
+        self._arriving: Request | None = None
+        """The request that has begun to arrive, at ``_arrives_since``."""
+        self._arrives_since = 0.0
 
     # ------------------------------------------------------------------ what a handler uses
 
@@ -91,6 +98,7 @@ class ClientConnection(asyncio.Protocol):
     def done(self, *, keep_alive: bool) -> None:
         """The handler finished its answer: serve the next request, or close after the bytes are out."""
         self.handler = None
+        self._active_at = self._deadlines.now
         self._busy = self._clogged
         if not keep_alive or self.closing:
             self.closing = True
@@ -111,29 +119,53 @@ class ClientConnection(asyncio.Protocol):
         if self.handler is None:
             self._outbox.close(self.transport)
 
-    def sweep(self, now: float, silence_limit: float, unread_limit: float) -> None:
-        """Give up on a client that stopped for ``silence_limit`` seconds in the middle of a request, or read nothing of
-        its answer for ``unread_limit``."""
+    def look(self, now: float) -> float:
+        """Give up on a client that takes too long to send a request, to take its answer, or to ask again. Returns in
+        how many seconds to look again."""
+        limits = self._deadlines.limits
         if self._clogged:
-            unread = self.transport.get_write_buffer_size()
-            if unread != self._unread:
-                self._unread, self._unread_since = unread, now
-            elif unread_limit and now - self._unread_since > unread_limit:
-                self.transport.abort()
-            return
+            return self._look_at_unread(now, limits.unread)
+        if self.closing:
+            return math.inf
         reader = self._reader
-        if reader.partial is None:
-            if not self._busy:
-                self.idle_sweeps += 1
-        elif silence_limit and not reader.refused and not self.closing and now - self.heard_at > silence_limit:
-            reader.refuse(SlowRequest(f"The request did not arrive completely within {silence_limit:g} s."))
+        if reader.partial is not None and not reader.refused:
+            # While it is we who do not read, or who owe a word, the client cannot go on.
+            waits_for_us = self._reading_paused or reader.awaits_continue
+            left = self._arrives_by(reader) - now
+            if left > 0 or waits_for_us:
+                return left if left > 0 else limits.header
+            reader.refuse(SlowRequest(f"The request did not arrive within {now - self._arrives_since:.0f} s."))
             self._serve_ready()
+        elif self._busy or reader.ready:
+            return limits.idle
+        elif now - self._active_at > limits.idle:
+            self.close_when_idle()
+        else:
+            return limits.idle - (now - self._active_at)
+        return math.inf
+
+    def _look_at_unread(self, now: float, limit: float) -> float:
+        unread = self.transport.get_write_buffer_size()
+        if unread != self._unread:
+            self._unread, self._unread_since = unread, now
+        elif now - self._unread_since > limit:
+            self.transport.abort()
+            return math.inf
+        return limit / 4
+
+    def _arrives_by(self, reader: RequestReader) -> float:
+        """When the request that is arriving must be here."""
+        limits = self._deadlines.limits
+        if not reader.in_body:
+            return self._arrives_since + limits.header
+        return self._arrives_since + limits.body + reader.size / BODY_BYTES_PER_SECOND
 
     # ------------------------------------------------------------------ callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
         self._open.add(self)
+        self._deadlines.watch(self, self._deadlines.limits.idle)
 
     def data_received(self, data: bytes) -> None:
         if self._heard is not None:
@@ -150,12 +182,12 @@ class ClientConnection(asyncio.Protocol):
             self._look_after(reader)
         else:
             self._busy = True
-            self.idle_sweeps = 0
             self._serve(self, request)
 
     def pause_writing(self) -> None:
         self._clogged = self._busy = True
         self._unread = -1
+        self._deadlines.watch(self, self._deadlines.limits.unread / 4)
         if self.handler is not None:
             self.handler.pause()
 
@@ -170,6 +202,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closing = True
         self._open.discard(self)
+        self._deadlines.drop(self)
         self._reader.close()
         handler, self.handler = self.handler, None
         if handler is not None:
@@ -179,11 +212,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _look_after(self, reader: RequestReader) -> None:
         """Go on with what the reader made of new data."""
-        if reader.partial is not None:
-            self.heard_at = self._loop.time()
-            if reader.awaits_continue and not reader.refused and not self._busy and not reader.ready:
-                reader.awaits_continue = False
-                self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if reader.partial is not self._arriving:
+            self._arriving, self._arrives_since = reader.partial, self._loop.time()
+            if reader.partial is not None:
+                self._deadlines.watch(self, min(self._deadlines.limits.header, self._deadlines.limits.body))
+        if reader.awaits_continue and not reader.refused and not self._busy and not reader.ready:
+            reader.awaits_continue = False
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         if reader.ready and not self._busy:
             self._serve_ready()
         if len(reader.ready) > _MAX_WAITING and not self._reading_paused:
@@ -206,7 +241,6 @@ class ClientConnection(asyncio.Protocol):
                 self._answer_refusal(item)
                 break
             self._busy = True
-            self.idle_sweeps = 0
             self._serve(self, item)
         self._serving = False
         if self._reading_paused and len(ready) <= _MAX_WAITING:

@@ -19,6 +19,7 @@ from .app import Router, serve
 from .compat import translate
 from .config import RouterConfig
 from .process import prepare
+from .rights import is_loopback
 
 if TYPE_CHECKING:
     from .processes.supervisor import Supervisor
@@ -58,6 +59,15 @@ def _announce(config: RouterConfig, router: Router | Supervisor) -> None:
     logging.getLogger("baton.router").info(
         "Listening on %s://%s:%d with %d workers%s.", "https" if config.security.ssl_certfile else "http",
         config.http.host, router.port, len(router.registry), processes)
+    security = config.security
+    if security.client_keys and not security.admin_keys:
+        logging.getLogger("baton.router").warning(
+            "There are keys of clients and none of an administrator: nobody may add, drain or remove workers over "
+            "HTTP, or change them (--admin-api-key KEY; it may be the clients').")
+    elif not security.admin_keys and not is_loopback(config.http.host):
+        logging.getLogger("baton.router").warning(
+            "Whoever reaches %s:%d may add workers, which are then sent others' prompts: give --admin-api-key KEY.",
+            config.http.host, router.port)
 
 
 if __name__ == "__main__":

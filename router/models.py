@@ -32,7 +32,8 @@ class ModelNotFound(NotFound):
 
 
 class Models:
-    """The names of all workers. ``checked``: whether a request's ``model`` matters now."""
+    """The names of all workers. ``checked``: whether a request's ``model`` matters now; ``apart``: whether each has
+    workers of its own."""
 
     def __init__(self, aliases: Mapping[str, str] | None = None, *, strict: bool = False):
         """``aliases``: further names of models. ``strict``: also the only model's name is checked."""
@@ -40,7 +41,7 @@ class Models:
         self._strict = strict
         self.checked = False
         self._cards: dict[str, dict[str, Any]] = {}
-        self._apart = False
+        self.apart = False
         self._lenient = True
         self._unknown = False
         self._default: Group = None
@@ -56,15 +57,15 @@ class Models:
             for name in worker.model_ids:
                 self._cards.setdefault(name, cards.get(name) or _card(name))
         self._unknown = len(told) < len(workers)
-        self._apart = bool(told) and (self._strict or len(sets) > 1)
+        self.apart = bool(told) and (self._strict or len(sets) > 1)
         self._lenient = not self._strict and _connected(sets)
-        self._default = _default(told, self._cards, pairs) if self._apart else None
-        self.checked = self._apart or bool(self._aliases)
+        self._default = _default(told, self._cards, pairs) if self.apart else None
+        self.checked = self.apart or bool(self._aliases)
 
     @property
     def groups(self) -> list[str]:
         """The groups that requests are placed in, beside that of all workers."""
-        return [*self._cards, ""] if self._apart else []
+        return [*self._cards, ""] if self.apart else []
 
     def knows(self, name: str) -> bool:
         """Whether a worker serves it, by this name or the one behind it."""
@@ -80,7 +81,7 @@ class Models:
 
     def group(self, name: str) -> Group:
         """Where a request for a model goes ("": it names none); raises ModelNotFound."""
-        if not self._apart:
+        if not self.apart:
             return None
         if name in self._cards:
             return name

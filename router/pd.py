@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-from ..common.api.errors import ServingError, WorkerUnavailable
-from .answer import AnswerHead, Failure
+from ..common.api.errors import ServingError, TransferFailed, WorkerUnavailable
+from .answer import PAIR_MISMATCH, AnswerHead, Failure
 from .attempts import again, expired, lost, tried_on
 from .body import Body, Peek, with_bootstrap, with_previous_room
-from .dispatch import Dispatcher, nobody
+from .dispatch import Dispatcher, no_pair, nobody
 from .exchange import Exchange
 from .ranks import tell_prefill_rank
 from .registry import Reservation, Role, Worker, without
@@ -105,13 +105,12 @@ class PairRelay:
         log = exchange.log if exchange.began else None
         self._relayed = None
         group = exchange.request.group
-        prefills = dispatcher.candidates("prefill", self.retries, group, own=log is not None)
-        decodes = dispatcher.candidates("decode", self.retries, group, own=log is not None, only=self._only)
+        prefills, decodes = dispatcher.pair_candidates(self.retries, group, own=log is not None, only=self._only)
         if not prefills and dispatcher.candidates("decode", self.retries, group, own=True):
             self._leave_to_decode()
             return
         if not prefills or not decodes:
-            again(self, "unavailable", nobody("decode" if prefills else "prefill", group))
+            again(self, "unavailable", no_pair(dispatcher.registry, group))
             return
         found = self._peek
         assert found is not None
@@ -147,6 +146,8 @@ class PairRelay:
         if status >= 400 or half.worker.circuit.troubled or (half is self._decode and self.retries is not None):
             retries = self.retries if half is self._decode else None  # Prefill's 200 says nothing yet.
             self.dispatcher.on_status(half.worker, status, outcome, retries)
+        if status == TransferFailed.status and head.says(PAIR_MISMATCH):
+            self.dispatcher.on_misfit(*self.exchange.workers)
         if self._relayed is not None or (half is self._prefill and status < 400):
             return
         exchange = self.exchange

@@ -10,6 +10,7 @@ import msgspec
 
 from ..common.api.errors import Conflict, NotFound
 from .circuit import Circuit, CircuitRules
+from .compatibility import Misfit, Pairs
 from .endpoint import Endpoint
 from .models import Group, Models
 
@@ -49,6 +50,9 @@ class Worker:
     ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids`` (none: unknown) and their
     ``model_cards`` (see ``/v1/models``) when ``asks_models``, and ``is_baton``: one of our servers, which prefills
     what it is sent alone and goes on with the answers of others; ``keeps_files``: it was given a folder for them.
+    Of its pairs: ``pair_key`` (equal for workers that fit with the same others; None: unknown), ``model_fingerprint``,
+    ``epoch`` (another one when what was learnt may have changed), and as found by trials (see ``compatibility``)
+    ``fitting``, the kinds of decode workers that a prefill worker fits with (None: all), and ``misfits``.
     One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
     ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
     Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each
@@ -61,7 +65,8 @@ class Worker:
     __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
                  "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
-                 "keeps_files", "checked", "always_healthy", "named", "metadata")
+                 "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
+                 "model_fingerprint", "epoch", "fitting", "misfits")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
@@ -92,6 +97,11 @@ class Worker:
         self.keeps_files = False
         self.circuit = Circuit(CircuitRules())
         self.cached_tokens: int | None = None
+        self.pair_key: str | None = None
+        self.model_fingerprint: str | None = None
+        self.epoch: str | None = None
+        self.fitting: frozenset[str] | None = None
+        self.misfits: tuple[Misfit, ...] = ()
         self.checked = False
         self.always_healthy = always_healthy
         self.named = named
@@ -127,7 +137,9 @@ class Worker:
         shown: dict[str, Any] = {"id": str(self.id), "url": self.url, "role": self.role, "state": self.state,
                                  "healthy": self.state == "healthy", "load": self.load, "circuit": self.circuit.state,
                                  "draining": self.draining, "models": list(self.model_ids),
-                                 "cached_tokens": self.cached_tokens, "dp_rank": self.rank}
+                                 "cached_tokens": self.cached_tokens, "dp_rank": self.rank,
+                                 "model_fingerprint": self.model_fingerprint,
+                                 "misfits": [{"worker": other.worker, "why": other.why} for other in self.misfits]}
         if self.role == "prefill":
             shown["bootstrap_port"] = self.bootstrap_port
         return shown
@@ -173,6 +185,7 @@ class Registry:
         self._success_threshold = success_threshold
         self._workers: dict[str, Worker] = {}
         self._available: dict[tuple[str, Group], tuple[Worker, ...]] = {}
+        self._pairs: dict[Group, Pairs] = {}
         self._rename()
 
     def __len__(self) -> int:
@@ -229,11 +242,23 @@ class Registry:
     def available(self, role: Role, group: Group = None) -> tuple[Worker, ...]:
         return self._available.get((role, group), ())
 
+    def pairs(self, group: Group = None) -> Pairs:
+        """Which of the available prefill and decode workers fit together; one object until they change."""
+        prefills, decodes = self.available("prefill", group), self.available("decode", group)
+        found = self._pairs.get(group)
+        if found is None or not found.of(prefills, decodes):
+            found = self._pairs[group] = Pairs(prefills, decodes)
+        return found
+
+    def refit(self) -> None:
+        """Other workers fit together than before."""
+        self._refresh()
+
     def ready(self, *, pairs: bool) -> bool:
-        """Whether a request could be served now; ``pairs`` wants both roles present, of one model."""
+        """Whether a request could be served now; ``pairs`` wants both roles present, of one model, that fit."""
         if not pairs:
             return bool(self.available("regular"))
-        return any(self.available("prefill", group) and self.available("decode", group)
+        return any(self.pairs(group).prefills and self.pairs(group).decodes
                    for group in self.models.groups or (None,))
 
     def learn_models(self, worker: Worker, cards: Sequence[dict[str, Any]]) -> None:
@@ -346,6 +371,7 @@ class Registry:
             found[worker.role, None].append(worker)
             for group in groups and (worker.model_ids or groups):
                 found.setdefault((worker.role, group), []).append(worker)
+        self._pairs = {}  # Derived anew where they are asked for.
         before = self._available
         self._available = {}
         for key, workers in found.items():

@@ -27,7 +27,8 @@ class Request(msgspec.Struct, gc=False, eq=False):
     headers: bytes = b""
     authorization: bytes = b""
     authorization_line: bytes = b""
-    """The client's header as it came: it is forwarded unless the worker has a key of its own."""
+    """The client's header, and its ``x-api-key``, as they came. They are forwarded unless the worker has a key of its
+    own, or the router knows the client's."""
     origin: bytes = b""
     traceparent: bytes = b""
     request_id: bytes = b""

@@ -20,9 +20,12 @@ _GATHERED = 256 * 1024
 
 _NOT_FORWARDED: frozenset[bytes] = frozenset((
     b"host", b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
-    b"http2-settings", b"expect", b"content-length", b"x-request-id",
+    b"http2-settings", b"expect", b"content-length", b"x-request-id", b"proxy-authorization", b"proxy-authenticate",
 ))
-_READ = _NOT_FORWARDED | {b"authorization", b"origin"}
+_KEYS = frozenset((b"authorization", b"x-api-key"))  # Anthropic's clients show theirs in a header of their own
+_READ = _NOT_FORWARDED | _KEYS | {b"origin"}
+_OF_CONNECTION = frozenset((b"", b"close", b"keep-alive", b"upgrade", b"http2-settings", b"te"))
+"""What ``Connection`` names beside headers that are for this connection alone."""
 
 
 class HeadRules:
@@ -38,7 +41,7 @@ class HeadRules:
     def __init__(self, id_names: Sequence[bytes] = (b"x-request-id",), *, own_traces: bool = False):
         self.id_names = tuple(id_names)
         traces = {b"traceparent"} if own_traces else set()
-        self.kept_back = _NOT_FORWARDED | traces | {b"authorization"}
+        self.kept_back = _NOT_FORWARDED | traces | _KEYS
         self.read = _READ | traces | set(id_names)
         self.known: KnownHeads[Request] = KnownHeads(self._plain)
 
@@ -61,8 +64,8 @@ class RequestReader:
     """
 
     __slots__ = ("ready", "refused", "awaits_continue", "partial", "_rules", "_max_payload", "_parser", "_pieces",
-                 "_large", "_size", "_beside", "_id_rank", "_framing", "_names_connection", "_expects", "_in_body",
-                 "_last")
+                 "_large", "size", "_beside", "_id_rank", "_framing", "_connection", "_api_key", "_api_key_line",
+                 "_expects", "in_body", "_last")
 
     def __init__(self, rules: HeadRules, max_payload: int):
         self.ready: deque[Request | ServingError] = deque()
@@ -79,11 +82,11 @@ class RequestReader:
         """Of the lines to forward, then of the body."""
         self._large: bytearray | None = None
         """A large body, as far as it has come."""
-        self._size = self._id_rank = 0
+        self.size = self._id_rank = 0
         self._beside = 0
         """Bytes since the last ones of a body: of a head, or of what stands between chunks and behind them."""
-        self._framing = b""
-        self._names_connection = self._expects = self._in_body = False
+        self._framing = self._connection = self._api_key = self._api_key_line = b""
+        self._expects = self.in_body = False
         self._last: KnownHead[Request] | None = None
 
     def whole(self, data: bytes) -> Request | None:
@@ -106,7 +109,7 @@ class RequestReader:
         except httptools.HttpParserError as error:
             self.refuse(InvalidRequest(f"The request is not valid HTTP ({error})."))
         if self.partial is not None and self._beside > _MAX_HEAD:
-            part = "trailers are" if self._in_body else "head is"
+            part = "trailers are" if self.in_body else "head is"
             self.refuse(HeadersTooLarge(f"The request's {part} larger than {_MAX_HEAD} bytes."))
 
     def refuse(self, error: ServingError) -> None:
@@ -127,15 +130,15 @@ class RequestReader:
         self.partial = Request()
         self._pieces = []
         self._large = None
-        self._size = 0
-        self.awaits_continue = self._names_connection = self._expects = self._in_body = False
-        self._framing = b""
+        self.size = 0
+        self.awaits_continue = self._expects = self.in_body = False
+        self._framing = self._connection = self._api_key = self._api_key_line = b""
 
     def on_url(self, url: bytes) -> None:
         self.partial.target += url  # type: ignore[union-attr]  # llhttp begins a message before its URL
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:
+        if self.in_body:
             return  # A trailer: it may neither join the body nor change what the head said, such as the key.
         request = self.partial
         folded = name.lower()
@@ -155,8 +158,11 @@ class RequestReader:
         elif name == b"authorization":
             request.authorization = value
             request.authorization_line = b"%b: %b\r\n" % (spelled, value)
+        elif name == b"x-api-key":
+            self._api_key = value
+            self._api_key_line = b"%b: %b\r\n" % (spelled, value)
         elif name == b"connection":
-            self._names_connection = True
+            self._connection += b"," + value
         elif name == b"expect":
             self._expects = value.lower() == b"100-continue"
         elif name == b"origin":
@@ -171,22 +177,27 @@ class RequestReader:
     def on_headers_complete(self) -> None:
         assert self.partial is not None
         self._beside = 0
-        self._in_body = True
+        self.in_body = True
         self.awaits_continue = self._expects
+        if self._connection:
+            self._drop_named()
+        if self._api_key_line:
+            self.partial.authorization = self.partial.authorization or b"Bearer " + self._api_key
+            self.partial.authorization_line += self._api_key_line
         self.partial.headers = b"".join(self._pieces)
         self._pieces = []
 
     def on_body(self, data: bytes) -> None:
-        self._size += len(data)
+        self.size += len(data)
         self._beside = 0
         self.awaits_continue = False
-        if self._size > self._max_payload:
+        if self.size > self._max_payload:
             self.refuse(self._too_large())
         elif self.refused:
             return
         elif self._large is not None:
             self._large += data
-        elif self._size >= _GATHERED:
+        elif self.size >= _GATHERED:
             self._large = bytearray().join((*self._pieces, data))
             self._pieces = []
         else:
@@ -202,7 +213,7 @@ class RequestReader:
         parser, pieces = self._parser, self._pieces
         request.method = parser.get_method()
         request.keep_alive = parser.should_keep_alive()
-        if self._names_connection or not request.keep_alive:  # The version costs 0.5 us; HTTP/1.0 shows in these.
+        if self._connection or not request.keep_alive:  # The version costs 0.5 us; HTTP/1.0 shows in these.
             request.old = parser.get_http_version() == "1.0"
         if not request.target.startswith(b"/"):
             request.target = _origin_form(request.target)
@@ -234,6 +245,14 @@ class RequestReader:
         head = (request.method, b" ", request.target, b" HTTP/1.1\r\n", request.headers, request.authorization_line,
                 self._framing, b"x-request-id: ", request.request_id, b"\r\n\r\n")
         self.feed(b"".join((*head, rest)))
+
+    def _drop_named(self) -> None:
+        """Forward no header that ``Connection`` names: it is for us."""
+        named = {name.strip().lower() for name in self._connection.split(b",")} - _OF_CONNECTION
+        if named:
+            lines = range(0, len(self._pieces), 4)
+            self._pieces = [piece for at in lines if self._pieces[at].lower() not in named
+                            for piece in self._pieces[at:at + 4]]
 
     def _too_large(self) -> TooLarge:
         return TooLarge("Payload Too Large: the request body is larger than --max-payload-size "

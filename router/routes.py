@@ -39,9 +39,10 @@ SLOW_BROADCASTS = (
     b"/update_weights_from_disk", b"/update_weights_from_tensor", b"/update_weights_from_distributed",
     b"/update_weights_from_ipc", b"/init_weights_update_group", b"/destroy_weights_update_group",
     b"/update_weight_version", b"/release_memory_occupation", b"/resume_memory_occupation",
-    b"/load_lora_adapter", b"/unload_lora_adapter")
+    b"/load_lora_adapter", b"/unload_lora_adapter", b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
 """Sent to every worker; the slow ones move weights and may take minutes."""
-RENAMING = frozenset((b"/update_weights_from_disk", b"/load_lora_adapter", b"/unload_lora_adapter"))
+RENAMING = frozenset((b"/update_weights_from_disk", b"/load_lora_adapter", b"/unload_lora_adapter",
+                      b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"))
 """After these the workers may serve other models."""
 
 

@@ -106,6 +106,15 @@ class TransferFailed(ServingError):
         self.cause = cause
 
 
+class PairMismatch(TransferFailed):
+    """These two servers can never hand a KV cache over: other weights, layouts, backends or secrets."""
+
+    code = "pair_mismatch"
+
+    def __init__(self, message: str, *, code: str | None = None, cause: str = "mismatch"):
+        super().__init__(message, code=code, cause=cause)
+
+
 class WorkerUnavailable(ServingError):
     status = 503
     code = "worker_unavailable"
@@ -126,7 +135,7 @@ class DeadlineExceeded(ServingError):
 _BY_CODE: dict[str, type[ServingError]] = {
     leaf.code: leaf
     for leaf in (ServingError, InvalidRequest, Unauthorized, NotFound, Conflict, TooLarge, Overloaded, Aborted,
-                 AbortRequested, TransferFailed, WorkerUnavailable, EngineDead, DeadlineExceeded)
+                 AbortRequested, TransferFailed, PairMismatch, WorkerUnavailable, EngineDead, DeadlineExceeded)
 }
 
 

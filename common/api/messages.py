@@ -1,8 +1,8 @@
 """Messages between a server's front process and its engine ranks (msgpack over ZMQ, tagged unions).
 
 Front -> rank 0: ``ToEngine``. Rank 0 -> front: ``FromEngine``; with data-parallel attention, the first rank of each
-attention group, which all answer ``Control``, ``GetState`` and ``PrepareGrammar``. The engine promises exactly one
-terminal message (``Output.finish`` set, or ``Failed``) for every ``Generate`` it was sent.
+attention group, which all answer ``Control``, ``ConnectPeer``, ``GetState`` and ``PrepareGrammar``. The engine
+promises exactly one terminal message (``Output.finish`` set, or ``Failed``) for every ``Generate`` it was sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from .commands import Command
 from .grammar import GrammarSpec, Vocabulary
+from .identity import ModelIdentity
 from .sampling import SamplingParams
 
 
@@ -120,7 +121,16 @@ class DropGrammar(msgspec.Struct, tag=True):
     spec: GrammarSpec
 
 
-ToEngine = Generate | Abort | Control | GetState | PrepareGrammar | DropGrammar | Shutdown
+class ConnectPeer(msgspec.Struct, tag=True):
+    """Connect to the prefill server whose bootstrap server is at ``host`` and ``port``, before a request needs it.
+    Answered by ``Done``, whose code is ``kv_transfer_failed:pair_mismatch`` where the two do not fit together."""
+
+    seq: int
+    host: str
+    port: int
+
+
+ToEngine = Generate | Abort | Control | ConnectPeer | GetState | PrepareGrammar | DropGrammar | Shutdown
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -206,6 +216,8 @@ class Ready(msgspec.Struct, tag=True):
 
     max_total_tokens: int
     max_request_tokens: int
+    model: ModelIdentity | None = None
+    pair_key: str | None = None
 
 
 class StartFailed(msgspec.Struct, tag=True):
@@ -227,7 +239,8 @@ class State(msgspec.Struct, tag=True):
 
     ``free_pages + held_pages + cached_pages == total_pages`` always; ``held_pages`` is 0 when idle.
     ``counters`` only grow (names without the metric prefix), ``gauges`` are current values.
-    ``dp_rank`` is that of the data-parallel rank that tells.
+    ``dp_rank`` is that of the data-parallel rank that tells. ``pair_key`` is equal for servers of one role that fit
+    with the same servers of the other.
     """
 
     seq: int
@@ -242,6 +255,8 @@ class State(msgspec.Struct, tag=True):
     counters: dict[str, float] = {}
     gauges: dict[str, float] = {}
     dp_rank: int = 0
+    model: ModelIdentity | None = None
+    pair_key: str | None = None
 
 
 RANK_TOTALS = frozenset(("kv_bytes_sent", "kv_bytes_received", "kv_messages_dropped", "kv_writes_queued",

@@ -38,9 +38,9 @@ def bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def check_free(host: str, port: int, port_flag: str) -> None:
+def check_free(host: str, port: int, port_flag: str, host_flag: str = "--host") -> None:
     """Raises ConfigError for a port that is to be listened on later, and is taken."""
     try:
         bound(host, port).close()
     except OSError as error:
-        raise cannot_listen(host, port, error, port_flag=port_flag) from None
+        raise cannot_listen(host, port, error, host_flag=host_flag, port_flag=port_flag) from None

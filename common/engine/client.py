@@ -20,6 +20,7 @@ from ..api.errors import (
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..api.messages import (
     Abort,
+    ConnectPeer,
     Control,
     Done,
     DropGrammar,
@@ -208,6 +209,11 @@ class EngineClient:
         """Change the engine as a whole; returns a sentence that says what was done. Raises the ServingError with which
         the engine refused."""
         return _agreed(await self._ask(lambda seq: Control(seq, command), timeout))
+
+    async def connect_peer(self, host: str, port: int, timeout: float) -> None:
+        """Connect a decode server to the prefill server whose bootstrap server is there; returns when its data path has
+        been used once. Raises the ServingError that a request of this pair would end with."""
+        _agreed(await self._ask(lambda seq: ConnectPeer(seq, host, port), timeout))
 
     async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None) -> None:
         """Returns when the engine takes requests with this grammar; raises ServingError. ``vocabulary`` must come with

@@ -21,10 +21,12 @@ from ..api.commands import (
     UpdateWeights,
 )
 from ..api.errors import ConfigError, Conflict, InvalidRequest, ServingError, WorkerUnavailable
+from ..api.identity import ModelIdentity
 from ..config.server import ServerConfig
 from ..distributed.tp import TPGroup
 from .batcher import Batcher
 from .model_runner import ModelRunner
+from .peers import NoPeers, Peers
 from .profiler import Profiler
 from .scheduling import policies
 
@@ -34,13 +36,20 @@ _AT_ANY_TIME = (StartProfile, StopProfile, SetLimits, RecordExperts, PauseGenera
 class Control:
     """One rank's. All ranks of the engine agree on the outcome before any of them changes what they share."""
 
-    def __init__(self, config: ServerConfig, tp: TPGroup, runner: ModelRunner, batcher: Batcher):
+    def __init__(self, config: ServerConfig, tp: TPGroup, runner: ModelRunner, batcher: Batcher,
+                 peers: Peers | None = None):
         self._config = config
         self._tp = tp
         self._runner = runner
         self._batcher = batcher
+        self._peers = peers or NoPeers()
         self._released: set[MemoryKind] = set()
         self.profiler = Profiler(tp.rank, runner.device)
+
+    @property
+    def model(self) -> ModelIdentity:
+        """Whose weights the engine computes with."""
+        return self._runner.model
 
     def check_serving(self) -> None:
         """Raises WorkerUnavailable while memory that requests need is released."""
@@ -85,8 +94,14 @@ class Control:
         if "weights" in self._released:
             self._resume(("weights",))
         self._agreed(lambda: self._runner.check_weights(command.model_path, command.revision))
+        # Sessions end before the first weight is touched and begin anew after the last: no KV cache that was computed
+        # with the weights of before, or that a peer has computed with others, is ever taken for one of these.
+        self._peers.leave()
         self._runner.update_weights(command.model_path, command.revision)
         self._batcher.cache.flush()
+        self._tp.barrier()
+        self._peers.join(self._runner.model)
+        self._tp.barrier()  # what is answered after this finds all ranks as they are now
         return f"The weights are those of {command.model_path}."
 
     def _release(self, kinds: tuple[MemoryKind, ...]) -> str:

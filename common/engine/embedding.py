@@ -10,6 +10,7 @@ from .batcher import Batch, Batcher
 from .forward_batch import ForwardBatch, Row, build_forward_batch
 from .ledger import Ledger
 from .model_runner import ModelRunner
+from .peers import NoPeers
 from .req import Req
 
 
@@ -21,6 +22,7 @@ class EmbeddingScheduler:
     """
 
     num_transferring = 0
+    peers = NoPeers()
 
     def __init__(self, batcher: Batcher, runner: ModelRunner, ledger: Ledger):
         self.batcher = batcher

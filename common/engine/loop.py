@@ -29,6 +29,7 @@ from .control import Control
 from .kv_events import KVEventPublisher
 from .ledger import Ledger
 from .meeting import Meeting
+from .peers import Peers
 from .req import Req
 from .watchdog import Watchdog
 
@@ -41,6 +42,9 @@ DEADLINE_CHECK_SECONDS = 0.1
 
 class Scheduler(Protocol):
     """What a role's scheduler offers to the loop."""
+
+    @property
+    def peers(self) -> Peers: ...
 
     @property
     def idle(self) -> bool:
@@ -97,6 +101,7 @@ class EngineLoop:
         self._ticker = ticker
         self._ledger = ledger
         self._scheduler = scheduler
+        self._peers = scheduler.peers
         self._cache = cache
         self._control = control
         self._send = send
@@ -116,6 +121,9 @@ class EngineLoop:
             tick = self._ticker.next(self._wait_ms(busy))
             for done in self._grammars.finished() if self._grammars else ():
                 self._send(done)
+            if self._peers.busy:
+                for done in self._peers.outcomes():
+                    self._send(done)
             if self._watchdog is not None:
                 self._watchdog.beat()
             for message in tick.messages:
@@ -141,8 +149,8 @@ class EngineLoop:
         return 0 if busy else self._wish_ms()
 
     def _wish_ms(self) -> int:
-        compiling = self._grammars is not None and self._grammars.busy
-        return IDLE_WAIT_MS if self._scheduler.idle and not compiling else TRANSFER_WAIT_MS
+        awaiting = self._peers.busy or (self._grammars is not None and self._grammars.busy)
+        return IDLE_WAIT_MS if self._scheduler.idle and not awaiting else TRANSFER_WAIT_MS
 
     def _handle(self, message: ToEngine, now: float) -> None:
         match message:
@@ -153,6 +161,8 @@ class EngineLoop:
                 self._abort(message)
             case messages.Control():
                 self._carry_out(message)
+            case messages.ConnectPeer():
+                self._connect(message)
             case messages.PrepareGrammar():
                 if self._grammars is not None:
                     self._grammars.prepare(message)
@@ -212,6 +222,12 @@ class EngineLoop:
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.code))
 
+    def _connect(self, message: messages.ConnectPeer) -> None:
+        try:
+            self._peers.connect(message)
+        except ServingError as error:
+            self._send(Done(message.seq, error.message, error.wire_code))
+
     @property
     def _at_rest(self) -> bool:
         """Whether no request runs or holds pages: they may wait, as those do that were retracted for a pause."""
@@ -234,5 +250,5 @@ class EngineLoop:
             num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
             counters={**self._ledger.counters, **scheduler.counters},
             gauges={"token_usage": 1 - cache.num_available / cache.num_pages, **scheduler.gauges},
-            dp_rank=self._dp_rank,
+            dp_rank=self._dp_rank, model=self._control.model, pair_key=self._peers.key,
         )

@@ -9,6 +9,7 @@ import torch
 
 from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
+from ..api.identity import ModelIdentity
 from ..attention.base import Planned
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
@@ -159,6 +160,16 @@ class ModelRunner:
     def update_weights(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check_weights`` accepted, over the weights. No step is in flight."""
         self._weights.update(model_path, revision)
+
+    @property
+    def spare_page(self) -> int:
+        """The pool's page that no request reads."""
+        return self.num_pages
+
+    @property
+    def model(self) -> ModelIdentity:
+        """Whose weights these are."""
+        return self._weights.identity
 
     def load_predictors(self, progress: Progress) -> Predictors:
         """The checkpoint's layers of multi-token prediction, beside this model. Raises ConfigError."""

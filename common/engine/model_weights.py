@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from ..api.errors import ConfigError
+from ..api.identity import ModelIdentity
 from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ModelArgs, ServerConfig
@@ -14,17 +15,19 @@ from ..distributed.parallel import Parallel
 from ..models.decoder import DenseDecoder
 from ..models.registry import build_model
 from ..quantization.kv_scales import Scales
+from ..weights.fingerprint import identify
 from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors, silent
 from .pool_plan import kv_scales, scales_of
 
 
 class ModelWeights:
-    """Owns ``model``, built for ``spec``. ``load`` builds it and reads its first weights; ``update`` puts another
-    checkpoint's in their place, at the same addresses."""
+    """Owns ``model``, built for ``spec``, and knows whose weights it has (``identity``). ``load`` builds it and reads
+    its first weights; ``update`` puts another checkpoint's in their place, at the same addresses."""
 
     def __init__(self, config: ServerConfig, spec: ModelSpec, model: DenseDecoder, parallel: Parallel):
         self.spec = spec
         self.model = model
+        self.identity: ModelIdentity = identify(config.model, spec)
         self._config = config
         self._layers = parallel.stages.layers(spec.num_layers)
         self._elsewhere = parallel.stages.elsewhere(spec.num_layers)
@@ -62,10 +65,13 @@ class ModelWeights:
     @torch.no_grad()
     def update(self, model_path: str, revision: str | None) -> None:
         """Load another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
-        self._read(self._args_of(model_path, revision), silent)
+        args = self._args_of(model_path, revision)
+        self._read(args, silent)
+        self.identity = identify(args, self.spec, self.identity.updates + 1)
 
     def _args_of(self, model_path: str, revision: str | None) -> ModelArgs:
-        return dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto")
+        return dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto",
+                                   model_fingerprint=None)
 
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_safetensors(resolve_checkpoint(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,

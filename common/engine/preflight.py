@@ -33,6 +33,10 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
             raise ConfigError("--kv-events-port tells of the prefix cache; drop --disable-radix-cache.")
         for port in (config.events.kv_events_port, config.events.kv_events_port + 1):  # events, and replays
             check_free(config.http.host, port, "--kv-events-port")
+    if config.nodes.nnodes > 1:  # on node 0; the others serve nobody
+        host, port = config.nodes.link_address
+        for number in (port - 1, port):
+            check_free(host, number, "--dist-init-addr", "--dist-init-addr")
     if not _may_have_gpu(config):
         _check_host_pool(config, spec)
 

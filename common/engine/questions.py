@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable
 
 from ..api.errors import ServingError, WorkerUnavailable
-from ..api.messages import Control, Done, GetState, PrepareGrammar, RankTotals, State
+from ..api.messages import ConnectPeer, Control, Done, GetState, PrepareGrammar, RankTotals, State
 
-Question = Control | GetState | PrepareGrammar
+Question = ConnectPeer | Control | GetState | PrepareGrammar
 Answer = State | RankTotals | Done
 
 

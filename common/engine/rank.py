@@ -117,9 +117,10 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     cache = parts.batcher.cache
     capacity = cache.num_pages * cache.page_size
     if spec.rank == 0:
-        channel.send(Ready(capacity, min(capacity, parts.runner.spec.context_length)))
+        channel.send(Ready(capacity, min(capacity, parts.runner.spec.context_length), parts.runner.model,
+                           scheduler.peers.key))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
-    control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher)
+    control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     settle_collector()

@@ -19,6 +19,7 @@ from ..api.messages import Finish, Logprobs
 from .batcher import Batch, Batcher
 from .executor import Executor, Gain, Step
 from .ledger import Ledger
+from .peers import NoPeers
 from .req import Req
 from .stage_executor import StageExecutor, StageStep
 from .stage_pipeline import pipeline_of
@@ -60,6 +61,7 @@ class UnifiedScheduler:
         return len(self.batcher.waiting)
 
     num_transferring = 0
+    peers = NoPeers()
 
     @property
     def gauges(self) -> dict[str, float]:

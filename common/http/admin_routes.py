@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
 from ... import __version__
-from ..api.errors import EngineDead, InvalidRequest, WorkerUnavailable
+from ..api.errors import DeadlineExceeded, EngineDead, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
 from ..api.messages import Generate, State
 from ..api.sampling import SamplingParams
 from ..engine.states import merged
 from ..obs.about import POLICY, about
 from ..obs.metrics import CONTENT_TYPE
+from ..openai.bootstrap import bootstrap_point
 from ..openai.decoding import BodyDecoder
 from .front import Front
 from .generation import Generation
@@ -50,7 +51,12 @@ async def health(front: Front, request: web.Request) -> web.Response:
         loading = front.loading
         progress = round(loading.fraction, 4)
         return json_response({"status": "starting", "stage": loading.stage, "progress": progress}, 503)
-    return json_response({"status": "ready"})
+    return _ready(front)
+
+
+def _ready(front: Front) -> web.Response:
+    """``epoch`` is another one after a restart, and after weights were loaded: what was learnt of the server is old."""
+    return json_response({"status": "ready", "epoch": front.epoch})
 
 
 async def health_generate(front: Front, request: web.Request) -> web.Response:
@@ -66,7 +72,7 @@ async def health_generate(front: Front, request: web.Request) -> web.Response:
                      sampling=SamplingParams(max_new_tokens=1, temperature=0.0), deadline=20.0)
     with Generation(front.client, tokenizer, front.metrics, [probe], time.monotonic()) as generation:
         await generation.complete()
-    return json_response({"status": "ready"})
+    return _ready(front)
 
 
 async def models(front: Front, request: web.Request) -> web.Response:
@@ -103,11 +109,15 @@ async def server_info(front: Front, request: web.Request) -> web.Response:
         info.update(dataclasses.asdict(getattr(front.config, section.name)))
     info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
     info.update(version=__version__, status="ready" if front.is_ready else "not ready",
-                served_model_name=front.config.model_name, stream_continuation=True, paused=front.client.paused)
+                served_model_name=front.config.model_name, stream_continuation=True, paused=front.client.paused,
+                epoch=front.epoch)
     if front.ready is not None:
-        info.update(max_total_num_tokens=front.ready.max_total_tokens, max_req_input_len=front.ready.max_request_tokens)
+        info.update(max_total_num_tokens=front.ready.max_total_tokens, max_req_input_len=front.ready.max_request_tokens,
+                    pair_key=front.ready.pair_key)
+        if (identity := front.ready.model) is not None:
+            info.update(model_fingerprint=identity.fingerprint, weight_updates=identity.updates)
     info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
-                                if name not in ("seq", "type")} for state in await _states(front)]
+                                if name not in ("seq", "type", "model", "pair_key")} for state in await _states(front)]
     if not info["internal_states"]:
         del info["internal_states"]
     return json_response(info)
@@ -137,6 +147,34 @@ async def _states(front: Front) -> list[State]:
         return []
 
 
+class PrefillAddress(msgspec.Struct):
+    bootstrap_host: str
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+_prefill = BodyDecoder(PrefillAddress)
+_CONNECT_SECONDS = 8.0
+
+
+async def connect_prefill(front: Front, request: web.Request) -> web.Response:
+    """Connect a decode server to a prefill server ahead of requests: ``fits`` is true, false with the reason why no
+    cache can ever be handed over, or null with the reason why that is not known yet."""
+    body = _prefill.decode(await request.read())
+    front.serving_tokenizer()
+    front.check_not_changing()
+    point = bootstrap_point(body.bootstrap_host, body.bootstrap_port)
+    began = time.monotonic()
+    fits: bool | None = True
+    message: str | None = None
+    try:
+        await front.client.connect_peer(*point, _CONNECT_SECONDS)
+    except PairMismatch as error:
+        fits, message = False, error.message
+    except (TransferFailed, DeadlineExceeded, WorkerUnavailable) as error:
+        fits, message = None, error.message
+    return json_response({"fits": fits, "message": message, "seconds": round(time.monotonic() - began, 3)})
+
+
 class AbortRequest(msgspec.Struct):
     rid: str | None = None
     abort_all: bool | None = None
@@ -150,6 +188,7 @@ async def abort_request(front: Front, request: web.Request) -> web.Response:
     "abort". An unknown id is fine."""
     body = _abort.decode(await request.read())
     if body.abort_all:
+        front.keys.check(request, admin=True)  # others' requests are among them
         front.client.abort("")
     elif body.rid:
         front.client.abort_group(body.rid)

@@ -79,6 +79,7 @@ _SHAPES: dict[str, _Shape] = {
     "POST /open_session": _Shape(session_routes._Open, str),
     "POST /close_session": _Shape(session_routes._Close),
     "POST /abort_request": _Shape(admin_routes.AbortRequest),
+    "POST /connect_prefill": _Shape(admin_routes.PrefillAddress),
     "POST /update_weights_from_disk": _Shape(control_routes._Update),
     "POST /release_memory_occupation": _Shape(control_routes._Memory, optional=True),
     "POST /resume_memory_occupation": _Shape(control_routes._Memory, optional=True),

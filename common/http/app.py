@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import logging
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from ..anthropic.answer import error_body
-from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge, Unauthorized
+from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge
 from . import (
     admin_routes,
     batch_routes,
@@ -30,8 +30,10 @@ from . import (
     tokenize_routes,
 )
 from .api_document import api_document
+from .arrivals import SlowBody, SlowRequest
 from .front import Front
 from .in_flight import shut_down
+from .keys import Keys
 from .prompt_pages import tell_pages
 from .traces import TRACEPARENT
 from .web import error_response, json_bytes, note_failure, our_fault
@@ -76,6 +78,7 @@ _ROUTES: tuple[tuple[str, str, Route], ...] = (
     ("GET", "/get_server_info", admin_routes.server_info),
     ("GET", "/server_info", admin_routes.server_info),
     ("POST", "/abort_request", admin_routes.abort_request),
+    ("POST", "/connect_prefill", admin_routes.connect_prefill),
     ("POST", "/v1/embeddings", embedding_routes.embeddings),
     ("POST", "/encode", embedding_routes.encode),
     ("POST", "/classify", embedding_routes.classify),
@@ -102,7 +105,9 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/stop_expert_distribution_record", control_routes.stop_expert_distribution_record),
     ("POST", "/dump_expert_distribution_record", control_routes.dump_expert_distribution_record),
 )
-_CONTROL_PATHS = frozenset(path for _, path, _ in _CONTROL)
+"""What changes the server, or all of its requests: for an administrator."""
+_FOR_CLIENTS = frozenset(re.sub(r":[^}]*}", "}", path) for _, path, _ in _ROUTES) | {"/openapi.json"}
+"""As aiohttp spells routes. Whatever else there is needs an administrator's key, also what was forgotten here."""
 _OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 
@@ -143,8 +148,6 @@ def make_app(front: Front) -> web.Application:
 def _guard(front: Front) -> Any:
     """Checks the key, and turns every error into OpenAI's error object."""
     http, in_flight = front.config.http, front.in_flight
-    expected = f"Bearer {http.api_key}".encode() if http.api_key else None
-    expected_of_admin = f"Bearer {http.admin_api_key}".encode() if http.admin_api_key else expected
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -153,15 +156,17 @@ def _guard(front: Front) -> Any:
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
+        front.arrivals.headed(request)
         try:
-            wanted = expected_of_admin if request.path in _CONTROL_PATHS else expected
-            if wanted is not None and request.path not in _OPEN_TO_ALL:
-                _check_key(request, wanted)
+            _check_key(request, front.keys)
             return await handler(request)
         except ServingError as error:
             return _told(request, error)
         except web.HTTPException as error:
             return _http_error(request, error, http.max_payload_size)
+        except SlowBody:
+            return _told(request, SlowRequest("The request's body did not arrive in time; see "
+                                              "--client-body-timeout-secs."))
         except web.RequestPayloadError:
             return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
                                                  "form of its chunks, is broken."))
@@ -180,12 +185,13 @@ def _guard(front: Front) -> Any:
     return guard
 
 
-def _check_key(request: web.Request, expected: bytes) -> None:
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    if not given:  # Anthropic's clients have a header of their own
-        given = b"Bearer " + request.headers.get("x-api-key", "").encode("utf-8", "surrogateescape")
-    if not hmac.compare_digest(given, expected):
-        raise Unauthorized("The API key is missing or wrong; send it as 'Authorization: Bearer <key>'.")
+def _check_key(request: web.Request, keys: Keys) -> None:
+    """By the route that serves the request, however its path is written."""
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else None
+    if path in _OPEN_TO_ALL:
+        return
+    keys.check(request, admin=path is not None and path not in _FOR_CLIENTS)
 
 
 def _told(request: web.Request, error: ServingError) -> web.Response:

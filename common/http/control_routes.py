@@ -100,6 +100,7 @@ async def update_weights_from_disk(front: Front, request: web.Request) -> web.Re
         while True:
             try:
                 response = await _carry_out(front, command, LOAD_SECONDS)
+                await _learn(front)
                 break
             except Conflict:
                 if asyncio.get_running_loop().time() >= deadline:
@@ -107,6 +108,13 @@ async def update_weights_from_disk(front: Front, request: web.Request) -> web.Re
                 await asyncio.sleep(0.05)
     front.weights_path = body.model_path
     return response
+
+
+async def _learn(front: Front) -> None:
+    """Which weights the engine has now."""
+    state = await front.client.state()
+    assert front.ready is not None
+    front.ready = msgspec.structs.replace(front.ready, model=state.model, pair_key=state.pair_key)
 
 
 async def release_memory_occupation(front: Front, request: web.Request) -> web.Response:

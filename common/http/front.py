@@ -25,10 +25,12 @@ from ..openai.bootstrap import BootstrapFields, bootstraps, chosen_rank
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, output_limit
 from ..tokenizer.tokenizer import Tokenizer
+from .arrivals import Arrivals
 from .chat_formats import ChatFormats
 from .generation import Generation
 from .in_flight import InFlight
 from .journal import Journal
+from .keys import Keys
 from .sessions import Sessions
 from .traces import Traces
 
@@ -49,11 +51,14 @@ class Front:
         self.loading = Loading("starting", 0.0)
         self.stopping = False
         self.in_flight = InFlight()
+        self.arrivals = Arrivals(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
+        self.keys = Keys.of(config.http.api_key, config.http.admin_api_key)
         self.journal = Journal(config.observe.log_level_of_requests, config.observe.dump_folder)
         self.sessions = Sessions()
         self.traces: Traces | None = None
         self.weights_path = config.model.model_path
         self.changing = asyncio.Lock()  # one change of the weights at a time
+        self.instance = uuid.uuid4().hex[:16]
 
     @property
     def dead(self) -> str | None:
@@ -63,6 +68,18 @@ class Front:
     @property
     def is_ready(self) -> bool:
         return self.ready is not None and self.tokenizer is not None and self.dead is None and not self.stopping
+
+    @property
+    def epoch(self) -> str:
+        """Another one whenever what this server told of its engine may have changed."""
+        identity = None if self.ready is None else self.ready.model
+        return f"{self.instance}-{0 if identity is None else identity.updates}"
+
+    def check_not_changing(self) -> None:
+        """Raises WorkerUnavailable while one of a pair loads other weights: its peers are not connected, and a request
+        that waited for that would fail by its deadline where another worker could serve it."""
+        if self.changing.locked() and self.config.mode != "null":
+            raise WorkerUnavailable("The server is loading other weights.", retry_after=1.0)
 
     def serving_tokenizer(self) -> Tokenizer:
         """The tokenizer of a server that takes requests; raises WorkerUnavailable while it does not."""
@@ -154,6 +171,7 @@ class Front:
         """One entry per choice. A unified server ignores bootstrap fields, a prefill server needs them, and a decode
         server computes the prompt itself where there are none. Raises InvalidRequest."""
         self.check_generates()
+        self.check_not_changing()
         mode = self.config.mode
         if mode == "null":
             return [None] * (num_prompts * n)

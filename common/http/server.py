@@ -30,6 +30,7 @@ from .traces import Traces
 
 log = logging.getLogger("baton.front")
 
+_IDLE_SECONDS = 75.0  # a connection is kept so long whose client asks nothing, or asks half of something
 _SHOW_DEATH_SECONDS = 1.0  # clients read their errors, and health checks see the 503, before a dead server ends
 
 
@@ -89,13 +90,13 @@ class _Server:
             if to := host.config.observe.traces_to:
                 host.front.traces = Traces(Tracing(f"baton-{_name(host.config)}", exporter_for(to)), host.config.mode)
                 stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
-            site = await self._serve_http(stack, listener)
+            listening = await self._serve_http(stack, listener)
             await host.start(services)
             for task in (self._settle(), self._note_lateness(), self._note_throughput(), self._tell_activity()):
                 stack.callback(asyncio.create_task(task).cancel)
             reason = await host.ended
             if reason is None:
-                await self._drain(site)
+                await self._drain(listening)
             elif host.front.ready is not None:
                 await asyncio.sleep(_SHOW_DEATH_SECONDS)
         if reason is not None:
@@ -120,27 +121,31 @@ class _Server:
         if interval := self._host.config.logs.log_interval:
             await Activity(self._host.front, interval).run()
 
-    async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> web.SockSite:
+    async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> asyncio.Server:
         front = self._host.front
         runner = web.AppRunner(make_app(front), handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
-                               handle_signals=False)
+                               handle_signals=False, keepalive_timeout=_IDLE_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        site = web.SockSite(runner, listener, backlog=1024)
-        await site.start()
+        make = runner.server
+        assert make is not None
+        server = await asyncio.get_running_loop().create_server(
+            lambda: front.arrivals.connecting(make), sock=listener, backlog=1024)
+        stack.callback(server.close)
+        stack.callback(asyncio.create_task(front.arrivals.watch()).cancel)
         log.info("listening on http://%s:%d, model %s", *listener.getsockname()[:2], front.config.model_name)
-        return site
+        return server
 
     def _on_signal(self) -> None:
         if self._host.ended.done():
             self._again.set()
         self._host.finish(None)
 
-    async def _drain(self, site: web.SockSite) -> None:
+    async def _drain(self, listening: asyncio.Server) -> None:
         """Take no new requests, and let the running ones end."""
         front = self._host.front
         front.stopping = True
-        await site.stop()
+        listening.close()
         log.info("stopping: %d requests are running", front.client.num_open)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle(), front.config.http.shutdown_grace_secs)

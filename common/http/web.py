@@ -11,6 +11,9 @@ from ..api.errors import Aborted, EngineDead, ServingError
 from ..obs.failures import FailureLog
 from ..openai.responses import encode
 
+ERROR_CODE = "X-Error-Code"
+"""The error object's code, for a router, which reads no bodies."""
+
 failures = FailureLog(logging.getLogger("baton.front"))
 
 
@@ -40,7 +43,9 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 def error_response(error: ServingError, body: Any = None) -> web.Response:
     """OpenAI's error object, or ``body``, with Retry-After where the error knows it."""
-    headers = None if error.retry_after is None else {"Retry-After": str(max(1, round(error.retry_after)))}
+    headers = {ERROR_CODE: error.code}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if isinstance(error, EngineDead):
-        headers = {"X-Baton-Engine": "dead"}
+        headers["X-Baton-Engine"] = "dead"
     return json_bytes(encode(error.to_openai() if body is None else body), error.status, headers)

@@ -16,7 +16,7 @@ PAIRS: tuple[Mode, ...] = ("prefill", "decode")
 ALL: tuple[Mode, ...] = ("null", *PAIRS)
 
 BREAKAGES = ("silent", "connection_lost", "ended", "write_failed", "damaged", "mismatch", "refused", "unreachable",
-             "shutdown", "other_rank", "peer")
+             "shutdown", "weights", "other_rank", "peer")
 """Causes of a ``TransferFailed``; ``peer``: the other server counts the cause itself."""
 
 

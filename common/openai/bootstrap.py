@@ -81,13 +81,19 @@ def _rooms(name: str, given: int | list[int], num_prompts: int, n: int) -> list[
     return [first + i for first in firsts for i in range(n)]
 
 
-def _checked(host: str, port: int, room: int, previous: int | None,
-             dp_rank: int | None) -> Bootstrap:
+def bootstrap_point(host: str, port: int) -> tuple[str, int]:
+    """The address of a bootstrap server; raises InvalidRequest for what can be none."""
     if not host or len(host) > 255 or any(char.isspace() for char in host):
         raise InvalidRequest(f"bootstrap_host must be a host name or address, got {host[:80]!r}.",
                              param="bootstrap_host")
     if not 0 < port < 65536:
         raise InvalidRequest(f"bootstrap_port must be between 1 and 65535, got {port}.", param="bootstrap_port")
+    return host, port
+
+
+def _checked(host: str, port: int, room: int, previous: int | None,
+             dp_rank: int | None) -> Bootstrap:
+    bootstrap_point(host, port)
     if not 0 <= room < 2**63:
         raise InvalidRequest(f"bootstrap_room must be between 0 and 2**63 - 1, got {room}.", param="bootstrap_room")
     if previous is not None and not 0 <= previous < 2**63:

@@ -23,15 +23,15 @@ class BodyDecoder(Generic[T]):
         """Raises TypeError for a type with a number that has no bounds, which common/api/wire.py gives."""
         if unbounded := unbounded_fields(kind):
             raise TypeError(f"Give these numbers bounds: {', '.join(unbounded)}.")
-        self._decoder = msgspec.json.Decoder(kind)
         self._refused = RefusedFields(refused) if refused else None
+        self._decoder = msgspec.json.Decoder(kind if self._refused is None else self._refused.added_to(kind))
 
     def decode(self, body: bytes) -> T:
         """Raises InvalidRequest for what is no JSON, no object, or has a field of the wrong type."""
         if not body.strip():
             raise InvalidRequest("The request body is empty; send a JSON object.")
         try:
-            found = self._decoder.decode(body)
+            found: T = self._decoder.decode(body)
         except msgspec.ValidationError as error:
             raise _readable(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -39,7 +39,7 @@ class BodyDecoder(Generic[T]):
         except RecursionError:
             raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
         if self._refused is not None:
-            self._refused.check(body)
+            self._refused.check(found)
         return found
 
 

@@ -224,6 +224,9 @@ def _fits(op: Any, value: Any, flags: int) -> Callable[[str], bool]:
         raise _Unusable("looks around, refers back or is atomic, which needs backtracking")
     negated = items[0][0] is sre.NEGATE
     tests = [_test(kind, what, flags) for kind, what in items if kind is not sre.NEGATE]
+    if len(tests) == 1:
+        only = tests[0]
+        return (lambda char: not only(char)) if negated else only
     return lambda char: any(test(char) for test in tests) is not negated
 
 
@@ -234,6 +237,8 @@ def _test(kind: Any, value: Any, flags: int) -> Callable[[str], bool]:
         test = (lambda char: char.isascii() and plain(char)) if flags & re.ASCII else plain
         return test if opposite is None else lambda char: not test(char)
     low, high = (value, value) if kind is sre.LITERAL else value
+    if low == high and not flags & re.IGNORECASE:
+        return chr(low).__eq__
     if not flags & re.IGNORECASE:
         return lambda char: low <= ord(char) <= high
     return lambda char: any(len(one) == 1 and low <= ord(one) <= high for one in (char, char.lower(), char.upper()))

@@ -35,6 +35,8 @@ class Backend(Protocol):
     name: str
     lingering: float
     """Seconds for which a write may still land that has FAILED or whose peer was removed; 0 where it cannot."""
+    scope: str
+    """Peers of another scope are out of reach; "" reaches everywhere. Valid after ``register``."""
     progress_interval: float | None
     """Seconds between calls of ``progress`` while pages may arrive; None: it need not be called."""
 

@@ -48,6 +48,7 @@ class FakeBackend:
 
     name = "fake"
     lingering = 0.0
+    scope = ""
     progress_interval: float | None = None
 
     def __init__(self) -> None:

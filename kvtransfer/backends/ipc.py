@@ -112,7 +112,7 @@ class IpcBackend:
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
-        self._host = ""
+        self.scope = ""
         self._regions: list[Region] = []
         self._num_pages = 0
         self._handles: list[bytes] = []
@@ -121,7 +121,7 @@ class IpcBackend:
         self._places = itertools.count(secrets.randbelow(_PLACES))
 
     def register(self, regions: Sequence[Region], num_pages: int) -> None:
-        self._host = _host()
+        self.scope = _host()
         self._memory = _memory_of(regions)
         self._handles = [self._memory.export(region) for region in regions]
         self._regions, self._num_pages = list(regions), num_pages
@@ -133,14 +133,14 @@ class IpcBackend:
     def local_metadata(self) -> bytes:
         regions = [(region.address, region.num_bytes, region.device) for region in self._regions]
         bells = None if self._bells is None else handle_of(self._bells.ctypes.data, self._bells.nbytes)
-        return msgspec.msgpack.encode(_Metadata(self._host, _PROCESS, regions, self._num_pages, self._handles, bells))
+        return msgspec.msgpack.encode(_Metadata(self.scope, _PROCESS, regions, self._num_pages, self._handles, bells))
 
     def add_peer(self, metadata: bytes, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> _Peer:
         try:
             description = msgspec.msgpack.decode(metadata, type=_Metadata)
         except UNREADABLE as error:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
-        if description.host != self._host:
+        if description.host != self.scope:
             raise TransferFailed("the peer is on another host, which --disaggregation-transfer-backend ipc does not "
                                  "reach; use nixl on both sides.", cause="mismatch")
         theirs = [Region(*region) for region in description.regions]

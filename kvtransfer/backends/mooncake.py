@@ -72,6 +72,7 @@ class MooncakeBackend:
     """``host`` is the address that peers reach this process at. Raises ConfigError when the engine does not start."""
 
     name = "mooncake"
+    scope = ""
     progress_interval: float | None = None
 
     def __init__(self, host: str, ib_device: str | None) -> None:

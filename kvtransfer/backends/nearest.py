@@ -31,6 +31,7 @@ class NearestBackend:
     """``backends``: the nearest first. One that cannot register the pool is left out."""
 
     name = "auto"
+    scope = ""
 
     def __init__(self, backends: Sequence[Backend]):
         self._backends = list(backends)

@@ -60,6 +60,7 @@ class NixlBackend:
     """One NIXL agent with the UCX backend. Raises ConfigError when NIXL is not installed or does not start."""
 
     name = "nixl"
+    scope = ""
     lingering = 0.0
     progress_interval: float | None = 1e-3
 

@@ -22,6 +22,11 @@ class HttpArgs:
     request_timeout_secs: float = flag(1800.0, help="longest silence of a worker within one request; 0: no limit")
     client_timeout_secs: float = flag(300.0, help=(
         "give up on a client that takes nothing of a waiting answer for this long: it holds a worker; 0: never"))
+    client_header_timeout_secs: float = flag(30.0, help=(
+        "the head of a request must be here this long after its first byte; 0: no limit"))
+    client_body_timeout_secs: float = flag(60.0, help=(
+        "all of a request must be here this long after its first byte, and one second later for each 16 KiB of its "
+        "body that have come; 0: no limit"))
     keep_alive_secs: float = flag(75.0, help="close a client's connection that idles for this long; 0: never")
     request_id_headers: tuple[str, ...] = flag(
         ("x-request-id", "x-correlation-id", "x-trace-id", "request-id"), metavar="NAME",
@@ -37,4 +42,5 @@ class HttpArgs:
         if not 1 <= self.router_workers <= 64:
             raise ConfigError(f"--router-workers must be between 1 and 64, not {self.router_workers}.")
         not_negative(self, "busy_poll_us", "request_timeout_secs", "client_timeout_secs", "keep_alive_secs",
+                     "client_header_timeout_secs", "client_body_timeout_secs",
                      "shutdown_grace_secs")

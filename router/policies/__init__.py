@@ -16,6 +16,7 @@ from .cache_exact import CacheExact
 from .consistent_hash import ConsistentHash
 from .consistent_hashing import ConsistentHashing
 from .least_loaded import LeastLoaded
+from .load_view import LoadView
 from .manual import Manual
 from .power_of_two import PowerOfTwo
 from .prefix_hash import PrefixHash
@@ -83,6 +84,14 @@ def _bound(sets: Collection[Mapping[Role, Policy]]) -> None:
                 policy.most_blocks = MOST_BLOCKS // 2 // len(sets)
 
 
+def _close(policies: Mapping[Role, Policy]) -> None:
+    """Let policies that are used no more follow their workers' loads no more."""
+    for policy in policies.values():
+        for part in vars(policy).values():
+            if isinstance(part, LoadView):
+                part.close()
+
+
 class PolicySets:
     """The policies of all workers, and those of each model once it is asked for: prompts, rings and turns of one are
     nothing to another. What is remembered of all models together is bounded."""
@@ -107,7 +116,7 @@ class PolicySets:
     def sweep(self, now: float, groups: Collection[Group]) -> None:
         """Housekeeping, every second or so; forgets models that are not among ``groups``."""
         for group in self._sets.keys() - {None, *groups}:
-            del self._sets[group]
+            _close(self._sets.pop(group))
             _bound(self._sets.values())
         swept = {id(policy): policy for policies in self._sets.values() for policy in policies.values()}
         for policy in swept.values():

@@ -119,6 +119,10 @@ class LoadView:
         some = self._workers if self._levels is None else islice(self._levels.ascending(), 4 * count)
         return nsmallest(count, some, key=lambda worker: (worker.known_load, tie.get(worker.id, 0)))
 
+    def close(self) -> None:
+        """Follow nobody any longer; the next ``look`` begins anew."""
+        self._follow(())
+
     def _follow(self, workers: Sequence[Worker]) -> None:
         if self._levels is not None:
             self._levels.close()

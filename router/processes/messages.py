@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ..circuit import CircuitState
+from ..compatibility import Misfit
 from ..config import RouterConfig
 from ..registry import Role, State, WorkerMetadata
 
@@ -33,13 +34,17 @@ class WorkerNews(msgspec.Struct, frozen=True):
     draining: bool
     is_baton: bool
     keeps_files: bool
+    pair_key: str | None
+    model_fingerprint: str | None
+    fitting: frozenset[str] | None
+    misfits: tuple[Misfit, ...]
     circuit: CircuitState
     troubled: bool
     probing: bool
 
     of_worker: ClassVar[tuple[str, ...]] = (
         "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
-        "checked", "always_healthy", "named", "metadata")
+        "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting", "misfits")
     """Fields that are attributes of a worker and may change."""
 
 

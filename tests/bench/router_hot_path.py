@@ -23,6 +23,7 @@ import uvloop
 from baton.common.config.cli import build
 from baton.router.app import Router
 from baton.router.config import RouterConfig
+from baton.router.deadlines import ClientLimits, Deadlines
 from baton.router.http_server import ClientConnection
 from baton.router.request_reader import HeadRules
 from baton.router.upstream import UpstreamConnection
@@ -80,7 +81,8 @@ class Bench:
             pool.park(connection)
             self.upstream.append(connection)
         self.client = ClientConnection(router.entry.serve, max_payload=2**28, connections=set(), rules=HeadRules(),
-                                       loop=asyncio.get_running_loop(), outbox=router.dispatcher.outbox)
+                                       loop=asyncio.get_running_loop(), outbox=router.dispatcher.outbox,
+                                       deadlines=Deadlines(asyncio.get_running_loop(), ClientLimits()))
         self.client.connection_made(Transport())
 
     def serve(self, request: bytes, answer: list[bytes]) -> None:

@@ -99,6 +99,7 @@ def test_values_of_a_script_are_checked_as_flags_are(values, words):
 @pytest.mark.parametrize("flags, words", [
     ("--context-length 0", "must be 1 or more"), ("--num-layer-groups 0", "must be 1 or more"),
     ("--cuda-graph-bs 1 -1", "must be 1 or more"), ("--base-gpu-id -1", "must be 0 or more"),
+    ("--random-seed 99999999999999999999", "64 bits"),
     ("--peer-timeout 0", "above 0"), ("--kv-transfer-timeout -1", "above 0"), ("--request-timeout 0", "above 0"),
     ("--disaggregation-bootstrap-timeout 0", "above 0"),
     ("--disaggregation-bootstrap-port 0 --disaggregation-mode prefill", "65535"),

@@ -193,3 +193,36 @@ async def test_a_client_that_leaves_at_the_end_of_a_stream_is_no_failure(caplog:
         with pytest.raises(aiohttp.ClientError):
             await (await http.get(server.make_url("/"))).read()
     assert not caplog.records
+
+
+async def test_requests_that_do_not_arrive_are_given_up(checkpoint: Path, tmp_path: Path) -> None:
+    """Half a head, half a body, and those that go on a byte at a time; a body that comes fast enough may take long."""
+    server = Server(tmp_path / "log", "--model-path", str(checkpoint), "--client-header-timeout-secs", "1",
+                    "--client-body-timeout-secs", "1")
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    whole = b'{"text": "a", "x": "%b"}' % (b"x" * 96 * 1024)
+
+    async def ask(start: bytes, *drops: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(start)
+        answer = asyncio.ensure_future(reader.read(2**16))
+        for drop in drops:
+            await asyncio.sleep(0.2)
+            if answer.done():
+                break
+            writer.write(drop)
+        found = await asyncio.wait_for(answer, 10)
+        writer.close()
+        return found.partition(b"\r\n")[0]
+
+    try:
+        server.wait_ready()
+        pieces = [whole[start:start + 12 * 1024] for start in range(0, len(whole), 12 * 1024)]
+        found = await asyncio.gather(
+            ask(b""), ask(head[:30]), ask(head[:30], *[b"x"] * 50), ask(head % 100 + b"{"),
+            ask(head % 1000 + b"{", *[b" "] * 50), ask(head % len(whole), *pieces))
+        assert found == [b"HTTP/1.1 408 Request Timeout"] * 5 + [b"HTTP/1.1 200 OK"]
+        assert server.end() == 0
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.kill()

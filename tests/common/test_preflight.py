@@ -66,6 +66,7 @@ CPU = ("--model-path", "tinychat", "--device", "cpu")
     (("--log-dir", "/proc/nowhere"), "Cannot write to --log-dir"),
     (("--model-path", "/nowhere/model"), "there is no checkpoint folder"),
     (("--kv-events-port", "7000", "--disable-radix-cache"), "drop --disable-radix-cache"),
+    (("--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "203.0.113.1:3000"), "choose another --dist-init-addr"),
     (("--unknown",), "--unknown"),
 ])
 def test_servers(capfd, no_engine, flags, sentence):

@@ -216,8 +216,8 @@ def server_families() -> dict[str, set[str]]:
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one
     counters["kv_transfers_broken_silent"] = 1.0
     sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))
-    prefill = PrefillScheduler(SimpleNamespace(cache=None), None, None, sender, None, 1, overlap=False,  # type: ignore
-                               kv_retain_seconds=0.0)
+    prefill = PrefillScheduler(SimpleNamespace(cache=None), None, None, sender, None, 1, register=None,  # type: ignore
+                               overlap=False, kv_retain_seconds=0.0)
     counters |= prefill.counters
     metrics = ServerMetrics("m", "decode")
     metrics.ended("stop")

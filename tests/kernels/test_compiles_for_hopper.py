@@ -68,6 +68,13 @@ def test_every_kernel_compiles_and_serves_batches_of_other_sizes():
     assert {row["kernel"] for row in rows} == written, "give it a case in hopper_cases.py, and a place in FEW"
 
 
+def test_attention_that_takes_rows_in_loads_turns_ahead():
+    """Two turns' keys and values of 16 KiB: a Triton that would not pipeline a loop with stores gets one without."""
+    rows = compiled(["paged_decode Qwen3, takes rows in"], timeout=60)
+    assert not troubles(rows)
+    assert [row["shared"] > 4 * 16384 for row in rows if row["kernel"] == "_paged_decode_kernel"] == [True]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_every_case_compiles():

@@ -173,7 +173,8 @@ class MockWorker:
     async def handle(self, served: Served) -> None:
         path = served.target.partition(b"?")[0]
         if path == b"/health":
-            served.answer(self.health)
+            told = {"status": "ready", **({"epoch": self.info["epoch"]} if "epoch" in self.info else {})}
+            served.answer(self.health, json.dumps(told).encode())
         elif path == b"/get_server_info":
             served.answer(body=json.dumps(self.info).encode())
         elif path == b"/v1/models" and served.method == b"GET":

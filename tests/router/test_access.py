@@ -10,7 +10,9 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import build
+from baton.router.admin import ADMIN_ROUTES, OPEN_PATHS
 from baton.router.config import RouterConfig
+from baton.router.routes import RELAYED
 
 
 def bearer(key: str) -> str:
@@ -61,15 +63,86 @@ async def test_admin_key_alone_leaves_clients_free(router, worker, request_to):
 
 async def test_workers_are_shown_their_own_keys(router, worker, request_to, script):
     common, own = await worker(), await worker()
-    front = await router(common, api_key="client", worker_api_key="shared", policy="round_robin")
-    await request_to(front, "POST", f"/add_worker?url={own.url}&api_key=special", b"", bearer("client"))
+    front = await router(common, api_key="client", admin_api_key="a", worker_api_key="shared", policy="round_robin")
+    await request_to(front, "POST", f"/add_worker?url={own.url}&api_key=special", b"", bearer("a"))
     await script.until(lambda: len(front.registry.available("regular")) == 2)
     for _ in range(2):
         await request_to(front, "POST", "/generate", b"{}", bearer("client"))
-    await request_to(front, "POST", "/flush_cache", b"", bearer("client"))
+    await request_to(front, "POST", "/flush_cache", b"", bearer("a"))
     for mock, key in ((common, b"shared"), (own, b"special")):
         assert [sent_headers(post)[b"authorization"] for post in mock.posts] == [b"Bearer " + key] * 2
     assert "special" not in (await request_to(front, "GET", "/list_workers", b"", bearer("client"))).body.decode()
+
+
+_CLIENTS = {b"/abort_request"}
+"""Of the paths that are no questions, those that a client's key opens beside what is relayed."""
+
+
+@pytest.mark.parametrize("keys", [{"api_key": "client"}, {"api_key": "client", "admin_api_key": "admin"}])
+async def test_every_path_that_changes_workers_is_an_administrator_s(router, worker, request_to, keys):
+    """All routes that there are, so that none can be forgotten, and those of workers under a version."""
+    mock = await worker()
+    front = await router(mock, **keys)
+    changing = {path for path, (methods, _) in ADMIN_ROUTES.items() if b"POST" in methods} - _CLIENTS
+    changing |= {b"/v1" + path for path in changing} | {b"/v1/%6coad_lora_adapter", b"/v1/unload_lora_adapter/",
+                                                        b"/workers", b"/workers/w1/drain", b"/v2/sleep"}
+    asked = [(path.decode(), method) for path in sorted(changing) for method in ("POST", "PUT", "DELETE")]
+    asked += [("/workers/w1", "DELETE"), ("/workers/w1", "PUT"), ("/flush_cache", "GET")]
+    for path, method in asked:
+        for headers in (bearer("client"), "x-api-key: client\r\n", ""):
+            reply = await request_to(front, method, path, b"", headers)
+            assert reply.status == 401, (method, path)
+            assert "admin" in reply.error["message"]
+    reply = await request_to(front, "POST", "/abort_request", b'{"abort_all": true}', bearer("client"))
+    assert reply.status == 401
+    assert not mock.posts and len(front.registry) == 1
+    for path in (*RELAYED, b"/abort_request", b"/v1/files", b"/v1/some/thing"):
+        method = "POST" if path not in RELAYED else RELAYED[path][0].decode()
+        assert (await request_to(front, method, path.decode(), b"{}", bearer("client"))).status == 200, path
+        if path not in OPEN_PATHS:
+            assert (await request_to(front, method, path.decode(), b"{}")).status == 401, path
+
+
+async def test_what_changes_workers_without_any_key_is_told(router, worker, request_to, caplog):
+    front = await router(await worker(), host="0.0.0.0")
+    assert (await request_to(front, "POST", "/flush_cache")).status == 200
+    assert [line for line in caplog.messages if "POST /flush_cache by 127.0.0.1, without a key" in line]
+    caplog.clear()
+    assert (await request_to(await router(await worker()), "POST", "/flush_cache")).status == 200
+    assert not [line for line in caplog.messages if "without a key" in line]
+
+
+@pytest.mark.parametrize("keys", [{"api_key": "secret"}, {"admin_api_key": "secret"}])
+@pytest.mark.parametrize("line", ["Authorization: Bearer secret\r\n", "X-Api-Key: secret\r\n"])
+async def test_a_key_that_the_router_knows_goes_no_further(router, worker, request_to, keys, line):
+    mock = await worker()
+    front = await router(mock, **keys)
+    for path in ("/generate", "/v1/messages", "/v1/unknown"):
+        for _ in range(3):  # the last one's head is known
+            assert (await request_to(front, "POST", path, b"{}", line)).status == 200
+    assert len(mock.posts) == 9
+    assert not [value for served in mock.posts for _, value in served.headers if b"secret" in value]
+
+
+async def test_headers_for_the_router_alone_go_no_further(router, worker, request_to):
+    mock = await worker()
+    front = await router(mock)
+    lines = ("Proxy-Authorization: Basic x\r\nConnection: keep-alive, X-Hop\r\nX-Hop: 1\r\nConnection: x-other\r\n"
+             "x-oTher: 2\r\nX-End: 3\r\nx-api-key: theirs\r\n")
+    for _ in range(3):
+        await request_to(front, "POST", "/generate", b"{}", lines)
+    for served in mock.posts:
+        names = sent_headers(served)
+        assert names[b"x-end"] == b"3" and names[b"x-api-key"] == b"theirs"
+        assert not {b"proxy-authorization", b"x-hop", b"x-other", b"connection"} & set(names)
+
+
+@pytest.mark.parametrize("path", ["/v1/../flush_cache", "/v1/%2e%2e/flush_cache", "/v1/a/./b", "/v1/..%2fadd_worker",
+                                  "/v1/a/..", "/v1/..\\flush_cache", "/v1/%2E/x", "/workers/../add_worker"])
+async def test_paths_that_a_worker_could_take_for_others_are_refused(router, worker, request_to, path):
+    mock = await worker()
+    reply = await request_to(await router(mock), "POST", path, b"{}")
+    assert (reply.status, mock.posts) == (400, [])
 
 
 async def test_client_s_authorization_goes_through(router, worker, request_to):

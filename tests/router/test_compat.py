@@ -8,7 +8,7 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.config.cli import _flags, parse
-from baton.router.compat import REFUSED, co_launched, translate
+from baton.router.compat import NOT_NEEDED, REFUSED, co_launched, translate
 from baton.router.config import RouterConfig
 
 FLAGS = frozenset("""
@@ -95,13 +95,22 @@ def test_defaults_that_differ_are_told_with_their_reason():
 
 def test_every_flag_is_taken_or_refused():
     taken = {word.partition("=")[0] for flags in SAME for word in flags.split() if word.startswith("--")}
-    assert taken | REFUSED.keys() == FLAGS
-    assert not taken & REFUSED.keys()
+    assert taken | REFUSED.keys() | NOT_NEEDED.keys() == FLAGS
+    assert len(taken) + len(REFUSED) + len(NOT_NEEDED) == len(FLAGS)
 
 
 @pytest.mark.parametrize("flags", SAME)
 def test_same_flags(flags):
     parse(RouterConfig, translate(flags.split()), prog="launch_router", description="")
+
+
+@pytest.mark.parametrize("flag", sorted(NOT_NEEDED))
+@pytest.mark.parametrize("form", ["{} 1", "{}=1"])
+def test_flags_for_grpc_workers_change_nothing(flag, form, capsys):
+    if "enable" in flag:
+        form = "{}"
+    assert translate(["--port", "1", *form.format(flag).split(), "--dp-aware"]) == ["--port", "1", "--dp-aware"]
+    assert capsys.readouterr().err.startswith(f"launch_router: {flag} is not needed: ")
 
 
 @pytest.mark.parametrize("flag", sorted(REFUSED))

@@ -199,8 +199,8 @@ async def shows(browser: Browser, expression: str) -> None:
     raise AssertionError(await asyncio.to_thread(browser.run, "return document.body.innerText"))
 
 
-CURVES = ["Requests per second", "Tokens per second", "Running requests", "Queue", "Cache hit rate", "Time to first token",
-          "Inter-token latency", "Healthy workers", "Failures", "Retries and clients that left"]
+CURVES = ["Requests per second", "Tokens per second", "Running requests", "Queue", "Cache hit rate",
+          "Time to first token", "Inter-token latency", "Healthy workers", "Failures", "Retries and clients that left"]
 
 
 async def test_curves_in_a_browser(router, worker, chat, connect, script, browser):
@@ -252,7 +252,8 @@ async def test_phone_and_alerts_in_a_browser(router, worker, script, browser):
     await asyncio.to_thread(browser.open, f"http://127.0.0.1:{front.port}/dashboard")
     await shows(browser, f"document.querySelector('tr[data-url=\"{prefill.url}\"] .ok')")
     assert not await asyncio.to_thread(browser.run, "return document.querySelector('#alerts').innerText")
-    wide = "[...document.querySelectorAll('button, .card, tr, input')].filter(n => n.getBoundingClientRect().right > innerWidth)"
+    wide = ("[...document.querySelectorAll('button, .card, tr, input')]"
+            ".filter(n => n.getBoundingClientRect().right > innerWidth)")
     assert await asyncio.to_thread(browser.run, f"return {wide}.map(n => n.outerHTML)") == []
     assert await asyncio.to_thread(browser.run, "return document.documentElement.scrollWidth <= innerWidth")
     assert await asyncio.to_thread(browser.run, "return document.querySelectorAll('td button').length") == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from baton.router.endpoint import Endpoint
 from baton.router.models import ModelNotFound, Models
 from baton.router.policies import PolicySets
 from baton.router.policies.cache_aware import MOST_BLOCKS
+from baton.router.policies.load_view import EXACT_UP_TO
 from baton.router.registry import ROLES, Registry, Worker
 from baton.router.request import Request
 
@@ -133,6 +135,17 @@ def test_models_share_what_workers_tell_and_the_bound_on_memory():
     assert sum(aware.of(group)["regular"].most_blocks for group in (None, *"abc")) == MOST_BLOCKS
     aware.sweep(0.0, "ab")
     assert aware.of(None)["regular"].most_blocks == MOST_BLOCKS // 3
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "cache_exact", "least_loaded", "prefix_hash", "consistent_hash"])
+def test_policies_of_a_model_that_is_gone_follow_nobody(name):
+    sets = PolicySets(dict.fromkeys(ROLES, name), PolicyArgs(policy=name), Random(1))
+    fleet = tuple(made("a") for _ in range(EXACT_UP_TO + 1))
+    policy, request = sets.of("a")["regular"], Request()
+    policy.choose(fleet, policy.read(request, None))
+    assert all(worker.load_orders for worker in fleet)
+    sets.sweep(0.0, ["b"])
+    assert not any(worker.load_orders for worker in fleet)
 
 
 def test_turns_of_models_do_not_mix():
@@ -276,3 +289,77 @@ def test_a_request_costs_no_more_with_more_models():
     assert models.group("m999") == "m999"
     assert not walked
     assert Request().group is None
+
+
+# ---------------------------------------------------------------------- files and batches
+
+
+def store(mock):
+    """A worker's behaviour: it keeps files and batches."""
+    kept: dict[str, dict] = {}
+
+    async def serve(served):
+        _, _, kind, *name = served.target.partition(b"?")[0].decode().split("/")
+        if served.method == b"POST" and not name:
+            made = f"{kind[:4]}-{mock.models[0]}{len(kept)}"
+            kept[f"{kind}/{made}"] = {"id": made, "created_at": len(kept)}
+            served.answer(body=json.dumps(kept[f"{kind}/{made}"]).encode())
+        elif not name:
+            data = [thing for key, thing in kept.items() if key.startswith(kind)]
+            served.answer(body=json.dumps({"object": "list", "data": data, "has_more": False}).encode())
+        else:
+            found = kept.get(f"{kind}/{name[0]}")
+            served.answer(200 if found else 404, json.dumps(found or {"error": {"message": "unknown"}}).encode())
+
+    return serve
+
+
+def upload(*lines: dict) -> bytes:
+    content = "\n".join(json.dumps({"body": line}) for line in lines)
+    head = '--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+    return f"{head}{content}\r\n--x--\r\n".encode()
+
+
+@pytest.fixture
+async def stores(router, worker):
+    """``front, {model: worker}``: two workers a model, and an alias."""
+    mocks = [await worker(models=[name], file_storage_path="/x") for name in "abab"]
+    for mock in mocks:
+        mock.behaviour = store(mock)
+    return await router(*mocks, model_alias=("gpt-4=b",)), mocks
+
+
+@pytest.mark.parametrize(("named", "model"), [("a", "a"), ("b", "b"), ("gpt-4", "b"), (None, "a")])
+async def test_a_batch_is_done_by_a_worker_of_its_model(stores, request_to, named, model):
+    front, mocks = stores
+    line = {"messages": []} if named is None else {"model": named, "messages": []}
+    file = (await request_to(front, "POST", "/v1/files", upload(line, line))).json
+    batch = (await request_to(front, "POST", "/v1/batches", {"input_file_id": file["id"]})).json
+    assert (file["id"][5], batch["id"][5]) == (model, model)
+    for path in (f"/v1/files/{file['id']}", f"/v1/files/{file['id']}/content", f"/v1/batches/{batch['id']}",
+                 f"/v1/batches/{batch['id']}/cancel"):
+        assert (await request_to(front, "POST" if "cancel" in path else "GET", path)).status == 200
+    assert (await request_to(front, "DELETE", f"/v1/files/{file['id']}")).status == 200
+
+
+async def test_lists_hold_what_all_models_have(stores, request_to):
+    front, _ = stores
+    made = [(await request_to(front, "POST", "/v1/files", upload({"model": name}))).json["id"] for name in "abba"]
+    listed = (await request_to(front, "GET", "/v1/files?limit=9")).json
+    assert sorted(thing["id"] for thing in listed["data"]) == sorted(made)
+    assert [thing["created_at"] for thing in listed["data"]] == [1, 1, 0, 0]
+    assert (await request_to(front, "GET", "/v1/batches")).json["data"] == []
+
+
+async def test_what_nobody_keeps_is_not_found(stores, request_to, script):
+    front, mocks = stores
+    for method, path, body in (("GET", "/v1/files/no", {}), ("POST", "/v1/batches", {"input_file_id": "no"})):
+        assert (await request_to(front, method, path, body)).status in (404, 200)
+    assert (await request_to(front, "GET", "/v1/files/no")).json["error"]["message"] == "unknown"
+    assert (await request_to(front, "POST", "/v1/files", upload({"model": "c"}))).status == 404
+    for mock in mocks:
+        if mock.models == ["b"]:
+            await mock.stop()
+    await script.until(lambda: len(front.registry.available("regular")) == 2)
+    for path in ("/v1/files/no", "/v1/files", "/v1/batches/no"):  # one that is away may have it
+        assert (await request_to(front, "GET", path)).status == 503

@@ -397,6 +397,34 @@ async def test_pairs(several, worker, on_each, script):
     assert len(set(rooms[0])) == 2
 
 
+async def test_all_processes_know_what_does_not_fit(several, worker, on_each, script):
+    async def tried(served):
+        if served.target == b"/connect_prefill":
+            served.answer(body=json.dumps({"fits": served.worker is not odd, "message": "page_size differs"}).encode())
+        else:
+            served.answer()
+
+    p, d, odd = [await worker(tried, pair_key=kind, epoch="1") for kind in ("a", "a", "b")]
+    front = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url, odd.url],
+                          policy="round_robin")
+    for (client,) in await on_each(front):
+        while not (await workers_seen(client))[odd.url]["misfits"]:
+            await asyncio.sleep(0.02)
+        while (await ask(client, "GET", "/readiness")).status != 200:
+            await asyncio.sleep(0.02)
+        for _ in range(3):
+            assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
+    assert len(p.posts) == 6
+    assert {served.target for served in odd.posts} == {b"/connect_prefill"}
+    odd.info |= {"pair_key": "a", "epoch": "2"}
+    for (client,) in await on_each(front):
+        while (await workers_seen(client))[odd.url]["misfits"]:
+            await asyncio.sleep(0.02)
+        for _ in range(2):
+            assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
+    assert len([served for served in odd.posts if served.target != b"/connect_prefill"]) == 2
+
+
 async def test_a_stream_of_either_process_goes_on_elsewhere(several, worker, on_each):
     def telling(*, until: int):
         async def behave(served):

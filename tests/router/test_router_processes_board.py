@@ -268,7 +268,7 @@ def test_news_hold_what_changed_once(board):
 def test_all_that_makes_a_worker_is_told_to_the_children():
     """A new attribute of Worker belongs into WorkerNews, or here: it is a process's own."""
     own = {"endpoint", "url", "asks_role", "asks_port", "asks_models", "failures", "successes", "known_load",
-           "load_orders", "on_release", "cached_tokens"}
+           "load_orders", "on_release", "cached_tokens", "epoch"}
     assert {*WorkerNews.__struct_fields__} - {"row", "server", "troubled", "probing"} == {*Worker.__slots__} - own
 
 

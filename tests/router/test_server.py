@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from baton.router.http_server import ClientConnection
+
 
 @pytest.mark.parametrize(("raw", "status"), [
     (b"nonsense\r\n\r\n", 400),
@@ -63,10 +65,67 @@ async def test_requests_before_a_bad_one_are_answered_first(router, worker, conn
     assert [part[:3] for part in data.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
 
 
-async def test_half_a_request_is_given_up(router, connect):
-    client = await connect(await router(request_timeout_secs=0.2))
-    client.writer.write(b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\n\r\nab")
-    assert (await client.reply()).status == 408
+_HALF_HEAD = b"POST /generate HTTP/1.1\r\nX-A: "
+_HALF_BODY = b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 50\r\n\r\nab"
+
+
+@pytest.mark.parametrize("half", [_HALF_HEAD, _HALF_BODY], ids=["head", "body"])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("drips", [False, True])
+async def test_half_a_request_is_given_up(router, worker, connect, half, before, drips):
+    """Also one that goes on arriving, a byte at a time, and one behind whole ones."""
+    client = await connect(await router(await worker(), client_header_timeout_secs=0.2, client_body_timeout_secs=0.2))
+    for _ in range(before):
+        client.send("POST", "/generate", b"{}")
+        assert (await client.reply()).status == 200
+    client.writer.write(half)
+    reply = asyncio.ensure_future(client.reply())
+    for _ in range(40 if drips else 0):
+        await asyncio.sleep(0.03)
+        if reply.done():
+            break
+        client.writer.write(b"x")
+    assert (await reply).status == 408
+    assert await asyncio.wait_for(client.reader.read(), 5) == b""
+
+
+async def test_a_body_that_comes_fast_enough_may_take_long(router, worker, connect):
+    mock = await worker()
+    client = await connect(await router(mock, client_header_timeout_secs=0.1, client_body_timeout_secs=0.1))
+    pieces = [b"x" * 16384] * 10
+    client.writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (16384 * 10))
+    for piece in pieces:
+        client.writer.write(piece)
+        await asyncio.sleep(0.05)
+    assert (await client.reply()).status == 200
+    assert mock.posts[0].body == b"".join(pieces)
+
+
+async def test_idle_clients_are_looked_at_when_they_are_due(router, connect, request_to, script):
+    """Not at each tick: of 50 clients that idle for 0.8 s, at ticks of 0.05, each is looked at two or three times."""
+    front = await router(keep_alive_secs=0.8, client_header_timeout_secs=0.2)
+    looks = 0
+    look = ClientConnection.look
+
+    def counted(self, now):
+        nonlocal looks
+        looks += 1
+        return look(self, now)
+
+    ClientConnection.look = counted
+    try:
+        clients = [await connect(front) for _ in range(50)]
+        for client in clients:
+            client.send("GET", "/liveness")
+            assert (await client.reply()).status == 200
+        assert len(front._connections) == 50
+        for client in clients:
+            assert await asyncio.wait_for(client.reader.read(), 5) == b""
+        await script.until(lambda: not front._connections)
+    finally:
+        ClientConnection.look = look
+    assert 50 <= looks <= 150
+    assert not any(front._deadlines._slots.values())
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
@@ -99,7 +158,8 @@ async def test_workers_join_and_leave(router, worker, request_to, chat, script):
     assert listed["urls"] == [mock.url]
     assert listed["workers"][0] | {"id": "", "url": ""} == {
         "id": "", "url": "", "role": "regular", "state": "healthy", "healthy": True, "load": 0, "circuit": "closed",
-        "draining": False, "models": ["tiny"], "cached_tokens": None, "dp_rank": None}
+        "draining": False, "models": ["tiny"], "cached_tokens": None, "dp_rank": None,
+        "model_fingerprint": None, "misfits": []}
     assert (await chat(front)).status == 200
     assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 200
     assert (await request_to(front, "POST", f"/remove_worker?url={mock.url}")).status == 404

@@ -59,6 +59,8 @@ class ServerConfig:
         for name, value in positive.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be 1 or more, not {value}.")
+        if not -(2**63) <= self.model.random_seed < 2**63:
+            raise ConfigError(f"--random-seed must fit into 64 bits, {self.model.random_seed} does not.")
         if self.model.base_gpu_id < 0:
             raise ConfigError(f"--base-gpu-id must be 0 or more, not {self.model.base_gpu_id}.")
         if not 0 <= self.events.kv_events_port < 65535:

@@ -14,6 +14,10 @@ class ModelArgs:
         "local checkpoint folder, Hugging Face hub id, or 'tinychat' for the chat model that ships with Baton"))
     tokenizer_path: str | None = flag(None, help="tokenizer folder or hub id, when it is not the model's")
     revision: str | None = flag(None, help="hub revision of the model")
+    model_fingerprint: str | None = flag(None, help=(
+        "words to know the weights by, in place of a fingerprint of the checkpoint: prefill and decode servers are "
+        "paired when theirs are equal, so two checkpoints that are as good as one (a model, and its copy in float8) "
+        "need the same words; weights loaded at run time are known by their own fingerprint again"))
     served_model_name: str | None = flag(None, help="model name in the API; the default is --model-path")
     load_format: Literal["auto", "safetensors", "dummy"] = flag(
         "auto", help="'dummy' fills the weights with random values, for benchmarks without a checkpoint")

@@ -1,0 +1,41 @@
+"""The decode servers that a prefill rank is connected with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..common.api.errors import InvalidRequest
+from ..common.api.identity import ModelIdentity
+from ..common.api.messages import ConnectPeer, Done
+from ..kvtransfer.messages import RankInfo
+from ..kvtransfer.sender import KVSender
+from .kept import KeptPrompts
+
+
+class DecodePeers:
+    """See ``common.engine.peers``. ``register`` makes a rank known to the bootstrap server."""
+
+    busy = False
+
+    def __init__(self, sender: KVSender, kept: KeptPrompts, register: Callable[[RankInfo], None]):
+        self._sender = sender
+        self._kept = kept
+        self._register = register
+
+    @property
+    def key(self) -> str:
+        return self._sender.key
+
+    def connect(self, message: ConnectPeer) -> None:
+        raise InvalidRequest("Only a decode server connects to prefill servers.")
+
+    def outcomes(self) -> list[Done]:
+        return []
+
+    def leave(self) -> None:
+        self._sender.leave()
+        self._kept.clear()
+
+    def join(self, model: ModelIdentity) -> None:
+        self._sender.join(model)
+        self._register(self._sender.info)
