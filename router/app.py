@@ -87,7 +87,7 @@ class Router:
         self.sampler.start()
         self._sweeper = loop.create_task(self._sweep())
         if self.config.logs.log_interval:
-            self._teller = loop.create_task(tell_activity(self.sampler, self.config.logs.log_interval))
+            self._teller = loop.create_task(tell_activity(self, self.config.logs.log_interval))
         gc.freeze()  # What lives as long as the process need not be walked by every full collection.
 
     async def _listen(self, serve: Serve, host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.Server:

@@ -73,6 +73,9 @@ class Dispatcher:
         self.outbox = Outbox(self.loop)
         """Takes what connections, of both sides, write."""
         self._worker_key = config.security.worker_api_key
+        self._keeps_keys = bool(config.security.client_keys)
+        self._unauthorized: set[str] = set()
+        """Workers of which it was said that they refuse the router."""
 
     # ------------------------------------------------------------------ connections
 
@@ -269,6 +272,10 @@ class Dispatcher:
                 retries.accused.clear()
             if worker.circuit.troubled and self.registry.request_served(worker):
                 logger.info("Worker %s answers again: its circuit is closed.", worker.url)
+        elif status == 401 and self._keeps_keys and worker.url not in self._unauthorized:
+            self._unauthorized.add(worker.url)
+            logger.error("Worker %s asks for a key that the router does not show it: clients' keys end here, so give "
+                         "the worker's by --worker-api-key.", worker.url)
 
     def _half_open(self, worker: Worker) -> None:
         if self.registry.half_open(worker, self.loop.time()):

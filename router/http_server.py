@@ -129,11 +129,11 @@ class ClientConnection(asyncio.Protocol):
             return math.inf
         reader = self._reader
         if reader.partial is not None and not reader.refused:
-            # While it is we who do not read, or who owe a word, the client cannot go on.
-            waits_for_us = self._reading_paused or reader.awaits_continue
+            if self._reading_paused or reader.awaits_continue:  # It is we who do not read, or who owe a word.
+                self._arrives_since = now
             left = self._arrives_by(reader) - now
-            if left > 0 or waits_for_us:
-                return left if left > 0 else limits.header
+            if left > 0:
+                return left
             reader.refuse(SlowRequest(f"The request did not arrive within {now - self._arrives_since:.0f} s."))
             self._serve_ready()
         elif self._busy or reader.ready:

@@ -68,6 +68,7 @@ class Generate(msgspec.Struct, tag=True):
     input_embeds: bytes | None = None
     return_hidden_states: bool = False
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
+    aborted: bool = False  # before it was sent: it never is
 
 
 StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]

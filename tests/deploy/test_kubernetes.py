@@ -138,3 +138,59 @@ def test_the_router_s_selectors_find_the_servers():
 def test_the_router_s_image_can_discover():
     image = (KUBERNETES.parent / "Dockerfile.router").read_text()
     assert "ARG EXTRAS=k8s" in image and "[$EXTRAS]" in image
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_keys_come_from_a_secret(overlay):
+    """Each flag of a key is one of the Secret's, and what one side shows the other asks for."""
+    keys: dict[str, dict[str, str]] = {}
+    for (kind, name), document in render(KUBERNETES / overlay).items():
+        assert kind != "Secret", "a key in a file is no secret"
+        if kind in ("Deployment", "StatefulSet"):
+            (box,) = pod_of(document)["containers"]
+            given = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in box["env"]}
+            flags = dict(arg.split("=", 1) for arg in box["args"] if "=$(" in arg)
+            named = {flag: given[value.removeprefix("$(").removesuffix(")")] for flag, value in flags.items()}
+            assert all(found["name"] == "keys" and not found.get("optional") for found in named.values())
+            keys[name] = {flag: found["key"] for flag, found in named.items()}
+    server = {"--api-key": "worker-api-key", "--cluster-secret": "cluster-secret"}
+    assert keys == {"prefill": server, "decode": server, "router": {
+        "--api-key": "api-key", "--admin-api-key": "admin-api-key", "--worker-api-key": "worker-api-key"}}
+    told = (KUBERNETES.parent / "README.md").read_text()
+    assert all(key in told for of in keys.values() for key in of.values())
+
+
+def allowed(objects: Objects, source: str | None, target: str) -> set[str] | None:
+    """Ports of ``target``'s pods that policies open to those of ``source``, a name of this namespace or (None) anybody;
+    None for all ports."""
+    ports: set[str] = set()
+    for (kind, _), document in objects.items():
+        if kind != "NetworkPolicy" or not chosen(document["spec"]["podSelector"], target):
+            continue
+        for rule in document["spec"].get("ingress", []):
+            peers = rule.get("from")
+            if peers is None or any("podSelector" in peer and source and chosen(peer["podSelector"], source)
+                                    for peer in peers):
+                if "ports" not in rule:
+                    return None
+                ports |= {port["port"] for port in rule["ports"]}
+    return ports
+
+
+def chosen(selector: dict[str, Any], name: str) -> bool:
+    names = [*selector.get("matchLabels", {}).values(),
+             *(value for found in selector.get("matchExpressions", []) for value in found["values"])]
+    return not selector or name in names
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_clients_reach_the_router_alone(overlay):
+    objects = render(KUBERNETES / overlay)
+    everybody = [document["spec"] for (kind, _), document in objects.items()
+                 if kind == "NetworkPolicy" and document["spec"]["podSelector"] == {}]
+    assert everybody == [{"podSelector": {}, "policyTypes": ["Ingress"]}], "what no policy names is closed"
+    assert allowed(objects, None, "router") == {"http"}
+    for server, peer in (("prefill", "decode"), ("decode", "prefill")):
+        assert allowed(objects, None, server) == set()
+        assert allowed(objects, "router", server) == {"http"}
+        assert allowed(objects, peer, server) is None

@@ -140,6 +140,7 @@ class MockWorker:
         self.health = 200
         self.metrics: bytes | None = None
         """Its page of metrics; None: the behaviour answers."""
+        self.health_body: bytes | None = None
         self.posts: list[Served] = []
         self.left = 0
         self.accepted = 0
@@ -174,7 +175,7 @@ class MockWorker:
         path = served.target.partition(b"?")[0]
         if path == b"/health":
             told = {"status": "ready", **({"epoch": self.info["epoch"]} if "epoch" in self.info else {})}
-            served.answer(self.health, json.dumps(told).encode())
+            served.answer(self.health, self.health_body or json.dumps(told).encode())
         elif path == b"/get_server_info":
             served.answer(body=json.dumps(self.info).encode())
         elif path == b"/v1/models" and served.method == b"GET":

@@ -124,6 +124,13 @@ async def test_a_key_that_the_router_knows_goes_no_further(router, worker, reque
     assert not [value for served in mock.posts for _, value in served.headers if b"secret" in value]
 
 
+async def test_a_worker_that_wants_a_key_is_told_of_once(router, worker, script, request_to, caplog):
+    front = await router(await worker(script.status(401)), api_key="client")
+    for _ in range(3):
+        assert (await request_to(front, "POST", "/generate", b"{}", bearer("client"))).status == 401
+    assert len([line for line in caplog.messages if "--worker-api-key" in line]) == 1
+
+
 async def test_headers_for_the_router_alone_go_no_further(router, worker, request_to):
     mock = await worker()
     front = await router(mock)
