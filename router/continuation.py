@@ -73,13 +73,15 @@ def continuable(body: bytes) -> bool:
 class StreamLog:
     """What a client has been told of one stream, and the request's body, to be sent again."""
 
-    __slots__ = ("body", "failed", "_engine_died", "_cumulative", "_held", "_kept", "_ids", "_identity")
+    __slots__ = ("body", "failed", "weights", "_engine_died", "_cumulative", "_held", "_kept", "_ids", "_identity")
 
     def __init__(self, body: bytes, *, cumulative: bool):
         """``cumulative``: each event holds the whole answer so far, as those of /generate do."""
         self.body = body
         self.failed = False
         """Whether the worker ended the stream with an error, which the client has not been told."""
+        self.weights: str | None = None
+        """The fingerprint of the model that began: one with other weights would go on with another answer."""
         self._engine_died = False
         self._cumulative = cumulative
         self._held = b""

@@ -206,27 +206,32 @@ class Dispatcher:
         return reservation
 
     def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, own: bool = False,
-                   only: Worker | None = None) -> Sequence[Worker]:
+                   only: Worker | None = None, weights: str | None = None) -> Sequence[Worker]:
         """Workers of a role and group that may be tried; those that failed this request only when no other is left.
 
-        ``own``: only our servers, for what no other understands. ``only``: none but this worker.
+        ``own``: only our servers, for what no other understands. ``only``: none but this worker. ``weights``: only with
+        this fingerprint.
         """
-        return self._left_of(self.registry.available(role, group), retries, own, only)
+        return self._left_of(self.registry.available(role, group), retries, own, only, weights)
 
     def pair_candidates(self, retries: Retries | None, group: Group = None, *, own: bool = False,
-                        only: Worker | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
+                        only: Worker | None = None,
+                        weights: str | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
         """``candidates`` of both roles that have a partner; ``only`` is a decode worker."""
         pairs = self.registry.pairs(group)
-        return (self._left_of(pairs.prefills, retries, own, None), self._left_of(pairs.decodes, retries, own, only))
+        return (self._left_of(pairs.prefills, retries, own, None, weights),
+                self._left_of(pairs.decodes, retries, own, only, weights))
 
-    def _left_of(self, available: Sequence[Worker], retries: Retries | None, own: bool,
-                 only: Worker | None) -> Sequence[Worker]:
+    def _left_of(self, available: Sequence[Worker], retries: Retries | None, own: bool, only: Worker | None,
+                 weights: str | None) -> Sequence[Worker]:
         if retries is None and only is None and not own:
             return available
         if only is not None:
             available = [only] if only in available else []
         if own and not all(worker.is_baton for worker in available):
             available = [worker for worker in available if worker.is_baton]
+        if weights is not None:
+            available = [worker for worker in available if worker.model_fingerprint == weights]
         return (without(available, retries.excluded) or available) if retries is not None else available
 
     def untried(self, role: Role, retries: Retries, group: Group = None) -> bool:

@@ -105,7 +105,8 @@ class PairRelay:
         log = exchange.log if exchange.began else None
         self._relayed = None
         group = exchange.request.group
-        prefills, decodes = dispatcher.pair_candidates(self.retries, group, own=log is not None, only=self._only)
+        prefills, decodes = dispatcher.pair_candidates(self.retries, group, own=log is not None, only=self._only,
+                                                       weights=None if log is None else log.weights)
         if not prefills and dispatcher.candidates("decode", self.retries, group, own=True):
             self._leave_to_decode()
             return
@@ -163,6 +164,8 @@ class PairRelay:
         self._relayed = half
         if not half.worker.is_baton:
             exchange.log = None
+        elif exchange.log is not None:
+            exchange.log.weights = half.worker.model_fingerprint
         if status >= 400:
             self._other(half).cancel()
         exchange.begin(head)

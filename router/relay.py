@@ -44,7 +44,8 @@ class Relay:
         exchange = self.exchange
         log = exchange.log if exchange.began else None
         workers = self.dispatcher.candidates(self._role, self.retries, exchange.request.group,
-                                             own=self._own or log is not None, only=self._only)
+                                             own=self._own or log is not None, only=self._only,
+                                             weights=None if log is None else log.weights)
         if not workers:
             again(self, "unavailable", nobody(self._role, exchange.request.group))
             return
@@ -79,6 +80,8 @@ class Relay:
                 head.ask_to_wait()
             if not worker.is_baton:
                 exchange.log = None
+            elif exchange.log is not None:
+                exchange.log.weights = worker.model_fingerprint
             exchange.begin(head)
             if exchange.log is None:
                 self._subject = None  # No retry any more; a long stream need not hold its prompt.
