@@ -15,7 +15,8 @@ prefix), ``baton_router_worker_inflight_requests{worker,role}``, ``baton_router_
 ``baton_router_circuits_opened_total{worker}``, ``baton_router_worker_failures_total{worker}``,
 ``baton_router_running_requests``,
 ``baton_router_queued_requests``,
-``baton_router_continued_streams_total``, ``baton_router_refused_requests_total{reason}``.
+``baton_router_continued_streams_total``, ``baton_router_poison_requests_total``,
+``baton_router_refused_requests_total{reason}``.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Metrics:
         self.client_disconnects = 0
         self.broken_streams = 0
         self.continued_streams = 0
+        self.poison_requests = 0
         self._exposition = CollectorRegistry(auto_describe=False)
         self._exposition.register(_Families(self))
         register_process(self._exposition, "router")
@@ -97,6 +99,8 @@ class Metrics:
         yield _counter("continued_streams", "Times that a stream went on with another worker.", (), continued)
         yield _counter("client_disconnects", "Clients that left before their answer ended.", (), left)
         yield _counter("broken_streams", "Answers that broke after their first byte.", (), broken)
+        yield _counter("poison_requests", "Requests refused because workers died under their like.", (),
+                       {(): self.poison_requests})
         yield _counter("kv_resyncs", "Times that a worker was asked for KV events that were missed, or for all.", (),
                        {(): self.kv_resyncs})
         yield _histogram("request_duration_seconds", "From a request's last byte to its answer's.", self.durations)

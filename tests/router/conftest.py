@@ -39,6 +39,8 @@ class Served(asyncio.Protocol):
         self.transport = transport
         self.worker.connections.add(self)
         self.worker.accepted += 1
+        if self.worker.stopped:  # accepted just before
+            transport.abort()
 
     def connection_lost(self, exc):
         self.worker.connections.discard(self)
@@ -144,6 +146,7 @@ class MockWorker:
         self.posts: list[Served] = []
         self.left = 0
         self.accepted = 0
+        self.stopped = False
         self.connections: set[Served] = set()
         self.tasks: set[asyncio.Future] = set()
         self.server = None
@@ -158,11 +161,13 @@ class MockWorker:
         return [served.body for served in self.posts]
 
     async def start(self) -> None:
+        self.stopped = False
         self.server = await asyncio.get_running_loop().create_server(lambda: Served(self), "127.0.0.1", self.port)
         self.port = self.server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         self.server.close()
+        self.stopped = True
         for task in list(self.tasks):
             task.cancel()
         closed = asyncio.ensure_future(self.server.wait_closed())
