@@ -29,8 +29,9 @@ def own_logging():
 
 @pytest.fixture
 def taken():
+    """A port that somebody listens on; the one below it is free."""
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind(("127.0.0.1", free_ports(2)[1]))
         sock.listen()
         yield sock.getsockname()[1]
 
