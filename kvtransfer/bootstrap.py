@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
+import logging
 import secrets
 import socket
 import threading
@@ -29,6 +30,8 @@ from ..common.api.unreadable import UNREADABLE
 from ..common.config.addresses import cannot_listen
 from .messages import RankInfo
 from .seal import OTHER_SECRET, Secret, secret_of
+
+logger = logging.getLogger("baton.kvtransfer")
 
 MAX_BODY_BYTES = 1024 * 1024  # a RankInfo is a few hundred bytes
 
@@ -61,6 +64,7 @@ class BootstrapServer:
         self._secret = secret_of(secret)
         self._session = secrets.token_hex(16)
         self._nonces: set[str] = set()
+        self._refused: set[str | None] = set()
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._check])
         app.add_routes([web.put("/register", self._register), web.get("/ranks", self._tell_ranks),
                         web.get("/session", self._tell_session), web.get("/health", self._health)])
@@ -84,10 +88,13 @@ class BootstrapServer:
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._secret is None or request.path in ("/session", "/health"):
+            if self._secret is None and _SEAL in request.headers:
+                self._warn_of(request)
             return await handler(request)
         nonce, seal = request.headers.get(_NONCE, ""), request.headers.get(_SEAL, "")
         parts = _request_parts(self._session, nonce, request.method, request.path_qs, await request.read())
         if nonce in self._nonces or not self._secret.verifies(_unhex(seal), *parts):
+            self._warn_of(request)
             return _failure(Unauthorized("The request does not bear the seal of this server's --cluster-secret.",
                                          code="wrong_cluster_secret"))
         self._nonces.add(nonce)  # 80 bytes for each connection of a decode rank
@@ -95,6 +102,12 @@ class BootstrapServer:
         assert isinstance(response, web.Response) and isinstance(response.body, bytes)
         response.headers[_SEAL] = self._secret.mac(*_answer_parts(nonce, response.status, response.body)).hex()
         return response
+
+    def _warn_of(self, request: web.Request) -> None:
+        """Once for each host: it asks again for every request."""
+        if request.remote not in self._refused:
+            self._refused.add(request.remote)
+            logger.warning("A server at %s is refused: %s.", request.remote, OTHER_SECRET)
 
     async def _tell_session(self, request: web.Request) -> web.Response:
         return web.json_response({"session": self._session})

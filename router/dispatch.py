@@ -18,6 +18,7 @@ from .heads import KnownHeads
 from .metrics import Metrics
 from .models import Group
 from .outbox import Bytes, Outbox
+from .poison import PoisonGuard
 from .policies import PolicySets, Subject
 from .policies.cache_exact import CacheExact
 from .pool import UpstreamPool, plain_answer
@@ -60,6 +61,8 @@ class Dispatcher:
         self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
         self._hung_seconds = config.health.health_check_timeout_secs
+        self.poison = PoisonGuard(self, config.retry.poison_refusal_secs,
+                                  (config.health.health_check_endpoint, config.health.health_check_timeout_secs))
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
@@ -117,6 +120,7 @@ class Dispatcher:
     def sweep(self, silence_limit: float) -> None:
         """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
         self.policies.sweep(self.loop.time(), self.registry.models.groups)
+        self.poison.sweep()
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
             if worker.hung:
@@ -206,27 +210,32 @@ class Dispatcher:
         return reservation
 
     def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, own: bool = False,
-                   only: Worker | None = None) -> Sequence[Worker]:
+                   only: Worker | None = None, weights: str | None = None) -> Sequence[Worker]:
         """Workers of a role and group that may be tried; those that failed this request only when no other is left.
 
-        ``own``: only our servers, for what no other understands. ``only``: none but this worker.
+        ``own``: only our servers, for what no other understands. ``only``: none but this worker. ``weights``: only with
+        this fingerprint.
         """
-        return self._left_of(self.registry.available(role, group), retries, own, only)
+        return self._left_of(self.registry.available(role, group), retries, own, only, weights)
 
     def pair_candidates(self, retries: Retries | None, group: Group = None, *, own: bool = False,
-                        only: Worker | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
+                        only: Worker | None = None,
+                        weights: str | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
         """``candidates`` of both roles that have a partner; ``only`` is a decode worker."""
         pairs = self.registry.pairs(group)
-        return (self._left_of(pairs.prefills, retries, own, None), self._left_of(pairs.decodes, retries, own, only))
+        return (self._left_of(pairs.prefills, retries, own, None, weights),
+                self._left_of(pairs.decodes, retries, own, only, weights))
 
-    def _left_of(self, available: Sequence[Worker], retries: Retries | None, own: bool,
-                 only: Worker | None) -> Sequence[Worker]:
+    def _left_of(self, available: Sequence[Worker], retries: Retries | None, own: bool, only: Worker | None,
+                 weights: str | None) -> Sequence[Worker]:
         if retries is None and only is None and not own:
             return available
         if only is not None:
             available = [only] if only in available else []
         if own and not all(worker.is_baton for worker in available):
             available = [worker for worker in available if worker.is_baton]
+        if weights is not None:
+            available = [worker for worker in available if worker.model_fingerprint == weights]
         return (without(available, retries.excluded) or available) if retries is not None else available
 
     def untried(self, role: Role, retries: Retries, group: Group = None) -> bool:
@@ -248,8 +257,13 @@ class Dispatcher:
         if outcome.counts:
             self.on_server_error(worker)
 
+    def report_dead(self, worker: Worker, detail: str) -> None:
+        """A worker that failed a request does not pass a health check either."""
+        self._suspect(worker, Failure("dead", detail, refused=True))
+
     def on_server_error(self, worker: Worker) -> None:
         """An attempt failed by its worker's fault."""
+        self.metrics.worker_failures[worker.url] += 1
         if self.registry.request_failed(worker, self.loop.time()):
             logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
             self.metrics.circuits_opened[worker.url] += 1

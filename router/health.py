@@ -14,8 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from ..common.api.unreadable import UNREADABLE
 from .answer import Failure
 from .collect import ask, ask_models, get
 from .config.workers import HealthArgs
@@ -136,6 +139,7 @@ class HealthMonitor:
                 if worker.hung:
                     dispatcher.end_silent(worker)
             return True
+        worker.stage = "" if answer.ok else _stage(answer.body)
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
@@ -184,6 +188,20 @@ class HealthMonitor:
             for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
                 wake.set()
         return None
+
+
+def _stage(body: bytes) -> str:
+    """What a server that starts says of it in its answer to /health; empty of any other answer."""
+    try:
+        told = msgspec.json.decode(body, type=_Starting)
+    except UNREADABLE:
+        return ""
+    return f"{told.stage[:100]}, {told.progress:.0%}"
+
+
+class _Starting(msgspec.Struct):
+    stage: str
+    progress: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 def apply_server_info(worker: Worker, info: dict[str, Any]) -> None:

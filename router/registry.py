@@ -66,7 +66,7 @@ class Worker:
                  "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
                  "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
                  "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
-                 "model_fingerprint", "epoch", "fitting", "misfits")
+                 "model_fingerprint", "epoch", "fitting", "misfits", "stage")
 
     def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
                  bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
@@ -99,6 +99,8 @@ class Worker:
         self.cached_tokens: int | None = None
         self.pair_key: str | None = None
         self.model_fingerprint: str | None = None
+        self.stage = ""
+        """How far a worker that starts is, as it says itself: ``downloading, 34 %``."""
         self.epoch: str | None = None
         self.fitting: frozenset[str] | None = None
         self.misfits: tuple[Misfit, ...] = ()
@@ -140,6 +142,8 @@ class Worker:
                                  "cached_tokens": self.cached_tokens, "dp_rank": self.rank,
                                  "model_fingerprint": self.model_fingerprint,
                                  "misfits": [{"worker": other.worker, "why": other.why} for other in self.misfits]}
+        if self.stage:
+            shown["stage"] = self.stage
         if self.role == "prefill":
             shown["bootstrap_port"] = self.bootstrap_port
         return shown

@@ -68,6 +68,7 @@ class Generate(msgspec.Struct, tag=True):
     input_embeds: bytes | None = None
     return_hidden_states: bool = False
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
+    aborted: bool = False  # before it was sent: it never is
 
 
 StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
@@ -107,12 +108,13 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 class PrepareGrammar(msgspec.Struct, tag=True):
-    """Compile a grammar, which requests that follow the answer (``Done``) may name. ``vocabulary`` comes with the
-    first."""
+    """Make a grammar ready, which requests that follow the answer (``Done``) may name. ``vocabulary`` comes with the
+    first. ``compiled``: what another process has made of it; without that the engine compiles it itself."""
 
     seq: int
     spec: GrammarSpec
     vocabulary: Vocabulary | None = None
+    compiled: str | None = None
 
 
 class DropGrammar(msgspec.Struct, tag=True):

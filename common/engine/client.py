@@ -42,6 +42,7 @@ from ..api.messages import (
 )
 from .balancer import Balancer
 from .engine_channel import EngineChannel
+from .expected import Expected
 from .names import Names
 from .output_stream import OutputStream
 from .questions import Answer, Question, Questions
@@ -71,6 +72,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}  # by the requests' names
         self._questions = Questions(1 if balancer is None else balancer.size, num_ranks, self._send)
         self._dead: str | None = None
+        self.expected = Expected()
         self._held: dict[str, Generate] | None = None  # by name: requests that wait for the end of a pause
 
     def start(self) -> None:
@@ -123,7 +125,9 @@ class EngineClient:
                 request = msgspec.structs.replace(request, rid=name)
             if self._balancer is not None:
                 self._balancer.place(request)
-            if self._held is None:
+            if request.aborted:
+                self._end_unsent(request)
+            elif self._held is None:
                 self._send(request)
             else:
                 self._held[name] = request
@@ -168,12 +172,17 @@ class EngineClient:
         with the finish reason "abort"."""
         name = self._names.of(rid)
         for request in self._take_held(name):
-            self._deliver(Output(request.rid, [], len(request.input_ids), 0, 0, Finish("abort")))
+            self._end_unsent(request)
+        self.expected.abort(rid)
         self._send(Abort(name, silent))
+
+    def _end_unsent(self, request: Generate) -> None:
+        """``request`` goes by its name."""
+        self._deliver(Output(request.rid, [], len(request.input_ids), 0, 0, Finish("abort")))
 
     def abort_group(self, rid: str) -> None:
         """Cancel a request and, where it was asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
-        for own in [self._names.rid(name) for name in self._streams]:
+        for own in [*map(self._names.rid, self._streams), *self.expected.ids()]:
             head, _, tail = own.rpartition("-")
             if own == rid or (head == rid and tail.isdigit()):
                 self.abort(own)
@@ -215,10 +224,11 @@ class EngineClient:
         been used once. Raises the ServingError that a request of this pair would end with."""
         _agreed(await self._ask(lambda seq: ConnectPeer(seq, host, port), timeout))
 
-    async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None) -> None:
+    async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None,
+                              compiled: str | None = None) -> None:
         """Returns when the engine takes requests with this grammar; raises ServingError. ``vocabulary`` must come with
         the first."""
-        _agreed(await self._ask(lambda seq: PrepareGrammar(seq, spec, vocabulary), _COMPILE_SECONDS))
+        _agreed(await self._ask(lambda seq: PrepareGrammar(seq, spec, vocabulary, compiled), _COMPILE_SECONDS))
 
     def drop_grammar(self, spec: GrammarSpec) -> None:
         """Let the engine forget a grammar that no further request will name."""

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ...kernels._triton import GLUON_VERSIONS, compiles_gluon, on_hopper
+from ...kernels._triton import AVAILABLE, GLUON_VERSIONS, compiles_gluon, on_hopper, triton
 
 log = logging.getLogger("baton.engine")
 
@@ -43,7 +43,8 @@ def warn_of_stack(device: torch.device) -> None:
     """Logs one warning where a GPU's stack is not the one that was measured."""
     if device.type != "cuda" or torch.version.cuda is None:
         return
-    installed = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": _installed("triton"),
+    installed = {"torch": torch.__version__, "cuda": torch.version.cuda,
+                 "triton": triton.__version__ if AVAILABLE else None,
                  "flashinfer": _installed("flashinfer-python"), "nixl": _installed("nixl")}
     if notes := notes_of(installed, on_hopper(device)):
         log.warning("%s", " ".join(notes))

@@ -129,6 +129,29 @@ async def test_abort_request_and_flush(http: aiohttp.ClientSession) -> None:
         assert answer.status == 200
 
 
+async def test_requests_that_wait_for_a_grammar_are_aborted(http: aiohttp.ClientSession) -> None:
+    """The fake engine never says that a grammar is ready."""
+    async def chat() -> str:
+        ask = {"messages": user("hello"), "regex": "[a-z]+", "n": 2, "rid": "chat", "stream": True}
+        async with http.post(CHAT, json=ask) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.text()
+
+    text = asyncio.create_task(chat())
+    whole = asyncio.create_task(generate(http, text="hello", rid="job", sampling_params={"regex": "[a-z]+"}))
+    end = asyncio.get_running_loop().time() + 20
+    while not (whole.done() and text.done()):
+        assert asyncio.get_running_loop().time() < end
+        for rid in ("job", "chat"):
+            async with http.post("/abort_request", json={"rid": rid}) as answer:
+                assert answer.status == 200
+        await asyncio.sleep(0.05)
+    status, body = await whole
+    assert status == 200 and body["output_ids"] == [] and body["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await text).count('"finish_reason":"abort"') == 2
+    assert (await info(http))["num_running"] == 0
+
+
 async def test_info_and_metrics(http: aiohttp.ClientSession) -> None:
     await generate(http, text="hello")
     await generate(http, text=[])

@@ -97,6 +97,20 @@ def test_keys_are_equal_for_what_fits_alike(pair):
     assert len(secret | keys) == 4
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [("a", "b"), (None, "b"), ("a", None)])
+def test_other_secrets_are_refused_and_told_once_on_both_sides(prefill, decode, caplog):
+    caplog.set_level(logging.WARNING, "baton.kvtransfer")
+    pair = Pair("fake", cluster_secret=prefill)
+    try:
+        receiver = pair.make_receiver(pair.target, cluster_secret=decode)
+        for _ in range(3):
+            assert isinstance(connect(pair, receiver), PairMismatch)
+        told = sorted(record.getMessage().split()[0] for record in caplog.records)
+        assert told == ["A", "Prefill"], caplog.text
+    finally:
+        pair.close()
+
+
 def test_sessions_end_with_the_weights_of_prefill(pair):
     sender = pair.make_sender(pair.source, model=OLD)
     receiver = pair.make_receiver(pair.target, model=OLD)

@@ -58,6 +58,25 @@ def counting(*, until=None, then="die", asked=None):
     return behave
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+async def test_no_stream_goes_on_with_other_weights(router, worker, chat, pairs):
+    """Its end would be of another answer than its beginning."""
+    def told(name):
+        return {**OURS, "model_fingerprint": name, "epoch": name}
+
+    breaks = await worker(counting(until=3), **told("old"))
+    other, same = [await worker(counting(), **told(name)) for name in ("new", "old")]
+    streams = [breaks, other, same]
+    if pairs:
+        made = await router(prefill=[await worker(**told("old"))], decode=streams, policy="round_robin")
+    else:
+        made = await router(*streams, policy="round_robin")
+    for _ in range(6):
+        assert tokens_of(await chat(made, **GREEDY)) == list(range(COUNT))
+    continued = [mock for mock in streams for served in mock.posts if "continuation" in served.json]
+    assert continued and other not in continued
+
+
 async def hang(served):
     """As after SIGSTOP: nothing is answered any more, health checks included."""
 

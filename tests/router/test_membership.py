@@ -149,3 +149,17 @@ async def test_a_router_starts_empty_and_fills(router, worker, script, chat, req
         assert shown["role"] in (("prefill", "decode") if pairs else ("regular",))
         assert shown | {"state": "healthy", "healthy": True, "load": 0, "circuit": "closed", "draining": False,
                         "cached_tokens": None, "dp_rank": None} == shown
+
+
+async def test_how_far_a_worker_that_starts_is(router, worker, request_to, script):
+    mock = await worker()
+    mock.health, mock.health_body = 503, b'{"status": "starting", "stage": "downloading", "progress": 0.344}'
+    front = await router(mock, wait=False)
+    await script.until(lambda: [w.stage for w in front.registry] == ["downloading, 34%"])
+    reply = await request_to(front, "GET", "/list_workers")
+    assert reply.json["workers"][0]["stage"] == "downloading, 34%"
+    mock.health_body = b'{"stage": 3, "progress": "much"}'
+    await script.until(lambda: not any(w.stage for w in front.registry))
+    mock.health = 200
+    await script.until(lambda: front.registry.available("regular"))
+    assert "stage" not in (await request_to(front, "GET", "/list_workers")).json["workers"][0]

@@ -416,11 +416,14 @@ async def test_what_the_log_tells_of_work_and_of_failures(worker, script):
     address = (await _log_line(process, "Listening on"))["message"].split("//")[1].split()[0]
     await _log_line(process, "takes requests")
     reader, writer = await asyncio.open_connection(*address.split(":"))
+    for path in (b"/readiness", b"/metrics", b"/nowhere"):  # no work, and no failure of a worker
+        writer.write(b"GET %b HTTP/1.1\r\nHost: r\r\n\r\n" % path)
+    await _log_line(process, "A request failed: There is no /nowhere")
     writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nX-Request-Id: r-1\r\nContent-Length: 2\r\n\r\n{}")
     line = await _log_line(process, "A request failed: scripted 500")
     assert (line["level"], line["status"], line["request_id"], line["worker"]) == ("warning", 500, "r-1", mock.url)
     line = await _log_line(process, "serving")
-    assert (line["component"], line["failed"], line["workers"]) == ("router", 1, 1)
+    assert (line["component"], line["failed"], line["requests_s"], line["regular_healthy"]) == ("router", 1, 1.0, 1)
     writer.close()
     process.send_signal(signal.SIGTERM)
     assert "serving" not in await asyncio.to_thread(process.stderr.read)
