@@ -263,6 +263,7 @@ class Dispatcher:
 
     def on_server_error(self, worker: Worker) -> None:
         """An attempt failed by its worker's fault."""
+        self.metrics.worker_failures[worker.url] += 1
         if self.registry.request_failed(worker, self.loop.time()):
             logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
             self.metrics.circuits_opened[worker.url] += 1

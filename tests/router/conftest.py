@@ -140,6 +140,8 @@ class MockWorker:
         self.info = info
         self.models = info.pop("models", ("tiny",))
         self.health = 200
+        self.metrics: bytes | None = None
+        """Its page of metrics; None: the behaviour answers."""
         self.health_body: bytes | None = None
         self.posts: list[Served] = []
         self.left = 0
@@ -184,6 +186,8 @@ class MockWorker:
         elif path == b"/v1/models" and served.method == b"GET":
             cards = [{"id": name, "object": "model", "owned_by": self.url} for name in self.models]
             served.answer(body=json.dumps({"object": "list", "data": cards}).encode() if cards else b"{}")
+        elif path == b"/metrics" and self.metrics is not None:
+            served.answer(body=self.metrics, content_type="text/plain")
         else:
             snapshot = Served.__new__(Served)
             snapshot.__dict__.update(served.__dict__)
