@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from time import perf_counter
@@ -42,13 +43,14 @@ _MOST_RECORDS = 4096
 _GATHER_SECONDS = 0.03
 """The suspects of one death come within this: they take their turns in order."""
 _TICK_SECONDS = 0.02
-_WAIT_SECONDS = 6.0
+_WAIT_SECONDS = 8.0
 """Longest wait for a turn. From then on a suspect runs beside others."""
-_QUARANTINE_SECONDS = 4.0
-"""Longest quarantine: answers that are not streamed may take minutes."""
+_QUARANTINE_SECONDS = 2.0, 6.0
+"""Shortest and longest quarantine without an answer: a worker under load takes a while to get to what kills it, and
+answers that are not streamed may take minutes."""
 _RESUMED_SECONDS = 0.5
 """A stream that goes on where it was meets what killed its worker within this, however long it had run."""
-_OUTLIVED_SECONDS = 1.0
+_OUTLIVED_SECONDS = 10.0
 """What lives for longer than twice its age at a death, and this, is no suspect any more."""
 _AGAIN_SECONDS = 0.25
 """A peer may hear of an engine's death a moment before the API server in front of it, so that is asked twice."""
@@ -129,7 +131,7 @@ class Suspect:
     """
 
     __slots__ = ("fingerprint", "role", "deaths", "age", "fresh", "entered_at", "deadline", "finished", "start",
-                 "died_under", "_guard", "_on", "_timer")
+                 "died_under", "_guard", "_on", "_runs_on", "_timer")
 
     def __init__(self, guard: PoisonGuard, mark: bytes, role: Role, deaths: int, age: float, *, fresh: bool):
         self.fingerprint = mark
@@ -144,22 +146,37 @@ class Suspect:
         self.start: Callable[[], None] = lambda: None
         self._guard = guard
         self._on: Worker | None = None
+        self._runs_on: Worker | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, worker: Worker) -> None:
         """An attempt begins, in quarantine if nobody else is there on its worker."""
         guard = self._guard
         self.entered_at, self.deadline = guard.loop.time(), 0.0
+        if self.deaths:
+            self._runs_on = worker
+            guard.running[worker] += 1
         if self.deaths and guard.slots.take(worker):
             self._on = worker
-            self._timer = guard.loop.call_later(min(3 * self.age + 0.5, _QUARANTINE_SECONDS), self.leave)
+            least, longest = _QUARANTINE_SECONDS
+            self._timer = guard.loop.call_later(min(3 * self.age + least, longest), self.leave)
 
     def died_on(self, worker: Worker) -> bool:
-        """Whether it was in quarantine on a worker that died; it stays there until it is known what to make of that, so
-        that nobody else is sent into the same death."""
+        """Whether it was in quarantine on a worker that died, and the only suspect there: not beside one that waited in
+        vain, or left quarantine without an answer. It stays until it is known what to make of that, so that nobody else
+        is sent into the same death."""
         if self._timer is not None:
             self._timer.cancel()
-        return self._on is worker
+        return self._on is worker and self._guard.running[worker] == 1
+
+    def stop(self) -> None:
+        """Its attempt is over, or has shown that it is harmless."""
+        self.leave()
+        on, self._runs_on = self._runs_on, None
+        if on is not None:
+            self._guard.running[on] -= 1
+            if not self._guard.running[on]:
+                del self._guard.running[on]
 
     def leave(self) -> None:
         """End the quarantine, if it lasts."""
@@ -173,7 +190,7 @@ class Suspect:
     def answered(self) -> None:
         """The first byte of what was still to come is there."""
         if not self.fresh:
-            self.leave()
+            self.stop()
 
     def cleared(self) -> None:
         """The answer is complete."""
@@ -182,7 +199,7 @@ class Suspect:
     def over(self) -> None:
         """The request has ended, one way or another."""
         self.finished = True
-        self.leave()
+        self.stop()
 
 
 class PoisonGuard:
@@ -199,6 +216,8 @@ class PoisonGuard:
         self._dispatcher = dispatcher
         self._seconds = seconds
         self._check = check
+        self.running: Counter[Worker] = Counter()
+        """Suspects that have not answered, in quarantine or not."""
         self._waiting: list[Suspect] = []
         self._timer: asyncio.TimerHandle | None = None
         self._verdicts: dict[tuple[Worker, bool], asyncio.Task[bool]] = {}
@@ -258,7 +277,7 @@ class PoisonGuard:
 
     def admit(self, suspect: Suspect, workers: Sequence[Worker], start: Callable[[], None]) -> Sequence[Worker]:
         """The workers that a suspect may be tried on now; none: ``start`` is called when it is its turn."""
-        suspect.leave()  # Its attempt may have ended without a death.
+        suspect.stop()
         now = self.loop.time()
         free = [worker for worker in workers if self.slots.free(worker)]
         if suspect.fresh:  # A client's next try need not wait: the crowd of the death has passed.

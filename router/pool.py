@@ -181,6 +181,8 @@ class UpstreamPool:
         call.connecting = None
         if call.sink is None:  # Cancelled as the connection came: wait_for may return it all the same (Python < 3.12).
             connection.transport.abort()
+        elif connection.transport.is_closing():  # Lost before it could carry anything; nobody would tell the call.
+            call.lost(Failure("lost" if call.stale else "connect", f"{self.url} closed a new connection at once"))
         elif call.stale and not call.resend:
             self.park(connection)
             call.lost(Failure("stale", f"{self.url} closed an idle connection"))
