@@ -61,6 +61,8 @@ class HealthMonitor:
         self._wake: dict[Worker, asyncio.Event] = {}
         self._told: set[Worker] = set()
         self._trials = PairTrials(registry)
+        self._refused: set[Worker] = set()
+        """Workers to be asked anew what they are: a peer found that they do not fit."""
 
     def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
         self._wake[worker] = asyncio.Event()
@@ -69,6 +71,7 @@ class HealthMonitor:
     def unwatch(self, worker: Worker) -> None:
         del self._wake[worker]
         self._told.discard(worker)
+        self._refused.discard(worker)
         self._trials.forget(worker)
         self._tasks.pop(worker).cancel()
 
@@ -87,6 +90,7 @@ class HealthMonitor:
                     if known.root is worker.root:  # Nobody listens there: true of all ranks of the server.
                         self._note_failure(known, failure.detail, certain=True)
             if failure.reason == "misfit":
+                self._refused.add(worker)
                 self._trials.again(worker)
             self._wake[worker].set()
 
@@ -126,7 +130,7 @@ class HealthMonitor:
     async def _check(self, worker: Worker, dispatcher: Dispatcher) -> bool:
         """Ask a worker how it is; returns whether it was silent."""
         if worker.always_healthy:
-            if worker.state != "healthy":
+            if worker.state != "healthy" or worker in self._refused:
                 await self._admit(worker, dispatcher)
             return False
         began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
@@ -150,7 +154,9 @@ class HealthMonitor:
     async def _admit(self, worker: Worker, dispatcher: Dispatcher, epoch: str | None = None) -> None:
         """A check passed: let a worker take requests that fits its role. It is asked what it is where it may
         have become another."""
-        changed = worker.state != "healthy" or (epoch is not None and epoch != worker.epoch)
+        changed = (worker.state != "healthy" or worker in self._refused
+                   or (epoch is not None and epoch != worker.epoch))
+        self._refused.discard(worker)
         if changed and (role := await self._learn(worker, dispatcher)) is not None:
             self._misplaced(worker, role)
         elif worker in self._wake and self._registry.passed(worker):

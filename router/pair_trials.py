@@ -28,6 +28,8 @@ MOST_AT_ONCE = 16
 MOST_PARTNERS = 128
 """Connections that are opened ahead for one worker; beyond that the first request pays for its own."""
 TRIAL_SECONDS = 10.0
+_CROWD_SECONDS = 1.0
+"""Between two times that all pairs of a worker are tried again because requests were refused."""
 _LATER_SECONDS = 30.0
 """Until a pair that could not be tried is tried again."""
 
@@ -65,6 +67,7 @@ class PairTrials:
         self._pending: dict[_Pair, None] = {}
         self._done: set[tuple[str, ...]] = set()
         self._busy: set[Worker] = set()
+        self._next_again: dict[Worker, float] = {}
         self._told: set[tuple[str, str]] = set()
         self._running: set[asyncio.Task[None]] = set()
         self._dispatcher: Dispatcher | None = None
@@ -86,13 +89,18 @@ class PairTrials:
         return before is not None and before != worker.model_fingerprint
 
     def again(self, worker: Worker) -> None:
-        """A request met with a refusal: what was found of the worker's pairs may be wrong."""
+        """A request met with a refusal: what was found of the worker's pairs may be wrong. Many may come at once."""
+        now = asyncio.get_running_loop().time()
+        if now < self._next_again.get(worker, 0.0):
+            return
+        self._next_again[worker] = now + _CROWD_SECONDS
         self._forget_trials(worker)
         self._schedule(worker)
 
     def forget(self, worker: Worker) -> None:
         """The worker is gone."""
         self._pending = {pair: None for pair in self._pending if worker not in pair}
+        self._next_again.pop(worker, None)
         self._forget_trials(worker)
         self._refit()
 
@@ -214,6 +222,8 @@ class PairTrials:
         """Whether both servers are still those that were to be tried: else the outcome is of other kinds."""
         assert self._dispatcher is not None
         for worker in pair:
+            if worker not in self._registry:
+                return False
             info = (await ask(self._dispatcher, worker, get("/get_server_info"), TRIAL_SECONDS)).json_object()
             if _text(info.get("epoch")) != worker.epoch:
                 return False

@@ -209,11 +209,12 @@ async def test_weights_that_are_replaced_part_a_pair_until_both_have_them(router
     assert await served_by(made, chat, [p, d], 3) == [3, 3]
 
 
-async def test_a_refusal_that_a_request_meets_is_looked_into_at_once(router, fleet, chat, script):
-    """The router's next health check is a minute away."""
+@pytest.mark.parametrize("checks", [{"health_check_interval_secs": 60.0}, {"disable_health_check": True}])
+async def test_a_refusal_that_a_request_meets_is_looked_into_at_once(router, fleet, chat, script, checks):
+    """The router's next health check is a minute away, or never comes."""
     p, d = await fleet.prefill("a"), await fleet.decode("a")
     spare = await fleet.decode("a")
-    made = await router(prefill=[p], decode=[d, spare], health_check_interval_secs=60.0, policy="round_robin")
+    made = await router(prefill=[p], decode=[d, spare], policy="round_robin", **checks)
     await script.until(lambda: len(fleet.trials) == 2)
     await ready(made, script)
     fleet.refuses = True
