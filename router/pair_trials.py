@@ -164,12 +164,12 @@ class PairTrials:
         self._start_some()
 
     def _pairs_of(self, worker: Worker) -> Iterator[_Pair]:
-        """A server of several ranks is tried once, by its first; and servers of other models where there are none of
-        the worker's own."""
+        """With workers that are healthy; others are learnt of when they are. A server of several ranks is tried once,
+        by its first; and servers of other models where there are none of the worker's own."""
         others = [other for other in self._registry if {worker.role, other.role} == {"prefill", "decode"}]
         alike = [other for other in others if _share_names(worker, other)]
         for other in () if worker.rank else alike or others:
-            if other.pair_key is not None and not other.rank:
+            if other.pair_key is not None and not other.rank and other.state == "healthy":
                 yield _Pair(worker, other) if worker.role == "prefill" else _Pair(other, worker)
 
     def _start_some(self) -> None:
@@ -192,11 +192,12 @@ class PairTrials:
         epochs = pair.epochs
         try:
             outcome = await self._try(pair)
-            if pair.kinds not in self._verdicts and outcome.fits is not None and not await self._unchanged(pair):
-                outcome = _Outcome(None, "a server became another one meanwhile")
+            stands = not self._is_news(pair, outcome) or await self._unchanged(pair)
         finally:
             self._busy.difference_update(pair)
-        if pair.epochs == epochs and all(worker in self._registry for worker in pair):
+        if not stands:
+            asyncio.get_running_loop().call_later(_CROWD_SECONDS, self._later, pair)
+        elif pair.epochs == epochs and all(worker in self._registry for worker in pair):
             self._done.add(epochs)
             self._take(pair, outcome)
         asyncio.get_running_loop().call_soon(self._start_some)
@@ -217,6 +218,11 @@ class PairTrials:
         fits = told.get("fits")
         why = told.get("message") or answer.detail or f"{decode.url} answered {answer.status}"
         return _Outcome(fits if isinstance(fits, bool) else None, str(why))
+
+    def _is_news(self, pair: _Pair, outcome: _Outcome) -> bool:
+        """Whether an outcome tells of the workers' kinds what was not known, or thought otherwise."""
+        known = self._verdicts.get(pair.kinds)
+        return outcome.fits is not None and (known is None or outcome.fits is bool(known))
 
     async def _unchanged(self, pair: _Pair) -> bool:
         """Whether both servers are still those that were to be tried: else the outcome is of other kinds."""
@@ -257,7 +263,7 @@ class PairTrials:
 
     def _later(self, pair: _Pair) -> None:
         self._done.discard(pair.epochs)
-        if all(worker in self._registry for worker in pair):
+        if all(worker in self._registry and worker.state == "healthy" for worker in pair):
             self._pending.setdefault(pair)
             self._start_some()
 

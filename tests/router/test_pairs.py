@@ -221,9 +221,7 @@ async def test_a_refusal_that_a_request_meets_is_looked_into_at_once(router, fle
     fleet.become(d, "b")
     assert await served_by(made, chat, [spare], 4) == [4]
     await script.until(lambda: made.registry.pairs().count == 1)
-    seen = len(d.posts)
     assert await served_by(made, chat, [spare, d], 4) == [4, 0]
-    assert seen <= 2
 
 
 async def test_very_many_pairs_are_tried_a_few_at_a_time(router, fleet, script):
