@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .common.api.errors import ConfigError
 from .common.cluster import Part, ask, run_parts, say
+from .common.config.addresses import check_free
 from .common.config.cli import flag, parse, to_argv
 from .common.config.command import command
 from .common.config.logs import LogArgs
@@ -86,11 +87,26 @@ def launch_cluster(argv: Sequence[str] | None = None) -> None:
                    description="Start a router with prefill and decode servers on this host. --router-FLAG gives "
                                "launch_router its --FLAG.")
     check_engine()
-    folder = check_folder(config.logs.log_dir) if config.logs.log_dir else Path(tempfile.mkdtemp(prefix="baton-logs-"))
-    code = _run(config, folder, of_router)
-    if code == 0 and config.logs.log_dir is None:
-        shutil.rmtree(folder, ignore_errors=True)
+    _check_ports(config.cluster)
+    if config.logs.log_dir is not None:
+        sys.exit(_run(config, check_folder(config.logs.log_dir), of_router))
+    folder = Path(tempfile.mkdtemp(prefix="baton-logs-"))
+    code = None
+    try:
+        code = _run(config, folder, of_router)
+    finally:
+        if code == 0 or not any(folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code)
+
+
+def _check_ports(args: ClusterArgs) -> None:
+    """Raises ConfigError where one of them is taken, before anything is started for it."""
+    check_free(args.host, args.port, "--port")
+    flag = "--router-dp-worker-base-port" if args.worker_base_port else "--port, which those of the servers follow"
+    first, count = args.worker_base_port or args.port + 1, args.dp_size or args.prefill + args.decode
+    for port in range(first, first + (count if args.dp_size else count + args.prefill)):  # the last: bootstrap servers
+        check_free("127.0.0.1", port, flag)
 
 
 def _run(config: ClusterConfig, folder: Path, of_router: Sequence[str]) -> int:

@@ -24,6 +24,11 @@ class Failure(NamedTuple):
     """The answer's bytes so far end where one more event may follow."""
 
 
+def engine_died(url: str) -> Failure:
+    """The failure of a worker that says so itself."""
+    return Failure("dead", f"the engine of {url} died", refused=True)
+
+
 class AnswerFacts(NamedTuple):
     """What relaying depends on in an answer's head."""
 

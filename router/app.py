@@ -30,6 +30,7 @@ from .registry import Worker, WorkerMetadata
 from .request_reader import HeadRules
 from .tls import server_context
 from .tracing import Tracer
+from .worker_reports import WorkerReports
 
 logger = logging.getLogger("baton.router")
 _LAST_WORDS_SECONDS = 1.0
@@ -44,6 +45,7 @@ class Router:
         self._parts = parts = parts or Parts()
         self.registry = parts.registry(config, self._leave)
         self.metrics = Metrics(self.registry)
+        self.reports = WorkerReports(self)
         self.sampler = Sampler(self)
         self._rng = rng or Random()
         self._health = parts.health(config, self.registry, self._regroup if config.workers.dp_aware else None)
@@ -122,6 +124,7 @@ class Router:
         if self._teller is not None:
             self._teller.cancel()
         self.sampler.stop()
+        self.reports.stop()
         if self._discovery is not None:
             self._discovery.stop()
         if self._gate is not None:

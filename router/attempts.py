@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..common.api.errors import DeadlineExceeded, ServingError, WorkerUnavailable
-from .answer import Failure
+from .answer import Failure, engine_died
 from .dispatch import RETRY_AFTER_SECONDS, Dispatcher
 from .exchange import Exchange
-from .registry import Worker
+from .registry import Role, Worker
 from .retry import FAILURES, Outcome, Retries
 
 _MESSAGES = {
@@ -95,11 +95,32 @@ def expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
         exchange.break_off(error, Failure("expired", error.message.rstrip("."), at_boundary=at_boundary))
 
 
-def lost(relay: Attempting, worker: Worker, failure: Failure, reason: str) -> None:
+def lost(relay: Attempting, worker: Worker, role: Role, failure: Failure, reason: str) -> None:
     """An attempt failed below HTTP or in the middle of its stream. ``reason``: what metrics call it."""
     relay.dispatcher.on_failure(worker, failure)
     outcome = FAILURES[failure.reason]
     tried_on(relay, worker, outcome)
+    if outcome.died:
+        certain = failure.refused or failure.reason == "hung"
+        relay.dispatcher.poison.died(relay.exchange, worker, role, certain=certain, at_boundary=failure.at_boundary,
+                                     go_on=lambda: _go_on(relay, outcome, failure, reason))
+    else:
+        _go_on(relay, outcome, failure, reason)
+
+
+def ended(relay: Attempting, worker: Worker, role: Role, *, reusable: bool) -> None:
+    """A worker's answer is complete, which may be an error in the middle of a stream."""
+    exchange = relay.exchange
+    if (log := exchange.log) is not None and log.failed:
+        lost(relay, worker, role, log.failure(worker.url), "failed")
+        return
+    if exchange.ends_with_death:
+        relay.dispatcher.on_failure(worker, engine_died(worker.url))
+        relay.dispatcher.poison.ended_with(exchange, worker, role)
+    exchange.end(reusable=reusable)
+
+
+def _go_on(relay: Attempting, outcome: Outcome, failure: Failure, reason: str) -> None:
     if relay.exchange.began:
         _broken(relay, failure)
     elif outcome.retried:

@@ -9,6 +9,7 @@ from .dashboard import Sampler
 from .dispatch import Dispatcher
 from .metrics import Metrics
 from .registry import Registry, Worker, WorkerMetadata
+from .worker_reports import WorkerReports
 
 
 class Cluster(Protocol):
@@ -19,6 +20,7 @@ class Cluster(Protocol):
     metrics: Metrics
     dispatcher: Dispatcher
     sampler: Sampler
+    reports: WorkerReports
 
     def add_worker(self, worker: Worker) -> None:
         """Raises Conflict when its URL is taken."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httptools
 import msgspec
 
 from ..common.api.unreadable import UNREADABLE
 from .answer import AnswerHead, Failure
-from .dispatch import Dispatcher
 from .registry import Worker
 from .request import Request
 
 _MOST_MODELS = 4096
 """Names that one worker may tell: a server of adapters has some hundreds."""
+
+if TYPE_CHECKING:
+    from .dispatch import Dispatcher
 
 
 class Answer(NamedTuple):

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from ..common.api.unreadable import UNREADABLE
-from .answer import Failure
+from .answer import Failure, engine_died
 
 ASK_FOR_IDS = b"x-baton-token-ids: 1\r\n"
 _END_OF_CHUNK = b"\n\n\r\n"
 """Our servers end a chunk with an event; within one, JSON has no line breaks."""
-_ENGINE_DEAD = b'"code":"engine_dead"'
+DEAD_CODE = b'"code":"engine_dead"'
 _ERROR_EVENT = b': {"error":'
 """In an event, or in the comment behind an event that tells of the error in its own API's way."""
 _LAST_EVENTS = (b'data: {"type":"message_stop"', b'data: {"type":"response.completed"',
@@ -101,7 +101,7 @@ class StreamLog:
             data, self._held = data[:end], data[end:]
         if _ERROR_EVENT in data and not any(own in data for own in _CLIENTS_OWN):
             self.failed = True
-            self._engine_died = _ENGINE_DEAD in data
+            self._engine_died = DEAD_CODE in data
             data = data[:self._chunk_start(data, data.index(_ERROR_EVENT))]
         self._kept += data
         if len(self._kept) > _KEPT_BYTES:
@@ -116,7 +116,7 @@ class StreamLog:
     def failure(self, url: str) -> Failure:
         """What the error was that the worker ended the stream with."""
         if self._engine_died:
-            return Failure("dead", f"the engine of {url} died", refused=True)
+            return engine_died(url)
         return Failure("failed", f"{url} ended a stream with an error")
 
     @staticmethod

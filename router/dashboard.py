@@ -20,6 +20,7 @@ from .metrics import SECONDS, Histogram, Metrics
 from .registry import Registry, Role
 from .request import Request
 from .wire import Response
+from .worker_reports import WorkerReports
 
 SAMPLES = 300
 _PAGE = Path(__file__).with_name("dashboard.html")
@@ -50,6 +51,9 @@ class Sample(msgspec.Struct, frozen=True):
     ttft_p99: float | None
     itl_p50: float | None
     itl_p99: float | None
+    tokens_in: float | None = None
+    """Of all workers, a second; None while nobody looks."""
+    tokens_out: float | None = None
 
 
 class Counted(Protocol):
@@ -58,6 +62,7 @@ class Counted(Protocol):
     config: RouterConfig
     registry: Registry
     metrics: Metrics
+    reports: WorkerReports
 
 
 class Shown(Counted, Protocol):
@@ -98,12 +103,14 @@ class Sampler:
         pairs = self._router.config.workers.pd_disaggregation
         role: Role = "decode" if pairs else "regular"
         running = sum(worker.load for worker in registry if worker.role == role)
+        tokens_in, tokens_out = self._router.reports.tokens() or (None, None)
         self.samples.append(Sample(int(time.time()), running=running, **counts,
                                    queued=admission.queued if admission is not None else 0,
                                    healthy=len(registry.available(role)),
                                    healthy_prefill=len(registry.available("prefill")) if pairs else None,
                                    ttft_p50=quantile(ttft, 0.5), ttft_p99=quantile(ttft, 0.99),
-                                   itl_p50=quantile(itl, 0.5), itl_p99=quantile(itl, 0.99)))
+                                   itl_p50=quantile(itl, 0.5), itl_p99=quantile(itl, 0.99),
+                                   tokens_in=tokens_in, tokens_out=tokens_out))
 
     def _totals(self) -> dict[str, Any]:
         metrics = self._router.metrics
@@ -148,7 +155,9 @@ def data(router: Shown, request: Request) -> Response:
     name, _, value = request.query.partition(b"=")
     since = int(value) if name == b"since" and value.isdigit() and len(value) < 20 else 0
     samples = [sample for sample in router.sampler.samples if sample.at > since]
-    return Response.json({
-        "pairs": router.config.workers.pd_disaggregation, "policy": router.config.policy.policy,
-        "ready": router.registry.ready(pairs=router.config.workers.pd_disaggregation),
-        "workers": [worker.describe() for worker in router.registry], "samples": samples})
+    router.reports.want()
+    pairs = router.config.workers.pd_disaggregation
+    workers = [{**worker.describe(), "failures": router.metrics.worker_failures.get(worker.url, 0),
+                "report": router.reports.of(worker)} for worker in router.registry]
+    return Response.json({"pairs": pairs, "policy": router.config.policy.policy, "workers": workers,
+                          "ready": router.registry.ready(pairs=pairs), "samples": samples})

@@ -18,6 +18,7 @@ from .heads import KnownHeads
 from .metrics import Metrics
 from .models import Group
 from .outbox import Bytes, Outbox
+from .poison import PoisonGuard
 from .policies import PolicySets, Subject
 from .policies.cache_exact import CacheExact
 from .pool import UpstreamPool, plain_answer
@@ -60,6 +61,8 @@ class Dispatcher:
         self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
         self._hung_seconds = config.health.health_check_timeout_secs
+        self.poison = PoisonGuard(self, config.retry.poison_refusal_secs,
+                                  (config.health.health_check_endpoint, config.health.health_check_timeout_secs))
         self._connect_timeout = config.health.connect_timeout_secs
         self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
                                 config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
@@ -117,6 +120,7 @@ class Dispatcher:
     def sweep(self, silence_limit: float) -> None:
         """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
         self.policies.sweep(self.loop.time(), self.registry.models.groups)
+        self.poison.sweep()
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
             if worker.hung:
@@ -253,8 +257,13 @@ class Dispatcher:
         if outcome.counts:
             self.on_server_error(worker)
 
+    def report_dead(self, worker: Worker, detail: str) -> None:
+        """A worker that failed a request does not pass a health check either."""
+        self._suspect(worker, Failure("dead", detail, refused=True))
+
     def on_server_error(self, worker: Worker) -> None:
         """An attempt failed by its worker's fault."""
+        self.metrics.worker_failures[worker.url] += 1
         if self.registry.request_failed(worker, self.loop.time()):
             logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
             self.metrics.circuits_opened[worker.url] += 1

@@ -188,6 +188,8 @@ class Entry:
         span = self._tracer.begin(request) if self._tracer is not None else None
         exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
                             self.access_log, span)
+        if self._dispatcher.poison.records and request.body:
+            exchange.suspect = self._dispatcher.poison.suspect(request)
         if (self._continues and found is not None and found.streamed and path in PAIR_PATHS
                 and continuable(request.body)):
             exchange.log = StreamLog(request.body, cumulative=path == b"/generate")

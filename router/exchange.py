@@ -11,9 +11,10 @@ from .access import without_grants
 from .access_log import AccessLog
 from .admission import Ticket
 from .answer import AnswerHead, Failure
-from .continuation import StreamLog
+from .continuation import DEAD_CODE, StreamLog
 from .http_server import ClientConnection
 from .metrics import Metrics
+from .poison import KEPT_BODY_BYTES, Suspect
 from .registry import Worker
 from .request import Request
 from .tracing import RequestSpan
@@ -37,8 +38,9 @@ class Exchange:
     log are written there, and the connection is free for the next request.
     """
 
-    __slots__ = ("connection", "request", "route", "retries", "workers", "began", "ticket", "log", "_metrics",
-                 "_access_log", "_begun_at", "_facts", "_awaits_body", "_pieces", "_first_at", "_span")
+    __slots__ = ("connection", "request", "route", "retries", "workers", "began", "ticket", "log", "suspect",
+                 "begun_at", "_metrics", "_access_log", "_facts", "_awaits_body", "_pieces", "_last", "_first_at",
+                 "_span")
 
     def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics,
                  access_log: AccessLog | None, span: RequestSpan | None = None):
@@ -52,13 +54,16 @@ class Exchange:
         """Whether the first byte is on its way: from then on nothing can be retried."""
         self._metrics = metrics
         self._access_log = access_log
-        self._begun_at = perf_counter()
+        self.begun_at = perf_counter()
         self._span = span
         self._awaits_body = True
         self._pieces = 0
         self._first_at = 0.0
         self.ticket: Ticket | None = None
         self.log: StreamLog | None = None
+        self.suspect: Suspect | None = None
+        """What it is once a worker died under it; see ``poison``."""
+        self._last = b""
 
     @property
     def worker(self) -> str:
@@ -69,7 +74,8 @@ class Exchange:
         """Relay a head, and what came with it, adding the request id where the worker did not."""
         self.began = True
         request = self.request
-        request.body = b""  # Nothing is sent again.
+        if len(request.body) > KEPT_BODY_BYTES:
+            request.body = b""  # Nothing is sent again.
         if request.on_head is not None:
             head = request.on_head(head)
         self._facts = facts = head.facts
@@ -82,7 +88,10 @@ class Exchange:
             self._pieces = -1  # One clock reading is enough for an answer that came at once.
             if self.ticket is not None:
                 self.ticket.first_token()
+            if self.suspect is not None:
+                self.suspect.answered()
         elif len(data) > head.size:
+            self._last = data
             self._first_token()
         line = facts.line_size
         if request.reply_headers:
@@ -102,6 +111,7 @@ class Exchange:
 
     def go_on(self, head: AnswerHead) -> None:
         """Relay a stream that goes on elsewhere: the client has had its head."""
+        self._awaits_body = True
         if len(head.data) > head.size:
             self.relay(head.data[head.size:])
 
@@ -120,13 +130,21 @@ class Exchange:
         if self._awaits_body:
             self._first_token()
         self._pieces += 1
+        self._last = data
         self.connection.send(data)
+
+    @property
+    def ends_with_death(self) -> bool:
+        """Whether the answer, a stream that cannot go on elsewhere, told last that its engine died."""
+        return self.log is None and self._facts.event_stream and DEAD_CODE in self._last
 
     def end(self, *, reusable: bool) -> None:
         """The worker's answer is complete."""
         if self.log is not None and (rest := self.log.rest()):
             self.connection.send(rest)
         facts = self._facts
+        if self.suspect is not None and facts.status < 500 and not self.ends_with_death:
+            self.suspect.cleared()
         self._finish(facts.status)
         self.connection.done(keep_alive=reusable and facts.delimited and self.request.keep_alive)
 
@@ -137,6 +155,13 @@ class Exchange:
         self._note(error.status, error.message)
         self._finish(error.status)
         self.connection.done(keep_alive=self.request.keep_alive)
+
+    def refuse(self, error: ServingError, at_boundary: bool) -> None:
+        """End the request, whether its answer has begun or not, for what it did to workers."""
+        if self.began:
+            self.break_off(error, Failure("poison", error.message.rstrip("."), at_boundary=at_boundary))
+        else:
+            self.fail(error)
 
     def break_off(self, error: ServingError, failure: Failure) -> None:
         """End an answer that broke in the middle so that its reader can tell.
@@ -166,15 +191,19 @@ class Exchange:
 
     def _first_token(self) -> None:
         self._awaits_body = False
+        if self.suspect is not None:
+            self.suspect.answered()
+        if self._first_at:
+            return  # Of a stream that goes on elsewhere.
         self._first_at = perf_counter()
-        self._metrics.first_tokens[self.route].observe(self._first_at - self._begun_at)
+        self._metrics.first_tokens[self.route].observe(self._first_at - self.begun_at)
         if self._span is not None:
             self._span.first_token()
         if self.ticket is not None:
             self.ticket.first_token()
 
     def _finish(self, status: int) -> None:
-        seconds = perf_counter() - self._begun_at
+        seconds = perf_counter() - self.begun_at
         metrics, route = self._metrics, self.route
         metrics.requests[route, status] += 1
         bucket = metrics.durations[route].observe(seconds)
@@ -183,10 +212,12 @@ class Exchange:
             first.counts[bucket] += 1
             first.total += seconds
         elif self._pieces > 1 and self._facts.event_stream:
-            gap = (self._begun_at + seconds - self._first_at) / (self._pieces - 1)
+            gap = (self.begun_at + seconds - self._first_at) / (self._pieces - 1)
             metrics.inter_tokens[route].observe(gap)
         if self.ticket is not None:
             self.ticket.finished()
+        if self.suspect is not None:
+            self.suspect.over()
         if self._span is not None:
             self._span.end(route, status, self.worker, self.retries)
         if self._access_log is not None:

@@ -12,9 +12,11 @@ Names: ``baton_router_requests_total{route,status}``, ``baton_router_request_dur
 prefix), ``baton_router_worker_inflight_requests{worker,role}``, ``baton_router_worker_healthy{worker,role}``,
 ``baton_router_worker_circuit_state{worker,role}`` (0 closed, 1 open, 2 half-open),
 ``baton_router_pairs``, ``baton_router_worker_misfits{worker,role}``,
-``baton_router_circuits_opened_total{worker}``, ``baton_router_running_requests``,
+``baton_router_circuits_opened_total{worker}``, ``baton_router_worker_failures_total{worker}``,
+``baton_router_running_requests``,
 ``baton_router_queued_requests``,
-``baton_router_continued_streams_total``, ``baton_router_refused_requests_total{reason}``.
+``baton_router_continued_streams_total``, ``baton_router_poison_requests_total``,
+``baton_router_refused_requests_total{reason}``.
 """
 
 from __future__ import annotations
@@ -73,11 +75,13 @@ class Metrics:
         self.retries: defaultdict[str, int] = defaultdict(int)
         self.decisions: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.circuits_opened: defaultdict[str, int] = defaultdict(int)
+        self.worker_failures: defaultdict[str, int] = defaultdict(int)
         self.kv_resyncs = 0
         self.admission: Admission | None = None
         self.client_disconnects = 0
         self.broken_streams = 0
         self.continued_streams = 0
+        self.poison_requests = 0
         self._exposition = CollectorRegistry(auto_describe=False)
         self._exposition.register(_Families(self))
         register_process(self._exposition, "router")
@@ -95,6 +99,8 @@ class Metrics:
         yield _counter("continued_streams", "Times that a stream went on with another worker.", (), continued)
         yield _counter("client_disconnects", "Clients that left before their answer ended.", (), left)
         yield _counter("broken_streams", "Answers that broke after their first byte.", (), broken)
+        yield _counter("poison_requests", "Requests refused because workers died under their like.", (),
+                       {(): self.poison_requests})
         yield _counter("kv_resyncs", "Times that a worker was asked for KV events that were missed, or for all.", (),
                        {(): self.kv_resyncs})
         yield _histogram("request_duration_seconds", "From a request's last byte to its answer's.", self.durations)
@@ -124,6 +130,8 @@ class Metrics:
         yield _gauge("queued_requests", "Requests that wait to be let in.", entry.queued if entry else 0)
         yield _counter("refused_requests", "Requests not let in.", ("reason",),
                        entry.refused if entry else dict.fromkeys(REFUSALS, 0))
+        yield _counter("worker_failures", "Attempts that failed by their worker's fault.", ("worker",),
+                       self.worker_failures)
         yield _counter("circuits_opened", "Circuits that opened.", ("worker",), self.circuits_opened)
 
 

@@ -7,11 +7,13 @@ decode half failed, the next attempt goes to the same prefill worker, which stil
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from ..common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from .answer import PAIR_MISMATCH, AnswerHead, Failure
-from .attempts import again, expired, lost, tried_on
+from .attempts import again, ended, expired, lost, tried_on
 from .body import Body, Peek, with_bootstrap, with_previous_room
 from .dispatch import Dispatcher, no_pair, nobody
 from .exchange import Exchange
@@ -115,6 +117,12 @@ class PairRelay:
             return
         found = self._peek
         assert found is not None
+        suspect = exchange.suspect
+        if suspect is not None and suspect.deaths:
+            admitted = dispatcher.poison.admit(suspect, prefills if suspect.role == "prefill" else decodes, self.start)
+            if not admitted:
+                return  # It waits for its turn.
+            prefills, decodes = (admitted, decodes) if suspect.role == "prefill" else (prefills, admitted)
         if self._suspect is not None:
             prefills = without(prefills, {self._suspect}) or prefills
             decodes = without(decodes, {self._suspect}) or decodes
@@ -129,6 +137,8 @@ class PairRelay:
         self._prefill = prefill = Half(self, "prefill", held_prefill, held_prefill.worker)
         self._decode = decode = Half(self, "decode", held_decode, held_decode.worker)
         exchange.workers = (prefill.worker, decode.worker)
+        if suspect is not None:
+            suspect.enter(prefill.worker if suspect.role == "prefill" else decode.worker)
         body = with_bootstrap(exchange.request.body if log is None else log.resumed_body(), found,
                               prefill.worker.endpoint.host, prefill.worker.bootstrap_port, dispatcher.rng)
         told = with_previous_room(body, self._sent) if same is not None and same.is_baton and self._sent else body
@@ -157,7 +167,8 @@ class PairRelay:
             return
         if outcome.retried and self._may_try_again(half, outcome):
             self._cancel_halves()
-            again(self, f"{half.role}_status_{status}", nobody(half.role), at_once=outcome.busy)
+            self._go_on_behind(half, outcome, lambda: again(
+                self, f"{half.role}_status_{status}", nobody(half.role), at_once=outcome.busy))
             return
         if outcome.busy:
             head.ask_to_wait()
@@ -185,7 +196,17 @@ class PairRelay:
         else:
             untried = self._may_try_again(half, outcome)
             self._cancel_halves()
-            again(self, f"continuation_status_{head.status}", nobody(half.role), at_once=untried and outcome.busy)
+            self._go_on_behind(half, outcome, lambda: again(
+                self, f"continuation_status_{head.status}", nobody(half.role), at_once=untried and outcome.busy))
+
+    def _go_on_behind(self, half: Half, outcome: Outcome, go_on: Callable[[], None]) -> None:
+        """Go on after a half's answer: a transfer may have failed because the other half's worker has just died."""
+        if outcome.excludes:
+            go_on()
+            return
+        peer = self._other(half)
+        self.dispatcher.poison.died(self.exchange, peer.worker, peer.role, certain=False, at_boundary=False,
+                                    go_on=go_on)
 
     def _leave_to_decode(self) -> None:
         """No prefill worker is there: one of our decode servers does all of the work."""
@@ -204,13 +225,12 @@ class PairRelay:
 
     def half_ended(self, half: Half, reusable: bool) -> None:
         if half is self._relayed:
-            log = self.exchange.log
+            other, log = self._other(half), self.exchange.log
             if log is not None and log.failed:
-                self._other(half).cancel()
-                lost(self, half.worker, log.failure(half.worker.url), "failed")
-                return
-            self._other(half).leave()
-            self.exchange.end(reusable=reusable)
+                other.cancel()
+            else:
+                other.leave()
+            ended(self, half.worker, half.role, reusable=reusable)
 
     def half_lost(self, half: Half, failure: Failure) -> None:
         if self._relayed is not None and half is not self._relayed:
@@ -223,7 +243,7 @@ class PairRelay:
             self._again_on = self._prefill_worker
             if failure.reason == "connect":
                 self._sent = self._sent_before  # What prefill keeps, it keeps under the room of the attempt before.
-        lost(self, half.worker, failure, f"{half.role}_{failure.reason}")
+        lost(self, half.worker, half.role, failure, f"{half.role}_{failure.reason}")
 
     # ------------------------------------------------------------------ the client's side
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..common.api.errors import ServingError, WorkerUnavailable
 from .answer import AnswerHead, Failure
-from .attempts import again, expired, lost, tried_on
+from .attempts import again, ended, expired, lost, tried_on
 from .dispatch import Dispatcher, nobody
 from .exchange import Exchange
 from .policies import Subject
@@ -49,6 +49,10 @@ class Relay:
         if not workers:
             again(self, "unavailable", nobody(self._role, exchange.request.group))
             return
+        if exchange.suspect is not None and exchange.suspect.deaths:
+            workers = self.dispatcher.poison.admit(exchange.suspect, workers, self.start)
+            if not workers:
+                return  # It waits for its turn.
         try:
             self._reservation = self.dispatcher.place(self._role, workers, self._subject, exchange.request.group)
         except WorkerUnavailable as error:
@@ -56,6 +60,8 @@ class Relay:
             return
         worker = self._reservation.worker
         exchange.workers = (worker,)
+        if exchange.suspect is not None:
+            exchange.suspect.enter(worker)
         body = exchange.request.body if log is None else log.resumed_body()
         self._call = self.dispatcher.send(worker, exchange.request, body, self)
         if self._paused:
@@ -98,14 +104,10 @@ class Relay:
         self.exchange.relay(data)
 
     def answer_end(self, *, reusable: bool) -> None:
-        worker = self._release()
-        if (log := self.exchange.log) is not None and log.failed:
-            lost(self, worker, log.failure(worker.url), "failed")
-            return
-        self.exchange.end(reusable=reusable)
+        ended(self, self._release(), self._role, reusable=reusable)
 
     def answer_lost(self, failure: Failure) -> None:
-        lost(self, self._release(), failure, failure.reason)
+        lost(self, self._release(), self._role, failure, failure.reason)
 
     # ------------------------------------------------------------------ the client's side
 

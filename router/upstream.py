@@ -22,7 +22,7 @@ from typing import Protocol
 import httptools
 import msgspec
 
-from .answer import ENGINE_DEAD, AnswerFacts, AnswerHead, Failure, Sink
+from .answer import ENGINE_DEAD, AnswerFacts, AnswerHead, Failure, Sink, engine_died
 from .heads import KnownHead, KnownHeads
 from .outbox import Bytes, Outbox
 
@@ -292,7 +292,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pending = call.head = b""
         call.body = ()
         if status == 503 and ENGINE_DEAD in data[:size].lower():  # as if its process were gone, which it soon will be
-            self.fail(Failure("dead", f"the engine of {self._pool.url} died", refused=True))
+            self.fail(engine_died(self._pool.url))
             return
         self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
         if call.bodiless:

@@ -108,12 +108,13 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 class PrepareGrammar(msgspec.Struct, tag=True):
-    """Compile a grammar, which requests that follow the answer (``Done``) may name. ``vocabulary`` comes with the
-    first."""
+    """Make a grammar ready, which requests that follow the answer (``Done``) may name. ``vocabulary`` comes with the
+    first. ``compiled``: what another process has made of it; without that the engine compiles it itself."""
 
     seq: int
     spec: GrammarSpec
     vocabulary: Vocabulary | None = None
+    compiled: str | None = None
 
 
 class DropGrammar(msgspec.Struct, tag=True):

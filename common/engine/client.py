@@ -224,10 +224,11 @@ class EngineClient:
         been used once. Raises the ServingError that a request of this pair would end with."""
         _agreed(await self._ask(lambda seq: ConnectPeer(seq, host, port), timeout))
 
-    async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None) -> None:
+    async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None,
+                              compiled: str | None = None) -> None:
         """Returns when the engine takes requests with this grammar; raises ServingError. ``vocabulary`` must come with
         the first."""
-        _agreed(await self._ask(lambda seq: PrepareGrammar(seq, spec, vocabulary), _COMPILE_SECONDS))
+        _agreed(await self._ask(lambda seq: PrepareGrammar(seq, spec, vocabulary, compiled), _COMPILE_SECONDS))
 
     def drop_grammar(self, spec: GrammarSpec) -> None:
         """Let the engine forget a grammar that no further request will name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,10 +13,17 @@ from ..api.errors import InvalidRequest, Overloaded
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..config.server import GrammarArgs
 from ..tokenizer.tokenizer import Tokenizer
-from .trial import Trial
+from .trial import Budget, Compiled, OverBudget, Trial
+from .turns import Turns
 
 MAX_SOURCE = 256 * 1024  # characters
-MAX_WAITING = 64
+MAX_WAITING = 128
+MAX_WAITING_OF_A_CLIENT = 32
+MAX_SLOW_OF_A_CLIENT = 8
+_QUICK = Budget(0.3, of_processors=True, threads=1)  # two at once: five slow ones ahead cost a client 0.8 s
+_QUICK_AT_ONCE = 2
+_SLOW = Budget(10.0)
+_SLOW_AT_ONCE = 1
 CACHE_BYTES = 512 << 20
 CACHE_COUNT = 1024
 
@@ -24,7 +31,7 @@ CACHE_COUNT = 1024
 class GrammarEngine(Protocol):
     """What the service asks of the engine's client."""
 
-    async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None) -> None:
+    async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None, compiled: str | None) -> None:
         """Returns when the engine takes requests with this grammar; ``vocabulary`` comes with the first."""
 
     def drop_grammar(self, spec: GrammarSpec) -> None: ...
@@ -39,22 +46,29 @@ class _Outcome:
 
 
 class GrammarService:
-    """``prepare`` a request's grammars before it is sent. Must be used from one event loop."""
+    """``prepare`` a request's grammars before it is sent. Must be used from one event loop.
+
+    Each gets a short budget first. One that needs more goes behind the others of its kind, which are compiled one at a
+    time: whoever asks for a usual grammar waits for no slow one. Clients take turns in both.
+    """
 
     def __init__(self, args: GrammarArgs, engine: GrammarEngine, vocab_size: int, stop_ids: Sequence[int]):
         self._args = args
         self._engine = engine
         self._vocab_size = vocab_size
         self._stop_ids = list(stop_ids)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(_QUICK_AT_ONCE + _SLOW_AT_ONCE, thread_name_prefix="grammar")
+        self._quick, self._slow = Turns(_QUICK_AT_ONCE), Turns(_SLOW_AT_ONCE)
+        self._waiting_of: Counter[str] = Counter()
         self._trial: Trial | None = None
         self._told_vocabulary = False
         self._first = asyncio.Lock()
         self._outcomes: OrderedDict[GrammarSpec, asyncio.Task[_Outcome]] = OrderedDict()
 
-    async def prepare(self, spec: GrammarSpec, tokenizer: Tokenizer, param: str | None) -> None:
+    async def prepare(self, spec: GrammarSpec, tokenizer: Tokenizer, param: str | None, client: str = "") -> None:
         """Returns when a request with this grammar may be sent to the engine. Raises InvalidRequest, which names
-        ``param``, for a grammar that cannot be used, and Overloaded while too many others are being compiled."""
+        ``param``, for a grammar that cannot be used, and Overloaded while too many others, or too many of ``client``,
+        are being compiled."""
         if self._args.grammar_backend == "none":
             raise InvalidRequest("This server was started without grammars (--grammar-backend none).", param=param,
                                  code="unsupported_parameter")
@@ -64,48 +78,74 @@ class GrammarService:
         if len(spec.text) > MAX_SOURCE:
             raise InvalidRequest(f"The {spec.kind} has {len(spec.text)} characters; at most {MAX_SOURCE} are taken.",
                                  param=param)
-        outcome = await self._outcome(spec, tokenizer)
+        outcome = await self._outcome(spec, tokenizer, client)
         if outcome.refusal is not None:
             raise InvalidRequest(outcome.refusal, param=param, code="invalid_grammar")
 
     def close(self) -> None:
         if self._trial is not None:
             self._trial.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _outcome(self, spec: GrammarSpec, tokenizer: Tokenizer) -> _Outcome:
+    async def _outcome(self, spec: GrammarSpec, tokenizer: Tokenizer, client: str) -> _Outcome:
         task = self._outcomes.get(spec)
         if task is None:
-            if sum(not task.done() for task in self._outcomes.values()) >= MAX_WAITING:
+            if self._waiting_of.total() >= MAX_WAITING:
                 raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled; try again later.", retry_after=1.0)
-            task = self._outcomes[spec] = asyncio.create_task(self._try(spec, tokenizer), name="grammar")
+            if self._waiting_of[client] >= MAX_WAITING_OF_A_CLIENT:
+                raise Overloaded(f"{MAX_WAITING_OF_A_CLIENT} grammars of this client wait to be compiled; try again "
+                                 "when some are.", retry_after=1.0)
+            self._waiting_of[client] += 1
+            task = self._outcomes[spec] = asyncio.create_task(self._try(spec, tokenizer, client), name="grammar")
         self._outcomes.move_to_end(spec)
         return await asyncio.shield(task)  # others may wait for it, too
 
-    async def _try(self, spec: GrammarSpec, tokenizer: Tokenizer) -> _Outcome:
+    async def _try(self, spec: GrammarSpec, tokenizer: Tokenizer, client: str) -> _Outcome:
         """What is neither made nor refused is tried again by whoever asks next."""
         try:
-            return await self._make(spec, tokenizer)
+            return await self._make(spec, tokenizer, client)
         except BaseException:
             del self._outcomes[spec]
             raise
+        finally:
+            self._waiting_of[client] -= 1
+            if not self._waiting_of[client]:
+                del self._waiting_of[client]
 
-    async def _make(self, spec: GrammarSpec, tokenizer: Tokenizer) -> _Outcome:
-        loop = asyncio.get_running_loop()
+    async def _make(self, spec: GrammarSpec, tokenizer: Tokenizer, client: str) -> _Outcome:
         async with self._first:
             if self._trial is None:
-                vocabulary = await loop.run_in_executor(self._thread, self._vocabulary, tokenizer)
+                vocabulary = await asyncio.get_running_loop().run_in_executor(self._threads, self._vocabulary,
+                                                                              tokenizer)
                 self._trial = Trial(vocabulary, self._args.whitespace)
         trial = self._trial
         try:
-            outcome = _Outcome(await loop.run_in_executor(self._thread, trial.check, spec))
+            compiled = await self._compiled(trial, spec, client)
         except InvalidRequest as error:
             outcome = _Outcome(len(spec.text), error.message)
         else:
+            outcome = _Outcome(compiled.num_bytes)
             told, self._told_vocabulary = self._told_vocabulary, True
-            await self._engine.prepare_grammar(spec, None if told else trial.vocabulary)
+            await self._engine.prepare_grammar(spec, None if told else trial.vocabulary, compiled.text)
         self._make_room(outcome.num_bytes)
         return outcome
+
+    async def _compiled(self, trial: Trial, spec: GrammarSpec, client: str) -> Compiled:
+        """Raises InvalidRequest where it cannot be compiled, Overloaded where it is slow and too many such wait."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with self._quick.turn(client):
+                return await loop.run_in_executor(self._threads, trial.compile, spec, _QUICK)
+        except OverBudget:
+            if self._slow.num_waiting(client) >= MAX_SLOW_OF_A_CLIENT:
+                raise Overloaded(f"{MAX_SLOW_OF_A_CLIENT} grammars of this client that take long wait to be compiled; "
+                                 "try again when some are, or simplify this one.", retry_after=10.0) from None
+        try:
+            async with self._slow.turn(client):
+                return await loop.run_in_executor(self._threads, trial.compile, spec, _SLOW)
+        except OverBudget:
+            raise InvalidRequest(f"The {spec.kind} takes longer than {_SLOW.seconds:g} s to compile; simplify "
+                                 "it.") from None
 
     def _vocabulary(self, tokenizer: Tokenizer) -> Vocabulary:
         return Vocabulary([tokenizer.piece(token) for token in range(self._vocab_size)],

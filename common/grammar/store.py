@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,9 @@ class GrammarStore:
         self._vocabulary: Vocabulary | None = None
         self._compiler: Compiler | None = None
         self._filler: MaskFiller | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiling")
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="grammar-loading")  # behind no compilation
+        self._making = threading.Lock()
         self._compiled: dict[GrammarSpec, xgrammar.CompiledGrammar] = {}
         self._pending: dict[int, Future[Done]] = {}
 
@@ -42,9 +44,10 @@ class GrammarStore:
         return bool(self._pending)
 
     def prepare(self, message: PrepareGrammar) -> None:
-        """Begin to compile; ``finished`` tells when it is done."""
+        """Begin to compile, or to load; ``finished`` tells when it is done."""
         self._vocabulary = message.vocabulary or self._vocabulary
-        self._pending[message.seq] = self._thread.submit(self._prepare, message)
+        thread = self._compiling if message.compiled is None else self._loading
+        self._pending[message.seq] = thread.submit(self._prepare, message)
 
     def finished(self) -> list[Done]:
         """Answers to the front, each once."""
@@ -79,11 +82,14 @@ class GrammarStore:
         return self._filler.fill(matchers)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._compiling, self._loading):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, message: PrepareGrammar) -> Done:
         try:
-            self._compiled[message.spec] = self._compile(message.spec)
+            made = self._compile(message.spec) if message.compiled is None else self._made().load(
+                message.spec, message.compiled)
+            self._compiled[message.spec] = made
         except ServingError as error:
             return Done(message.seq, error.message, error.code)
         except Exception:  # the front waits for an answer
@@ -92,11 +98,15 @@ class GrammarStore:
         return Done(message.seq, "The grammar is ready.")
 
     def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        if self._compiler is None:
-            if self._vocabulary is None:
-                raise InvalidRequest("The engine has not been told its vocabulary; send the request to its front.")
-            from .compiler import Compiler
+        return self._made().compile(spec)
 
-            self._compiler = Compiler(self._vocabulary, self._whitespace,
-                                      max_threads=max(1, min(4, (os.cpu_count() or 1) // 2)))
-        return self._compiler.compile(spec)
+    def _made(self) -> Compiler:
+        with self._making:
+            if self._compiler is None:
+                if self._vocabulary is None:
+                    raise InvalidRequest("The engine has not been told its vocabulary; send the request to its API "
+                                         "server.")
+                from .compiler import Compiler
+
+                self._compiler = Compiler(self._vocabulary, self._whitespace)
+            return self._compiler

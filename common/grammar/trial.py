@@ -1,130 +1,237 @@
-"""A process that compiles grammars to see whether they can be: it may hang, grow or die, and nobody else does."""
+"""A process that compiles grammars, each in a child of its own: it may hang, grow or die, and nobody else does.
+
+The process imports xgrammar and learns the vocabulary once, which takes seconds; a child is forked in milliseconds and
+has both. It gets its grammar over a socket that its parent passes on, and ends with its answer, or by a timer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import selectors
+import signal
+import socket
 import sys
+import threading
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..api.errors import InvalidRequest, WorkerUnavailable
 from ..api.grammar import GrammarSpec, Vocabulary
+from ..engine.ranks import die_with
+
+if TYPE_CHECKING:
+    from .compiler import Compiler
 
 START_SECONDS = 120.0  # importing torch takes some on a busy machine
-COMPILE_SECONDS = 10.0
 MEMORY_BYTES = 4 << 30  # beyond what the process has when it starts
 MAX_COMPILED_BYTES = 256 << 20
+_MAX_TOLD_CHARACTERS = 64 << 20  # of a compiled grammar; beyond, the engine compiles it again
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """What one compilation may take: seconds of the clock, or of processors; and threads, None for what there is."""
+
+    seconds: float
+    of_processors: bool = False
+    threads: int | None = None
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """A grammar that can be used: the memory that it takes, and xgrammar's own form of it."""
+
+    num_bytes: int
+    text: str | None
+
+
+class OverBudget(Exception):
+    """The grammar takes longer than its budget."""
+
+
+class _Job(msgspec.Struct):
+    spec: GrammarSpec
+    budget: Budget
 
 
 class _Verdict(msgspec.Struct):
-    """Memory that the compiled grammar takes, or why there is none."""
+    """One is set; none of a child that died of its grammar."""
 
-    num_bytes: int = 0
+    compiled: Compiled | None = None
     refusal: str | None = None
+    over_budget: bool = False
 
 
-_spec_decoder = msgspec.msgpack.Decoder(GrammarSpec)
+_job_decoder = msgspec.msgpack.Decoder(_Job)
 _verdict_decoder = msgspec.msgpack.Decoder(_Verdict)
 
 
 class Trial:
-    """Starts its process with the first grammar. Its methods block: call them from one thread, ``close`` from any."""
+    """Starts its process with the first grammar. Its methods block, and may be called from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary, whitespace: str | None, *, compile_seconds: float = COMPILE_SECONDS,
-                 memory_bytes: int = MEMORY_BYTES):
+    def __init__(self, vocabulary: Vocabulary, whitespace: str | None, *, memory_bytes: int = MEMORY_BYTES):
         self.vocabulary = vocabulary
         self._whitespace = whitespace
-        self._compile_seconds = compile_seconds
         self._memory_bytes = memory_bytes
+        self._starting = threading.Lock()
         self._process: BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._control: socket.socket | None = None
         self._closed = False
 
-    def check(self, spec: GrammarSpec) -> int:
-        """Bytes that the compiled grammar takes. Raises InvalidRequest where it cannot be compiled within the limits,
-        and WorkerUnavailable where the process does not start."""
-        pipe = self._started()
-        pipe.send_bytes(msgspec.msgpack.encode(spec))
-        if not pipe.poll(self._compile_seconds):
-            self._kill()
-            raise InvalidRequest(f"The {spec.kind} takes longer than {self._compile_seconds:g} s to compile; "
-                                 "simplify it.")
-        verdict = self._receive()
-        if verdict is None:
-            raise InvalidRequest(f"The {spec.kind} is too large or too deeply nested to compile; simplify it.")
-        if verdict.refusal is not None:
-            raise InvalidRequest(verdict.refusal)
-        if verdict.num_bytes > MAX_COMPILED_BYTES:
-            raise InvalidRequest(f"The {spec.kind} takes {verdict.num_bytes >> 20} MiB when compiled, of "
+    def compile(self, spec: GrammarSpec, budget: Budget) -> Compiled:
+        """Raises InvalidRequest where the grammar cannot be compiled, OverBudget, and WorkerUnavailable where the
+        process does not start."""
+        verdict = self._verdict(_Job(spec, budget))
+        if verdict.over_budget:
+            raise OverBudget
+        if verdict.compiled is None:
+            raise InvalidRequest(verdict.refusal or f"The {spec.kind} is too large or too deeply nested to compile; "
+                                                    "simplify it.")
+        if verdict.compiled.num_bytes > MAX_COMPILED_BYTES:
+            raise InvalidRequest(f"The {spec.kind} takes {verdict.compiled.num_bytes >> 20} MiB when compiled, of "
                                  f"{MAX_COMPILED_BYTES >> 20} at most; simplify it.")
-        return verdict.num_bytes
+        return verdict.compiled
 
     def close(self) -> None:
-        """A check that runs fails."""
+        """Compilations that run fail."""
         self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()
-
-    def _started(self) -> Connection:
-        if self._pipe is None:
-            context = get_context("spawn")
-            ours, theirs = context.Pipe()
-            self._process = context.Process(
-                target=_main, name="grammar-trial", daemon=True,
-                args=(theirs, self.vocabulary, self._whitespace, self._memory_bytes, os.getpid()))
-            self._process.start()
-            self._pipe = ours
-            theirs.close()
-            if self._closed or not ours.poll(START_SECONDS) or self._receive() is None:
-                self._kill()
-                raise WorkerUnavailable("The grammar compiler does not start; the server's log says why.")
-        return self._pipe
-
-    def _receive(self) -> _Verdict | None:
-        """What the process says; None where it has died."""
-        assert self._pipe is not None
-        try:
-            return _verdict_decoder.decode(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            self._kill()
-            return None
-
-    def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.join()
-        if self._pipe is not None:
-            self._pipe.close()
-        self._process = self._pipe = None
+
+    def _verdict(self, job: _Job) -> _Verdict:
+        for _ in range(2):  # the process may have been killed since the last grammar
+            process, control = self._started()
+            ours, theirs = socket.socketpair()
+            pipe = Connection(ours.detach())
+            try:
+                with theirs:
+                    socket.send_fds(control, [b"j"], [theirs.fileno()])
+                pipe.send_bytes(msgspec.msgpack.encode(job))
+                if not pipe.poll(job.budget.seconds + START_SECONDS):
+                    process.kill()
+                return _verdict_decoder.decode(pipe.recv_bytes())
+            except (EOFError, OSError):
+                process.kill()
+                process.join()
+            finally:
+                pipe.close()
+        raise WorkerUnavailable("The grammar compiler was ended; the server's log says why.")
+
+    def _started(self) -> tuple[BaseProcess, socket.socket]:
+        with self._starting:
+            if self._process is not None and self._control is not None and self._process.is_alive():
+                return self._process, self._control
+            if self._control is not None:
+                self._control.close()
+            context = get_context("spawn")
+            ours, theirs = socket.socketpair()
+            self._process = context.Process(
+                target=_main, name="grammar-compiler", daemon=True,
+                args=(theirs, self.vocabulary, self._whitespace, self._memory_bytes, os.getpid()))
+            self._process.start()
+            self._control = ours
+            theirs.close()
+            ours.settimeout(START_SECONDS)
+            try:
+                started = not self._closed and ours.recv(1) == b"r"
+            except OSError:
+                started = False
+            if not started:
+                self._process.kill()
+                raise WorkerUnavailable("The grammar compiler does not start; the server's log says why.")
+            ours.settimeout(None)
+            return self._process, ours
 
 
-def _main(pipe: Connection, vocabulary: Vocabulary, whitespace: str | None, memory_bytes: int, parent: int) -> None:
-    from ..engine.ranks import die_with
-
+def _main(control: socket.socket, vocabulary: Vocabulary, whitespace: str | None, memory_bytes: int,
+          parent: int) -> None:
     die_with(parent)
     os.nice(5)  # the engine's processes come first
     from .compiler import Compiler
 
-    compiler = Compiler(vocabulary, whitespace, max_threads=max(1, min(4, (os.cpu_count() or 1) // 2)))
-    _limit_memory(memory_bytes)
-    pipe.send_bytes(msgspec.msgpack.encode(_Verdict()))
-    while True:
-        try:
-            spec = _spec_decoder.decode(pipe.recv_bytes())
-        except EOFError:
+    compiler = Compiler(vocabulary, whitespace)
+    compiler.learn_vocabulary()
+    control.send(b"r")
+    _Children(compiler, control, memory_bytes).serve()
+
+
+class _Children:
+    """The process's own loop: forks a child for each grammar that ``control`` brings, and tells how it ended where it
+    could not."""
+
+    def __init__(self, compiler: Compiler, control: socket.socket, memory_bytes: int):
+        self._compiler = compiler
+        self._control = control
+        self._memory_bytes = memory_bytes
+        self._pipes: dict[int, Connection] = {}  # by the children's process ids
+        self._ended, self._wake = socket.socketpair()
+        self._ended.setblocking(False)
+        self._wake.setblocking(False)
+
+    def serve(self) -> None:
+        """Returns when the other end of ``control`` is closed."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake.fileno())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._ended, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._ended in ready:
+                    self._ended.recv(4096)
+                    self._reap()
+                if self._control in ready:
+                    received, handles, _, _ = socket.recv_fds(self._control, 1, 1)
+                    if not received:
+                        return
+                    self._fork(Connection(handles[0]))
+
+    def _fork(self, pipe: Connection) -> None:
+        own = os.getpid()
+        child = os.fork()
+        if child:
+            self._pipes[child] = pipe
             return
+        signal.set_wakeup_fd(-1)
+        die_with(own)
+        self._control.close()
         try:
-            compiled = compiler.compile(spec)
-            compiler.check_beginning(compiled)
-            verdict = _Verdict(compiled.memory_size_bytes)
-        except InvalidRequest as error:
-            verdict = _Verdict(refusal=error.message)
-        pipe.send_bytes(msgspec.msgpack.encode(verdict))
+            _compile(self._compiler, pipe, self._memory_bytes)
+        finally:
+            os._exit(0)
+
+    def _reap(self) -> None:
+        """A child that a timer has ended could not say so."""
+        while self._pipes:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                return
+            with self._pipes.pop(child) as pipe, contextlib.suppress(OSError):
+                if os.WIFSIGNALED(status):
+                    over = os.WTERMSIG(status) in (signal.SIGPROF, signal.SIGALRM)
+                    pipe.send_bytes(msgspec.msgpack.encode(_Verdict(over_budget=over)))
+
+
+def _compile(compiler: Compiler, pipe: Connection, memory_bytes: int) -> None:
+    """A child's life; the kernel ends it where its budget is spent."""
+    job = _job_decoder.decode(pipe.recv_bytes())
+    _limit_memory(memory_bytes)
+    budget = job.budget
+    if not budget.of_processors:
+        os.nice(10)  # those that are quick come first
+    signal.setitimer(signal.ITIMER_PROF if budget.of_processors else signal.ITIMER_REAL, budget.seconds)
+    try:
+        compiled = compiler.compile(job.spec, budget.threads)
+        compiler.check_beginning(compiled)
+        text = compiled.serialize_json()
+        verdict = _Verdict(Compiled(compiled.memory_size_bytes, text if len(text) <= _MAX_TOLD_CHARACTERS else None))
+    except InvalidRequest as error:
+        verdict = _Verdict(refusal=error.message)
+    pipe.send_bytes(msgspec.msgpack.encode(verdict))
 
 
 def _limit_memory(more: int) -> None:

@@ -31,7 +31,7 @@ from . import (
 )
 from .api_document import api_document
 from .arrivals import SlowBody, SlowRequest
-from .front import Front
+from .front import CLIENT, Front
 from .in_flight import shut_down
 from .keys import Keys
 from .prompt_pages import tell_pages
@@ -153,6 +153,7 @@ def _guard(front: Front) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if front.traces is not None:
             TRACEPARENT.set(request.headers.get("traceparent"))
+        CLIENT.set(functools.partial(_client, request))
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
@@ -183,6 +184,13 @@ def _guard(front: Front) -> Any:
             in_flight.end(task)
 
     return guard
+
+
+def _client(request: web.Request) -> str:
+    """A key's hash, which may be logged by nobody, or what a proxy says of the address, or the address."""
+    headers = request.headers
+    key = headers.get("Authorization") or headers.get("x-api-key")
+    return str(hash(key)) if key else headers.get("X-Forwarded-For") or request.remote or ""
 
 
 def _check_key(request: web.Request, keys: Keys) -> None:

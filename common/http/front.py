@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 
 import msgspec
@@ -33,6 +34,9 @@ from .journal import Journal
 from .keys import Keys
 from .sessions import Sessions
 from .traces import Traces
+
+CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
+"""Tells who asks: the key that came with the HTTP request (its hash), or else the address that it came from."""
 
 
 class Front:
@@ -161,7 +165,8 @@ class Front:
         """
         for spec in {request.sampling.grammar for request in requests} - {None}:
             assert spec is not None
-            ready = asyncio.ensure_future(self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind))
+            ready = asyncio.ensure_future(self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind,
+                                                                CLIENT.get()()))
             try:
                 with self.client.expected.waiting(requests) as aborted:
                     await asyncio.wait((ready, aborted), return_when=asyncio.FIRST_COMPLETED)

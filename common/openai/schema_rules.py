@@ -60,6 +60,19 @@ def _parts(part: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
         yield {"type": "string", **part["propertyNames"]}, f"{path}.propertyNames"
 
 
+def _multiple_problems(part: dict[str, Any]) -> Iterator[str]:
+    """Multiples are enforced of integers alone, by whole numbers, and without bounds."""
+    step, kinds = part["multipleOf"], part.get("type")
+    if not isinstance(step, (int, float)) or isinstance(step, bool) or step <= 0:
+        return
+    if kinds == "number" or (isinstance(kinds, list) and "number" in kinds):
+        yield f"multipleOf {step} of type number"
+    elif step % 1 and (1 / step) % 1:  # every integer is a multiple of 0.5, or of 0.1
+        yield f"multipleOf {step}"
+    elif not step % 1 and (bounds := sorted(part.keys() & _OF_TYPES["number"] - {"multipleOf"})):
+        yield f"multipleOf beside {', '.join(bounds)}"
+
+
 def _problems(part: dict[str, Any]) -> Iterator[str]:
     """What of this part alone a grammar cannot enforce; values of a wrong type are left to the grammar's compiler."""
     keys = part.keys() - _ANNOTATIONS
@@ -76,6 +89,8 @@ def _problems(part: dict[str, Any]) -> Iterator[str]:
         yield f"format {shape[:80]!r}"
     if keys & {"pattern", "format"} and keys & {"minLength", "maxLength"}:
         yield "a length beside pattern or format"
+    if "multipleOf" in keys:
+        yield from _multiple_problems(part)
     if "type" not in part and not keys & {"const", "enum"}:
         yield from (f"{min(found)} without a type" for names in _OF_TYPES.values() if (found := keys & names))
     required, declared = part.get("required"), part.get("properties", {})

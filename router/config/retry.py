@@ -20,11 +20,14 @@ class RetryArgs:
 
     stream_continuation: bool = flag(
         True, help="go on with a greedy or seeded stream on another of our servers when its own dies")
+    poison_refusal_secs: float = flag(
+        300.0, help="how long a request is refused (400, poison_request) under which one worker after the other died; "
+                    "0: never")
     local_prefill_tokens: int = flag(
         0, help="prompts of up to about so many tokens are prefilled by our decode servers themselves")
 
     def __post_init__(self) -> None:
-        not_negative(self, "local_prefill_tokens",
+        not_negative(self, "local_prefill_tokens", "poison_refusal_secs",
                      "retry_max_retries", "retry_initial_backoff_ms", "retry_max_backoff_ms",
                      "retry_jitter_factor")
 

@@ -50,6 +50,7 @@ class Board:
         size = 0
         for name, words in (("common", _COMMON), ("running", count), ("queued", count), ("digests", MOST_KEYS),
                             ("key_levels", 2 * MOST_KEYS), ("cells", count * _CELLS), ("loads", count * MOST_WORKERS),
+                            ("suspects", count * MOST_WORKERS),
                             ("key_running", count * MOST_KEYS), ("rings", count * RING_WORDS)):
             self._parts[name] = (size, words)
             size += words
@@ -76,6 +77,10 @@ class Board:
         """Requests on each row's worker."""
         return self._column("loads", child)
 
+    def suspects(self, child: int) -> memoryview:
+        """Whether the child has a suspect in quarantine on each row's worker."""
+        return self._column("suspects", child)
+
     def loads_at(self, child: int) -> int:
         """Where in ``memory`` a child's loads begin, in bytes."""
         return 8 * (self._parts["loads"][0] + child * MOST_WORKERS)
@@ -99,7 +104,7 @@ class Board:
     def clear(self, child: int) -> None:
         """Forget what a child held; it must be gone."""
         head = self.cells(child)[RING_HEAD]
-        for view in (self.cells(child), self.loads(child), self.key_running(child)):
+        for view in (self.cells(child), self.loads(child), self.suspects(child), self.key_running(child)):
             view[:] = memoryview(bytes(8 * len(view))).cast("q")
         self.cells(child)[RING_HEAD] = head  # The ring goes on: its readers know how far they are.
         self.running[child] = self.queued[child] = 0

@@ -25,6 +25,7 @@ from ..dispatch import Dispatcher
 from ..endpoint import Endpoint
 from ..http_server import Request
 from ..parts import Health, Parts
+from ..poison import Deaths
 from ..process import prepare
 from ..registry import Registry, Worker
 from ..wire import Response
@@ -49,7 +50,7 @@ from .messages import (
 )
 from .shared_admission import SharedAdmission
 from .shared_policies import PolicySharing
-from .shared_workers import SharedRegistry, SharedWorker
+from .shared_workers import SharedRegistry, SharedSlots, SharedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -157,7 +158,9 @@ class Child(Parts):
         dispatcher.policies.built = self._share
         self._share(None, dispatcher.policies.common)
         self._dispatcher = dispatcher
-        for message in (self._begin.news, *self._early):
+        dispatcher.poison.slots = SharedSlots(self._board, self._begin.child)
+        dispatcher.poison.tell = self._link.tell
+        for message in (self._begin.news, *self._begin.deaths, *self._early):
             self.received(message)
         return dispatcher
 
@@ -202,6 +205,8 @@ class Child(Parts):
             cached = {worker.id: worker.cached_tokens for worker in self._workers.values()
                       if worker.cached_tokens is not None}
             self._link.tell(Counted(message.number, dump(self.router.metrics), cached))
+        elif isinstance(message, Deaths):
+            self._dispatcher.poison.learn(message)
         elif isinstance(message, End):
             self._ended.set()
 

@@ -9,6 +9,7 @@ import msgspec
 from ..circuit import CircuitState
 from ..compatibility import Misfit
 from ..config import RouterConfig
+from ..poison import Deaths
 from ..registry import Role, State, WorkerMetadata
 
 
@@ -69,6 +70,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     board: int
     signals: tuple[int, ...]
     news: News
+    deaths: tuple[Deaths, ...] = ()
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
@@ -152,5 +154,5 @@ class Probed(msgspec.Struct, tag=True, frozen=True):
     runs: bool
 
 
-ToChild = Begin | News | Answered | Count | End
-ToParent = Listens | Refuses | Knows | Asks | Counted | Suspects | Failed | Served | Probed
+ToChild = Begin | News | Answered | Count | End | Deaths
+ToParent = Listens | Refuses | Knows | Asks | Counted | Suspects | Failed | Served | Probed | Deaths

@@ -22,6 +22,7 @@ from ..dispatch import Dispatcher
 from ..http_server import Request
 from ..metrics import Metrics
 from ..parts import Health, Parts
+from ..poison import Deaths
 from ..registry import Registry, Worker
 from ..retry import PASSED_ON
 from ..wire import Response
@@ -141,6 +142,10 @@ class Parent(Parts):
         self._tell()
         return self._bulletin.all()
 
+    def deaths(self) -> tuple[Deaths, ...]:
+        """For a child that begins."""
+        return self.router.dispatcher.poison.known()
+
     def ended(self, child: int) -> None:
         """A child is gone: nothing is held by it any more."""
         self._board.clear(child)
@@ -159,6 +164,11 @@ class Parent(Parts):
             task.add_done_callback(self._questions.discard)
         elif isinstance(message, Probed):
             self._probe(message.worker, child.index, message.runs)
+        elif isinstance(message, Deaths):
+            self.router.dispatcher.poison.learn(message)
+            for other in self._children():
+                if other is not child:
+                    other.tell(message)
         else:
             worker = self._registry.by_id(message.worker)
             if worker is not None:

@@ -48,6 +48,29 @@ class SharedWorker(Worker):
         circuit.state, circuit.troubled, circuit.probing = news.circuit, news.troubled, news.probing
 
 
+class SharedSlots:
+    """Quarantine over all processes: a worker has one suspect of any of them."""
+
+    def __init__(self, board: Board, child: int):
+        self._lock = board.lock
+        self._columns = [board.suspects(other) for other in range(board.count)]
+        self._own = self._columns[child]
+
+    def free(self, worker: Worker) -> bool:
+        row = worker.row  # type: ignore[attr-defined]  # a SharedWorker, as all are here
+        return not any(column[row] for column in self._columns)
+
+    def take(self, worker: Worker) -> bool:
+        with self._lock:
+            if not self.free(worker):
+                return False
+            self._own[worker.row] = 1  # type: ignore[attr-defined]
+            return True
+
+    def give(self, worker: Worker) -> None:
+        self._own[worker.row] = 0  # type: ignore[attr-defined]
+
+
 class Neighbour:
     """Another child, as far as decisions depend on it: its column of loads, and its ring."""
 

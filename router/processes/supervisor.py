@@ -115,7 +115,8 @@ class Supervisor:
         return f"(pid {child.pid}) ended with status {status}"
 
     def _begin(self, index: int) -> Begin:
-        return Begin(self._of_child(), index, self._count, self._board.file, self._signals, self._parent.everything())
+        return Begin(self._of_child(), index, self._count, self._board.file, self._signals, self._parent.everything(),
+                     self._parent.deaths())
 
     def _of_child(self) -> RouterConfig:
         """Workers, discovery and metrics' own port are the parent's."""

@@ -182,7 +182,7 @@ def test_told_tokens_that_break_the_grammar_fail_the_request():
 
 def allowed_first(grammar: GrammarSpec, pieces: list[bytes]) -> tuple[set[int], Matcher]:
     """Token ids that may begin an answer, in a vocabulary whose token 2 ends it."""
-    compiled = Compiler(Vocabulary(pieces, [2], [2]), None, 1).compile(grammar)
+    compiled = Compiler(Vocabulary(pieces, [2], [2]), None).compile(grammar)
     ends = frozenset([2])
     matcher = Matcher(compiled, TokenBuffer([7, 7]), 2, ends, ends, SamplingParams(grammar=grammar))
     matcher.advance()

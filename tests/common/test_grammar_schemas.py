@@ -9,6 +9,7 @@ import pytest
 import xgrammar
 
 from baton.common.api.errors import InvalidRequest
+from baton.common.api.grammar import GrammarSpec, Vocabulary
 from baton.common.grammar.compiler import Compiler
 from baton.common.openai.schema_rules import check_enforceable
 from baton.tests.common.grammar_engine import GrammarEngine, schema_spec, text_of, tokenizer, vocabulary
@@ -56,7 +57,7 @@ def test_all_answers_are_valid(whitespace, sampling):
 
 def accepts(whitespace: str | None, schema, text: str) -> bool:
     """Whether tokens of ``text`` are an answer that may end there."""
-    matcher = xgrammar.GrammarMatcher(Compiler(vocabulary(), whitespace, 1).compile(schema_spec(schema)))
+    matcher = xgrammar.GrammarMatcher(Compiler(vocabulary(), whitespace).compile(schema_spec(schema)))
     tokens = tokenizer().encode(text, add_special_tokens=False)
     return all(map(matcher.accept_token, tokens)) and matcher.is_completed()
 
@@ -92,6 +93,49 @@ def test_characters_beyond_ascii(name, value, whitespace):
     assert accepts(whitespace, BY_HAND[name], json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
+BYTES = Vocabulary([*(bytes([i]) for i in range(256)), b""], [256], [256])
+ODD = ('"', "\\", "\n", "\t", "\x01", "\x0b", "\x0c")
+REFUSED = ['^a"b$', "^\\\\$", "^\\n$", '^["]$', '^(x"y|z)$', "^\\u0022$", "^\\x5c+$", "^[\\u0000-\\u001f]$",
+           "^\\cA$", "^\\v$", "^\n$", '^(?:\\"x)+$', "^[\\n\\t]$", '^a"*b$', "^\\u{5C}$"]
+TAKEN = ["^[^x]$", "^.$", "^\\s$", "^[\\x00-\\x7f]$", "^\\W$", '^["x]$', "^[\\s\\S]$", "^\\/$", "^[!-~]$",
+         '^[^"]{1,3}$', "^[^]a]$", "^\\d\\.\\d$", "^[-\\]x]$"]
+
+
+@pytest.mark.parametrize("pattern", [*REFUSED, *TAKEN])
+def test_strings_of_a_pattern_are_json(pattern):
+    """By a vocabulary of single bytes, of which a model may choose any."""
+    def compiled(spec):
+        return Compiler(BYTES, None).compile(spec)
+
+    spec = schema_spec({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}})
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"pattern": pattern}}}
+    keys = schema_spec({"type": "object", "patternProperties": {pattern: {}}})
+    if pattern in REFUSED:
+        for one in (spec, keys, GrammarSpec("structural_tag", json.dumps(tag))):
+            with pytest.raises(InvalidRequest, match="which JSON writes with an escape"):
+                compiled(one)
+        return
+    grammar = compiled(schema_spec({"type": "string", "pattern": pattern}))
+    for text in ODD:
+        matcher = xgrammar.GrammarMatcher(grammar)
+        assert not all(map(matcher.accept_token, f'"{text}"'.encode())), text
+
+
+def test_patterns_elsewhere_are_not_looked_at():
+    for schema in ({"const": {"pattern": '"'}}, {"type": "object", "properties": {"pattern": {"type": "string"}}}):
+        Compiler(BYTES, None).compile(schema_spec(schema))
+    Compiler(BYTES, None).compile(GrammarSpec("regex", 'a"b'))
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": 'a"b'}}
+    Compiler(BYTES, None).compile(GrammarSpec("structural_tag", json.dumps(tag)))
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "integer", "multipleOf": 3}, {"type": "integer", "multipleOf": 0.1}, {"type": ["integer", "null"],
+                                                                                "multipleOf": 2.0}])
+def test_multiples_that_are_enforced(schema):
+    check_enforceable(schema, "schema")
+
+
 @pytest.mark.parametrize("name", CORPUS)
 def test_the_corpus_can_be_enforced(name):
     check_enforceable(CORPUS[name], "schema")
@@ -103,6 +147,10 @@ def test_the_corpus_can_be_enforced(name):
     ({"if": {}, "then": {}}, "schema:", "if"),
     ({"type": "array", "items": {"type": "string", "format": "regex"}}, "schema.items:", "format 'regex'"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "schema:", "a length beside pattern"),
+    ({"type": "number", "multipleOf": 0.01}, "schema:", "multipleOf 0.01 of type number"),
+    ({"type": ["null", "number"], "multipleOf": 2}, "schema:", "multipleOf 2 of type number"),
+    ({"type": "integer", "multipleOf": 2.5}, "schema:", "multipleOf 2.5"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 4}, "schema:", "multipleOf beside minimum"),
     ({"$ref": "http://else.where/schema"}, "schema:", "not inside the schema"),
     ({"$ref": "#/$defs/a", "minimum": 3}, "schema:", "$ref beside minimum"),
     ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "schema:", "allOf of several"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,16 +18,19 @@ from baton.common.config.server import GrammarArgs
 from baton.common.grammar import service as service_module
 from baton.common.grammar.service import GrammarService
 from baton.common.grammar.store import GrammarStore
-from baton.common.grammar.trial import Trial
+from baton.common.grammar.trial import Budget, Compiled, OverBudget, Trial
+from baton.common.grammar.turns import Turns
 from baton.tests.common.grammar_engine import schema_spec, tokenizer, vocabulary
 
 HEAVY = GrammarSpec("regex", "(" + "|".join(f"w{i}" for i in range(60_000)) + ")*")
 
+BUDGET = Budget(30.0)
+
 
 @pytest.fixture(scope="module")
 def trial():
-    trial = Trial(vocabulary(), None, compile_seconds=0.7)
-    trial.check(GrammarSpec("regex", "warm"))
+    trial = Trial(vocabulary(), None)
+    trial.compile(GrammarSpec("regex", "warm"), BUDGET)
     yield trial
     trial.close()
 
@@ -46,35 +51,49 @@ def trial():
 ], ids=lambda value: value.kind if isinstance(value, GrammarSpec) else "")
 def test_a_mistake_is_told_in_a_sentence(trial, spec, reason):
     with pytest.raises(InvalidRequest) as caught:
-        trial.check(spec)
+        trial.compile(spec, BUDGET)
     message = caught.value.message
     assert reason in message and message.endswith(".") and "/project/" not in message and len(message) < 700
 
 
-def test_what_takes_too_long_is_given_up_and_the_next_is_not_harmed(trial):
-    began = time.monotonic()
-    with pytest.raises(InvalidRequest, match="takes longer than 0.7 s"):
-        trial.check(HEAVY)
-    assert time.monotonic() - began < 10
-    assert trial.check(GrammarSpec("regex", "x+")) > 0
+@pytest.mark.parametrize("of_processors", [False, True])
+def test_what_takes_too_long_is_given_up_and_nobody_waits_for_it(trial, of_processors):
+    with ThreadPoolExecutor(1) as other:
+        began = time.monotonic()
+        heavy = other.submit(trial.compile, HEAVY, Budget(1.0, of_processors))
+        assert trial.compile(GrammarSpec("regex", "x+"), BUDGET).num_bytes > 0
+        assert not heavy.done() or time.monotonic() - began >= 1.0
+        with pytest.raises(OverBudget):
+            heavy.result(30)
+    assert trial.compile(GrammarSpec("regex", "y+"), BUDGET).num_bytes > 0
 
 
 def test_a_process_that_dies_is_started_again(trial):
-    trial.check(GrammarSpec("regex", "a"))
-    os.kill(trial._process.pid, signal.SIGSTOP)
     os.kill(trial._process.pid, signal.SIGKILL)
-    with pytest.raises(InvalidRequest, match="too large or too deeply nested"):
-        trial.check(GrammarSpec("regex", "b"))
-    assert trial.check(GrammarSpec("regex", "c")) > 0
+    assert trial.compile(GrammarSpec("regex", "b"), BUDGET).num_bytes > 0
+
+
+def test_what_a_grammar_was_compiled_to_is_loaded(trial):
+    for spec in (schema_spec({"type": "object", "properties": {"a": {"type": "integer"}}}), GrammarSpec("regex", "a+"),
+                 GrammarSpec("structural_tag",
+                             '{"type":"structural_tag","format":{"type":"const_string","value":"a"}}')):
+        compiled = trial.compile(spec, BUDGET)
+        store = GrammarStore(None, 4096, frozenset([2]))
+        store.prepare(PrepareGrammar(7, spec, vocabulary(), compiled.text))
+        while not (answers := store.finished()):
+            time.sleep(0.01)
+        assert answers[0].code is None
+        assert store._compiled[spec].serialize_json() == compiled.text
+        store.close()
 
 
 @pytest.mark.slow
 def test_what_takes_too_much_memory_is_refused():
-    trial = Trial(vocabulary(), None, memory_bytes=32 << 20, compile_seconds=60.0)
+    trial = Trial(vocabulary(), None, memory_bytes=32 << 20)
     try:
         with pytest.raises(InvalidRequest, match="too large|memory|bad_alloc|MemoryError"):
-            trial.check(HEAVY)
-        assert trial.check(GrammarSpec("regex", "x+")) > 0
+            trial.compile(HEAVY, Budget(60.0))
+        assert trial.compile(GrammarSpec("regex", "x+"), BUDGET).num_bytes > 0
     finally:
         trial.close()
 
@@ -87,7 +106,7 @@ class Engine:
         self.dropped: list[GrammarSpec] = []
         self.vocabularies = 0
 
-    async def prepare_grammar(self, spec, vocabulary):
+    async def prepare_grammar(self, spec, vocabulary, compiled):
         self.vocabularies += vocabulary is not None
         self.prepared.append(spec)
         await asyncio.sleep(0)
@@ -97,19 +116,24 @@ class Engine:
 
 
 class FakeTrial:
-    """In place of a process: 'bad' is refused, other grammars take 100 bytes."""
+    """In place of a process: 'bad' is refused, 'slow' is over the first budget, other grammars take 100 bytes."""
 
     checked: list[GrammarSpec] = []
+    go_on = threading.Event()
 
     def __init__(self, vocabulary, whitespace):
         self.vocabulary = vocabulary
 
-    def check(self, spec):
+    def compile(self, spec, budget):
         self.checked.append(spec)
+        if spec.text.startswith("slow"):
+            if budget.of_processors:
+                raise OverBudget
+            assert self.go_on.wait(10)
         time.sleep(0.02)
         if spec.text.startswith("bad"):
             raise InvalidRequest("It is bad.")
-        return 100
+        return Compiled(100, None)
 
     def close(self):
         pass
@@ -136,7 +160,7 @@ def regex(text: str) -> GrammarSpec:
 async def test_equal_grammars_are_compiled_once(service, engine):
     await asyncio.gather(*[service.prepare(regex(text), tokenizer(), "regex") for text in "aabab"])
     await service.prepare(regex("a"), tokenizer(), "regex")
-    assert FakeTrial.checked == engine.prepared == [regex("a"), regex("b")]
+    assert {*FakeTrial.checked} == {*engine.prepared} == {regex("a"), regex("b")} and len(FakeTrial.checked) == 2
     assert engine.vocabularies == 1
 
 
@@ -166,7 +190,7 @@ async def test_what_came_to_nothing_makes_room_too(service, engine, monkeypatch)
     kept = GrammarSpec("regex", "kept")
     await service.prepare(kept, tokenizer(), None)
 
-    async def fail(spec, vocabulary):
+    async def fail(spec, vocabulary, compiled):
         raise Overloaded("later")
 
     for i in range(12):
@@ -196,6 +220,49 @@ async def test_the_loop_goes_on_meanwhile_and_the_queue_is_bounded(service, monk
         await service.prepare(regex("d"), tokenizer(), None)
     await asyncio.gather(*waiting)
     await service.prepare(regex("d"), tokenizer(), None)
+
+
+async def test_slow_ones_wait_behind_each_other_and_hold_up_nobody(service, monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_SLOW_OF_A_CLIENT", 3)
+    monkeypatch.setattr(FakeTrial, "go_on", threading.Event())
+    slow = [asyncio.create_task(service.prepare(regex(f"slow {i}"), tokenizer(), None, "greedy")) for i in range(6)]
+    await asyncio.wait_for(service.prepare(regex("small"), tokenizer(), None, "other"), 5)
+    done, waiting = await asyncio.wait(slow, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
+    while len(done) < 2:  # one is compiled, three wait
+        done, waiting = await asyncio.wait(waiting, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
+        done = {task for task in slow if task.done()}
+    assert [type(task.exception()) for task in done] == [Overloaded] * 2 and len(waiting) == 4
+    theirs = asyncio.create_task(service.prepare(regex("slow, of another"), tokenizer(), None, "other"))
+    await asyncio.wait_for(service.prepare(regex("small, too"), tokenizer(), None, "other"), 5)
+    FakeTrial.go_on.set()
+    await asyncio.gather(theirs, *waiting)
+    assert FakeTrial.checked.index(regex("slow, of another")) < len(FakeTrial.checked)
+
+
+async def test_a_client_has_a_share_of_the_queue(service, monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_WAITING_OF_A_CLIENT", 2)
+    waiting = [asyncio.create_task(service.prepare(regex(text), tokenizer(), None, "one")) for text in "ab"]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="of this client"):
+        await service.prepare(regex("c"), tokenizer(), None, "one")
+    await service.prepare(regex("c"), tokenizer(), None, "two")
+    await asyncio.gather(*waiting)
+
+
+async def test_clients_take_turns():
+    turns, order = Turns(1), []
+
+    async def work(client: str) -> None:
+        async with turns.turn(client):
+            order.append(client)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(work(client)) for client in "aaaab"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["a", "b", "a", "a"] and turns.num_waiting("a") == 0
+    await work("c")
 
 
 async def test_what_no_server_takes(engine):

@@ -11,7 +11,7 @@ import pytest
 from baton.common.config import packages
 from baton.common.engine import preflight
 from baton.common.http import server as server_module
-from baton.launch import launch_server
+from baton.launch import launch_cluster, launch_server
 from baton.router.launch import main as launch_router
 from baton.tests.ports import free_port, free_ports
 
@@ -29,8 +29,9 @@ def own_logging():
 
 @pytest.fixture
 def taken():
+    """A port that somebody listens on; the one below it is free."""
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind(("127.0.0.1", free_ports(2)[1]))
         sock.listen()
         yield sock.getsockname()[1]
 
@@ -104,6 +105,16 @@ def test_ports_that_are_taken(capfd, no_engine, taken):
     for events in (taken, taken - 1):  # replays take the port above
         assert f"port {taken}: {os.strerror(98)}; choose another --kv-events-port." in refused(
             capfd, launch_server, *CPU, "--port", port, "--kv-events-port", str(events))
+
+
+def test_clusters(capfd, taken):
+    for base in (taken, taken - 1):  # the router's port, and the first server's
+        assert f"port {taken}: {os.strerror(98)}; choose another --port" in refused(
+            capfd, launch_cluster, "--port", str(base))
+    assert "choose another --router-dp-worker-base-port." in refused(
+        capfd, launch_cluster, "--port", str(free_port()), "--router-dp-worker-base-port", str(taken))
+    flags = ("--port", str(free_port()), "--host", "203.0.113.7")
+    assert "choose another --host" in refused(capfd, launch_cluster, *flags)
 
 
 def test_routers(capfd, taken):

@@ -130,3 +130,20 @@ async def test_a_pause_aborts_by_default(http):
         assert answer.status in (400, 502) and "mode" in await answer.text()
     await post(http, "/continue_generation")
     assert (await post(http, "/generate", text="Hi", sampling_params={"max_new_tokens": 4}))["output_ids"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_abort_at_one_half_of_a_pair_ends_both(relay, role):
+    """The other half stands still and has not heard of the request: it hears of its end as soon as it asks."""
+    at, away = (relay.prefill[0], relay.decode[0]) if role == "prefill" else (relay.decode[0], relay.prefill[0])
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as http:
+        await post(http, away.url + "/pause_generation", mode="in_place")
+        asked = asyncio.ensure_future(post(http, relay.url + "/generate", text=COUNT, rid="half", sampling_params=LONG))
+        await until(lambda: at.state()["num_waiting"] + at.state()["num_transferring"] == 1)
+        await post(http, at.url + "/abort_request", rid="half")
+        await until(lambda: at.state()["num_waiting"] + at.state()["num_transferring"] == 0)
+        await post(http, away.url + "/continue_generation")
+        answer = await asyncio.wait_for(asked, 20)
+    assert answer["output_ids"] == [] and answer["meta_info"]["finish_reason"]["type"] == "abort"
+    for server in relay.workers:
+        server.assert_clean()

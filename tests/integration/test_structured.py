@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import jsonschema
 import openai
@@ -46,6 +49,24 @@ def generate(url: str, **sampling) -> tuple[list[int], str, str]:
     status, answer = post_json(url + "/generate", body)
     assert status == 200, answer
     return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]["type"]
+
+
+def test_slow_grammars_hold_up_nobody_else(pair):
+    """Five of seconds each are left behind when their clients go; the small one does not wait for any to end."""
+    generate(pair.url, regex="warm")
+    words = "|".join(f"w{i}" for i in range(25_000))
+    address, slow = urlsplit(pair.url), []
+    for i in range(5):
+        body = json.dumps({"text": "a", "sampling_params": {"regex": f"({words}|v{i})*"}}).encode()
+        slow.append(socket.create_connection((address.hostname, address.port)))
+        slow[-1].sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+    schema = {"type": "object", "properties": {"small": {"type": "boolean"}}, "required": ["small"]}
+    small = generate(pair.url, json_schema=schema)
+    answered, _, _ = select.select(slow, [], [], 0)
+    for connection in slow:
+        connection.close()
+    assert json.loads(small[1]).keys() == {"small"} and len(answered) < 2
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "sampling_seed": 11}], ids=["greedy", "sampled"])

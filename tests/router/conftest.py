@@ -39,6 +39,8 @@ class Served(asyncio.Protocol):
         self.transport = transport
         self.worker.connections.add(self)
         self.worker.accepted += 1
+        if self.worker.stopped:  # accepted just before
+            transport.abort()
 
     def connection_lost(self, exc):
         self.worker.connections.discard(self)
@@ -138,10 +140,13 @@ class MockWorker:
         self.info = info
         self.models = info.pop("models", ("tiny",))
         self.health = 200
+        self.metrics: bytes | None = None
+        """Its page of metrics; None: the behaviour answers."""
         self.health_body: bytes | None = None
         self.posts: list[Served] = []
         self.left = 0
         self.accepted = 0
+        self.stopped = False
         self.connections: set[Served] = set()
         self.tasks: set[asyncio.Future] = set()
         self.server = None
@@ -156,11 +161,13 @@ class MockWorker:
         return [served.body for served in self.posts]
 
     async def start(self) -> None:
+        self.stopped = False
         self.server = await asyncio.get_running_loop().create_server(lambda: Served(self), "127.0.0.1", self.port)
         self.port = self.server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         self.server.close()
+        self.stopped = True
         for task in list(self.tasks):
             task.cancel()
         closed = asyncio.ensure_future(self.server.wait_closed())
@@ -179,6 +186,8 @@ class MockWorker:
         elif path == b"/v1/models" and served.method == b"GET":
             cards = [{"id": name, "object": "model", "owned_by": self.url} for name in self.models]
             served.answer(body=json.dumps({"object": "list", "data": cards}).encode() if cards else b"{}")
+        elif path == b"/metrics" and self.metrics is not None:
+            served.answer(body=self.metrics, content_type="text/plain")
         else:
             snapshot = Served.__new__(Served)
             snapshot.__dict__.update(served.__dict__)

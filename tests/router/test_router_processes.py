@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from baton.tests.ports import free_port
+from baton.tests.router.test_continuation import hang
+from baton.tests.router.test_poison import mortal
 
 CHAT = "/v1/chat/completions"
 
@@ -247,6 +249,12 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
         assert (await ask(client, "GET", "/readiness")).status == 200
         assert (await ask(client, "GET", made.headers["location"])).json["models"] == ["tiny"]
     assert len(checks) == 1
+    place = made.headers["location"]
+    assert (await ask(other, "PUT", place, {"priority": 7, "api_key": "secret"})).status == 202
+    assert (await ask(one, "GET", place)).json["priority"] == 7
+    for client in (one, other):
+        await ask(client, "POST", CHAT, chat("x"))
+        assert (b"authorization", b"Bearer secret") in mock.posts[-1].headers
     assert (await ask(other, "POST", f"/remove_worker?url={mock.url}")).status == 200
     for client in (one, other):
         assert (await ask(client, "POST", CHAT, chat("x"))).status == 503
@@ -505,3 +513,36 @@ async def test_processes_know_which_models_workers_serve(several, worker, on_eac
         assert (await ask(client, "POST", "/generate", {"model": "c", "text": "x"})).status == 404
     assert not a.posts
     assert [served.json["model"] for served in b.posts] == ["b", "b"]
+
+
+async def test_a_hung_worker_is_left_by_the_requests_of_all_processes(several, worker, on_each):
+    bad, good = await worker(hang), await worker()
+    front = await several(bad, good, policy="round_robin", health_check_timeout_secs=0.2)
+    clients = [client for each in await on_each(front, 3) for client in each]
+    replies = await asyncio.gather(*(ask(client, "POST", CHAT, chat("x")) for client in clients))
+    assert [reply.status for reply in replies] == [200] * 6
+    assert bad.posts
+
+
+async def test_poison_of_one_process_is_refused_by_all_and_those_beside_it_are_answered_in_each(
+        several, worker, on_each, script):
+    workers = [await worker(mortal()) for _ in range(4)]
+    for mock in workers:
+        mock.dead, mock.dying, mock.answered = False, asyncio.Event(), set()
+    front = await several(*workers, policy="round_robin")
+    (first, *some), (second, *others) = await on_each(front, 7)
+    innocents = [asyncio.ensure_future(ask(client, "POST", CHAT, chat(f"hello {number}")))
+                 for number, client in enumerate((*some, *others))]
+    reply = await ask(first, "POST", CHAT, chat("poison"))
+    assert (reply.status, reply.error["code"]) == (400, "poison_request")
+    assert {(await innocent).status for innocent in innocents} == {200}
+    again = await ask(second, "POST", CHAT, {**chat("poison"), "user": "again"})
+    assert (again.status, again.error["code"]) == (400, "poison_request")
+    victim = front.owner(second)
+    os.kill(victim, signal.SIGKILL)  # the process in its place knows it too
+    await script.until(lambda: len(front.children) == 2 and victim not in front.children, 10)
+    for each in await on_each(front):
+        reply = await ask(each[0], "POST", CHAT, chat("poison"))
+        assert (reply.status, reply.error["code"]) == (400, "poison_request")
+    assert sum(mock.dead for mock in workers) == 2
+    assert "baton_router_poison_requests_total" in (await ask(first, "GET", "/metrics")).body.decode()

@@ -25,7 +25,7 @@ from baton.router.processes.messages import WorkerNews
 from baton.router.processes.ring import RingReader, RingWriter
 from baton.router.processes.shared_admission import SharedAdmission
 from baton.router.processes.shared_policies import PolicySharing
-from baton.router.processes.shared_workers import SharedRegistry, SharedWorker
+from baton.router.processes.shared_workers import SharedRegistry, SharedSlots, SharedWorker
 from baton.router.registry import Registry, Worker
 
 
@@ -275,3 +275,16 @@ def test_all_that_makes_a_worker_is_told_to_the_children():
 def test_words_of_a_child_do_not_overlap():
     assert len({layout.RING_HEAD, layout.TTFT_WAITING, layout.HEAD_PRIORITY, layout.HEAD_SINCE}) == 4
     assert max(layout.RING_HEAD, layout.TTFT_WAITING, layout.HEAD_PRIORITY, layout.HEAD_SINCE) < layout.TURNS
+
+
+def test_a_worker_has_one_suspect_in_quarantine_whichever_process_sent_it(board):
+    first, second = (SharedSlots(board, child) for child in range(2))
+    seen = [[join(registry, board, child, row) for row in range(2)]
+            for child, registry in enumerate(registry_of(board, child) for child in range(2))]
+    assert first.take(seen[0][0])
+    assert not second.free(seen[1][0]) and not second.take(seen[1][0])
+    assert second.free(seen[1][1]) and second.take(seen[1][1]) and not first.free(seen[0][1])
+    first.give(seen[0][0])
+    assert second.take(seen[1][0])
+    board.clear(1)  # its process died
+    assert all(map(first.free, seen[0]))
