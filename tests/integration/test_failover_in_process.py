@@ -218,6 +218,26 @@ def test_what_was_kept_is_for_the_same_request_only(fleet, answer, other):
     drain(fleet)
 
 
+def test_it_ends_with_the_weights_that_it_was_computed_with(fleet, answer):
+    """Even where the same prompt has been computed anew meanwhile, so that all of its pages are there."""
+    prompt, first, second, third = prompt_of(64, 12), fleet.decode(), fleet.decode(), fleet.decode()
+    req, room = fleet.start(prompt, first)
+    fleet.until_computed(req, first)
+    wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
+    fleet.kill(first)
+    peers, model = fleet.prefill.scheduler.peers, fleet.prefill.scheduler.sender.info.model
+    peers.leave()
+    fleet.prefill.cache.flush()
+    peers.join(model)
+    fleet.start(prompt, second)
+    assert tokens_in(answered(fleet, second)) == answer(prompt)
+    reused = fleet.prefill.scheduler.counters["reused_prompts"]
+    fleet.start(prompt, third, previous=room)
+    assert tokens_in(answered(fleet, third)) == answer(prompt)
+    assert fleet.prefill.scheduler.counters["reused_prompts"] == reused
+    drain(fleet)
+
+
 def test_memory_that_others_need_ends_it(fleet, answer):
     prompt, first, second = prompt_of(30, 10), fleet.decode(), fleet.decode()
     req, room = fleet.start(prompt, first)
