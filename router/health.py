@@ -60,7 +60,7 @@ class HealthMonitor:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
         self._told: set[Worker] = set()
-        self._trials = PairTrials(registry)
+        self._trials = PairTrials(registry, self._look_often)
         self._refused: set[Worker] = set()
         """Workers to be asked anew what they are: a peer found that they do not fit."""
 
@@ -92,6 +92,11 @@ class HealthMonitor:
             if failure.reason == "misfit":
                 self._refused.add(worker)
                 self._trials.again(worker)
+            self._wake[worker].set()
+
+    def _look_often(self, worker: Worker) -> None:
+        """End a pause that was meant for a worker that is well."""
+        if worker in self._wake:
             self._wake[worker].set()
 
     async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:

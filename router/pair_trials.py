@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -60,8 +60,10 @@ class PairTrials:
     """Keeps ``fitting`` and ``misfits`` of all workers true. A pair of which one cannot tell its kind (another
     system's server, or an older one of ours) is never tried, and fits."""
 
-    def __init__(self, registry: Registry):
+    def __init__(self, registry: Registry, found_misfit: Callable[[Worker], None]):
+        """``found_misfit`` is called for a worker that fitted with all others so far."""
         self._registry = registry
+        self._found_misfit = found_misfit
         self._verdicts: dict[tuple[str | None, str | None], str] = {}
         """Of kinds that were tried: why they do not fit, "" where they do."""
         self._pending: dict[_Pair, None] = {}
@@ -147,7 +149,9 @@ class PairTrials:
                 why := found[(worker.pair_key, kind) if worker.role == "prefill" else (kind, worker.pair_key)])
                 and _share_names(worker, other))
             changed |= worker.misfits != misfits
-            worker.misfits = misfits
+            before, worker.misfits = worker.misfits, misfits
+            if misfits and not before:
+                self._found_misfit(worker)
         if changed:
             self._registry.refit()
 
