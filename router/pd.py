@@ -205,8 +205,7 @@ class PairRelay:
             go_on()
             return
         peer = self._other(half)
-        self.dispatcher.poison.died(self.exchange, peer.worker, peer.role, certain=False, at_boundary=False,
-                                    go_on=go_on)
+        self.dispatcher.poison.died(self.exchange, peer.worker, peer.role, by_peer=True, go_on=go_on)
 
     def _leave_to_decode(self) -> None:
         """No prefill worker is there: one of our decode servers does all of the work."""

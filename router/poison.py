@@ -50,6 +50,8 @@ _RESUMED_SECONDS = 0.5
 """A stream that goes on where it was meets what killed its worker within this, however long it had run."""
 _OUTLIVED_SECONDS = 1.0
 """What lives for longer than twice its age at a death, and this, is no suspect any more."""
+_AGAIN_SECONDS = 0.25
+"""A peer may hear of an engine's death a moment before the API server in front of it, so that is asked twice."""
 _NO_CONTENT = frozenset((
     "rid", "request_id", "user", "safety_identifier", "prompt_cache_key", "metadata", "priority", "session_id",
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_previous_room", "data_parallel_rank",
@@ -199,7 +201,7 @@ class PoisonGuard:
         self._check = check
         self._waiting: list[Suspect] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._verdicts: dict[Worker, asyncio.Task[bool]] = {}
+        self._verdicts: dict[tuple[Worker, bool], asyncio.Task[bool]] = {}
 
     # ------------------------------------------------------------------ fingerprints
 
@@ -215,11 +217,14 @@ class PoisonGuard:
         return Suspect(self, mark, known.role, known.deaths, known.age, fresh=True)
 
     def learn(self, deaths: Deaths) -> None:
-        """Take in what another process found."""
+        """Take in what another process found. A refusal is not taken back."""
+        found = self.records.get(deaths.fingerprint)
+        if found is not None and found[0].refused and not deaths.refused:
+            return
         if not deaths.deaths:
             self.records.pop(deaths.fingerprint, None)
             return
-        if len(self.records) >= _MOST_RECORDS and deaths.fingerprint not in self.records:
+        if len(self.records) >= _MOST_RECORDS and found is None:
             del self.records[next((mark for mark, (known, _) in self.records.items() if not known.refused),
                                   next(iter(self.records)))]
         self.records[deaths.fingerprint] = deaths, self.loop.time() + deaths.seconds
@@ -238,7 +243,7 @@ class PoisonGuard:
 
     def clear(self, suspect: Suspect) -> None:
         """A suspect has answered: its like is no suspect any more."""
-        if (found := self.records.get(suspect.fingerprint)) is not None and not found[0].refused:
+        if suspect.fingerprint in self.records:
             self._note(Deaths(suspect.fingerprint, suspect.role, 0, 0.0, 0.0))
 
     def _note(self, deaths: Deaths) -> None:
@@ -285,10 +290,10 @@ class PoisonGuard:
 
     # ------------------------------------------------------------------ deaths
 
-    def died(self, exchange: Exchange, worker: Worker, role: Role, *, certain: bool, at_boundary: bool,
-             go_on: Callable[[], None]) -> None:
+    def died(self, exchange: Exchange, worker: Worker, role: Role, *, go_on: Callable[[], None], certain: bool = False,
+             by_peer: bool = False, at_boundary: bool = False) -> None:
         """A worker died under a request, for ``certain`` or perhaps, which is found out first; unless the request is
-        refused for that, ``go_on`` is called."""
+        refused for that, ``go_on`` is called. ``by_peer``: it is the other half of a pair that says so."""
         if not self._seconds:
             go_on()
             return
@@ -296,10 +301,10 @@ class PoisonGuard:
         if suspect.died_under is worker:
             go_on()  # It is dead still; there was nobody else to be tried on.
             return
-        suspect.died_under = worker
 
         def decide(dead: bool) -> None:
             if dead:
+                suspect.died_under = worker
                 self._count(suspect, quarantined)
             suspect.leave()
             if suspect.finished:
@@ -312,7 +317,7 @@ class PoisonGuard:
         if certain:
             decide(True)
         else:
-            self._ask(worker, decide)
+            self._ask(worker, by_peer, decide)
 
     def ended_with(self, exchange: Exchange, worker: Worker, role: Role) -> None:
         """An answer ended with the last words of its engine, which its client has been told."""
@@ -351,13 +356,20 @@ class PoisonGuard:
         # Without its body nothing can be compared with it.
         return fingerprint(request.path, body) if body else b"request " + request.request_id
 
-    def _ask(self, worker: Worker, then: Callable[[bool], None]) -> None:
+    def _ask(self, worker: Worker, by_peer: bool, then: Callable[[bool], None]) -> None:
         """Tell ``then`` whether a worker is dead; a crowd that wants to know asks once."""
-        task = self._verdicts.get(worker)
+        task = self._verdicts.get((worker, by_peer))
         if task is None:
-            self._verdicts[worker] = task = self.loop.create_task(self._is_dead(worker))
-            task.add_done_callback(lambda done: self._verdicts.pop(worker, None))
-        task.add_done_callback(lambda done: then(not done.cancelled() and done.result()))
+            verdict = self._is_dead_soon(worker) if by_peer else self._is_dead(worker)
+            self._verdicts[worker, by_peer] = task = self.loop.create_task(verdict)
+            task.add_done_callback(lambda done: self._verdicts.pop((worker, by_peer), None))
+        task.add_done_callback(lambda done: then(not (done.cancelled() or done.exception()) and done.result()))
+
+    async def _is_dead_soon(self, worker: Worker) -> bool:
+        if await self._is_dead(worker):
+            return True
+        await asyncio.sleep(_AGAIN_SECONDS)
+        return await self._is_dead(worker)
 
     async def _is_dead(self, worker: Worker) -> bool:
         if worker not in self._dispatcher.registry:  # An administrator's doing.

@@ -9,8 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ..api.errors import ConfigError, ServingError
-
-INTERRUPTED = 130  # a shell's exit code of a command that Ctrl-C ended
+from ..config.command import INTERRUPTED
 
 
 def reported(name: str, run: Callable[[], int]) -> int:

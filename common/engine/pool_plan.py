@@ -14,7 +14,9 @@ from ..kvcache.layout import DTYPE_BYTES, KVLayout, split_layers
 from ..quantization.kv_scales import KV_DTYPES, Scales, read_kv_scales
 from .prefill_graphs import prompt_sizes
 
-_CPU_POOL_TOKENS = 65_536
+# On a CPU: a few whole contexts, which few requests at once ever fill there; the shipped model's are 235 MB.
+_CPU_POOL_CONTEXTS = 4
+_CPU_POOL_TOKENS = range(16_384, 65_537)
 _CPU_POOL_BYTES = 2 << 30
 
 
@@ -63,7 +65,8 @@ def count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, paralle
             raise ConfigError(f"--max-total-tokens {wanted} holds no page of {layout.page_size} tokens.")
         return wanted // layout.page_size
     if device.type != "cuda":
-        return min(_CPU_POOL_TOKENS // layout.page_size, _CPU_POOL_BYTES // layout.page_bytes)
+        tokens = min(max(_CPU_POOL_CONTEXTS * spec.context_length, _CPU_POOL_TOKENS.start), _CPU_POOL_TOKENS[-1])
+        return min(tokens // layout.page_size, _CPU_POOL_BYTES // layout.page_bytes)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

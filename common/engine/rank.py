@@ -151,7 +151,7 @@ def _reason(spec: RankSpec, error: Exception) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        told = str(error).partition(". ")[0]
+        told = "; ".join(str(error).split(". ")[:2])
         return f"The GPU has too little free memory ({told}): lower --mem-fraction-static or --max-total-tokens."
     return f"Rank {spec.rank} could not start: {sentence_of(error)}"
 

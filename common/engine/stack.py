@@ -34,7 +34,7 @@ MEASURED = Stack("2.11", "13.0", "3.6", "0.6", "1.5")
 """Every test and every figure on GPUs is of this one; requirements/cuda.txt installs it."""
 COMPILED = (Stack("2.10", "12.8", "3.6"), Stack("2.12", "13.0", "3.7"), Stack("2.13", "13.0", "3.7"),
             Stack("2.14", "13.0", "3.8"), Stack("2.15", "13.2", "3.9"))
-"""With these every kernel compiles for a Hopper GPU; none has run on one."""
+"""With these every kernel compiles for a Hopper GPU; no engine has run on one."""
 
 _CONSTRAINTS = "-c requirements/cuda.txt '.[engine,cuda]'"
 

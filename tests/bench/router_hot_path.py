@@ -74,6 +74,7 @@ class Bench:
         self.router = router
         self.upstream: list[UpstreamConnection] = []
         for worker in router.registry:
+            worker.checked = True
             router.registry.passed(worker)
             pool = router.dispatcher.pool(worker)
             connection = UpstreamConnection(pool)

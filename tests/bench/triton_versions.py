@@ -142,7 +142,8 @@ def main() -> None:
     failed = False
     for name, folder in folders.items():
         code, told = run(folder, [*PYTEST, *GLUON], max(60.0, end - time.monotonic()))
-        print(f"{name}, tests of kernels in Gluon: {told.strip().splitlines()[-1]}", flush=True)
+        summary = next(line for line in reversed(told.splitlines()) if " in " in line and line[:1].isdigit())
+        print(f"{name}, tests of kernels in Gluon: {summary}", flush=True)
         if code:
             failed = True
             print(told[-3000:], flush=True)

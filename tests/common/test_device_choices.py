@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 
 from baton.common.api.errors import ConfigError
-from baton.common.config.cli import parse
+from baton.common.config.cli import build, parse
+from baton.common.config.model import load_model_spec
 from baton.common.config.server import ServerConfig
 from baton.common.distributed import peers, sent_tokens
 from baton.common.distributed.capture import may_capture
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
+from baton.common.engine import model_runner
 from baton.common.engine.drawing import PlainDrawing, choose_drawing
-from baton.common.engine.pool_plan import sharers
-from baton.common.engine.rank import device_of
+from baton.common.engine.pool_plan import kv_layout, sharers
+from baton.common.engine.preflight import token_bytes
+from baton.common.engine.rank import _reason, device_of
 from baton.common.engine.ranks import RankSpec
 from baton.common.engine.sampler import Sampler
 
@@ -176,3 +180,33 @@ def test_two_ranks_sum_large_messages_in_each_other_s_memory():
 
     assert largest(2) == 32 and largest(4) == 1
     assert peers.slots_for(4, 700) == 700 and peers.slots_for(8, 5000) == peers.MOST_ROWS
+
+
+def test_a_pool_that_is_too_large_is_refused_in_a_sentence(monkeypatch):
+    config = build(ServerConfig, {"model_path": "tinychat", "max_total_tokens": 10**9})
+    spec, device = load_model_spec(config.model), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
+    with pytest.raises(ConfigError, match=r"GiB for the KV pool, and cuda:0 has 2\.0 GiB: lower it to \d+ or less\.$"):
+        model_runner._check_pool(config, spec, Parallel(), "bfloat16", device)
+    each = token_bytes(config.cache, spec, 1, "bfloat16", spec.num_layers)
+    layout = kv_layout(config.cache, spec, 1, "bfloat16")
+    assert each * layout.page_size == layout.page_bytes
+
+    def full(*args, **kwargs):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nframe #0: c10")
+
+    monkeypatch.setattr(model_runner, "KVPool", full)
+    with pytest.raises(ConfigError, match=r"^There is no memory for the KV pool of .* lower --max-total-tokens"):
+        model_runner._allocated(layout, 7, device, shared=False)
+
+
+def test_why_a_rank_did_not_start_is_one_sentence(tmp_path, monkeypatch):
+    spec = RankSpec(build(ServerConfig, {"model_path": "tinychat"}), 3, 4, "", "", "")
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total of ...")
+    assert _reason(spec, error) == ("The GPU has too little free memory (CUDA out of memory; Tried to allocate 9 GiB): "
+                                    "lower --mem-fraction-static or --max-total-tokens.")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = _reason(spec, RuntimeError("NCCL error.\nframe #0: c10::Error"))
+    assert told.startswith("Rank 3 could not start: RuntimeError: NCCL error. The traceback is in ")
+    assert "\n" not in told
+    assert "frame #0" in next(tmp_path.iterdir()).read_text()

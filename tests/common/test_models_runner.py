@@ -20,14 +20,15 @@ def checkpoint(tmp_path):
 def test_pool_size(checkpoint):
     assert load_runner(server_config(checkpoint, max_total_tokens=1000, page_size=16)).num_pages == 62
     default = load_runner(server_config(checkpoint, max_total_tokens=None, page_size=64))
-    assert default.num_pages == 1024  # 65,536 tokens
+    assert default.num_pages == 256  # 16,384 tokens
     with pytest.raises(ConfigError, match="--max-total-tokens 15 holds no page of 16 tokens"):
         load_runner(server_config(checkpoint, max_total_tokens=15))
 
 
 def test_the_default_pool_of_a_wide_model_is_capped(tmp_path):
     """Pages of 1 MiB: 2 GiB hold 2,048 of them, 32,768 tokens."""
-    save_model(tmp_path, "Qwen3", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, head_dim=512)
+    save_model(tmp_path, "Qwen3", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, head_dim=512,
+               max_position_embeddings=32_768)
     runner = load_runner(server_config(tmp_path, max_total_tokens=None))
     assert runner.layout.page_bytes == 2 * 512 * 1024
     assert runner.num_pages == 2048
@@ -59,3 +60,10 @@ def test_a_gpu_backend_is_refused_on_a_cpu(checkpoint):
     for backend in ("triton", "flashinfer"):
         with pytest.raises(ConfigError, match=f"--attention-backend {backend} "):
             load_runner(server_config(checkpoint, backend=backend))
+
+
+@pytest.mark.parametrize("context, tokens", [(128, 16_384), (8192, 32_768), (32_768, 65_536)])
+def test_a_pool_on_a_cpu_holds_a_few_contexts(tmp_path, context, tokens):
+    save_model(tmp_path, "Llama", max_position_embeddings=context)
+    runner = load_runner(server_config(tmp_path, max_total_tokens=None))
+    assert runner.num_pages == tokens // 16

@@ -112,9 +112,7 @@ def test_commands_reach_all_ranks(groups):
         status, answer = post_json(url + "/flush_cache")
         assert status == 409, "one of the groups is busy"
         assert post_json(url + "/abort_request", {"rid": "long"})[0] == 200
-        with pytest.raises(openai.APIError, match="aborted"):
-            for _ in stream:
-                pass
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "abort"
     assert post_json(url + "/flush_cache")[0] == 200
     assert [state["cached_pages"] for state in states(groups)] == [0, 0]
     assert post_json(url + "/update_weights_from_disk", {"model_path": str(CHECKPOINT)})[0] == 200

@@ -12,7 +12,7 @@ import pytest
 
 from baton.common.tinychat.tasks import held_out
 from baton.tests.integration.harness import Cluster, get_json
-from baton.tests.integration.test_chaos import TOTAL, continued_streams, stream
+from baton.tests.integration.test_chaos import TOTAL, stream
 from baton.tests.integration.test_dead_parts import ranks_of
 from baton.tests.integration.test_faults import until
 
@@ -65,7 +65,7 @@ class Load:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 async def test_a_stopped_worker_is_left_within_seconds_and_taken_in_again(cluster, role):
     victim = getattr(cluster, role)[0]
     load = Load(cluster, 6)
@@ -94,8 +94,6 @@ async def test_decode_alone_goes_on_when_all_prefill_engines_die(cluster):
         ranks_of(server)[0].kill()
     await load.after(24)
     assert await load.finish() == {"right"}
-    async with aiohttp.ClientSession() as http:
-        assert await continued_streams(http, cluster) >= 0
     for server in cluster.prefill:
         assert server.process.wait(40) == 1
         server.start()

@@ -23,17 +23,18 @@ async def kill(mock):
         connection.die()
 
 
-def mortal(*, how="killed", after=0.02, takes=0.3):
-    """Dies of poison, after a moment; answers all else in time."""
+def mortal(*, how="killed", after=0.02, takes=0.3, late=False):
+    """Dies of poison, after a moment; answers all else in time. ``late``: a dead engine's API server says so last."""
 
     async def behave(served):
         mock = served.worker
         if b"poison" in served.body:
             await asyncio.sleep(after)
             if how == "engine":
+                mock.dead = True
+                await asyncio.sleep(0.1 if late else 0)  # its API server does not know it yet
                 mock.behaviour = last_words
                 mock.health = 503
-                mock.dead = True
                 mock.dying.set()
             else:
                 await kill(mock)
@@ -264,7 +265,8 @@ async def test_the_same_request_of_many_clients_is_answered_when_one_worker_is_k
 @pytest.mark.parametrize("told_by_peer", [False, True], ids=["itself", "peer"])
 async def test_poison_kills_two_of_one_role(router, chat, pool, script, role, how, told_by_peer):
     """Decode waits for prefill, as it does; where it learns of the death first, it answers 502."""
-    prefills = await pool(4, mortal(how=how, takes=0.1) if role == "prefill" else answer, **OURS)
+    prefills = await pool(
+        4, mortal(how=how, takes=0.1, late=told_by_peer) if role == "prefill" else answer, **OURS)
 
     async def decode(served):
         room = served.json.get("bootstrap_room")
@@ -312,3 +314,13 @@ async def test_an_attempt_that_fails_otherwise_ends_its_quarantine(router, chat,
     await kill(workers[0])
     assert [(await reply).status for reply in asked] == [200] * 10
     assert all(map(front.dispatcher.poison.slots.free, front.registry))
+
+
+async def test_a_refusal_is_not_taken_back_by_who_knows_less(router, worker):
+    guard = (await router(await worker())).dispatcher.poison
+    refused = poison.Deaths(b"x", "regular", 3, 0.1, 60.0, refused=True)
+    guard.learn(refused)
+    for less in (poison.Deaths(b"x", "regular", 1, 0.1, 60.0), poison.Deaths(b"x", "regular", 0, 0.0, 0.0)):
+        guard.learn(less)
+    (known,) = guard.known()
+    assert known.refused and known.seconds > 59
