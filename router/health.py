@@ -148,7 +148,10 @@ class HealthMonitor:
                 if worker.hung:
                     dispatcher.end_silent(worker)
             return True
-        worker.stage = "" if answer.ok else _stage(answer.body)
+        stage = "" if answer.ok else _stage(answer.body)
+        if stage != worker.stage:
+            worker.stage = stage
+            self._registry.changed()
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
