@@ -30,19 +30,14 @@ class Pairs:
     ``prefills`` and ``decodes`` are those with a partner, the very tuples that were given while all have one.
     """
 
-    __slots__ = ("all_fit", "prefills", "decodes", "_given", "_partners")
+    __slots__ = ("all_fit", "prefills", "decodes", "_partners")
 
     def __init__(self, prefills: tuple[Worker, ...], decodes: tuple[Worker, ...]):
-        self._given = prefills, decodes
         self._partners = {kinds: _fitting(kinds, decodes) for kinds in {worker.fitting for worker in prefills}}
         self.all_fit = all(found is decodes for found in self._partners.values())
         paired = set().union(*self._partners.values())
         self.prefills = _those(prefills, lambda worker: self.all_fit or bool(self._partners[worker.fitting]))
         self.decodes = _those(decodes, paired.__contains__)
-
-    def of(self, prefills: tuple[Worker, ...], decodes: tuple[Worker, ...]) -> bool:
-        """Whether these are the pairs among the same workers."""
-        return self._given[0] is prefills and self._given[1] is decodes
 
     def with_partner(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Sequence[Worker]:
         """Prefill workers that fit with one of the decode workers at least."""
@@ -60,7 +55,7 @@ class Pairs:
     @property
     def count(self) -> int:
         """How many pairs there are."""
-        return sum(len(self._partners[worker.fitting]) for worker in self._given[0])
+        return sum(len(self._partners[worker.fitting]) for worker in self.prefills)
 
 
 def _those(workers: tuple[Worker, ...], wanted: Callable[[Worker], bool]) -> tuple[Worker, ...]:

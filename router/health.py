@@ -60,7 +60,9 @@ class HealthMonitor:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._wake: dict[Worker, asyncio.Event] = {}
         self._told: set[Worker] = set()
-        self._trials = PairTrials(registry)
+        self._trials = PairTrials(registry, self._look_often)
+        self._refused: set[Worker] = set()
+        """Workers to be asked anew what they are: a peer found that they do not fit."""
 
     def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
         self._wake[worker] = asyncio.Event()
@@ -69,6 +71,7 @@ class HealthMonitor:
     def unwatch(self, worker: Worker) -> None:
         del self._wake[worker]
         self._told.discard(worker)
+        self._refused.discard(worker)
         self._trials.forget(worker)
         self._tasks.pop(worker).cancel()
 
@@ -87,7 +90,13 @@ class HealthMonitor:
                     if known.root is worker.root:  # Nobody listens there: true of all ranks of the server.
                         self._note_failure(known, failure.detail, certain=True)
             if failure.reason == "misfit":
+                self._refused.add(worker)
                 self._trials.again(worker)
+            self._wake[worker].set()
+
+    def _look_often(self, worker: Worker) -> None:
+        """End a pause that was meant for a worker that is well."""
+        if worker in self._wake:
             self._wake[worker].set()
 
     async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
@@ -126,7 +135,7 @@ class HealthMonitor:
     async def _check(self, worker: Worker, dispatcher: Dispatcher) -> bool:
         """Ask a worker how it is; returns whether it was silent."""
         if worker.always_healthy:
-            if worker.state != "healthy":
+            if worker.state != "healthy" or worker in self._refused:
                 await self._admit(worker, dispatcher)
             return False
         began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
@@ -139,7 +148,10 @@ class HealthMonitor:
                 if worker.hung:
                     dispatcher.end_silent(worker)
             return True
-        worker.stage = "" if answer.ok else _stage(answer.body)
+        stage = "" if answer.ok else _stage(answer.body)
+        if stage != worker.stage:
+            worker.stage = stage
+            self._registry.changed()
         if not answer.ok:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
@@ -150,7 +162,9 @@ class HealthMonitor:
     async def _admit(self, worker: Worker, dispatcher: Dispatcher, epoch: str | None = None) -> None:
         """A check passed: let a worker take requests that fits its role. It is asked what it is where it may
         have become another."""
-        changed = worker.state != "healthy" or (epoch is not None and epoch != worker.epoch)
+        changed = (worker.state != "healthy" or worker in self._refused
+                   or (epoch is not None and epoch != worker.epoch))
+        self._refused.discard(worker)
         if changed and (role := await self._learn(worker, dispatcher)) is not None:
             self._misplaced(worker, role)
         elif worker in self._wake and self._registry.passed(worker):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +28,8 @@ MOST_AT_ONCE = 16
 MOST_PARTNERS = 128
 """Connections that are opened ahead for one worker; beyond that the first request pays for its own."""
 TRIAL_SECONDS = 10.0
+_CROWD_SECONDS = 1.0
+"""Between two times that all pairs of a worker are tried again because requests were refused."""
 _LATER_SECONDS = 30.0
 """Until a pair that could not be tried is tried again."""
 
@@ -58,13 +60,16 @@ class PairTrials:
     """Keeps ``fitting`` and ``misfits`` of all workers true. A pair of which one cannot tell its kind (another
     system's server, or an older one of ours) is never tried, and fits."""
 
-    def __init__(self, registry: Registry):
+    def __init__(self, registry: Registry, found_misfit: Callable[[Worker], None]):
+        """``found_misfit`` is called for a worker that fitted with all others so far."""
         self._registry = registry
+        self._found_misfit = found_misfit
         self._verdicts: dict[tuple[str | None, str | None], str] = {}
         """Of kinds that were tried: why they do not fit, "" where they do."""
         self._pending: dict[_Pair, None] = {}
         self._done: set[tuple[str, ...]] = set()
         self._busy: set[Worker] = set()
+        self._next_again: dict[Worker, float] = {}
         self._told: set[tuple[str, str]] = set()
         self._running: set[asyncio.Task[None]] = set()
         self._dispatcher: Dispatcher | None = None
@@ -86,13 +91,18 @@ class PairTrials:
         return before is not None and before != worker.model_fingerprint
 
     def again(self, worker: Worker) -> None:
-        """A request met with a refusal: what was found of the worker's pairs may be wrong."""
+        """A request met with a refusal: what was found of the worker's pairs may be wrong. Many may come at once."""
+        now = asyncio.get_running_loop().time()
+        if now < self._next_again.get(worker, 0.0):
+            return
+        self._next_again[worker] = now + _CROWD_SECONDS
         self._forget_trials(worker)
         self._schedule(worker)
 
     def forget(self, worker: Worker) -> None:
         """The worker is gone."""
         self._pending = {pair: None for pair in self._pending if worker not in pair}
+        self._next_again.pop(worker, None)
         self._forget_trials(worker)
         self._refit()
 
@@ -139,7 +149,9 @@ class PairTrials:
                 why := found[(worker.pair_key, kind) if worker.role == "prefill" else (kind, worker.pair_key)])
                 and _share_names(worker, other))
             changed |= worker.misfits != misfits
-            worker.misfits = misfits
+            before, worker.misfits = worker.misfits, misfits
+            if misfits and not before:
+                self._found_misfit(worker)
         if changed:
             self._registry.refit()
 
@@ -156,12 +168,12 @@ class PairTrials:
         self._start_some()
 
     def _pairs_of(self, worker: Worker) -> Iterator[_Pair]:
-        """A server of several ranks is tried once, by its first; and servers of other models where there are none of
-        the worker's own."""
+        """With workers that are healthy; others are learnt of when they are. A server of several ranks is tried once,
+        by its first; and servers of other models where there are none of the worker's own."""
         others = [other for other in self._registry if {worker.role, other.role} == {"prefill", "decode"}]
         alike = [other for other in others if _share_names(worker, other)]
         for other in () if worker.rank else alike or others:
-            if other.pair_key is not None and not other.rank:
+            if other.pair_key is not None and not other.rank and other.state == "healthy":
                 yield _Pair(worker, other) if worker.role == "prefill" else _Pair(other, worker)
 
     def _start_some(self) -> None:
@@ -184,11 +196,12 @@ class PairTrials:
         epochs = pair.epochs
         try:
             outcome = await self._try(pair)
-            if pair.kinds not in self._verdicts and outcome.fits is not None and not await self._unchanged(pair):
-                outcome = _Outcome(None, "a server became another one meanwhile")
+            stands = not self._is_news(pair, outcome) or await self._unchanged(pair)
         finally:
             self._busy.difference_update(pair)
-        if pair.epochs == epochs and all(worker in self._registry for worker in pair):
+        if not stands:
+            asyncio.get_running_loop().call_later(_CROWD_SECONDS, self._later, pair)
+        elif pair.epochs == epochs and all(worker in self._registry for worker in pair):
             self._done.add(epochs)
             self._take(pair, outcome)
         asyncio.get_running_loop().call_soon(self._start_some)
@@ -210,10 +223,17 @@ class PairTrials:
         why = told.get("message") or answer.detail or f"{decode.url} answered {answer.status}"
         return _Outcome(fits if isinstance(fits, bool) else None, str(why))
 
+    def _is_news(self, pair: _Pair, outcome: _Outcome) -> bool:
+        """Whether an outcome tells of the workers' kinds what was not known, or thought otherwise."""
+        known = self._verdicts.get(pair.kinds)
+        return outcome.fits is not None and (known is None or outcome.fits is bool(known))
+
     async def _unchanged(self, pair: _Pair) -> bool:
         """Whether both servers are still those that were to be tried: else the outcome is of other kinds."""
         assert self._dispatcher is not None
         for worker in pair:
+            if worker not in self._registry:
+                return False
             info = (await ask(self._dispatcher, worker, get("/get_server_info"), TRIAL_SECONDS)).json_object()
             if _text(info.get("epoch")) != worker.epoch:
                 return False
@@ -247,7 +267,7 @@ class PairTrials:
 
     def _later(self, pair: _Pair) -> None:
         self._done.discard(pair.epochs)
-        if all(worker in self._registry for worker in pair):
+        if all(worker in self._registry and worker.state == "healthy" for worker in pair):
             self._pending.setdefault(pair)
             self._start_some()
 

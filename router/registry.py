@@ -248,9 +248,9 @@ class Registry:
 
     def pairs(self, group: Group = None) -> Pairs:
         """Which of the available prefill and decode workers fit together; one object until they change."""
-        prefills, decodes = self.available("prefill", group), self.available("decode", group)
         found = self._pairs.get(group)
-        if found is None or not found.of(prefills, decodes):
+        if found is None:
+            prefills, decodes = self.available("prefill", group), self.available("decode", group)
             found = self._pairs[group] = Pairs(prefills, decodes)
         return found
 

@@ -39,13 +39,15 @@ class WorkerNews(msgspec.Struct, frozen=True):
     model_fingerprint: str | None
     fitting: frozenset[str] | None
     misfits: tuple[Misfit, ...]
+    stage: str
     circuit: CircuitState
     troubled: bool
     probing: bool
 
     of_worker: ClassVar[tuple[str, ...]] = (
         "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
-        "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting", "misfits")
+        "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting", "misfits",
+        "stage")
     """Fields that are attributes of a worker and may change."""
 
 

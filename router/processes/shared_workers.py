@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from ..circuit import CircuitRules
+from ..compatibility import Pairs
 from ..endpoint import Endpoint
 from ..models import Group, Models
 from ..registry import Registry, Reservation, Role, Worker
@@ -140,6 +141,11 @@ class SharedRegistry(Registry):
         for neighbour in self.neighbours:
             neighbour.look()
         return super().available(role, group)
+
+    def pairs(self, group: Group = None) -> Pairs:
+        for neighbour in self.neighbours:
+            neighbour.look()
+        return super().pairs(group)
 
     def look(self) -> None:
         """See what the other processes did."""

@@ -45,6 +45,8 @@ PAGE = 16
 class FreeModel:
     """What an Executor asks of a ModelRunner; all logits are equal but for one token's."""
 
+    model = None  # of which weights nobody asks
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.layout = KVLayout(groups=(1,), num_kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32")

@@ -41,6 +41,12 @@ class Fleet:
         self.decodes.append(Side(self.folder, make_decode, "decode", self.port, "fake", max_total_tokens=640))
         return self.decodes[-1]
 
+    def connect(self, decode):
+        """Open the way from prefill, as a router has it done before the first request."""
+        receiver, prefill = decode.scheduler.receiver, ("127.0.0.1", self.port)
+        receiver.connect(prefill)
+        wait_until(lambda: receiver.connected(prefill) is not None)
+
     def start(self, prompt, decode, previous=None, sampling=None, rid=None, **fields):
         """Both halves of an attempt; returns prefill's request and the room."""
         self.prefill.take()
@@ -141,6 +147,7 @@ def test_a_transfer_that_is_done_is_sent_again(fleet, answer, length):
 @pytest.mark.parametrize("noticed", ["first by the router", "first by prefill"])
 def test_a_transfer_that_broke_off_is_sent_again_while_its_writes_hang(fleet, answer, length, noticed):
     prompt, first, second = prompt_of(length, 1), fleet.decode(), fleet.decode()
+    fleet.connect(first)  # which writes, too
     first.scheduler.receiver._backend.gate.clear()
     req, room = fleet.start(prompt, first)
     fleet.until_computed(req, first)
@@ -169,6 +176,7 @@ def test_another_attempt_may_have_the_same_id(fleet, answer):
     """A client's own id comes again with each attempt, also while the pages of the one before are still held."""
     prompt, decode = prompt_of(30, 9), fleet.decode()
     gate = decode.scheduler.receiver._backend.gate
+    fleet.connect(decode)
     gate.clear()
     req, room = fleet.start(prompt, decode, rid="mine")
     fleet.until_computed(req, decode)
@@ -218,6 +226,26 @@ def test_what_was_kept_is_for_the_same_request_only(fleet, answer, other):
     drain(fleet)
 
 
+def test_it_ends_with_the_weights_that_it_was_computed_with(fleet, answer):
+    """Even where the same prompt has been computed anew meanwhile, so that all of its pages are there."""
+    prompt, first, second, third = prompt_of(64, 12), fleet.decode(), fleet.decode(), fleet.decode()
+    req, room = fleet.start(prompt, first)
+    fleet.until_computed(req, first)
+    wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
+    fleet.kill(first)
+    peers, model = fleet.prefill.scheduler.peers, fleet.prefill.scheduler.sender.info.model
+    peers.leave()
+    fleet.prefill.cache.flush()
+    peers.join(model)
+    fleet.start(prompt, second)
+    assert tokens_in(answered(fleet, second)) == answer(prompt)
+    reused = fleet.prefill.scheduler.counters["reused_prompts"]
+    fleet.start(prompt, third, previous=room)
+    assert tokens_in(answered(fleet, third)) == answer(prompt)
+    assert fleet.prefill.scheduler.counters["reused_prompts"] == reused
+    drain(fleet)
+
+
 def test_memory_that_others_need_ends_it(fleet, answer):
     prompt, first, second = prompt_of(30, 10), fleet.decode(), fleet.decode()
     req, room = fleet.start(prompt, first)
@@ -240,6 +268,7 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
     for seed, leaves in ((12, False), (13, True)):
         prompt, first = prompt_of(30, seed), fleet.decode()
         if leaves:
+            fleet.connect(first)
             first.scheduler.receiver._backend.gate.clear()
         req, room = fleet.start(prompt, first)
         fleet.until_computed(req, first)

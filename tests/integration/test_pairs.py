@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.integration.harness import Cluster, get_json, post_json
+from baton.tests.integration.harness import Cluster, Server, get_json, post_json
 from baton.tests.kvtransfer.conftest import wait_until
+from baton.tests.ports import free_port
 
 PROMPTS = [f"Please spell the word number {i} for me, and then count from {i} to {i + 9}." for i in range(8)]
 
@@ -179,6 +180,47 @@ def test_readiness_says_when_no_pair_fits(cluster, other):
     for server in cluster.prefill:
         load_weights(server, "tinychat")
     wait_until(lambda: status_of(cluster.url + "/readiness")[0] == 200, 10.0)
+
+
+def test_a_server_that_does_not_fit_is_told_on_all_sides_and_used_once_it_does(cluster, tmp_path):
+    """Another type of KV cache; then it is restarted with the right flags, behind the same address."""
+    argv = ["--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"]
+    odd = Server("baton.decode.launch", [*argv, "--dtype", "bfloat16"], free_port(), tmp_path / "odd.log").start()
+    try:
+        odd.wait_ready()
+        assert post_json(f"{cluster.url}/add_worker?url={odd.url}&role=decode")[0] == 200
+        wait_until(lambda: misfits(cluster, odd), 10.0)
+        assert "dtype of the KV layout is 'bfloat16' here and 'float32' there" in misfits(cluster, odd)[0]["why"]
+        for _ in range(6):
+            assert post_json(cluster.url + "/generate", body(PROMPTS[0]))[0] == 200
+        assert odd.state()["counters"].get("finished_requests", 0) == 0
+        for server in (*cluster.prefill, odd, cluster.router):
+            wait_until(lambda server=server: len(told_of(server, "bfloat16")) > 0, 5.0)
+        assert [len(told_of(server, odd.url)) for server in cluster.prefill] == [1, 1]
+        assert len(told_of(odd, "bfloat16")) == 2 and len(told_of(cluster.router, "bfloat16")) <= 2
+        odd.stop()
+        odd.argv.remove("--dtype")
+        odd.argv.remove("bfloat16")
+        odd.start().wait_ready()
+        wait_until(lambda: "baton_router_pairs 6.0" in metrics(cluster), 10.0)
+        assert not misfits(cluster, odd)
+        for _ in range(6):
+            assert post_json(cluster.url + "/generate", body(PROMPTS[0]))[0] == 200
+        assert odd.state()["counters"]["finished_requests"] == 2
+        post_json(f"{cluster.url}/remove_worker?url={odd.url}")
+    finally:
+        odd.kill()
+
+
+def misfits(cluster, server):
+    """Of a worker, as the router lists them."""
+    listed = get_json(cluster.url + "/list_workers")["workers"]
+    return next(worker["misfits"] for worker in listed if worker["url"] == server.url)
+
+
+def told_of(server, words):
+    """The warnings of a server's log that hold these words."""
+    return [line for line in server.log.read_text().splitlines() if "WARNING" in line and words in line]
 
 
 def status_of(url):
