@@ -18,6 +18,8 @@ EXACT_UP_TO = 64
 """Workers that are all looked at for every decision (3 us for 64)."""
 _COMPARED = 32
 """Workers of a large fleet that are compared by their caches' sizes: the first of the lightest."""
+_REMEMBERED = 8
+"""Tuples of workers that requests may alternate between: one for each kind of decode workers that coexist."""
 
 
 class _Levels:
@@ -71,6 +73,10 @@ class LoadView:
         self._workers: Sequence[Worker] = ()
         self._loads: list[int] = []
         self._levels: _Levels | None = None
+        self._known: dict[int, tuple[Worker, ...]] = {}
+        """Large fleets that were looked at, by identity: they are kept, so that an id is not another's."""
+        self._followed: dict[int, _Levels] = {}
+        """Those of them whose levels are kept up to date."""
 
     @property
     def first(self) -> Worker:
@@ -121,11 +127,32 @@ class LoadView:
 
     def close(self) -> None:
         """Follow nobody any longer; the next ``look`` begins anew."""
-        self._follow(())
+        self._workers, self._levels = (), None
+        self._drop()
+        self._known.clear()
 
     def _follow(self, workers: Sequence[Worker]) -> None:
-        if self._levels is not None:
-            self._levels.close()
+        """A list is the workers left for one request's retry: its levels would not be asked again."""
         self._workers = workers
-        self._levels = _Levels(workers) if len(workers) > EXACT_UP_TO else None
+        large = len(workers) > EXACT_UP_TO and isinstance(workers, tuple)
+        self._levels = self._levels_of(workers) if large else None  # type: ignore[arg-type]
 
+    def _levels_of(self, workers: tuple[Worker, ...]) -> _Levels:
+        """Several are kept once one comes back, as where requests alternate between kinds of decode workers. A tuple
+        that was never seen says that workers changed: the former levels would cost time with each load that changes,
+        and are dropped."""
+        key = id(workers)
+        if key not in self._known:
+            self._drop()
+            if len(self._known) == _REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[key] = workers
+        levels = self._followed.get(key)
+        if levels is None:
+            levels = self._followed[key] = _Levels(workers)
+        return levels
+
+    def _drop(self) -> None:
+        for levels in self._followed.values():
+            levels.close()
+        self._followed.clear()

@@ -15,6 +15,7 @@ from baton.common.api.errors import ConfigError
 from baton.router.body import peek
 from baton.router.config.policy import PolicyArgs
 from baton.router.endpoint import Endpoint
+from baton.router.policies import load_view
 from baton.router.policies.base import Decision
 from baton.router.policies.cache_aware import BLOCK, SHARDS, CacheAware, block_hashes
 from baton.router.policies.consistent_hash import ConsistentHash
@@ -66,6 +67,32 @@ def test_a_large_fleet_fills_evenly(count, seed):
     loads = [worker.load for worker in pool]
     assert sum(loads) == total + 5 * count
     assert max(loads) - min(loads) <= 2
+
+
+def test_a_large_fleet_of_two_kinds_is_sorted_once_for_each(monkeypatch):
+    """Requests alternate between the decode workers of either kind; one in ten is tried again elsewhere."""
+    sorted_for: list[tuple[Worker, ...]] = []
+
+    class Counted(load_view._Levels):
+        def __init__(self, workers):
+            sorted_for.append(workers)
+            super().__init__(workers)
+
+    monkeypatch.setattr(load_view, "_Levels", Counted)
+    pool, view, rng = workers(200), LoadView(), Random(1)
+    kinds = pool[:120], pool[50:]
+    for number in range(1000):
+        among = kinds[number % 2] if number % 10 else list(kinds[0][:-1])
+        view.look(among)
+        loads = [worker.load for worker in among]
+        assert (view.least, view.most, view.total) == (min(loads), max(loads), sum(loads))
+        view.lightest({}).load += 1
+        rng.choice(pool).load += 1
+    assert len(sorted_for) <= 3
+    for _ in range(20):  # Workers come and go: who is of no use any more is followed no more.
+        view.look(pool[:150] + workers(1))
+    assert {len(worker.load_orders) for worker in pool} == {0, 1}
+    assert len(view._known) <= 8
 
 
 # ---------------------------------------------------------------------- consistent_hash

@@ -301,10 +301,10 @@ async def test_silence_times_out_but_a_slow_stream_does_not(router, worker, scri
     """The limit is on silence within a request, not on its length."""
     stalled = await chat(await router(await worker(script.silence), request_timeout_secs=0.2))
     assert (stalled.status, stalled.error["code"]) == (504, "deadline_exceeded")
-    slow = await worker(script.stream(*"abcdefgh", pause=0.1))
-    reply = await chat(await router(slow, request_timeout_secs=0.3), stream=True)
+    slow = await worker(script.stream(*"abcdefghijkl", pause=0.1))  # 1.2 s; one pause lasts 1 s on no loaded machine
+    reply = await chat(await router(slow, request_timeout_secs=1.0), stream=True)
     assert reply.complete
-    assert reply.body.count(b"data:") == 8
+    assert reply.body.count(b"data:") == 12
 
 
 async def test_stalled_stream_ends_with_an_error_event(router, worker, chat, script):
