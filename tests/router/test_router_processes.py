@@ -123,7 +123,7 @@ def on_each(connect, script):
     async def open_clients(front: Front, count: int = 1) -> list[list]:
         found: dict[int, list] = {pid: [] for pid in front.children}
         assert len(found) == 2
-        deadline = asyncio.get_running_loop().time() + 20  # A process that has just been started listens a second later.
+        deadline = asyncio.get_running_loop().time() + 20  # One that was just started listens a second later.
         while asyncio.get_running_loop().time() < deadline:
             clients = [await connect(front) for _ in range(2 * count + 2)]
             await script.until(lambda clients=clients: len(front.owners(clients)) == len(clients), 10)
