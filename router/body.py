@@ -73,7 +73,7 @@ class Peek(msgspec.Struct, gc=False):
         the first ROUTED_BYTES: looking at more would hold up all other requests.
         """
         raw = self.messages or self.text or self.prompt or self.input_ids or self.input
-        if len(memoryview(raw)) > ROUTED_BYTES:
+        if len(raw) > ROUTED_BYTES:
             return bytes(memoryview(raw)[:ROUTED_BYTES])
         return bytes(raw).rstrip(b" \t\r\n\"]")
 
@@ -181,7 +181,10 @@ def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int |
 def with_bootstrap(body: bytes, found: Peek, host: str, port: int | None, rng: Random) -> Body:
     """A body for both halves of a request, with fields that join them."""
     if found.is_plain_chat:
-        return with_members(body, b"%b%d" % (_address(host, port), rng.getrandbits(_ROOM_BITS)), empty=False)
+        start, room = body.index(b"{") + 1, rng.getrandbits(_ROOM_BITS)
+        if len(body) <= COPIED_BYTES:
+            return b"%b%b%d,%b" % (body[:start], _address(host, port), room, body[start:])
+        return LargeBody(body, start, b"%b%d," % (_address(host, port), room))
     return splice(body, found, bootstrap_fields(host, port, rng, found.batch_size))
 
 

@@ -203,7 +203,7 @@ class Dispatcher:
 
     def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
         self.metrics.decisions[role, reason] += 1
-        worker.load += 1
+        worker.change_load(1)
         reservation = Reservation(worker)
         if worker.circuit.state != "closed":
             self.registry.probe(reservation)

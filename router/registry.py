@@ -118,14 +118,18 @@ class Worker:
 
     @load.setter
     def load(self, load: int) -> None:
-        self.shift_load(load - self.known_load)
+        self.change_load(load - self.known_load)
 
-    def shift_load(self, change: int) -> None:
-        """Count requests that came or went, in this process or in another."""
+    def change_load(self, change: int) -> None:
+        """Count requests of this process that came or went."""
         before = self.known_load
         self.known_load = before + change
-        for order in self.load_orders:
-            order.moved(self, before)
+        if self.load_orders:
+            for order in self.load_orders:
+                order.moved(self, before)
+
+    shift_load = change_load
+    """The same for requests of another process."""
 
     def of_rank(self, rank: int | None) -> Worker:
         """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
@@ -152,7 +156,7 @@ class Worker:
 class Reservation(msgspec.Struct, eq=False, gc=False):
     """One unit of a worker's load, from the decision to the end of the attempt; released exactly once.
 
-    Whoever makes one adds it to ``worker.load``.
+    Whoever makes one adds it to ``worker.load`` (``change_load``).
     """
 
     worker: Worker
@@ -162,7 +166,7 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
         assert self.held, "a reservation was released twice"
         self.held = False
         worker = self.worker
-        worker.load -= 1
+        worker.change_load(-1)
         if worker.on_release is not None:
             worker.on_release(self)
 

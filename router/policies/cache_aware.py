@@ -8,7 +8,7 @@ equal prefixes and one dictionary lookup a block finds the longest prefix that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from ..body import Peek
@@ -22,6 +22,7 @@ BLOCK = 256
 """Bytes of a prompt's first blocks: 16 lookups for a 4 KB prompt, and a match is blind to at most 255 bytes."""
 LEVELS = ((0, BLOCK), (16 * 1024, 1024), (64 * 1024, 4096))
 """From which byte on blocks have which size: a prompt of 100 KB costs 120 lookups instead of 400."""
+_FINE_BYTES = LEVELS[1][0]
 _SAMPLED_FROM = 4096
 _SAMPLE = 512
 """Bytes of each end of a long block that are hashed: hashing all of 100 KB takes 65 us, a quarter of the router's work
@@ -40,41 +41,42 @@ def block_hashes(text: bytes) -> list[int]:
     text below one block counts as one. Not to be changed by callers.
     """
     size = len(text)
-    if 0 < size < BLOCK:
-        return [hash((0, text))]
+    if size < BLOCK:
+        return [hash((0, text))] if size else []
     hashes = []
-    previous = start = 0
-    for block, end in _blocks_within(size):
-        if block < _SAMPLED_FROM:
-            for at in range(start, end, block):
+    previous = 0
+    for at in range(0, min(size, _FINE_BYTES) - BLOCK + 1, BLOCK):
+        previous = hash((previous, text[at:at + BLOCK]))
+        hashes.append(previous)
+    if size <= _FINE_BYTES:
+        return hashes
+    for (start, block), (end, _) in zip(LEVELS[1:], (*LEVELS[2:], (size, 0))):
+        if size < start + block:
+            break
+        for at in range(start, min(size, end) - block + 1, block):
+            if block < _SAMPLED_FROM:
                 previous = hash((previous, text[at:at + block]))
-                hashes.append(previous)
-        else:
-            for at in range(start, end, block):
+            else:
                 previous = hash((previous, text[at:at + _SAMPLE], text[at + block - _SAMPLE:at + block]))
-                hashes.append(previous)
-        start = end
+            hashes.append(previous)
     return hashes
 
 
-def _blocks_within(size: int) -> Iterator[tuple[int, int]]:
-    """The sizes of the whole blocks of a text, each with the byte up to which they go."""
-    for level, (start, block) in enumerate(LEVELS):
-        if size < start + block:
-            return
-        end = LEVELS[level + 1][0] if level + 1 < len(LEVELS) else size
-        end = min(end, size)
-        yield block, end - (end - start) % block
+def _ends() -> list[int]:
+    """Bytes that so many first blocks come to, up to where all blocks are of the last level."""
+    ends = [0]
+    for (start, block), (end, _) in zip(LEVELS, LEVELS[1:]):
+        ends += range(start + block, end + 1, block)
+    return ends
+
+
+_ENDS = _ends()
 
 
 def covered_bytes(blocks: int) -> int:
     """Bytes that so many first blocks of a text come to."""
-    covered = 0
-    for level, (start, block) in enumerate(LEVELS):
-        most = (LEVELS[level + 1][0] - start) // block if level + 1 < len(LEVELS) else blocks
-        covered += min(blocks, most) * block
-        blocks -= min(blocks, most)
-    return covered
+    beyond = blocks - len(_ENDS) + 1
+    return _ENDS[blocks] if beyond <= 0 else _ENDS[-1] + beyond * LEVELS[-1][1]
 
 
 def prompt_blocks(request: Request, found: Peek | None) -> list[int]:
@@ -276,7 +278,8 @@ class CacheAware:
             if workers is not self._workers:
                 self._learn(workers)
             owners, depth = self.memory.longest(hashes, self._ids)
-            if depth and covered_bytes(depth) >= self._cache_threshold * covered_bytes(len(hashes)):
+            if depth and (depth == len(hashes)
+                          or covered_bytes(depth) >= self._cache_threshold * covered_bytes(len(hashes))):
                 holder = self._lightest(owners)
                 shared = self._branches.note(hashes[depth - 1])
                 if shared and holder.load - least > self._abs // 4:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 
 from ..circuit import CircuitRules
 from ..compatibility import Pairs
@@ -33,12 +32,9 @@ class SharedWorker(Worker):
         self._column = column
         super().__init__(endpoint, role, api_key=api_key, rank=rank, root=root)
 
-    def _set_load(self, load: int) -> None:
-        change = load - self.known_load
+    def change_load(self, change: int) -> None:
         self._column[self.row] += change
         self.shift_load(change)
-
-    load = property(attrgetter("known_load"), _set_load)  # type: ignore[assignment]
 
     def take(self, news: WorkerNews) -> None:
         """Become what the parent says."""

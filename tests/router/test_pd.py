@@ -28,13 +28,12 @@ async def test_both_halves_get_the_same_body_and_the_client_decode_s_answer(rout
 
 
 @pytest.mark.parametrize(("given", "expected"), [("none", None), ("9777", 9777)])
-async def test_bootstrap_port_can_be_given(router, worker, chat, given, expected):
+async def test_bootstrap_port_can_be_given(router, worker, chat, script, given, expected):
     p, d = await worker(disaggregation_bootstrap_port=1), await worker()
     front = await router(wait=True, pd_disaggregation=True)
     for mock, role in ((p, "prefill"), (d, "decode")):
         front.add_worker(_worker(mock.url, role, given))
-    while not front.registry.ready(pairs=True):
-        await asyncio.sleep(0.01)
+    await script.until(lambda: front.registry.ready(pairs=True))
     assert (await chat(front)).status == 200
     assert fields(p.bodies[0])["bootstrap_port"] == expected
 

@@ -9,7 +9,9 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,12 +95,16 @@ async def several(tmp_path, script, connect):
     async def knowing(front: Front, count: int) -> None:
         """Wait until both processes know so many healthy workers."""
         ready: set[int] = set()
-        while len(ready) < 2:
+
+        async def look() -> dict[str, dict]:
             client = await connect(front)
             seen = await workers_seen(client)
             if sum(shown["healthy"] for shown in seen.values()) == count:
                 ready.add(front.owner(client))
             client.leave()
+            return seen
+
+        await until_told(look, lambda seen: len(ready) == 2)
 
     yield start
     for front in started:
@@ -141,6 +147,24 @@ async def ask(client, method: str, path: str, body=None, headers: str = ""):
 
 async def workers_seen(client) -> dict[str, dict]:
     return {shown["url"]: shown for shown in (await ask(client, "GET", "/list_workers")).json["workers"]}
+
+
+async def until_told(tell: Callable[[], Awaitable[Any]], holds: Callable[[Any], object], seconds: float = 10.0) -> None:
+    """Ask until the answer is as wanted; fails after ``seconds`` with the last one."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not holds(told := await tell()):
+        assert asyncio.get_running_loop().time() < deadline, told
+        await asyncio.sleep(0.02)
+
+
+async def until_seen(client, holds: Callable[[dict[str, dict]], object]) -> None:
+    """Wait until the workers that a router shows are as wanted."""
+    await until_told(lambda: workers_seen(client), holds)
+
+
+async def until_queued(client, count: int) -> None:
+    await until_told(lambda: ask(client, "GET", "/metrics"),
+                     lambda reply: f"queued_requests {count}.0" in reply.body.decode())
 
 
 def chat(text: str, **more) -> dict:
@@ -189,8 +213,7 @@ async def test_loads_are_of_all_processes_and_a_drain_waits_for_all(several, wor
     for client in streams + more:
         assert (await client.reply()).body.endswith(b"data: two\n\n")
     for client in (one, other):
-        while first.url in await workers_seen(client):
-            await asyncio.sleep(0.02)
+        await until_seen(client, lambda seen: first.url not in seen)
     assert (await workers_seen(one))[second.url]["load"] == 0
     text = (await ask(other, "GET", "/metrics")).body.decode()
     assert f'requests_total{{route="{CHAT}",status="200"}} 12.0' in text
@@ -243,8 +266,7 @@ async def test_a_change_at_one_process_holds_at_all(several, worker, on_each):
     assert list(await workers_seen(other)) == [mock.url]
     assert (await ask(other, "POST", f"/add_worker?url={mock.url}")).status == 409
     for client in (one, other):
-        while not (await workers_seen(client))[mock.url]["healthy"]:
-            await asyncio.sleep(0.02)
+        await until_seen(client, lambda seen: seen[mock.url]["healthy"])
         assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
         assert (await ask(client, "GET", "/readiness")).status == 200
         assert (await ask(client, "GET", made.headers["location"])).json["models"] == ["tiny"]
@@ -279,19 +301,17 @@ async def test_a_worker_that_fails_one_process_is_kept_from_all(several, worker,
         if session.keys() & {failing}:  # Count its failures from nothing.
             await ask(one, "POST", f"/remove_worker?url={failing.url}")
             await ask(one, "POST", f"/add_worker?url={failing.url}")
-            while not (await workers_seen(one))[failing.url]["healthy"]:
-                await asyncio.sleep(0.02)
+            await until_seen(one, lambda seen: seen[failing.url]["healthy"])
     for client in (one, other):
         for _ in range(2):
             assert (await workers_seen(other))[failing.url]["circuit"] == "closed"
             assert (await ask(client, "POST", "/generate", {}, session[failing])).status == 500
-    while [(await workers_seen(client))[failing.url]["circuit"] for client in (one, other)] != ["open"] * 2:
-        await asyncio.sleep(0.01)
+    for client in (one, other):
+        await until_seen(client, lambda seen: seen[failing.url]["circuit"] == "open")
     text = (await ask(one, "GET", "/metrics")).body.decode()
     assert re.search(rf'circuits_opened_total{{worker="{failing.url}"}} [1-9]', text)
     failing.behaviour = script.answer
-    while (await workers_seen(other))[failing.url]["circuit"] == "open":
-        await asyncio.sleep(0.02)
+    await until_seen(other, lambda seen: seen[failing.url]["circuit"] != "open")
     for client in (one, other, one, other):
         assert (await ask(client, "POST", "/generate", {}, session[failing])).status == 200
         await asyncio.sleep(0.05)
@@ -299,8 +319,7 @@ async def test_a_worker_that_fails_one_process_is_kept_from_all(several, worker,
 
     await dying.stop()
     assert (await ask(one, "POST", "/generate", {}, session[dying])).status == 503
-    while (await workers_seen(other))[dying.url]["healthy"]:
-        await asyncio.sleep(0.01)
+    await until_seen(other, lambda seen: not seen[dying.url]["healthy"])
     assert (await ask(other, "POST", "/generate", {}, session[dying])).status == 200
 
 
@@ -314,13 +333,11 @@ async def test_a_killed_process_takes_its_load_along_and_comes_back(several, wor
         client.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
     await script.until(lambda: len(mock.posts) == 2)
     waiting.send("POST", CHAT, json.dumps(chat("x", stream=True)).encode())
-    while "queued_requests 1.0" not in (await ask(other, "GET", "/metrics")).body.decode():
-        await asyncio.sleep(0.02)
+    await until_queued(other, 1)
     assert (await workers_seen(other))[mock.url]["load"] == 2
     os.kill(killed, signal.SIGKILL)
     await script.until(lambda: len(mock.posts) == 3)  # The places of the dead are free.
-    while (await workers_seen(other))[mock.url]["load"] != 1:
-        await asyncio.sleep(0.02)
+    await until_seen(other, lambda seen: seen[mock.url]["load"] == 1)
     gate.set()
     assert (await waiting.reply()).complete
     await script.until(lambda: len(front.children) == 2 and killed not in front.children, 15)
@@ -371,8 +388,7 @@ async def test_the_queue_and_the_shares_of_keys_are_common(several, worker, on_e
     await script.until(lambda: len(mock.posts) == 3)
     begin(ones[2], "c")  # These two wait, one in each process.
     begin(others[2], "d")
-    while "queued_requests 2.0" not in (await ask(ones[4], "GET", "/metrics")).body.decode():
-        await asyncio.sleep(0.02)
+    await until_queued(ones[4], 2)
     begin(others[3], "e")
     refused = await others[3].reply()
     assert (refused.status, "queue is full" in refused.error["message"]) == (429, True)
@@ -396,8 +412,7 @@ async def test_pairs(several, worker, on_each, script):
     p, d = await worker(), await worker(script.stream("one", "two"))
     front = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url])
     for (client,) in await on_each(front):
-        while not all(shown["healthy"] for shown in (await workers_seen(client)).values()):
-            await asyncio.sleep(0.02)
+        await until_seen(client, lambda seen: all(shown["healthy"] for shown in seen.values()))
         reply = await ask(client, "POST", CHAT, chat("x", stream=True))
         assert reply.body == b"data: one\n\ndata: two\n\n"
     rooms = [[served.json["bootstrap_room"] for served in mock.posts] for mock in (p, d)]
@@ -408,7 +423,8 @@ async def test_pairs(several, worker, on_each, script):
 async def test_all_processes_know_what_does_not_fit(several, worker, on_each, script):
     async def tried(served):
         if served.target == b"/connect_prefill":
-            served.answer(body=json.dumps({"fits": served.worker is not odd, "message": "page_size differs"}).encode())
+            fits = served.worker.info["pair_key"] == p.info["pair_key"]
+            served.answer(body=json.dumps({"fits": fits, "message": "page_size differs"}).encode())
         else:
             served.answer()
 
@@ -416,18 +432,15 @@ async def test_all_processes_know_what_does_not_fit(several, worker, on_each, sc
     front = await several(wait=False, pd_disaggregation=True, prefill=[p.url], decode=[d.url, odd.url],
                           policy="round_robin")
     for (client,) in await on_each(front):
-        while not (await workers_seen(client))[odd.url]["misfits"]:
-            await asyncio.sleep(0.02)
-        while (await ask(client, "GET", "/readiness")).status != 200:
-            await asyncio.sleep(0.02)
+        await until_seen(client, lambda seen: seen[odd.url]["misfits"])
+        await until_told(lambda client=client: ask(client, "GET", "/readiness"), lambda reply: reply.status == 200)
         for _ in range(3):
             assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
     assert len(p.posts) == 6
     assert {served.target for served in odd.posts} == {b"/connect_prefill"}
     odd.info |= {"pair_key": "a", "epoch": "2"}
     for (client,) in await on_each(front):
-        while (await workers_seen(client))[odd.url]["misfits"]:
-            await asyncio.sleep(0.02)
+        await until_seen(client, lambda seen: not seen[odd.url]["misfits"])
         for _ in range(2):
             assert (await ask(client, "POST", CHAT, chat("x"))).status == 200
     assert len([served for served in odd.posts if served.target != b"/connect_prefill"]) == 2
