@@ -118,6 +118,7 @@ def run(case: dict, parallel: Parallel) -> dict:
             "logprobs": {rid: [value for item in outputs if item.rid == rid and item.logprobs
                                for value in item.logprobs.values] for rid in map(str, range(len(prompts)))},
             "failed": [message.rid for message in engine.sent if isinstance(message, Failed)],
+            "aborted": [item.rid for item in outputs if item.finish is not None and item.finish.reason == "abort"],
             "steps": watched.steps, "layers": engine.runner.layout.num_layers,
             "cached": sum(item.num_cached_tokens for item in outputs if item.finish is not None),
             "retracted": engine.scheduler.batcher.num_retracted}

@@ -24,7 +24,8 @@ INFERENCE = {
     "/parse_function_call", "/separate_reasoning", "/v1/files", "/v1/files/{file_id}", "/v1/batches",
     "/v1/batches/{batch_id}/cancel", "/abort_request", "/v1/embeddings", "/encode", "/classify", "/v1/rerank",
     "/rerank",
-    "/v1/score", "/score", "/open_session", "/close_session"}
+    "/v1/score", "/score", "/open_session", "/close_session",
+    "/connect_prefill"}  # as the bootstrap_host of a request does, and with the key that routers have
 """What clients may do beside asking. A route that changes anything else is an administrator's."""
 
 

@@ -11,6 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from baton.common.api.errors import ConfigError
+from baton.common.config.defaults import with_defaults
 from baton.common.config.moe import MoESpec, deepseek_experts, mixtral_experts, qwen_experts
 from baton.common.layers.moe.routing import Router
 from baton.common.weights.slots import allocator
@@ -44,7 +45,9 @@ def test_equals_transformers(name):
     config = config_class(**{"hidden_size": HIDDEN, **values})
     theirs = module(config)
     theirs.weight.data.normal_(0, 0.3)
-    ours = Router("gate", read(config.to_dict()), HIDDEN, allocator(torch.float32, torch.device("cpu")))
+    family = module.__name__.removesuffix("TopkRouter").removesuffix("TopKRouter")
+    spec = read(with_defaults(config.to_dict(), family))
+    ours = Router("gate", spec, HIDDEN, allocator(torch.float32, torch.device("cpu")))
     ours.weight.copy_(theirs.weight)
     if ours.bias is not None:
         theirs.e_score_correction_bias.normal_(0, 0.5)
@@ -81,19 +84,21 @@ def test_a_bias_moves_the_choice_and_not_the_weights():
 
 
 def test_layers_with_experts():
-    qwen = {"num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    values = {"num_hidden_layers": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    qwen = with_defaults({**values, "num_experts": 4}, "Qwen3Moe")
     assert qwen_experts(qwen).layers == (0, 1, 2, 3, 4, 5)
     assert qwen_experts({**qwen, "mlp_only_layers": [0, 5]}).layers == (1, 2, 3, 4)
     assert qwen_experts({**qwen, "decoder_sparse_step": 2}).layers == (1, 3, 5)
     assert qwen_experts({**qwen, "num_experts": 0}) is None
-    assert qwen_experts({**qwen, "num_experts": None, "num_local_experts": 4}).num_experts == 4
+    named = with_defaults({**values, "num_experts": None, "num_local_experts": 4}, "Qwen3Moe")
+    assert qwen_experts(named).num_experts == 4
     shared = qwen_experts({**qwen, "shared_expert_intermediate_size": 16})
     assert (shared.shared_size, shared.shared_gate, shared.shared_name) == (16, True, "shared_expert")
-    deepseek = deepseek_experts(DEEPSEEK, version=3)
+    deepseek = deepseek_experts(with_defaults(DEEPSEEK, "DeepseekV3"), version=3)
     assert deepseek.layers == (1, 2) and deepseek.shared_size == 20 and not deepseek.shared_gate
-    assert deepseek_experts({**DEEPSEEK, "n_routed_experts": None}, version=2) is None
-    assert deepseek_experts({**DEEPSEEK, "norm_topk_prob": True, "routed_scaling_factor": 16.0},
-                            version=2).scaling_factor == 1.0
+    assert deepseek_experts(with_defaults({**DEEPSEEK, "n_routed_experts": None}, "DeepseekV2"), version=2) is None
+    scaled = with_defaults({**DEEPSEEK, "norm_topk_prob": True, "routed_scaling_factor": 16.0}, "DeepseekV2")
+    assert deepseek_experts(scaled, version=2).scaling_factor == 1.0
 
 
 @pytest.mark.parametrize("changes,sentence", [

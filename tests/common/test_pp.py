@@ -99,7 +99,7 @@ def test_stages_answer_as_transformers_do(tmp_path, size):
     assert first["cases"][0]["cached"] > 0 and first["cases"][2]["retracted"] > 0
     assert [rank["cases"][0]["layers"] for rank in (first, last)] == [2, 1]
     aborted = first["cases"][3]
-    assert aborted["failed"] == ["1"]
+    assert aborted["aborted"] == ["1"] and not aborted["failed"]
     assert {rid: told for rid, told in aborted["tokens"].items() if rid != "1"} \
         == {rid: told for rid, told in expected.items() if rid != "1"}
     told = first["cases"][4]

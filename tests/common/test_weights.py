@@ -35,7 +35,7 @@ def test_sharded_checkpoint_and_progress(tmp_path):
     told: list[tuple[str, float]] = []
     runner = ModelRunner.load(config, load_model_spec(config.model), Parallel(), "cpu", lambda *p: told.append(p))
     torch.testing.assert_close(logits_of(runner), expected_logits(model, TOKENS), atol=1e-4, rtol=0)
-    fractions = [fraction for what, fraction in told if what == "weights"]
+    fractions = [fraction for what, fraction in told if what == "loading weights"]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and len(fractions) > 20
     assert told[-1] == ("ready", 1.0)
 
