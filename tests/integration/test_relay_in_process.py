@@ -91,7 +91,7 @@ class Side:
         runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, 4)
         self.sent = []
-        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), vocab_size=VOCAB,
+        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
                              max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
                              reserves_output=mode != "prefill")
         batcher = make_batcher(config, runner, self.cache, Parallel().attention)
