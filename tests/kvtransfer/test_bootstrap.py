@@ -74,7 +74,8 @@ async def test_answers_to_bad_requests_are_sentences():
 
 async def test_an_occupied_port_is_a_sentence():
     async with BootstrapServer("127.0.0.1", 0) as server:
-        with pytest.raises(ConfigError, match=f"Cannot listen on 127.0.0.1 port {server.port}: .*--disaggregation-bootstrap-port"):
+        told = f"Cannot listen on 127.0.0.1 port {server.port}: .*--disaggregation-bootstrap-port"
+        with pytest.raises(ConfigError, match=told):
             async with BootstrapServer("127.0.0.1", server.port):
                 pass
 
