@@ -16,6 +16,7 @@ from ..holders import HolderSets
 from ..registry import Worker
 from ..request import Request
 from .base import Decision, by_load, prompt_text
+from .fleets import Fleet, Fleets
 from .load_view import EXACT_UP_TO, LoadView
 
 BLOCK = 256
@@ -235,9 +236,7 @@ class CacheAware:
         self.memory = PrefixMemory()
         self._branches = Branches()
         self._loads = LoadView()
-        self._workers: Sequence[Worker] = ()
-        self._by_id: dict[int, Worker] = {}
-        self._ids: frozenset[int] = frozenset()
+        self._fleets = Fleets()
         self._turn = 0
 
     def choose(self, workers: Sequence[Worker], hashes: list[int]) -> Decision:
@@ -252,10 +251,9 @@ class CacheAware:
         self._loads.look(workers)
         if not hashes or self._drifted():
             return 0.0
-        if workers is not self._workers:
-            self._learn(workers)
-        owners, depth = self.memory.longest(hashes, self._ids)
-        ahead = self._lightest(owners).load - self._loads.least
+        fleet = self._fleets.of(workers)
+        owners, depth = self.memory.longest(hashes, fleet.ids)
+        ahead = self._lightest(owners, fleet).load - self._loads.least
         share = covered_bytes(depth) / covered_bytes(len(hashes))
         return share if share >= self._cache_threshold and ahead <= self._abs // 4 else 0.0
 
@@ -275,39 +273,33 @@ class CacheAware:
         if loads.most - least > self._abs and self._drifted():
             return Decision(loads.lightest(sent), "balance")
         if hashes:
-            if workers is not self._workers:
-                self._learn(workers)
-            owners, depth = self.memory.longest(hashes, self._ids)
+            fleet = self._fleets.of(workers)
+            owners, depth = self.memory.longest(hashes, fleet.ids)
             if depth and (depth == len(hashes)
                           or covered_bytes(depth) >= self._cache_threshold * covered_bytes(len(hashes))):
-                holder = self._lightest(owners)
+                holder = self._lightest(owners, fleet)
                 shared = self._branches.note(hashes[depth - 1])
                 if shared and holder.load - least > self._abs // 4:
                     return Decision(loads.lightest(sent), "balance")
                 return Decision(holder, "cache_hit")
         return Decision(loads.lightest(sent, self._slack), "cache_miss")
 
-    def _lightest(self, owners: frozenset[int]) -> Worker:
+    def _lightest(self, owners: frozenset[int], fleet: Fleet) -> Worker:
         """The least loaded of them; of very many, of some, others each time: all would take longer than is gained."""
         if len(owners) == 1:
             (owner,) = owners
-            return self._by_id[owner]
-        if len(owners) == len(self._ids) <= EXACT_UP_TO:
+            return fleet.by_id[owner]
+        if len(owners) == len(fleet.ids) <= EXACT_UP_TO:
             return self._loads.first
         some: Iterable[int] = owners
         if len(owners) > EXACT_UP_TO:
             self._turn = (self._turn + EXACT_UP_TO) % len(owners)
             some = islice(chain(owners, owners), self._turn, self._turn + EXACT_UP_TO)
-        return min([self._by_id[owner] for owner in some], key=by_load)
+        return min([fleet.by_id[owner] for owner in some], key=by_load)
 
     def _drifted(self) -> bool:
         loads = self._loads
         return loads.most - loads.least > self._abs and loads.most > loads.least * self._rel
-
-    def _learn(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
-        self._by_id = {worker.id: worker for worker in workers}
-        self._ids = frozenset(self._by_id)
 
 
 class Branches:

@@ -24,6 +24,7 @@ from ..request import Request
 from ..residency import Residency
 from .base import Decision
 from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory, covered_bytes
+from .fleets import Fleets
 from .load_view import LoadView
 from .page_costs import TRANSFER, TRANSFER_NEAR, PageCosts, Share
 from .text_pages import TextPages, text_blocks
@@ -49,14 +50,6 @@ class Prompt(NamedTuple):
         most = max(1, len(self.blocks) - 1)  # The last one is the whole text.
         blocks = min(blocks, most)
         return blocks / most if self.ids is not None else covered_bytes(blocks) / covered_bytes(most)
-
-
-class Fleet(NamedTuple):
-    """Workers to choose among, by id."""
-
-    workers: Sequence[Worker]
-    by_id: dict[int, Worker]
-    ids: frozenset[int]
 
 
 class PairDecision(NamedTuple):
@@ -90,7 +83,7 @@ class CacheExact:
         self.most_blocks = MOST_BLOCKS // 2
         self._loads = LoadView()
         self._decode_loads = LoadView()
-        self._fleets: dict[int, Fleet] = {}
+        self._fleets = Fleets()
         self._joined: tuple[frozenset[int], frozenset[int], frozenset[int]] = (frozenset(), frozenset(), frozenset())
         self.recent = PrefixMemory(1)  # Small, so in one piece: each would number all workers anew.
         self.recent_decode = PrefixMemory(1)
@@ -163,7 +156,7 @@ class CacheExact:
             if subject is not None:
                 self._record(subject, worker, len(workers))
             return Decision(worker, "cache_miss" if subject is None else "balance")
-        share = self._share(subject, self._fleet(workers).ids)
+        share = self._share(subject, self._fleets.of(workers).ids)
         worker = self._cheapest(workers, loads, share)
         cached = share.cached.get(worker.id, 0)
         self.costs.note(share, cached)
@@ -176,7 +169,7 @@ class CacheExact:
         loads.look(workers)
         if subject is None or self._drifted(loads):
             return 0.0
-        share = self._share(subject, self._fleet(workers).ids)
+        share = self._share(subject, self._fleets.of(workers).ids)
         worker = self._cheapest(workers, loads, share)
         return min(1.0, share.cached.get(worker.id, 0) / max(1.0, share.pages))
 
@@ -231,7 +224,7 @@ class CacheExact:
         if len(workers) <= _FEW:
             return sorted(workers, key=lambda worker: self.residency.sizes.get(worker.id, 0))
         light = loads.light(_FEW // 4, self.residency.sizes)
-        by_id = self._fleet(workers).by_id
+        by_id = self._fleets.of(workers).by_id
         held = nlargest(_FEW, (item for item in share.cached.items() if item[0] in by_id), key=itemgetter(1))
         return [*light, *(by_id[worker_id] for worker_id, _ in held)]
 
@@ -243,7 +236,7 @@ class CacheExact:
         """
         best = loads.lightest(self.residency.sizes)
         least, holds = self.costs.computing(best, share), best.id in share.cached
-        by_id = self._fleet(workers).by_id
+        by_id = self._fleets.of(workers).by_id
         for worker_id in share.cached:
             worker = by_id.get(worker_id)
             if worker is not None:
@@ -260,19 +253,9 @@ class CacheExact:
     def _drifted(self, loads: LoadView) -> bool:
         return loads.most - loads.least > self._abs and loads.most > loads.least * self._rel
 
-    def _fleet(self, workers: Sequence[Worker]) -> Fleet:
-        """Derived once from each of the registry's tuples; a list is the workers left for one request's retry."""
-        fleet = self._fleets.get(id(workers))
-        if fleet is None or fleet.workers is not workers:
-            fleet = Fleet(workers, {worker.id: worker for worker in workers}, frozenset(w.id for w in workers))
-            if len(self._fleets) >= _FEW:
-                self._fleets.clear()
-            self._fleets[id(workers)] = fleet
-        return fleet
-
     def _both(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> frozenset[int]:
         """The ids of two fleets; joining those of a thousand workers takes 30 us."""
-        one, other = self._fleet(prefills).ids, self._fleet(decodes).ids
+        one, other = self._fleets.of(prefills).ids, self._fleets.of(decodes).ids
         if self._joined[:2] != (one, other):
             self._joined = one, other, one | other
         return self._joined[2]
