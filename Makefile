@@ -45,7 +45,8 @@ $(VENV)/engine: pyproject.toml $(PINS) | $(VENV)/bin/python
 # Triton's tests run with the measured one where torch names none (its CPU build), else with torch's own.
 $(VENV)/dev: pyproject.toml $(PINS) $(VENV)/engine
 ifneq ($(HAS_GPU),yes)
-	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q --no-deps triton==3.6.0
+	if $(BIN)/python -c "import importlib.metadata as m, sys; sys.exit(any(n.startswith('triton') for n in m.requires('torch')))"; \
+	  then $(BIN)/python -m pip install -q --no-deps triton==3.6.0; fi
 endif
 	$(INSTALL) -e '.[$(ENGINE),otel,k8s,dev]'
 	@touch $@
