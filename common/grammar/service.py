@@ -97,6 +97,7 @@ class GrammarService:
                                  "when some are.", retry_after=1.0)
             self._waiting_of[client] += 1
             task = self._outcomes[spec] = asyncio.create_task(self._try(spec, tokenizer, client), name="grammar")
+            task.add_done_callback(_retrieve)
         self._outcomes.move_to_end(spec)
         return await asyncio.shield(task)  # others may wait for it, too
 
@@ -164,3 +165,7 @@ class GrammarService:
                 self._engine.drop_grammar(spec)
 
 
+def _retrieve(task: asyncio.Task[_Outcome]) -> None:
+    """Take a failure that nobody waits for any more, else asyncio logs its traceback."""
+    if not task.cancelled():
+        task.exception()
