@@ -128,16 +128,20 @@ class ManyLines(logging.LogRecord):
         raise NotImplementedError
 
 
-class TextLine(logging.Formatter):
-    """``time level component: message name=value …``; a record brings the values in ``extra={"fields": {...}}``.
-
-    One line is one event: what cannot be printed is escaped. Tracebacks follow below.
-    """
+class _Line(logging.Formatter):
+    """A formatter that names the part that logs and writes times by the log's clock."""
 
     def __init__(self, component: str):
         super().__init__()
         self._component = component
         self._clock = _Clock()
+
+
+class TextLine(_Line):
+    """``time level component: message name=value …``; a record brings the values in ``extra={"fields": {...}}``.
+
+    One line is one event: what cannot be printed is escaped. Tracebacks follow below.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record, ManyLines):
@@ -149,13 +153,8 @@ class TextLine(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-class JsonLine(logging.Formatter):
+class JsonLine(_Line):
     """``time``, ``level``, ``component``, ``message``, then what the record brings in ``extra={"fields": {...}}``."""
-
-    def __init__(self, component: str):
-        super().__init__()
-        self._component = component
-        self._clock = _Clock()
 
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record, ManyLines):
