@@ -105,9 +105,9 @@ class Rooms:
         if not self._halves:
             return []
         halves = list(self)
-        agreed = self._group.least("rooms", [half.number for half in halves],
-                                   np.array([self._standing(half) for half in halves], np.int64),
-                                   (Phase.RESERVING, False, True))
+        agreed = self._group.min_by_key("rooms", [half.number for half in halves],
+                                        np.array([self._standing(half) for half in halves], np.int64),
+                                        (Phase.RESERVING, False, True))
         return [Progress(half, Phase(phase), bool(settled), not wanted)
                 for half, (phase, settled, wanted) in zip(halves, agreed)]
 

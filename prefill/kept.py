@@ -111,8 +111,8 @@ class KeptPrompts:
         """Let go of what decode has taken over on all ranks, and of what is overdue."""
         watched = [room for room, kept in self._kept.items() if kept.watched]
         if watched:
-            taken = self._group.least("kept", [self._kept[room].number for room in watched],
-                                      np.array([[self._sender.taken(room)] for room in watched], np.int64), (False,))
+            taken = self._group.min_by_key("kept", [self._kept[room].number for room in watched],
+                                           np.array([[self._sender.taken(room)] for room in watched], np.int64), (False,))
             for room, (gone,) in zip(watched, taken):
                 if gone:
                     self.drop(room)

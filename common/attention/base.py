@@ -28,8 +28,8 @@ class Planned(Protocol):
         """
 
     @property
-    def attends_ends(self) -> bool:
-        """Whether it has ``run_ends``."""
+    def attends_last_tokens(self) -> bool:
+        """Whether it has ``run_last_tokens``."""
 
     def refresh(self, batch: ForwardBatch) -> None:
         """What a replay needs of the host: ``batch``, of a captured size, stands in the tensors that were captured."""
@@ -49,11 +49,11 @@ class AttentionBackend(Planned, Protocol):
         Mutates the pool and ``q``.
         """
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
         """``run`` for a model's last layer: keys and values of all rows are stored, but of ``batch``, which is planned
-        and has ``ends``, these rows alone attend: ``[R, Hq, D]``. What comes next has to be planned."""
+        and has ``last_tokens``, these rows alone attend: ``[R, Hq, D]``. What comes next has to be planned."""
 
 
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

@@ -27,13 +27,13 @@ class LayersBackend:
             backend.refresh(batch)
 
     @property
-    def attends_ends(self) -> bool:
-        return all(backend.attends_ends for backend in self._backends)
+    def attends_last_tokens(self) -> bool:
+        return all(backend.attends_last_tokens for backend in self._backends)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
-        return self._of_layer[layer].run_ends(batch, layer, q, k, v, cos_sin, norms, sinks)
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return self._of_layer[layer].run_last_tokens(batch, layer, q, k, v, cos_sin, norms, sinks)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:

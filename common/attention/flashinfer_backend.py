@@ -36,7 +36,7 @@ class FlashInferBackend:
     Plans of all sizes take turns in one piece of memory.
     """
 
-    attends_ends = False  # its plan would wait for the step before
+    attends_last_tokens = False  # its plan would wait for the step before
 
     def __init__(self, pool: KVPool, num_heads: int, dtype: torch.dtype, window: int | None = None):
         """``dtype`` is the model's; the pool's may be float8."""
@@ -150,7 +150,7 @@ class FlashInferBackend:
         whole = self._wrapper is self._whole
         pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms, turn_keys=whole)
         held = (k, v) if whole else pages
-        given = self._batch.heads
+        given = self._batch.attention_out
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if given is None else given.view(q.shape)
         if sinks is None:
             self._attend(layer, q, held, {"out": out})
@@ -177,7 +177,7 @@ class FlashInferBackend:
         # A scale of values is a kernel of its own behind the attention.
         self._wrapper.run(q, pages, k_scale=k_scale, v_scale=None if v_scale == 1.0 else v_scale, **into)
 
-    def run_ends(self, *args: Any) -> torch.Tensor:
+    def run_last_tokens(self, *args: Any) -> torch.Tensor:
         raise AssertionError("this backend does not attend to ends alone")
 
 

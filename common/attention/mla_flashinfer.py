@@ -20,7 +20,7 @@ class MLAFlashInferBackend:
     """Absorbed, as our own decode steps are. A captured step has a wrapper of its own, over the graph's table of pages:
     its plan is made anew before each replay."""
 
-    attends_ends = False  # its plan would wait for the step before
+    attends_last_tokens = False  # its plan would wait for the step before
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's and the pool's."""
@@ -76,5 +76,5 @@ class MLAFlashInferBackend:
         latents = self._wrapper.run(queries, q[..., nope:].contiguous(), pages[..., :rank], pages[..., rank:])
         return values_of(latents, up, nope)
 
-    def run_ends(self, *args: Any) -> torch.Tensor:
+    def run_last_tokens(self, *args: Any) -> torch.Tensor:
         raise AssertionError("this backend does not attend to ends alone")

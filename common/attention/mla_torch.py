@@ -31,7 +31,7 @@ class _Bucket:
 
 
 class MLATorchBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, mla: MLASpec):
         self._pool = pool
@@ -66,11 +66,11 @@ class MLATorchBackend:
         store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
         return self._attend(layer, q, up)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        assert batch.ends is not None
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
+                        up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        assert batch.last_tokens is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
-        self.plan(batch.ends)
+        self.plan(batch.last_tokens)
         return self._attend(layer, q[batch.logits_rows], up)
 
     def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ _EXPANDED_BYTES = 256 << 20
 
 
 class MLATritonBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
@@ -72,13 +72,13 @@ class MLATritonBackend:
         store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
         return self._attend(layer, q, up)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        assert batch.ends is not None
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
+                        up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        assert batch.last_tokens is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
-        if not batch.ends.num_reqs:
+        if not batch.last_tokens.num_reqs:
             return q.new_empty(0, q.shape[1], self._mla.v_dim)
-        self.plan(batch.ends, ANY_LENGTH)
+        self.plan(batch.last_tokens, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], up)
 
     def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

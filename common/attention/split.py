@@ -25,11 +25,11 @@ class SplitBackend:
         self._decode.refresh(batch)
 
     @property
-    def attends_ends(self) -> bool:
-        return bool(self._decode.attends_ends)
+    def attends_last_tokens(self) -> bool:
+        return bool(self._decode.attends_last_tokens)
 
-    def run_ends(self, *args: Any) -> torch.Tensor:
-        result: torch.Tensor = self._decode.run_ends(*args)  # it stores as the other would
+    def run_last_tokens(self, *args: Any) -> torch.Tensor:
+        result: torch.Tensor = self._decode.run_last_tokens(*args)  # it stores as the other would
         return result
 
     def run(self, *args: Any, **named: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from .base import ANY_LENGTH, store
 
 
 class TritonBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, num_heads: int, window: int | None = None):
         self._pool = pool
@@ -53,14 +53,14 @@ class TritonBackend:
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
         return self._attend(layer, q, sinks, settled)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
-        assert batch.ends is not None
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
+        assert batch.last_tokens is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
-        if not batch.ends.num_reqs:
+        if not batch.last_tokens.num_reqs:
             return q[:0]
-        self.plan(batch.ends, ANY_LENGTH)
+        self.plan(batch.last_tokens, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
     def _takes_in(self, q: torch.Tensor) -> bool:

@@ -97,7 +97,7 @@ class Drafting:
         """Raises ConfigError. ``parallel``: this process's place among ranks, all of which do the same."""
         spec = load_model_spec(config.model)
         parallel = parallel or join_groups(RankSpec(config, 0, 1, "", "", ""))
-        runner = ModelRunner.load(config, spec, parallel, parallel.everyone.device, silent)
+        runner = ModelRunner.load(config, spec, parallel, parallel.world.device, silent)
         return cls(runner, runner.load_predictors(silent), config.schedule.largest_prefill(spec.context_length))
 
     @property

@@ -36,7 +36,7 @@ class Architecture:
     latent: bool = False  # multi-head latent attention
 
 
-Head = Literal["words", "labels", "none"]
+Head = Literal["lm", "classifier", "none"]
 
 _QWEN_WINDOWS = partial(where_flagged, slides=lambda layer, last: layer >= last)
 _FAMILIES = {
@@ -54,7 +54,7 @@ _FAMILIES = {
     "DeepseekV2": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=2), latent=True),
     "DeepseekV3": Architecture(biases_in_config=True, experts=partial(deepseek_experts, version=3), latent=True),
 }
-_HEADS: dict[str, Head] = {"ForCausalLM": "words", "ForSequenceClassification": "labels", "Model": "none"}
+_HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "classifier", "Model": "none"}
 ARCHITECTURES = {family + head: found for head in _HEADS for family, found in _FAMILIES.items()}
 """By transformers' names."""
 
@@ -91,7 +91,7 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
     context_length: int
-    head: Head = "words"
+    head: Head = "lm"
     num_labels: int = 0
     moe: MoESpec | None = None
     quantization: Scheme | None = None
@@ -199,7 +199,7 @@ def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: M
         attention_bias=config.get("qkv_bias", True) if family.qkv_bias else attention_bias, o_bias=attention_bias,
         mlp_bias=family.biases_in_config and bool(config.get("mlp_bias", False)), qk_norm=family.qk_norm,
         dtype=_dtype(config), eos_token_ids=tuple(id for id in eos_ids if id in has),
-        context_length=context_length, head=head, num_labels=_num_labels(config) if head == "labels" else 0,
+        context_length=context_length, head=head, num_labels=_num_labels(config) if head == "classifier" else 0,
         moe=family.experts(config) if family.experts else None,
         quantization=scheme_of(config, args.quantization), mla=mla,
         mtp_layers=(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0) if mla else 0,
@@ -211,7 +211,7 @@ def _spec_from(given: dict[str, Any], generation: dict[str, Any] | None, args: M
 def _head(architecture: str, args: ModelArgs) -> Head:
     """Raises ConfigError for a model that cannot generate on a server that is to."""
     head = next(head for suffix, head in _HEADS.items() if architecture.endswith(suffix))
-    if head != "words" and not args.is_embedding:
+    if head != "lm" and not args.is_embedding:
         raise ConfigError(f"{architecture} does not generate text: serve it with --is-embedding.")
     return head
 

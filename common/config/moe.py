@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 
-Stacked = Literal["rows", "turns"]
+Stacked = Literal["rows", "interleaved"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MoESpec:
     The router is ``router_name`` in the checkpoint, with ``router_bias`` added to its logits. ``expert_bias``: both
     products of an expert have one. ``gate_limit``: an expert's gate and up are clamped by it, see
     ``kernels.moe_experts``; 0 for a plain silu. ``stacked``: how a checkpoint holds a layer's experts in one tensor, as
-    [E, out, in] each gate's rows before its up's, or [E, in, out], gate's and up's columns in ``turns``.
+    [E, out, in] each gate's rows before its up's, or [E, in, out], gate's and up's columns ``interleaved``.
     """
 
     num_experts: int
@@ -68,7 +68,7 @@ def gpt_oss_experts(config: Mapping[str, Any]) -> MoESpec:
     return MoESpec(num_experts=config["num_experts"], top_k=top_k,
                    intermediate_size=config["intermediate_size"], layers=tuple(range(config["num_hidden_layers"])),
                    router_name="router", router_bias=True, expert_bias=True,
-                   gate_limit=float(config.get("swiglu_limit") or 7.0), stacked="turns")
+                   gate_limit=float(config.get("swiglu_limit") or 7.0), stacked="interleaved")
 
 
 def qwen_experts(config: Mapping[str, Any]) -> MoESpec | None:

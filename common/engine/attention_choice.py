@@ -36,8 +36,8 @@ class AttentionChoice:
     def over(self, pool: KVPool) -> Planned:
         """One more attention over ``pool``, with workspaces of its own."""
         spec, device = self.spec, pool.groups[0].device
-        num_heads = spec.num_heads // self.parallel.attention.size
+        num_heads = spec.num_heads // self.parallel.attn_tp.size
         if spec.mla is None:
-            layers = self.parallel.stages.layers(spec.num_layers)
+            layers = self.parallel.pp.layers(spec.num_layers)
             return select_attention(self.config.kernels, device, pool, num_heads, self.dtype, spec.seen_back(layers))
         return select_latent_attention(self.config.kernels, device, pool, spec.mla, num_heads, self.dtype)

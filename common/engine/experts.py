@@ -28,7 +28,7 @@ def expert_layers(model: DenseDecoder) -> dict[int, MoE]:
 
 def connect_experts(config: ServerConfig, spec: ModelSpec, parallel: Parallel, model: DenseDecoder) -> None:
     """Give the ranks what tokens are sent by, where it is through each other's memory. A collective of all ranks."""
-    sent = parallel.tokens.sent
+    sent = parallel.token_exchange.all_to_all
     if sent is None or config.nodes.nnodes > 1 or config.kernels.disable_custom_all_reduce:
         return
     schedule = config.schedule
@@ -53,7 +53,7 @@ class ExpertCounts:
             counts.append(layer.counts)
         joined = torch.stack(counts)
         share = next(iter(self.layers.values())).share
-        if share.spreads:  # else every rank has seen all tokens
+        if share.uses_all_to_all:  # else every rank has seen all tokens
             share.group.all_reduce(joined)
         return joined.cpu().numpy()
 

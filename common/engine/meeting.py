@@ -64,7 +64,7 @@ class Meeting:
     def agree(self, tokens: int, scored: int, *, decodes: bool) -> Turn | None:
         """``tokens`` and ``scored`` are this rank's rows, 0 where it has no batch; None where nobody has one.
         ``decodes``: a graph could compute this rank's batch."""
-        told = self._parallel.across.gather_ints(np.array([tokens, scored, self._wish_ms, decodes or not tokens]))
+        told = self._parallel.dp.gather_ints(np.array([tokens, scored, self._wish_ms, decodes or not tokens]))
         if not told[:, 0].any():
             self._wait_ms = int(told[:, 2].min())
             return None

@@ -62,7 +62,7 @@ class ModelRunner:
         self._weights = weights
         self._model = model = weights.model
         self._attention = attention
-        counts = ExpertCounts(model) if self._parallel.experts.counted else None
+        counts = ExpertCounts(model) if self._parallel.experts.counts_tokens else None
         self.expert_record = ExpertRecord(counts)
         args = config.parallel
         self._balancer = None
@@ -87,7 +87,7 @@ class ModelRunner:
         Raises ConfigError where the configuration does not fit the model, the checkpoint or the memory.
         """
         device = torch.device(device)
-        spec.check_tp(parallel.attention.size, parallel.mlp.size)
+        spec.check_tp(parallel.attn_tp.size, parallel.tp.size)
         parallel.experts.check(spec.moe)
         dtype = resolve_dtype(config, spec, device)
         check_device(spec.quantization, dtype, device)
@@ -99,10 +99,10 @@ class ModelRunner:
         weights = ModelWeights.load(config, spec, parallel, dtype, device, progress)
         connect_experts(config, spec, parallel, weights.model)
         scales = kv_scales(config.cache, config.model, spec)
-        layout = kv_layout(config.cache, spec, parallel.attention.size, dtype, scales,
-                           parallel.stages.layers(spec.num_layers))
+        layout = kv_layout(config.cache, spec, parallel.attn_tp.size, dtype, scales,
+                           parallel.pp.layers(spec.num_layers))
         counted = count_pages(config, spec, layout, parallel, device)
-        num_pages = int(parallel.everyone.min_reduce(np.array([counted]))[0])
+        num_pages = int(parallel.world.min_reduce(np.array([counted]))[0])
         if num_pages < 1:
             raise ConfigError("No memory is left for the KV pool: raise --mem-fraction-static, lower "
                               "--chunked-prefill-size, or use more GPUs with --tp-size.")
@@ -125,9 +125,9 @@ class ModelRunner:
         """Compile the kernels now: FlashInfer takes about 100 s, which the first request would wait for."""
         for layer in list(expert_layers(self._model).values())[:1]:  # the others are alike
             layer.experts.warm_up(self._config.schedule.largest_prefill(self.spec.context_length))
-        for group in dict.fromkeys([self._parallel.attention, self._parallel.mlp]):
-            if group.peers is not None:
-                group.peers.warm_up(self._model.width, self._model.dtype)
+        for group in dict.fromkeys([self._parallel.attn_tp, self._parallel.tp]):
+            if group.symm_comm is not None:
+                group.symm_comm.warm_up(self._model.width, self._model.dtype)
         embeds, groups = self._config.model.is_embedding, self._parallel.dp_size
         compute = self.hidden if embeds else self.forward
         many = min(_MANY_ROWS, self.spec.context_length)
@@ -222,8 +222,8 @@ class ModelRunner:
     def _begin(self, turn: Turn) -> None:
         self._turn = turn
         self._cut = self._two is not None and self._two.begin(turn)
-        self._parallel.tokens.begin(turn.tokens, decodes=turn.steady)
-        self._parallel.scored.begin(turn.scored)
+        self._parallel.token_exchange.begin_step(turn.tokens, all_decode=turn.steady)
+        self._parallel.logits_exchange.begin_step(turn.scored)
 
     def accompany(self) -> None:
         """A turn without a batch: other data-parallel ranks that compute need this rank's share of their layers.
@@ -316,8 +316,8 @@ def _check_pool(config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype
     """Raises ConfigError for a --max-total-tokens that the GPU could not hold without any weights."""
     tokens = config.cache.max_total_tokens
     if tokens is not None and device.type == "cuda":
-        layers = parallel.stages.layers(spec.num_layers)
-        each = token_bytes(config.cache, spec, parallel.attention.size, dtype, len(layers))
+        layers = parallel.pp.layers(spec.num_layers)
+        each = token_bytes(config.cache, spec, parallel.attn_tp.size, dtype, len(layers))
         check_pool(tokens, each, torch.cuda.mem_get_info(device)[1], str(device))
 
 

@@ -29,8 +29,8 @@ class ModelWeights:
         self.model = model
         self.identity: ModelIdentity = identify(config.model, spec)
         self._config = config
-        self._layers = parallel.stages.layers(spec.num_layers)
-        self._elsewhere = parallel.stages.elsewhere(spec.num_layers)
+        self._layers = parallel.pp.layers(spec.num_layers)
+        self._on_other_stage = parallel.pp.on_other_stage(spec.num_layers)
 
     @classmethod
     def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str, device: torch.device,
@@ -75,4 +75,4 @@ class ModelWeights:
 
     def _read(self, args: ModelArgs, progress: Progress) -> None:
         load_safetensors(resolve_checkpoint(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
-                         unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=self.spec.stacked_experts)
+                         unused=self.spec.unused_names, on_other_stage=self._on_other_stage, stacked=self.spec.stacked_experts)

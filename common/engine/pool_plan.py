@@ -73,8 +73,8 @@ def count_pages(config: ServerConfig, spec: ModelSpec, layout: KVLayout, paralle
     # The share is this process's own, so that servers which share a GPU need not start one after the other.
     each = total * config.cache.mem_fraction_static / sharers(config, torch.cuda.device_count())
     share = each - torch.cuda.memory_allocated(device)
-    if parallel.tokens.sent is not None:
-        share -= parallel.tokens.sent.nbytes  # which torch does not count
+    if parallel.token_exchange.all_to_all is not None:
+        share -= parallel.token_exchange.all_to_all.nbytes  # which torch does not count
     return int(min(share, free - _activation_bytes(config, spec, layout, parallel, device)) // layout.page_bytes)
 
 
@@ -88,8 +88,8 @@ def _activation_bytes(config: ServerConfig, spec: ModelSpec, layout: KVLayout, p
                       device: torch.device) -> int:
     """What one step needs beside weights and pool, at most: its widest layer, its logits, and workspaces."""
     schedule = config.schedule
-    local = _attention_values(spec) // parallel.attention.size
-    local += parallel.dp_size * _mlp_values(spec, parallel.mlp.size)  # of all attention groups' tokens
+    local = _attention_values(spec) // parallel.attn_tp.size
+    local += parallel.dp_size * _mlp_values(spec, parallel.tp.size)  # of all attention groups' tokens
     values = (4 + 2 * parallel.dp_size) * spec.hidden_size + local + 2 * layout.num_kv_heads * spec.head_dim
     row = values * DTYPE_BYTES[resolve_dtype(config, spec, device)]
     rows = max(schedule.largest_prefill(spec.context_length), schedule.max_running_requests)

@@ -15,7 +15,7 @@ from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..kvcache.pool import KVPool
 from ..models.decoder import DenseDecoder
-from ..models.predictor import TokenPredictor, token_predictors
+from ..models.predictor import TokenPredictor, build_draft_layers
 from ..weights.loader import Elsewhere, Progress, load_dummy, load_safetensors
 from .attention_choice import AttentionChoice
 from .forward_batch import ForwardBatch
@@ -45,19 +45,19 @@ class Predictors:
         if not spec.mtp_layers:
             raise ConfigError(f"{config.model.model_path} has no layers of multi-token prediction: num_nextn_predict_"
                               "layers of its config.json is not there, or 0.")
-        if parallel.stages.size > 1:
+        if parallel.pp.size > 1:
             raise ConfigError("Layers of multi-token prediction need the whole model: leave --pp-size out.")
         dtype = resolve_dtype(config, spec, device)
         try:
-            layers = token_predictors(spec, parallel, getattr(torch, dtype), device)
+            layers = build_draft_layers(spec, parallel, getattr(torch, dtype), device)
             slots = [slot for layer in layers for slot in layer.slots()]
             if config.model.load_format == "dummy":
                 load_dummy(slots, config.model.random_seed, progress)
             else:
                 load_safetensors(resolve_checkpoint(config.model), slots, progress, tied=False,
-                                 elsewhere=_outside(spec), stacked=spec.stacked_experts)
+                                 on_other_stage=_outside(spec), stacked=spec.stacked_experts)
             own = dataclasses.replace(spec, num_layers=len(layers), windows=())
-            pool = KVPool(kv_layout(config.cache, own, parallel.attention.size, dtype), num_pages, device)
+            pool = KVPool(kv_layout(config.cache, own, parallel.attn_tp.size, dtype), num_pages, device)
         except torch.OutOfMemoryError:
             raise ConfigError(f"The layers of multi-token prediction do not fit on {device}: lower "
                               "--max-total-tokens.") from None

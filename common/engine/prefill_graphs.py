@@ -20,7 +20,7 @@ import torch
 
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
-from ..distributed.capture import may_capture_prompts
+from ..distributed.capture import may_capture_prefill
 from ..distributed.live_rows import LiveRows
 from ..distributed.parallel import Parallel
 from ..layers.moe import MoE
@@ -73,7 +73,7 @@ def prompt_sizes(config: ServerConfig, spec: ModelSpec, parallel: Parallel) -> l
     largest = config.captured_prompts(spec.context_length)
     wanted = [size for size in config.kernels.piecewise_cuda_graph_tokens if size <= largest]
     sizes = sorted(wanted) or default_sizes(largest)
-    return [size for size in sizes if 0 < size <= largest and may_capture_prompts(parallel, size)]
+    return [size for size in sizes if 0 < size <= largest and may_capture_prefill(parallel, size)]
 
 
 class PrefillGraphs:
@@ -95,7 +95,7 @@ class PrefillGraphs:
         # The largest first: the smaller ones then fit into its memory.
         for done, size in enumerate(reversed(self._sizes), 1):
             begin(size)
-            with live.of(self._live[:groups * size]):
+            with live.using(self._live[:groups * size]):
                 self._pieces[size] = self._record(model, size, recorder)
             progress(done / len(self._sizes))
 

@@ -63,7 +63,7 @@ class EngineParts:
     @property
     def tp(self) -> TPGroup:
         """The ranks that share requests and a KV pool."""
-        return self.parallel.attention
+        return self.parallel.attn_tp
 
     @property
     def agreeing(self) -> Agreeing:
@@ -104,12 +104,12 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         resolve_checkpoint(spec.config.model, lambda share: progress("downloading", share))
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
-            connect_all(parallel, spec.config.largest_captured if parallel.tokens.decode is not None else 0)
-        line = StageLine(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.stages.size > 1 else None
+            connect_all(parallel, spec.config.largest_captured if parallel.token_exchange.low_latency is not None else 0)
+        line = StageLine(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.pp.size > 1 else None
         parts = build_parts(spec, parallel, send, progress, line)
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
-        parallel.everyone.barrier()  # Ready means that every rank is up
+        parallel.world.barrier()  # Ready means that every rank is up
     except Exception as error:
         channel.send(StartFailed(_reason(spec, error)))
         channel.close()
@@ -120,11 +120,11 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         channel.send(Ready(capacity, min(capacity, parts.runner.spec.context_length), parts.runner.model,
                            scheduler.peers.key))
     log.info("ready: %d KV pages of %d tokens", cache.num_pages, cache.page_size)
-    control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher, scheduler.peers)
+    control = Control(spec.config, parallel.world, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     settle_collector()
-    ticker = Ticker(channel, parallel.world) if line is None else StageTicker(channel, line)
+    ticker = Ticker(channel, parallel.tp) if line is None else StageTicker(channel, line)
     loop = EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
                       None if _leads(spec) else channel.send)
@@ -173,17 +173,17 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         timeout=config.schedule.request_timeout,
         reserves_output=config.mode != "prefill",
     )
-    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attention,
+    sampler = Sampler(model.vocab_size, runner.device, config.model.random_seed + parallel.dp_rank, parallel.attn_tp,
                       original_logprobs=config.model.return_original_logprob, backend=config.kernels.sampling_backend,
                       dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
     grammars = None
-    if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
+    if parallel.attn_tp.rank == 0 and (parallel.pp.is_first or parallel.pp.is_last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
     here = Executor(runner, sampler, grammars)
     executor: Executor | StageExecutor = here
     if line is not None:
         executor = StageExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
-    batcher = make_batcher(config, runner, cache, parallel.attention)
+    batcher = make_batcher(config, runner, cache, parallel.attn_tp)
     return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars, line)
 
 
@@ -196,10 +196,10 @@ def join_groups(spec: RankSpec) -> Parallel:
         threads = max(1, (os.cpu_count() or 1) // (2 * spec.world_size))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
     return init_parallel(spec.rank, spec.world_size, spec.config.dp_size, spec.dist_init, device,
-                         experts=partial(ExpertShare.of, spec.config.parallel),
+                         experts=partial(ExpertShare.from_args, spec.config.parallel),
                          dp_head=spec.config.data_parallel.enable_dp_lm_head, pp_size=spec.config.parallel.pp_size,
                          pp_partition=spec.config.parallel.pp_layer_partition,
-                         beside=spec.config.data_parallel.enable_two_batch_overlap,
+                         overlap=spec.config.data_parallel.enable_two_batch_overlap,
                          backend=spec.config.parallel.dist_backend)
 
 

@@ -48,7 +48,7 @@ class RecordedPrompts:
         def trial(size: int, work: Callable[[], None]) -> float:
             begin(self._turn_of(size))
             mine = times_of_launching(work, self._device)
-            return float(self._parallel.everyone.min_reduce(np.array([1e6 * mine]))[0]) / 1e6
+            return float(self._parallel.world.min_reduce(np.array([1e6 * mine]))[0]) / 1e6
 
         found = Recorded(*launch_bound(self._model, sizes, trial))
         self.chosen = found if found.sizes else None
@@ -63,7 +63,7 @@ class RecordedPrompts:
             self.record(self.chosen, GraphRecorder(self._device), begin, progress)
         except Exception as error:  # torch tells what a capture must not hold by errors of many kinds
             trouble = f"{type(error).__name__}: {error}"
-        if not self._parallel.everyone.all_true(trouble is None):
+        if not self._parallel.world.all_true(trouble is None):
             log.warning("Prompts run without CUDA graphs: %s.", trouble or "another rank cannot capture its pieces")
             self.chosen = self.graphs = None
 
@@ -71,7 +71,7 @@ class RecordedPrompts:
     def record(self, wanted: Recorded, recorder: Recorder, begin: Begin, progress: Progress) -> None:
         """Steps of prompts replay what is recorded, from now on."""
         self.graphs = PrefillGraphs(
-            self._model, wanted, self._parallel.dp_size, self._parallel.experts.padded, recorder,
+            self._model, wanted, self._parallel.dp_size, self._parallel.experts.prefill_live_rows, recorder,
             lambda size: begin(self._turn_of(size)), lambda share: progress("CUDA graphs of prompts", share))
 
     def release(self) -> None:

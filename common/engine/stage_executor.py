@@ -52,11 +52,11 @@ class StageExecutor:
         """``alone``: one step at a time."""
         self._executor = executor
         self._alone = alone
-        self._stages = parallel.stages
+        self.pp = parallel.pp
         self.line = line
         self._numbers = count()
         self._teller: _Teller | None = None
-        self._reports = parallel.stages.last and parallel.attention.rank == 0
+        self._reports = parallel.pp.is_last and parallel.attn_tp.rank == 0
         if self._reports and executor.asynchronous:
             self._teller = _Teller(line.reporter("results"))
 
@@ -67,13 +67,13 @@ class StageExecutor:
     @property
     def depth(self) -> int:
         """Steps on their way that keep every stage at work: one each, and where the host runs ahead one in hand."""
-        return 1 if self._alone else self._stages.size + self.asynchronous
+        return 1 if self._alone else self.pp.size + self.asynchronous
 
     def launch(self, batch: Batch, after_group: AfterGroup | None = None) -> StageStep:
         """Start computing the batch; on a CPU this stage has computed it. No token of it may be pending."""
         number = next(self._numbers)
         sampling = [chunk.req for chunk in batch.chunks if batch.is_decode or chunk.samples]
-        if not self._stages.last:
+        if not self.pp.is_last:
             prompt_rows(batch)  # begins what the last stage begins
             self._executor.forward(batch, after_group)
         else:

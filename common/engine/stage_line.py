@@ -79,14 +79,14 @@ class StageLine:
 
     def __init__(self, parallel: Parallel, host: str = "127.0.0.1"):
         """A collective of all ranks; rank 0 listens on a free port of ``host``. Whoever reaches that can take part."""
-        self._stage, self._tp = parallel.stages, parallel.attention
+        self._stage, self._tp = parallel.pp, parallel.attn_tp
         self.ready = 0
-        self.leads = parallel.everyone.rank == 0
+        self.leads = parallel.world.rank == 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._results: dict[int, Computed] = {}
         self._num_results = 0
         self._standing: dict[tuple[str, int], dict[int, list[int]]] = {}
-        self._names = [f"rank{rank}".encode() for rank in range(1, parallel.everyone.size)]
+        self._names = [f"rank{rank}".encode() for rank in range(1, parallel.world.size)]
         if self.leads:
             self._router = self._context.socket(zmq.ROUTER)
             self._router.setsockopt(zmq.SNDHWM, 0)
@@ -94,11 +94,11 @@ class StageLine:
             self._router.setsockopt(zmq.IPV6, 1)
             at = f"[{host}]" if ":" in host else host
             port = self._router.bind_to_random_port(f"tcp://{at}")
-            parallel.everyone.broadcast_bytes(f"tcp://{at}:{port}".encode())
+            parallel.world.broadcast_bytes(f"tcp://{at}:{port}".encode())
             self._await_all()
         else:
-            self._endpoint = parallel.everyone.broadcast_bytes(None).decode()
-            self._reporter = Reporter(self._context, self._endpoint, f"rank{parallel.everyone.rank}")
+            self._endpoint = parallel.world.broadcast_bytes(None).decode()
+            self._reporter = Reporter(self._context, self._endpoint, f"rank{parallel.world.rank}")
             self._reporter.send(Hello())
 
     def reporter(self, name: str) -> Reporter:
@@ -143,7 +143,7 @@ class StageLine:
         """Agreeing's, as far as rank 0 knows: by what each stage has reported last."""
         own = self._tp.min_reduce(values)
         if not self.leads:
-            if not self._stage.first and self._tp.rank == 0:
+            if not self._stage.is_first and self._tp.rank == 0:
                 self._stand(topic, dict(zip(keys, own.tolist())))
             return np.array(_rows.decode(self.tell(None)), np.int64).reshape(values.shape)
         self._drain()
@@ -164,9 +164,9 @@ class StageLine:
         self._reporter.send(report)
 
     def _stand(self, topic: str, rows: dict[int, list[int]]) -> None:
-        if self._standing.get((topic, self._stage.index)) != rows:
-            self._standing[topic, self._stage.index] = rows
-            self.report(Standing(self._stage.index, topic, rows))
+        if self._standing.get((topic, self._stage.rank)) != rows:
+            self._standing[topic, self._stage.rank] = rows
+            self.report(Standing(self._stage.rank, topic, rows))
 
     def _drain(self) -> None:
         while True:

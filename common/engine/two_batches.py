@@ -37,7 +37,7 @@ class TwoBatches:
         if not model.halves:
             raise ConfigError("--enable-two-batch-overlap is for --moe-a2a-backend none, and for MLPs without a bias: "
                               "leave it out.")
-        return cls(attentions, (parallel.exchange_beside(), parallel.exchange_beside()), config.cache.page_size,
+        return cls(attentions, (parallel.overlap_exchange(), parallel.overlap_exchange()), config.cache.page_size,
                    parallel.dp_rank, config.data_parallel.two_batch_min_tokens)
 
     def begin(self, turn: Turn) -> bool:
@@ -48,7 +48,7 @@ class TwoBatches:
         first = [max(count // 4 * 2, 1) for count in turn.tokens]
         second = [max(count - before, 1) for count, before in zip(turn.tokens, first)]
         for exchange, counts in zip(self._exchanges, (first, second)):
-            exchange.begin(counts)
+            exchange.begin_step(counts)
         self._middle = first[self._group]
         return all(exchange.padded for exchange in self._exchanges)
 

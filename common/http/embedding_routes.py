@@ -65,7 +65,7 @@ async def encode(front: Front, request: web.Request) -> web.Response:
         prompts = body.prompts()
     choices = await _pooled(front, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
                             body.priority)
-    labels = front.model.head == "labels"
+    labels = front.model.head == "classifier"
     answers = [EncodeAnswer((vector_of(choice) if labels else shortened(vector_of(choice), None)).tolist(),
                             _meta_info(choice)) for choice in choices]
     return json_response(answers if prompts.batched else answers[0])
@@ -73,7 +73,7 @@ async def encode(front: Front, request: web.Request) -> web.Response:
 
 async def classify(front: Front, request: web.Request) -> web.Response:
     """``/classify``: ``/encode`` of a classifier."""
-    if front.model.head != "labels":
+    if front.model.head != "classifier":
         raise InvalidRequest(f"{front.model.architecture} is no classifier; serve a ...ForSequenceClassification "
                              "checkpoint with --is-embedding.")
     return await encode(front, request)
@@ -94,7 +94,7 @@ async def rerank(front: Front, request: web.Request) -> web.Response:
         front.check_count(len(body.documents), "documents")
     if not front.config.model.is_embedding:
         scored = await _asked(front, body)
-    elif front.model.head == "labels":
+    elif front.model.head == "classifier":
         scored = await _scored_pairs(front, body)
     else:
         scored = await _compared(front, body)

@@ -1,6 +1,6 @@
-"""How a model's linear layers are quantized: by the checkpoint's ``quantization_config``, or as they are loaded.
+"""The quantization scheme of a model's linear layers: the checkpoint's ``quantization_config``, or ``--quantization``.
 
-Free of torch: it is a part of the ModelSpec.
+It does not import torch, as it is a part of the ModelSpec.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class Scheme:
-    """Weights and activations in float8 (e4m3), sums in float32.
+    """Float8 (e4m3) weights and activations with float32 accumulation.
 
-    ``weights`` says what has a scale of its own: each projection, each of its outputs (``channel``), or each
-    ``block`` of outputs x inputs. ``activations`` get a scale a token (with blocks: a token's group of ``block[1]``
-    values) as they come, or, ``static``, one that the checkpoint holds. ``stored``: the checkpoint holds float8 weights
-    and scales named ``<projection>.<weight_scale>``; else weights are quantized as they are loaded. The linear layers
-    that ``ignored`` names stay as they are; the embedding and the output head always do.
+    ``weights``: the granularity of weight scales, one for each projection (``tensor``), each of its outputs
+    (``channel``), or each ``block`` of outputs x inputs. ``activations``: ``dynamic`` scales, one for each token (with
+    blocks: for each of its groups of ``block[1]`` values), or the checkpoint's ``static`` one. ``stored``: the
+    checkpoint has float8 weights, with scales named ``<projection>.<weight_scale>``; otherwise weights are quantized as
+    they are loaded. Linear layers that ``ignored`` names are not quantized, nor are the embedding and the LM head.
     """
 
     weights: Literal["tensor", "channel", "block"]
@@ -35,38 +35,38 @@ class Scheme:
     ignored: tuple[str, ...] = ()
 
     def quantizes(self, name: str) -> bool:
-        """Whether the linear layer of the checkpoint's ``name`` is quantized."""
-        return not any(_names(pattern, name) for pattern in self.ignored)
+        """Returns whether the linear layer of the checkpoint's ``name`` is quantized."""
+        return not any(_matches(pattern, name) for pattern in self.ignored)
 
 
 AS_LOADED = {"fp8": Scheme("channel"), "fp8_per_tensor": Scheme("tensor"), "fp8_per_block": Scheme("block")}
-"""By the values of ``--quantization``."""
+"""The schemes that quantize weights as they are loaded, by the values of ``--quantization``."""
 
 
 def scheme_of(config: Mapping[str, Any], flag: str | None) -> Scheme | None:
-    """What config.json and ``--quantization`` say together; None for weights as they are.
+    """Returns the scheme of config.json and ``--quantization``; None for unquantized weights.
 
-    Raises ConfigError, naming it, for a way of quantizing that is not supported.
+    Raises ConfigError, naming it, for a quantization that is not supported.
     """
     stated = config.get("quantization_config") or config.get("compression_config")
     method = (stated or {}).get("quant_method")
-    if stated is None or method == "mxfp4":  # experts' alone, whom weights/expert_turns.py makes dense
+    if stated is None or method == "mxfp4":  # of experts only, which weights/expert_turns.py dequantizes
         return AS_LOADED[flag] if flag else None
     if method == "fp8":
-        found = _fp8(stated)
+        scheme = _fp8(stated)
     elif method == "compressed-tensors":
-        found = _compressed_tensors(stated)
+        scheme = _compressed_tensors(stated)
     else:
         raise ConfigError(f"Checkpoints quantized by {method!r} are not supported: use one in bfloat16, float16 or "
                           "float32, or one quantized to float8 by 'fp8' or 'compressed-tensors'.")
     if flag not in (None, "fp8"):
         raise ConfigError(f"--quantization {flag} is for checkpoints that are not quantized, and this one is: leave "
                           "the flag out.")
-    return found
+    return scheme
 
 
 def _fp8(stated: Mapping[str, Any]) -> Scheme:
-    """The form of transformers' finegrained float8 (``weight_block_size`` stated, be it null) or of AutoFP8's."""
+    """Reads transformers' finegrained float8 (``weight_block_size`` is present, though maybe null) or AutoFP8."""
     activations = stated.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise ConfigError(f"activation_scheme {activations!r} is not supported: it is 'dynamic' or 'static'.")
@@ -91,7 +91,7 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Scheme:
     for what, side in (("weights", weights), ("input_activations", inputs)):
         if not side or side.get("type") != "float" or side.get("num_bits") != 8:
             raise ConfigError(f"Of compressed-tensors' checkpoints those are supported whose weights and "
-                              f"input_activations are 8-bit floats; {what} are {_told(side)}.")
+                              f"input_activations are 8-bit floats; {what} are {_described(side)}.")
     assert inputs is not None
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block"):
@@ -111,12 +111,13 @@ def _block(size: Any) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _told(side: Mapping[str, Any] | None) -> str:
+def _described(side: Mapping[str, Any] | None) -> str:
     return f"{side.get('num_bits')}-bit {side.get('type')}" if side else "not quantized"
 
 
-def _names(pattern: str, name: str) -> bool:
-    """A regular expression behind ``re:``, else a run of the name's dotted parts: ``lm_head``, ``model.layers.0``."""
+def _matches(pattern: str, name: str) -> bool:
+    """Matches a regular expression after ``re:``, else consecutive dotted parts of ``name`` such as
+    ``model.layers.0``."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return f".{pattern}." in f".{name}."

@@ -96,10 +96,10 @@ def rank_main(spec: RankSpec) -> None:
                                  overlap=True)
     if trace is not None:
         trace.watch(scheduler, ledger)
-    control = Control(spec.config, Parallel().everyone, model, batcher)
+    control = Control(spec.config, Parallel().world, model, batcher)
     channel.send(Ready(POOL_TOKENS, 16384))
     settle_collector()
-    EngineLoop(Ticker(channel, Parallel().world), ledger, scheduler, cache, control, channel.send).run()
+    EngineLoop(Ticker(channel, Parallel().tp), ledger, scheduler, cache, control, channel.send).run()
     channel.close()
 
 

@@ -84,18 +84,18 @@ def test_what_the_host_decides_in_every_step_is_not_captured(monkeypatch):
     two = Group(0, 2)
     assert may_capture(Parallel())
     tried = []
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: tried.append((group, sends)))
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group, sends: tried.append((group, sends)))
     assert may_capture(Parallel(two)) and tried == [(two, False)]
     across = Group(0, 2)
     assert may_capture(Parallel(two, TPGroup(), across)) and tried == [(two, False), (two, True), (across, True)]
     assert not may_capture(Parallel(two, experts=replace(ExpertShare(two), ep_size=2, a2a="alltoall")))
-    assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counted=True)))
+    assert not may_capture(Parallel(two, TPGroup(), across, replace(ExpertShare(two), counts_tokens=True)))
     assert not may_capture(Parallel(Group(0, 2, "cuda:0"))), "it goes through host memory"
     assert len(tried) == 3
 
 
 def test_a_trial_that_fails_is_told(monkeypatch, caplog):
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: "they were not captured")
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group, sends: "they were not captured")
     assert not may_capture(Parallel(Group(0, 2)))
     assert "Decode steps run without CUDA graphs: they were not captured." in caplog.text
 
@@ -103,7 +103,7 @@ def test_a_trial_that_fails_is_told(monkeypatch, caplog):
 def test_groups_capture_where_all_ranks_can(monkeypatch, caplog):
     world = Group(0, 2)
     world.min_reduce = lambda values: values * 0  # another rank's attention group could not
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: None)
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group, sends: None)
     assert not may_capture(Parallel(world, TPGroup(), Group(0, 2)))
     assert "Decode steps run without CUDA graphs: other ranks cannot capture theirs." in caplog.text
 
@@ -118,14 +118,14 @@ def test_sums_that_are_wrong_or_cannot_be_go_over_nccl(monkeypatch, caplog):
         def __init__(self, *given):
             pass
 
-        def trouble(self, group):
+        def self_test(self, group):
             return "a sum of 8 values was wrong"
 
     monkeypatch.setattr(peers, "SymmetricBuffers", lambda *given: None)
     monkeypatch.setattr(peers, "PeerSums", Wrong)
     assert peers.connect(group) is None
     assert "Small sums go over NCCL: a sum of 8 values was wrong." in caplog.text
-    monkeypatch.setattr(Wrong, "trouble", lambda self, group: None)
+    monkeypatch.setattr(Wrong, "self_test", lambda self, group: None)
     assert isinstance(peers.connect(group), Wrong)
 
 
@@ -134,36 +134,36 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     def parallel() -> Parallel:
         group = Group(0, 2, "cuda:0", device_group=object())
         made = Parallel(group, TPGroup(), group, ExpertShare(group, 2, "peer"))
-        made.tokens.sent.connect(8, 64, 2, torch.bfloat16)
-        made.tokens.sent.begin([3, 8])
+        made.token_exchange.all_to_all.connect(8, 64, 2, torch.bfloat16)
+        made.token_exchange.all_to_all.begin_step([3, 8])
         return made
 
     def refuses(*given):
         raise RuntimeError("no peers here")
 
-    monkeypatch.setattr("baton.common.distributed.capture._trouble", lambda group, sends: None)
+    monkeypatch.setattr("baton.common.distributed.capture._capture_failure", lambda group, sends: None)
     monkeypatch.setattr(sent_tokens, "AVAILABLE", True)
     monkeypatch.setattr(sent_tokens, "SharedAreas", refuses)
     alone = parallel()
-    assert not (alone.tokens.sent.connected or alone.tokens.sent.takes or may_capture(alone))
+    assert not (alone.token_exchange.all_to_all.connected or alone.token_exchange.all_to_all.can_dispatch or may_capture(alone))
     assert "for which the host waits in every layer: RuntimeError: no peers here." in caplog.text
     monkeypatch.setattr(sent_tokens, "SharedAreas", lambda rank, group, device, areas: SimpleNamespace(
         peers=SimpleNamespace(areas=areas)))
-    monkeypatch.setattr(sent_tokens, "_tried", lambda peers: "rows came back wrong")
-    assert not parallel().tokens.sent.connected
+    monkeypatch.setattr(sent_tokens, "_self_test", lambda peers: "rows came back wrong")
+    assert not parallel().token_exchange.all_to_all.connected
     assert "for which the host waits in every layer: rows came back wrong." in caplog.text
-    monkeypatch.setattr(sent_tokens, "_tried", lambda peers: None)
+    monkeypatch.setattr(sent_tokens, "_self_test", lambda peers: None)
     sending = parallel()
-    assert sending.tokens.sent.takes and may_capture(sending)
-    assert sending.tokens.sent.nbytes == sent_tokens.Areas(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
-    sending.tokens.sent.begin([9, 1])
-    assert not sending.tokens.sent.takes, "there is no room for as many"
+    assert sending.token_exchange.all_to_all.can_dispatch and may_capture(sending)
+    assert sending.token_exchange.all_to_all.nbytes == sent_tokens.Areas(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
+    sending.token_exchange.all_to_all.begin_step([9, 1])
+    assert not sending.token_exchange.all_to_all.can_dispatch, "there is no room for as many"
 
 
 def test_sums_on_a_cpu_have_no_peers():
     parallel = Parallel(TPGroup(0, 2))
     peers.connect_all(parallel)
-    assert parallel.world.peers is None
+    assert parallel.tp.symm_comm is None
 
 
 def test_two_ranks_sum_large_messages_in_each_other_s_memory():
@@ -174,12 +174,12 @@ def test_two_ranks_sum_large_messages_in_each_other_s_memory():
     def largest(ranks: int) -> int:
         buffers = SimpleNamespace(device="cpu", of_ranks=(None,) * ranks)
         sums = peers.PeerSums(0, buffers, peers.slots_for(ranks))
-        taken = [mib for mib in (1, 2, 32, 33) if sums.takes(message(mib << 20))]
-        assert taken == [mib for mib in (1, 2, 32, 33) if sums.takes_rows(message(mib << 20))]
+        taken = [mib for mib in (1, 2, 32, 33) if sums.can_all_reduce(message(mib << 20))]
+        assert taken == [mib for mib in (1, 2, 32, 33) if sums.can_all_reduce_norm(message(mib << 20))]
         return taken[-1]
 
     assert largest(2) == 32 and largest(4) == 1
-    assert peers.slots_for(4, 700) == 700 and peers.slots_for(8, 5000) == peers.MOST_ROWS
+    assert peers.slots_for(4, 700) == 700 and peers.slots_for(8, 5000) == peers.MAX_GATHER_ROWS
 
 
 def test_a_pool_that_is_too_large_is_refused_in_a_sentence(monkeypatch):

@@ -116,5 +116,5 @@ def test_the_pool_leaves_no_room_for_graphs_that_nobody_records(tmp_path, monkey
         return count_pages(changed, spec, layout, parallel or Parallel(), torch.device("cuda"))
 
     without = pages(disable_piecewise_cuda_graph=True)
-    assert pages(Parallel(experts=ExpertShare(TPGroup(), counted=True))) == without
+    assert pages(Parallel(experts=ExpertShare(TPGroup(), counts_tokens=True))) == without
     assert pages() < pages(piecewise_cuda_graph_tokens=(256, 100_000)) < without

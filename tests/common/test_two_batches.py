@@ -18,7 +18,7 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.engine.forward_batch import Row, build_forward_batch
 from baton.common.engine.meeting import Meeting
 from baton.common.engine.two_batches import TwoBatches, rows_of
-from baton.common.models.halves import in_turns
+from baton.common.models.halves import run_interleaved
 from baton.tests.common.small_models import load_runner, server_config
 from baton.tests.common.small_moe import save_moe
 
@@ -65,7 +65,7 @@ def test_works_go_on_in_turns():
             yield
         return name
 
-    assert in_turns([work("a", 2), work("b", 3)]) == ["a", "b"]
+    assert run_interleaved([work("a", 2), work("b", 3)]) == ["a", "b"]
     assert told == ["a0", "b0", "a1", "b1", "b2"]
 
 
