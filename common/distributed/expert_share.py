@@ -10,9 +10,9 @@ import torch
 from ..api.errors import ConfigError
 from ..config.moe import MoESpec
 from ..config.server import ParallelArgs
+from .all_to_all import AllToAllExchange
 from .live_rows import LiveRows
-from .low_latency import LowLatency
-from .sent_tokens import SentTokens
+from .low_latency import LowLatencyExchange
 from .tp import TPGroup
 
 AllToAll = Literal["none", "alltoall", "low_latency", "peer"]
@@ -41,8 +41,8 @@ class ExpertShare:
     ep_size: int = 1
     a2a: AllToAll = "none"
     attn_tp_is_one: bool = False
-    low_latency: LowLatency | None = None
-    all_to_all: SentTokens | None = None
+    low_latency: LowLatencyExchange | None = None
+    all_to_all: AllToAllExchange | None = None
     redundant: int = 0
     eplb: bool = False
     counts_tokens: bool = False

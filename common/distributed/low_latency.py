@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .pending import PendingRows
+from .deferred_reduce import DeferredRows
 from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
 
 
 @dataclass(frozen=True)
-class Met:
+class GatheredTokens:
     """The gathered rows [ranks * n, hidden] of all attention groups, for what all ranks compute."""
 
     rows: torch.Tensor
 
 
-class LowLatency:
+class LowLatencyExchange:
     """Exchange between attention groups of one rank each. ``begin_step`` describes a step; ``can_gather`` says whether
     it takes this path, by what is equal on all ranks. A warning is logged where decode steps cannot.
 
@@ -62,15 +62,15 @@ class LowLatency:
         return False
 
     def norm_gather(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
-                    eps: float) -> tuple[Met, torch.Tensor]:
+                    eps: float) -> tuple[GatheredTokens, torch.Tensor]:
         """Returns ``norm(x + residual) * weight`` of all groups, and this group's ``x + residual``."""
         assert self._dp.symm_comm is not None
         rows, total = self._dp.symm_comm.norm_gather(x, residual, weight, eps)
-        return Met(rows), total
+        return GatheredTokens(rows), total
 
-    def reduce_scatter_deferred(self, part: torch.Tensor) -> PendingRows:
+    def reduce_scatter_deferred(self, part: torch.Tensor) -> DeferredRows:
         """Returns this rank's rows of the sum of the ranks' ``part`` [ranks * n, hidden], deferred to the norm."""
-        return PendingRows(part, None, self._dp)
+        return DeferredRows(part, None, self._dp)
 
     def local_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows [n, ...] of gathered ones, a view."""

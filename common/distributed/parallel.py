@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .exchange import TokenExchange
 from .expert_share import ExpertShare
-from .stages import Stages, Way
+from .pipeline_parallel import PPLink, PPStages
+from .token_exchange import TokenExchange
 from .tp import DistBackend, TPGroup, init_tp
 
 OVERLAP_CTAS = 16
@@ -40,12 +40,12 @@ class Parallel:
     """
 
     def __init__(self, tp: TPGroup | None = None, attn_tp: TPGroup | None = None, dp: TPGroup | None = None,
-                 experts: ExpertShare | None = None, *, dp_head: bool = False, pp: Stages | None = None,
+                 experts: ExpertShare | None = None, *, dp_head: bool = False, pp: PPStages | None = None,
                  world: TPGroup | None = None, dp_overlap: TPGroup | None = None):
         """Without arguments a single rank; with ``tp`` alone, tensor parallelism over all of it. ``dp_head``: every
         attention group has a whole LM head. ``dp_overlap``: a second ``dp``, see ``overlap_exchange``."""
         self.tp = tp or TPGroup()
-        self.pp = pp or Stages()
+        self.pp = pp or PPStages()
         self.world = world or self.tp
         self.attn_tp = attn_tp or self.tp
         self.dp = dp or TPGroup(device=self.tp.device)
@@ -120,12 +120,13 @@ def _init_pipeline(world: TPGroup, pp_size: int, partition: Sequence[int], exper
     stage_ranks = [list(range(first, first + width)) for first in range(0, world.size, width)]
     tp_groups = [_subgroup(world, ranks, limit) for ranks in stage_ranks]
     # A group for each pair, so that a stage's sends never wait for its receives.
-    channels = [Way(_pair(world, [rank, rank + width], limit), max_in_flight=pp_size + 2,
-                    through_host=world.through_host)
+    channels = [PPLink(_pair(world, [rank, rank + width], limit), max_in_flight=pp_size + 2,
+                       through_host=world.through_host)
                 for rank in range(world.size - width)]
     pp_rank, tp = world.rank // width, tp_groups[world.rank // width]
-    pp = Stages(pp_rank, pp_size, partition=partition, from_previous=channels[world.rank - width] if pp_rank else None,
-                to_next=channels[world.rank] if pp_rank < pp_size - 1 else None)
+    pp = PPStages(pp_rank, pp_size, partition=partition,
+                  from_previous=channels[world.rank - width] if pp_rank else None,
+                  to_next=channels[world.rank] if pp_rank < pp_size - 1 else None)
     return Parallel(tp, experts=experts(tp), pp=pp, world=world)
 
 

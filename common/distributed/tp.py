@@ -20,7 +20,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class SmallSums(Protocol):
+class SmallAllReduce(Protocol):
     """Custom collectives over symmetric memory, for messages for which they are faster than NCCL.
 
     Each operation may be called for tensors that its ``can_`` method accepts.
@@ -97,7 +97,7 @@ class TPGroup:
         self.device = torch.device(device)
         self._device_group = device_group
         self._host_group = host_group
-        self.symm_comm: SmallSums | None = None
+        self.symm_comm: SmallAllReduce | None = None
 
     @contextmanager
     def without_symm_comm(self) -> Iterator[None]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.forms import Float8Form, Float8Rows
-from ..distributed.pending import PendingProduct, PendingSum, Summed
+from ...kernels.arguments import Float8Format, Float8Rows
+from ..distributed.deferred_reduce import DeferredProduct, DeferredSum, Summed
 from ..distributed.tp import TPGroup
-from ..quantization.methods import Plain, linear_method
+from ..quantization.methods import Unquantized, linear_method
 from ..quantization.shards import Shard
 from ..weights.slots import Allocate, Slot
 
@@ -56,7 +56,7 @@ class ColumnLinear:
              for part, offset in zip(parts, offsets)], in_features, allocate)
         self.bias = allocate(sum(self.sizes)) if bias else None
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         return self.method.activation_format(rows)
 
     def __call__(self, x: Rows) -> torch.Tensor:
@@ -65,14 +65,14 @@ class ColumnLinear:
     def enable_fused_activation(self) -> bool:
         """Compiles the GEMM with fused activation, and returns whether there is one. Without it the layer that follows
         activates, as it quantizes its input to float8 anyway."""
-        if not isinstance(self.method, Plain):
+        if not isinstance(self.method, Unquantized):
             return False
         self.method.compile_gated()
         return True
 
     def forward_gated(self, x: Rows) -> torch.Tensor:
         """Returns ``silu_and_mul`` ``[T, size]`` of the gate and up projections of ``x``, which are of one size."""
-        assert isinstance(self.method, Plain)
+        assert isinstance(self.method, Unquantized)
         return self.method.forward_gated(x, self.bias)
 
     def slots(self) -> Iterator[Slot]:
@@ -103,10 +103,11 @@ class RowLinear:
     def forward_deferred(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
         """Projects ``x``, with the sum over ranks, or with the residual, deferred to the norm that follows."""
         if self.tp.size == 1:
-            if isinstance(self.method, Plain) and self.bias is None and not gated and self.method.prefers_residual(x):
-                return PendingProduct(x, self.method.weight)
+            if isinstance(self.method,
+                          Unquantized) and self.bias is None and not gated and self.method.prefers_residual(x):
+                return DeferredProduct(x, self.method.weight)
             return self(x, gated=gated)
-        return PendingSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
+        return DeferredSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
 
     def partial(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         """Returns this rank's summand, without the bias: for callers that add more before the ranks are summed."""

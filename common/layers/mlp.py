@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels.forms import Float8Form
-from ..distributed.pending import Summed
+from ...kernels.arguments import Float8Format
+from ..distributed.deferred_reduce import Summed
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 from .linear import ColumnLinear, Columns, RowLinear, Rows
@@ -29,7 +29,7 @@ class MLP:
     def has_partial(self) -> bool:
         return self.down.bias is None
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         return self.gate_up.activation_format(rows)
 
     def __call__(self, x: Rows) -> torch.Tensor:

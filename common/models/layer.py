@@ -8,20 +8,20 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.forms import Float8Form, HeadNorms
+from ...kernels.arguments import Float8Format, HeadNorms
 from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
-from ..distributed.exchange import TokenExchange
+from ..distributed.deferred_reduce import Summed
 from ..distributed.parallel import Parallel
-from ..distributed.pending import Summed
+from ..distributed.token_exchange import TokenExchange
 from ..distributed.tp import TPGroup
-from ..engine.forward_batch import ForwardBatch
+from ..forward.forward_batch import ForwardBatch
 from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm, unquantized
 from ..weights.slots import Allocate, Slot
-from .halves import Half
-from .pieces import Projected
+from .micro_batches import MicroBatch
+from .piecewise import Projected
 
 
 class SelfAttention:
@@ -47,7 +47,7 @@ class SelfAttention:
             self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
             self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, spec.rms_norm_eps, allocate)
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         return self.qkv.activation_format(rows)
 
     def project(self, x: Rows) -> Projected:
@@ -82,7 +82,7 @@ class LayerAttention(Protocol):
     @property
     def output(self) -> RowLinear: ...
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         """Returns the format of its input, see LinearMethod."""
 
     def project(self, x: Any) -> Projected:
@@ -110,7 +110,7 @@ class LayerMLP(Protocol):
     def has_partial(self) -> bool:
         """Whether the result is the sum of the ranks' ``partial`` results."""
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         """Returns the format of its input, see LinearMethod."""
 
     def __call__(self, x: Any) -> torch.Tensor: ...
@@ -186,7 +186,7 @@ class DecoderLayer:
                 return residual, residual
         return self.post_attention(heads, residual)
 
-    def forward_microbatch(self, x: Summed, residual: torch.Tensor | None, microbatch: Half,
+    def forward_microbatch(self, x: Summed, residual: torch.Tensor | None, microbatch: MicroBatch,
                            cos_sin: torch.Tensor) -> Generator[None, None, tuple[Summed, torch.Tensor]]:
         """Computes the layer for a micro-batch; yields while rows travel to the MLP, and while they come back. At the
         first yield its keys and values have been enqueued."""

@@ -7,22 +7,22 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.dense_matmul import adds_products, compile_tiles, dense_matmul
-from ...kernels.forms import Float8Form, Float8Rows
-from ...kernels.fp8_block_matmul import GROUP
-from ...kernels.silu_and_mul import silu_and_mul
+from ...kernels.arguments import Float8Format, Float8Rows
+from ...kernels.float8.fp8_block_matmul import GROUP
+from ...kernels.gemm.dense_matmul import adds_products, compile_tiles, dense_matmul
+from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
+from ..config.quantization import QuantizationScheme
 from ..weights.slots import Allocate, Slot
-from .blocks import BlockFloat8
-from .rows import RowFloat8
-from .scheme import Scheme
+from .fp8_block import Fp8Block
+from .fp8_per_channel import Fp8PerChannel
 from .shards import Shard
 
 
 class LinearMethod(Protocol):
     """The weight of a linear layer, in one quantization format."""
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         """Returns the format in which a norm before it may pass ``rows`` rows; None: the engine's type only."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
@@ -36,7 +36,7 @@ class LinearMethod(Protocol):
     def slots(self) -> Iterator[Slot]: ...
 
 
-class Plain:
+class Unquantized:
     """An unquantized weight, in the engine's type."""
 
     def __init__(self, shards: Sequence[Shard], width: int, allocate: Allocate):
@@ -45,7 +45,7 @@ class Plain:
         if allocate.device.type == "cuda":
             compile_tiles(self.weight)
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         return None
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
@@ -59,7 +59,7 @@ class Plain:
         return dense_matmul(x, self.weight, bias, gated=True)
 
     def prefers_residual(self, x: torch.Tensor) -> bool:
-        """Returns whether a GEMM that adds to the residual is faster, see kernels/dense_matmul.py."""
+        """Returns whether a GEMM that adds to the residual is faster, see kernels/gemm/dense_matmul.py."""
         return adds_products(x, self.weight)
 
     def compile_gated(self) -> None:
@@ -80,13 +80,13 @@ def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> Li
     ``allocate.scheme`` does not allow such shards."""
     scheme = allocate.scheme
     if scheme is None or not _quantizes(scheme, shards):
-        return Plain(shards, width, allocate)
+        return Unquantized(shards, width, allocate)
     if scheme.weights == "block":
-        return BlockFloat8(shards, width, scheme, allocate)
-    return RowFloat8(shards, width, scheme, allocate)
+        return Fp8Block(shards, width, scheme, allocate)
+    return Fp8PerChannel(shards, width, scheme, allocate)
 
 
-def check_device(scheme: Scheme | None, dtype: str, device: torch.device) -> None:
+def check_device(scheme: QuantizationScheme | None, dtype: str, device: torch.device) -> None:
     """Raises ConfigError where a GPU cannot compute with ``scheme`` in ``dtype``. A CPU emulates every scheme."""
     if scheme is None or device.type != "cuda":
         return
@@ -105,7 +105,7 @@ def check_float8(device: torch.device, instead: str) -> None:
                           f"capability 8.9 or more, or {instead}.")
 
 
-def _quantizes(scheme: Scheme, shards: Sequence[Shard]) -> bool:
+def _quantizes(scheme: QuantizationScheme, shards: Sequence[Shard]) -> bool:
     quantized = [shard.name for shard in shards if scheme.quantizes(shard.name)]
     if quantized and len(quantized) < len(shards):
         others = [shard.name for shard in shards if shard.name not in quantized]

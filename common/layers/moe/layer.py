@@ -7,20 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ....kernels.forms import Float8Form
+from ....kernels.arguments import Float8Format
 from ...config.moe import MoESpec
+from ...distributed.deferred_reduce import DeferredSum, Summed
 from ...distributed.expert_share import ExpertShare
-from ...distributed.low_latency import Met
-from ...distributed.pending import PendingSum, Summed
+from ...distributed.low_latency import GatheredTokens
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
-from .balance import initial_placement, rebalance
 from .dispatch import compute_by_all_to_all
+from .eplb_algorithm import initial_placement, rebalance
 from .experts import Experts
-from .moving import move_experts
 from .placement import Placement
 from .routing import Router
 from .shared import SharedExpert
+from .weight_transfer import move_experts
 
 
 class MoE:
@@ -49,7 +49,7 @@ class MoE:
             tp = TPGroup() if share.uses_all_to_all else share.group
             self.shared = SharedExpert(f"{name}.{spec.shared_name}", spec, hidden_size, tp, allocate)
 
-    def activation_format(self, rows: int) -> Float8Form | None:
+    def activation_format(self, rows: int) -> Float8Format | None:
         """Returns None: the router reads the rows, too."""
         return None
 
@@ -62,14 +62,14 @@ class MoE:
             return self._split_rows(x)
         return self.share.group.all_reduce(self.partial(x))
 
-    def forward_deferred(self, x: torch.Tensor | Met) -> Summed:
+    def forward_deferred(self, x: torch.Tensor | GatheredTokens) -> Summed:
         """Computes the layer, with its sum over the ranks deferred where there is one."""
-        if isinstance(x, Met):
+        if isinstance(x, GatheredTokens):
             return self._forward_low_latency(x.rows)
         if self.dispatches_tokens:
             return self._dispatch(x)
         if self.has_partial and self.share.group.size > 1:
-            return PendingSum(self.partial(x), self.share.group)
+            return DeferredSum(self.partial(x), self.share.group)
         return self(x)
 
     @property

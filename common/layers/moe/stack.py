@@ -8,12 +8,12 @@ from itertools import count
 
 import torch
 
-from ....kernels.forms import By
+from ....kernels.arguments import By
 from ...api.errors import ConfigError
-from ...quantization.blocks import BlockFloat8
-from ...quantization.methods import LinearMethod, Plain, linear_method
-from ...quantization.rows import RowFloat8
-from ...quantization.scheme import BLOCK
+from ...config.quantization import BLOCK
+from ...quantization.fp8_block import Fp8Block
+from ...quantization.fp8_per_channel import Fp8PerChannel
+from ...quantization.methods import LinearMethod, Unquantized, linear_method
 from ...quantization.shards import Shard
 from ...weights.slots import Allocate, Slot
 
@@ -46,7 +46,8 @@ class ExpertLinear:
         self.shards_of = shards_of
         stacks: list[torch.Tensor] = []
         self.methods = [linear_method(shards_of(index), width, _Slices(
-            allocate.dtype, allocate.device, allocate.scheme, num_experts, index, stacks)) for index in range(num_experts)]
+            allocate.dtype, allocate.device, allocate.scheme, num_experts, index,
+            stacks)) for index in range(num_experts)]
         _check(self.methods[0], shards_of(0)[0].name)
         self._weight_stacks = stacks
         self.bias = allocate(num_experts, sum(shard.size for shard in shards_of(0))) if bias else None
@@ -70,7 +71,7 @@ class ExpertLinear:
     @property
     def granularity(self) -> By:
         """The granularity of weight scales, as the grouped kernels name it."""
-        return "block" if isinstance(self.methods[0], BlockFloat8) else "row"
+        return "block" if isinstance(self.methods[0], Fp8Block) else "row"
 
     def slots(self, physical_to_logical: list[int], num_experts: int) -> Iterator[Slot]:
         """Yields the slots of all logical experts; those of experts on other ranks have empty targets."""
@@ -93,11 +94,11 @@ class ExpertLinear:
 
 def _check(method: LinearMethod, name: str) -> None:
     """Raises ConfigError for a quantization format that the grouped kernels do not support."""
-    if isinstance(method, BlockFloat8) and method.scheme.block != BLOCK:
+    if isinstance(method, Fp8Block) and method.scheme.block != BLOCK:
         tall, wide = method.scheme.block
         raise ConfigError(f"{name} is quantized in blocks of {tall} x {wide}; experts are computed in blocks of "
                           f"{BLOCK[0]} x {BLOCK[1]}: use a checkpoint with those.")
-    if isinstance(method, RowFloat8) and method.scheme.activations == "static":
+    if isinstance(method, Fp8PerChannel) and method.scheme.activations == "static":
         raise ConfigError(f"{name} is quantized with static scales of activations, which is not supported for experts: "
                           "use a checkpoint with dynamic ones, or one in bfloat16 with --quantization fp8.")
-    assert isinstance(method, (Plain, BlockFloat8, RowFloat8))
+    assert isinstance(method, (Unquantized, Fp8Block, Fp8PerChannel))
