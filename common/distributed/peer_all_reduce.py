@@ -107,12 +107,14 @@ class PeerAllReduce:
         return kernel.peer_gather(rows, self.shared, patience=max_polls)
 
     def can_norm_gather(self, rows: torch.Tensor) -> bool:
-        return rows.is_cuda and rows.dtype in _DTYPES and gather_scatter_norm.rows_fit(len(rows), rows.shape[1], self.shared)
+        fits = gather_scatter_norm.rows_fit
+        return rows.is_cuda and rows.dtype in _DTYPES and fits(len(rows), rows.shape[1], self.shared)
 
     def norm_gather(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                     max_polls: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the norms of all ranks' ``rows + residual`` [ranks * n, hidden], and this rank's sum."""
-        return gather_scatter_norm.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared, patience=max_polls)
+        return gather_scatter_norm.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared,
+                                                    patience=max_polls)
 
     def reduce_scatter_norm(self, rows: torch.Tensor, addend: torch.Tensor | None, residual: torch.Tensor,
                             weight: torch.Tensor, eps: float,
@@ -121,7 +123,7 @@ class PeerAllReduce:
         ``rows + addend`` [ranks * n, hidden]."""
         addend = None if addend is None else addend.contiguous()
         return gather_scatter_norm.peer_scatter_norm(rows.contiguous(), addend, residual, weight, eps, self.shared,
-                                           patience=max_polls)
+                                                     patience=max_polls)
 
     def _takes_two_shots(self, tensor: torch.Tensor) -> bool:
         """Two ranks send as much in one shot; the two-shot kernel takes powers of two only."""
