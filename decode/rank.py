@@ -20,7 +20,7 @@ def _make_scheduler(parts: EngineParts) -> DecodeScheduler:
     receiver = KVReceiver(
         args=args, host=config.http.host, rank=tp.rank, tp_size=tp.size,
         dp_rank=parts.parallel.dp_rank, dp_size=parts.parallel.dp_size, layout=runner.layout,
-        model=runner.model, server=config.http.shown_url, spare_page=runner.spare_page,
+        model=runner.model, server=config.http.shown_url, spare_page=runner.scratch_page,
         num_pages=runner.pool.num_pages, regions=runner.pool.regions(),
         backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
     unified = UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap)

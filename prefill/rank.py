@@ -23,7 +23,7 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
         args=args, host=config.http.host, rank=tp.rank, tp_size=tp.size,
         dp_rank=parts.parallel.dp_rank, dp_size=parts.parallel.dp_size, layout=runner.layout,
         pp_rank=parts.parallel.pp.rank, pp_size=parts.parallel.pp.size,
-        model=runner.model, server=config.http.shown_url, spare_page=runner.spare_page,
+        model=runner.model, server=config.http.shown_url, spare_page=runner.scratch_page,
         num_pages=runner.pool.num_pages, regions=runner.pool.regions(),
         backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
     host = config.nodes.first_host or config.http.host

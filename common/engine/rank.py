@@ -127,7 +127,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     settle_collector()
     ticker = Ticker(channel, parallel.tp) if line is None else PPTicker(channel, line)
     loop = EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
-                      parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
+                      parts.grammars, parts.runner.dp_sync if parallel.dp_size > 1 else None,
                       None if _leads(spec) else channel.send)
     try:
         loop.run()

@@ -104,7 +104,7 @@ class Executor:
         rows += [row.index for row in wanted]
         hidden = hidden_rows(batch)
         sources = self._sources(batch)
-        self._runner.meet(batch.num_tokens, len(rows), decodes=batch.is_decode and not hidden)
+        self._runner.sync_dp(batch.num_tokens, len(rows), can_decode=batch.is_decode and not hidden)
         logits, states = self._forward(batch, rows, hidden, sources, after_group)
         count = len(sampling)
         allowed = self._allowed(sampling, sources)
@@ -121,7 +121,7 @@ class Executor:
         last = self._last
         goes_on = last is not None and last.sampling is run.reqs
         token_ids = last.sampled.tokens if last is not None and goes_on else self._newest_tokens(run)
-        self._runner.meet(len(run), len(run), decodes=True)
+        self._runner.sync_dp(len(run), len(run), can_decode=True)
         logits, likeliest = self._runner.decode(run.table(), token_ids)
         # The logits are whole on every rank, each shard of them one rank's bits: all have found the same tokens.
         tokens = likeliest if run.greedy and likeliest is not None else self._sampler.draw(logits, run.choosing())
@@ -150,9 +150,9 @@ class Executor:
         """``launch`` on a stage before the last one, which has no logits to choose by. No token may be pending."""
         self._runner.forward(self._build(batch, [], {}, padded=False), after_group)
 
-    def accompany(self) -> None:
+    def run_idle_batch(self) -> None:
         """There is no batch in this turn: take part in what other data-parallel ranks compute."""
-        self._runner.accompany()
+        self._runner.run_idle_batch()
 
     def event(self) -> torch.cuda.Event | None:
         """An event that happens when all launched steps have run; None where launching is computing."""
@@ -204,7 +204,7 @@ class Executor:
         """``padded``: to a size that a CUDA graph was captured for."""
         runner, page_size = self._runner, self._runner.layout.page_size
         if batch.is_decode and not any(chunk.req.embeds is not None for chunk in batch.chunks):
-            padding = runner.padding(len(batch.chunks)) if padded else []
+            padding = runner.padding_rows(len(batch.chunks)) if padded else []
             return build_decode_batch(_decode_rows(batch.chunks, sources, padding), page_size, runner.device,
                                       logits_rows, self._previous)
         rows = []
@@ -216,7 +216,7 @@ class Executor:
             rows.append(Row(req.tokens.view(chunk.start, chunk.stop), chunk.start, pages, sources.get(req),
                             embeds if embeds is not None and len(embeds) else None))
         if batch.is_decode and padded:
-            rows += runner.padding(len(rows))
+            rows += runner.padding_rows(len(rows))
         return build_forward_batch(rows, page_size, runner.device, batch.is_decode, logits_rows, self._previous)
 
 

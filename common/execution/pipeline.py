@@ -40,7 +40,7 @@ class Pipeline:
             self.in_flight = self._executor.launch(batch, after_group)
             self._batcher.launched(batch)
         else:
-            self._executor.accompany()
+            self._executor.run_idle_batch()
         if before is not None:
             self._take_in(before)
         if not self._overlap:

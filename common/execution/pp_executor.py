@@ -84,7 +84,7 @@ class PPExecutor:
                 self.line.report(_told(number, step))
         return PPStep(number, batch, sampling, self.line)
 
-    def accompany(self) -> None:
+    def run_idle_batch(self) -> None:
         """Without a batch no stage does anything."""
 
     def event(self) -> torch.cuda.Event | None:

@@ -170,7 +170,8 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         parallel = Parallel(world, experts=share)
         if groups > 1:
             parallel = Parallel(world, TPGroup(device=world.device), world, share,
-                                dp_head=config.data_parallel.enable_dp_lm_head, dp_overlap=beside(case["setting"], world))
+                                dp_head=config.data_parallel.enable_dp_lm_head,
+                                dp_overlap=beside(case["setting"], world))
         engine = HandEngine(config, parallel, progress)
     return Driven(engine, world, groups, world.rank if groups > 1 else 0), stages
 

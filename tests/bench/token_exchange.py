@@ -96,7 +96,7 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
         rows += graph_rows(parallel, tokens, [int(hidden) for hidden in args.hidden.split(",")], dtype)
     host = DPSync(parallel)
     rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(
-        parallel, lambda: host.agree(1, 1, decodes=True))})
+        parallel, lambda: host.sync(1, 1, can_decode=True))})
     answers.put(rows)
     parallel.close()
 

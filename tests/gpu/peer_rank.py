@@ -130,8 +130,8 @@ def answers(checkpoint: str, parallel: Parallel, kernels: KernelArgs, dtype: str
     engine = Engine(checkpoint, page_size=16, max_total_tokens=8192, max_running=8, device=parallel.device, chunk=64,
                     parallel=parallel, kernels=kernels, overlap=True, dtype=dtype)
     if may_capture(parallel):
-        assert (engine.runner._graphs is None) == kernels.disable_cuda_graph
-        assert (engine.runner.prompts.graphs is None) != bool(kernels.piecewise_cuda_graph_tokens)
+        assert (engine.runner._decode_graphs is None) == kernels.disable_cuda_graph
+        assert (engine.runner.prefill_graphs.graphs is None) != bool(kernels.piecewise_cuda_graph_tokens)
     for i in range(6):
         engine.start(str(i), [(11 * i + j) % 90 + 5 for j in range(5 + 20 * i)], max_new_tokens=24, ignore_eos=True)
     return tokens_of(engine.run())

@@ -49,7 +49,7 @@ class Again:
 def record_again(runner: Any, sizes: list[int]) -> list[int]:
     """The runner's prompts run in pieces of ``sizes`` from now on; the rows of every piece that will be replayed."""
     recorder = Again(runner._parallel)
-    runner.prompts.record(Recorded(sizes, sizes[-1]), recorder, runner._begin, lambda what, share: None)
+    runner.prefill_graphs.record(Recorded(sizes, sizes[-1]), recorder, runner._begin_step, lambda what, share: None)
     recorder.replayed.clear()
     return recorder.replayed
 

@@ -162,7 +162,7 @@ class SimulatedServer:
             sampling = batch.run.reqs
         return _Step(self, batch, sampling, end)
 
-    def accompany(self) -> None:
+    def run_idle_batch(self) -> None:
         """Nobody else."""
 
     def wait_until(self, time: float) -> None:

@@ -26,8 +26,8 @@ class LatentBackend(Planned, Protocol):
         [positions, R] float32 the rotary table. Mutates the pool and ``q``.
         """
 
-    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                        up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
+                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """As AttentionBackend's: ``[R, H, V]``."""
 
 

@@ -66,8 +66,8 @@ class MLATorchBackend:
         store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
         return self._attend(layer, q, up)
 
-    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                        up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
+                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         assert batch.last_tokens is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         self.plan(batch.last_tokens)

@@ -51,7 +51,7 @@ class HandEngine:
     @property
     def prompt_graphs(self) -> Recorded | None:
         """What is replayed of prompts' steps."""
-        return self._parts.runner.prompts.chosen
+        return self._parts.runner.prefill_graphs.selected
 
     @property
     def asynchronous(self) -> bool:

@@ -102,7 +102,7 @@ def run(case: dict, joined: Parallel) -> dict:
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
             "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting, "cut": cut,
             "pieces": pieces_of,
-            "connected": parallel.token_exchange.all_to_all is not None and parallel.token_exchange.all_to_all.connected}
+            "connected": (all_to_all := parallel.token_exchange.all_to_all) is not None and all_to_all.connected}
 
 
 def watch_meeting(parallel: Parallel) -> list[list[int]]:
@@ -126,15 +126,15 @@ def watch_meeting(parallel: Parallel) -> list[list[int]]:
 def watch_halves(engine: Engine) -> list[list[int]]:
     """Rows of the halves of every step that will be cut."""
     seen: list[list[int]] = []
-    if engine.runner._two is not None:
-        plan = engine.runner._two.plan
+    if engine.runner._two_batch_overlap is not None:
+        plan = engine.runner._two_batch_overlap.plan
 
         def watched(batch):
             halves = plan(batch)
             seen.append([half.end - half.begin for half in halves])
             return halves
 
-        engine.runner._two.plan = watched
+        engine.runner._two_batch_overlap.plan = watched
     return seen
 
 
@@ -145,13 +145,13 @@ def watch_pieces(engine: Engine, sizes: list[int]) -> list[tuple[int, list[int]]
         return seen
     if runner.device.type == "cpu":
         record_again(runner, sizes)
-    step = runner.prompts.graphs.step
+    step = runner.prefill_graphs.graphs.step
 
     def watched(size, tokens, own):
         seen.append((size, list(tokens)))
         return step(size, tokens, own)
 
-    runner.prompts.graphs.step = watched
+    runner.prefill_graphs.graphs.step = watched
     return seen
 
 
@@ -161,10 +161,10 @@ def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
     if not sizes:
         return []
     if runner.device.type == "cpu":
-        runner._graphs = PaddedSteps(runner, sizes)
-        return runner._graphs.replayed
+        runner._decode_graphs = PaddedSteps(runner, sizes)
+        return runner._decode_graphs.replayed
     replayed: list[int] = []
-    graphs = runner._graphs
+    graphs = runner._decode_graphs
     run, decode = graphs.run, getattr(graphs, "decode", None)
 
     def watched_run(batch):

@@ -58,7 +58,8 @@ def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
 def test_shares_of_experts():
     """Three by two of six ranks: every expert whole in one row, every slice of it on one rank."""
     shares = [ExpertShare(TPGroup(rank, 6), 3) for rank in range(6)]
-    assert [(share.ep_rank, share.expert_tp_rank) for share in shares] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(share.ep_rank, share.expert_tp_rank) for share in shares] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     spec = MoESpec(num_experts=6, top_k=2, intermediate_size=8, layers=(0,))
     shares[0].check(spec)
 

@@ -11,7 +11,7 @@ import torch
 
 from baton.common.api.messages import Generate, LatencySpan, OutputBatch, decode_from_engine, encode
 from baton.common.api.sampling import SamplingParams
-from baton.common.forward.forward_batch import Row, build_forward_batch, build_run_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch, build_table_batch
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request import input_batch
 from baton.common.request.batch import InputBatchChunks
@@ -220,7 +220,7 @@ def test_a_runs_batch_is_the_one_built_row_by_row():
     reqs = [place.begun() for _ in range(3)]
     run = InputBatch(reqs, PAGE)
     place.grow(run)
-    built = build_run_batch(run.table(), torch.tensor([4, 5, 6]), CPU)
+    built = build_table_batch(run.table(), torch.tensor([4, 5, 6]), CPU)
     wanted = build_forward_batch([Row([4 + i], req.num_computed_tokens, req.hold.ids) for i, req in enumerate(reqs)],
                                  PAGE, CPU, True)
     for field in dataclasses.fields(wanted):

@@ -22,7 +22,7 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.engine.rank import _reason, device_of
 from baton.common.engine.rank_spec import RankSpec
 from baton.common.runner import model_runner
-from baton.common.runner.kv_sizing import kv_layout, sharers
+from baton.common.runner.kv_sizing import kv_layout, ranks_per_gpu
 from baton.common.runner.preflight import token_bytes
 from baton.common.sampling.sampler import Sampler
 from baton.common.sampling.sampling_backend import TorchSampling, choose_drawing
@@ -64,7 +64,7 @@ def test_ranks_share_gpus_over_gloo_alone(monkeypatch, backend, base, wanted):
 def test_ranks_on_one_gpu_share_its_memory():
     def most(*flags: str) -> int:
         given = ["--model-path", "m", "--dist-backend", "gloo", *flags]
-        return sharers(parse(ServerConfig, given, prog="x", description=""), 2)
+        return ranks_per_gpu(parse(ServerConfig, given, prog="x", description=""), 2)
 
     assert [most("--tp-size", size) for size in "1238"] == [1, 1, 2, 4]
     assert most("--tp-size", "2", "--base-gpu-id", "1") == 2
@@ -148,7 +148,8 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     monkeypatch.setattr(all_to_all, "AVAILABLE", True)
     monkeypatch.setattr(all_to_all, "DispatchBuffers", refuses)
     alone = parallel()
-    assert not (alone.token_exchange.all_to_all.connected or alone.token_exchange.all_to_all.can_dispatch or may_capture(alone))
+    exchange = alone.token_exchange.all_to_all
+    assert not (exchange.connected or exchange.can_dispatch or may_capture(alone))
     assert "for which the host waits in every layer: RuntimeError: no peers here." in caplog.text
     monkeypatch.setattr(all_to_all, "DispatchBuffers", lambda rank, group, device, areas: SimpleNamespace(
         peers=SimpleNamespace(areas=areas)))
@@ -200,7 +201,7 @@ def test_a_pool_that_is_too_large_is_refused_in_a_sentence(monkeypatch):
 
     monkeypatch.setattr(model_runner, "KVPool", full)
     with pytest.raises(ConfigError, match=r"^There is no memory for the KV pool of .* lower --max-total-tokens"):
-        model_runner._allocated(layout, 7, device, shared=False)
+        model_runner._allocate_pool(layout, 7, device, shared=False)
 
 
 def test_why_a_rank_did_not_start_is_one_sentence(tmp_path, monkeypatch):

@@ -22,10 +22,10 @@ def test_either_all_groups_replay_one_size_or_none_does(groups, sizes):
     for rank in range(len(groups)):
         across = TPGroup(rank, len(groups))
         across.gather_ints = lambda values: told
-        meeting = DPSync(Parallel(TPGroup(rank, len(groups)), TPGroup(), across))
+        dp_sync = DPSync(Parallel(TPGroup(rank, len(groups)), TPGroup(), across))
         rows, decodes = groups[rank]
-        turn = meeting.agree(rows, rows, decodes=decodes)
-        turns.append(turn and turn.replayed(size_for))
+        turn = dp_sync.sync(rows, rows, can_decode=decodes)
+        turns.append(turn and turn.padded_to_graph(size_for))
     assert all(turn == turns[0] for turn in turns)
     most = max(rows for rows, _ in groups)
     if not most:

@@ -13,8 +13,8 @@ from baton.common.config.server import KernelArgs, ScheduleArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
-from baton.common.runner.cuda_graphs.launch_cost import launch_bound
-from baton.common.runner.cuda_graphs.piecewise_graphs import PrefillGraphs, default_sizes, prompt_sizes
+from baton.common.runner.cuda_graphs.launch_cost import launch_bound_sizes
+from baton.common.runner.cuda_graphs.piecewise_graphs import PrefillGraphs, default_sizes, prefill_graph_sizes
 from baton.common.runner.kv_sizing import count_pages, kv_layout
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.replayed_prompts import PADDED, SIZES, record_again, steps_of
@@ -71,7 +71,7 @@ def test_the_largest_step_that_waits_for_the_host_is_found_in_few_trials(tmp_pat
 
     sizes = default_sizes(8192)
     with torch.inference_mode():
-        won, free = launch_bound(runner._model, sizes, trial)
+        won, free = launch_bound_sizes(runner._model, sizes, trial)
     assert won == [size for size in sizes if size < 2 / 1.2 * (bound + 0.5)]
     assert free == max((size for size in sizes if size <= bound), default=0)
     assert len(tried) == len(set(tried)) <= 10
@@ -85,7 +85,7 @@ def test_what_is_recorded_by_flags_and_by_how_tokens_reach_experts(tmp_path):
     def sizes_of(parallel=plain, chunk=100, **kernels):
         changed = dataclasses.replace(config, kernels=KernelArgs(**kernels),
                                       schedule=ScheduleArgs(chunked_prefill_size=chunk))
-        return prompt_sizes(changed, spec, parallel)
+        return prefill_graph_sizes(changed, spec, parallel)
 
     assert sizes_of() == [32, 64, 100] and sizes_of(piecewise_cuda_graph_max_tokens=64) == [32, 64]
     assert sizes_of(piecewise_cuda_graph_tokens=(70, 10, 200)) == [10, 70]

@@ -18,7 +18,7 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.models.micro_batches import run_interleaved
 from baton.common.runner.dp_sync import DPSync
-from baton.common.runner.two_batch_overlap import TwoBatchOverlap, rows_of
+from baton.common.runner.two_batch_overlap import TwoBatchOverlap, slice_rows
 from baton.tests.helpers.small_models import load_runner, server_config
 from baton.tests.helpers.small_moe import save_moe
 
@@ -49,7 +49,7 @@ def test_the_rows_of_a_half_are_a_batch(middle):
                 cut.append(Row(ids[low:high], row.start + low, row.page_ids))
             first += len(ids)
         wanted = build_forward_batch(cut, PAGE, torch.device("cpu"), False)
-        found = rows_of(batch, begin, end, PAGE)
+        found = slice_rows(batch, begin, end, PAGE)
         for field in dataclasses.fields(wanted):
             one, other = getattr(found, field.name), getattr(wanted, field.name)
             if field.name not in ("logits_rows", "ends"):
@@ -73,7 +73,7 @@ def agreed(*told: tuple[int, bool]):
     """The turn of groups with so many tokens, which decode or not."""
     across = SimpleNamespace(gather_ints=lambda mine: np.array(
         [[tokens, min(tokens, 1), 0, decodes or not tokens] for tokens, decodes in told]))
-    return DPSync(SimpleNamespace(across=across)).agree(*told[0], decodes=False)
+    return DPSync(SimpleNamespace(across=across)).sync(*told[0], can_decode=False)
 
 
 def cut_of(*told: tuple[int, bool]) -> list[list[int]]:
