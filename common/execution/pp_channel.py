@@ -139,7 +139,7 @@ class PPChannel:
         self.tell(_encode(computed))
         return computed
 
-    def least(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
+    def min_by_key(self, topic: str, keys: Sequence[int], values: np.ndarray, unknown: Sequence[int]) -> np.ndarray:
         """Agreeing's, as far as rank 0 knows: by what each stage has reported last."""
         own = self._tp.min_reduce(values)
         if not self.leads:
