@@ -109,12 +109,12 @@ class DecodeScheduler:
         return waiting is None or urgency(req) > urgency(waiting)
 
     def _ask_prefill(self, req: Req) -> None:
-        assert req.hold is not None and req.bootstrap is not None
-        first = req.hold.num_cached_pages
+        assert req.page_table is not None and req.bootstrap is not None
+        first = req.page_table.num_cached_pages
         peer = (req.bootstrap.host, req.bootstrap.port)
         try:
             self.receiver.reserve(req.bootstrap.room, peer, req.prompt_digest, req.num_prompt_tokens,
-                                  first, req.hold.ids[first:].copy(), req.bootstrap.dp_rank)
+                                  first, req.page_table.ids[first:].copy(), req.bootstrap.dp_rank)
         except ServingError as error:
             self.batcher.finish(req, keep=False)
             self.ledger.fail(req, error)
@@ -157,13 +157,13 @@ class DecodeScheduler:
             return
         req.mark("transfer")
         self._begun.append(half)
-        assert req.hold is not None
+        assert req.page_table is not None
         req.num_computed_tokens = req.num_prompt_tokens
-        req.num_cached_tokens = max(result.num_cached_tokens, req.hold.num_cached_pages * self.batcher.cache.page_size)
+        req.num_cached_tokens = max(result.num_cached_tokens, req.page_table.num_cached_pages * self.batcher.cache.page_size)
         req.prompt_logprobs = result.prompt_logprobs
         if req.hidden is not None and result.hidden_states is not None:
             req.hidden.add_told(result.hidden_states, req.num_prompt_tokens)
-        self.batcher.cache.commit(req.hold, req.prompt)
+        self.batcher.cache.commit(req.page_table, req.prompt)
         self.batcher.adopt(req)
         self.unified.report(req, req.take(result.token_id), result.logprobs)
         if self.batcher.paused == "retract":

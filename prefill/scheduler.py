@@ -141,10 +141,10 @@ class PrefillScheduler:
         if (result := self._kept.reuse(req)) is None:
             self.batcher.waiting.append(req)
             return
-        assert req.hold is not None
+        assert req.page_table is not None
         req.num_computed_tokens = req.num_cached_tokens = req.num_prompt_tokens
         req.prompt_logprobs = result.prompt_logprobs
-        self._departures.computed_before(half.room, req.hold.ids.copy())
+        self._departures.computed_before(half.room, req.page_table.ids.copy())
         self._hand_over(half, req.take(result.token_id), result)
 
     def _take_in(self, step: Step | StageStep) -> None:

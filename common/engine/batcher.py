@@ -142,8 +142,8 @@ class Batcher:
 
     def _begin(self, req: Req) -> None:
         """The request, which has a hold now, goes on behind what the prefix cache or host memory has of it."""
-        assert req.hold is not None
-        req.num_computed_tokens = req.hold.num_cached_pages * self.cache.page_size
+        assert req.page_table is not None
+        req.num_computed_tokens = req.page_table.num_cached_pages * self.cache.page_size
         if not req.num_retractions:
             req.num_cached_tokens = max(req.num_cached_tokens, min(req.num_computed_tokens, req.num_prompt_tokens))
             if not req.reported:
@@ -199,12 +199,12 @@ class Batcher:
             if run is None:
                 return True
             places = run.short()
-            if not places or run.add_page_each(self.cache, places):
+            if not places or run.append_pages(self.cache, places):
                 return True
             grown = [self._grow_place(run, place) for place in places]
             return all(grown)
         page_size = self.cache.page_size
-        short = [req for req in self.running if req.hold is None or req.hold.count * page_size < req.length]
+        short = [req for req in self.running if req.page_table is None or req.page_table.count * page_size < req.length]
         grown = [self.room.grow(req) for req in short]
         return all(grown)
 
@@ -253,8 +253,8 @@ class Batcher:
             self.places.count_left(left_of(chunk.req) - before)
         for chunk in batch.prompts:
             req = chunk.req
-            assert req.hold is not None
-            self.cache.commit(req.hold, req.computed)
+            assert req.page_table is not None
+            self.cache.commit(req.page_table, req.computed)
             if chunk.samples:
                 self.prefilling.remove(req)
                 self.running.append(req)

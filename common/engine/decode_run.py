@@ -43,7 +43,7 @@ class DecodeRun:
         self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
         self.left = np.array([req.num_prompt_tokens + req.sampling.max_new_tokens for req in new], np.int64)
         self.left -= self.positions + 1
-        self._held = np.array([0 if req.hold is None else req.hold.count * page_size for req in new], np.int64)
+        self._held = np.array([0 if req.page_table is None else req.page_table.count * page_size for req in new], np.int64)
         self._facts = np.array([(_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
                                bool).reshape(-1, 3)
         self._unreported = list(range(len(kept), len(reqs)))
@@ -113,16 +113,16 @@ class DecodeRun:
 
     def grown(self, place: int) -> None:
         """The request at ``place`` got pages."""
-        hold = self.reqs[place].hold
+        hold = self.reqs[place].page_table
         assert hold is not None
         self._held[place] = hold.count * self._page_size
 
-    def add_page_each(self, cache: KVCacheManager, places: list[int]) -> bool:
+    def append_pages(self, cache: KVCacheManager, places: list[int]) -> bool:
         """A page for each request that is ``short``; False, and no change, where so many are not free, or where one has
         got pages that nobody told of."""
         holds = [hold for hold in map(self._holds.__getitem__, places) if hold is not None]
         known = [hold.count for hold in holds] == (self._held[places] // self._page_size).tolist()
-        pages = cache.add_page_each(holds) if known else None
+        pages = cache.append_pages(holds) if known else None
         if pages is None:
             return False
         self._given = np.array(places), pages
@@ -274,8 +274,8 @@ class _Told(NamedTuple):
 
 
 def _held_by(req: Req) -> PageHold:
-    assert req.hold is not None
-    return req.hold
+    assert req.page_table is not None
+    return req.page_table
 
 
 def _kept(reqs: list[Req], before: DecodeRun | None) -> np.ndarray:
@@ -287,7 +287,7 @@ def _kept(reqs: list[Req], before: DecodeRun | None) -> np.ndarray:
     following = iter(reqs)
     wanted = next(following, None)
     for place, (req, hold) in enumerate(zip(before.reqs, before._holds)):
-        if req is wanted and req.hold is hold:
+        if req is wanted and req.page_table is hold:
             places.append(place)
             wanted = next(following, None)
     return np.array(places, np.int64)

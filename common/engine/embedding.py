@@ -108,8 +108,8 @@ class EmbeddingScheduler:
         page_size = self._runner.layout.page_size
         rows = []
         for chunk in batch.chunks:
-            assert chunk.req.hold is not None
-            rows.append(Row(chunk.req.tokens.view(chunk.start, chunk.stop), chunk.start, chunk.req.hold.ids))
+            assert chunk.req.page_table is not None
+            rows.append(Row(chunk.req.tokens.view(chunk.start, chunk.stop), chunk.start, chunk.req.page_table.ids))
         return build_forward_batch(rows, page_size, self._runner.device, False, wanted)
 
 

@@ -210,8 +210,8 @@ class Executor:
         rows = []
         for chunk in batch.chunks:
             req = chunk.req
-            assert req.hold is not None
-            pages = req.hold.ids[:-(-chunk.stop // page_size)]
+            assert req.page_table is not None
+            pages = req.page_table.ids[:-(-chunk.stop // page_size)]
             embeds = None if req.embeds is None else req.embeds[chunk.start:chunk.stop]
             rows.append(Row(req.tokens.view(chunk.start, chunk.stop), chunk.start, pages, sources.get(req),
                             embeds if embeds is not None and len(embeds) else None))
@@ -230,7 +230,7 @@ def _decode_rows(chunks: Sequence[Chunk], sources: dict[Req, int], padding: list
     reqs = [chunk.req for chunk in chunks]
     places = [sources.get(req) for req in reqs]
     known = [req.tokens.last if place is None else 0 for req, place in zip(reqs, places)]
-    pages = [req.hold.ids for req in reqs if req.hold is not None]
+    pages = [req.page_table.ids for req in reqs if req.page_table is not None]
     assert len(pages) == len(reqs)
     count = len(padding)
     return DecodeRows(known + [0] * count, [chunk.start for chunk in chunks] + [0] * count,

@@ -232,7 +232,7 @@ class EngineLoop:
     def _at_rest(self) -> bool:
         """Whether no request runs or holds pages: they may wait, as those do that were retracted for a pause."""
         scheduler = self._scheduler
-        return scheduler.idle or (scheduler.paused and not self._cache.num_held and not scheduler.num_transferring)
+        return scheduler.idle or (scheduler.paused and not self._cache.num_allocated and not scheduler.num_transferring)
 
     def _send_state(self, seq: int) -> None:
         if self._send_totals is None:
@@ -245,7 +245,7 @@ class EngineLoop:
     def _state(self, seq: int) -> State:
         cache, scheduler = self._cache, self._scheduler
         return State(
-            seq=seq, total_pages=cache.num_pages, free_pages=cache.num_free, held_pages=cache.num_held,
+            seq=seq, total_pages=cache.num_pages, free_pages=cache.num_free, held_pages=cache.num_allocated,
             cached_pages=cache.num_cached, page_size=cache.page_size, num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
             counters={**self._ledger.counters, **scheduler.counters},

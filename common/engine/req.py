@@ -52,7 +52,7 @@ class Req:
     logprob_start: int | None = None  # first prompt position whose logprob is wanted
     priority: int | None = None  # None: the server's default
     # filled by the scheduler
-    hold: PageHold | None = None
+    page_table: PageHold | None = None
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_pending: int = 0

@@ -66,8 +66,8 @@ def seconds(policy: str, waiting: int, case: str) -> float:
     while batcher.waiting or batcher.prefilling:
         step(batcher)
     if case == "memory":
-        spare = cache.begin_private()
-        assert cache.grow(spare, (cache.num_available - 24) * PAGE)
+        spare = cache.new_private_table()
+        assert cache.allocate_slots(spare, (cache.num_available - 24) * PAGE)
     for _ in range(waiting):
         batcher.waiting.append(prompts.req())
     best = float("inf")

@@ -95,7 +95,7 @@ def run(case: dict, joined: Parallel) -> dict:
         turns += 1
         computed += engine.scheduler.step(0.0)
         engine.ledger.flush()
-    assert not engine.ledger.live and engine.cache.num_held == 0
+    assert not engine.ledger.live and engine.cache.num_allocated == 0
     engine.cache.check_integrity()
     outputs = [item for message in engine.sent if isinstance(message, Outputs) for item in message.items]
     tokens = tokens_of(outputs)

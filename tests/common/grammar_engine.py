@@ -99,7 +99,7 @@ class GrammarEngine:
             self.ledger.flush()
         assert self.scheduler.idle and not self.ledger.live
         self.cache.check_integrity()
-        assert self.cache.num_held == 0
+        assert self.cache.num_allocated == 0
         found: dict[str, Any] = {}
         for message in self.sent:
             if isinstance(message, Failed):

@@ -80,9 +80,9 @@ class Engine:
             self.ledger.flush()
         assert self.scheduler.idle and not self.ledger.live
         self.cache.check_integrity()
-        assert self.cache.num_held == 0
+        assert self.cache.num_allocated == 0
         swap = self.scheduler.batcher.swap
-        assert swap is None or swap.host.num_held == 0
+        assert swap is None or swap.host.num_allocated == 0
         outputs = [item for message in self.sent if isinstance(message, Outputs) for item in message.items]
         self.sent.clear()
         return outputs

@@ -108,7 +108,7 @@ def run(case: dict, parallel: Parallel) -> dict:
         turns.append([Abort(str(abort))])
     EngineLoop(StageTicker(Front(turns, engine), line), engine.ledger, engine.scheduler, engine.cache, control,
                engine.sent.append).run()
-    assert not engine.ledger.live and engine.cache.num_held == 0
+    assert not engine.ledger.live and engine.cache.num_allocated == 0
     engine.cache.check_integrity()
     line.close()
     outputs = [item for message in engine.sent if isinstance(message, Outputs) for item in message.items]

@@ -39,16 +39,16 @@ class Place:
         params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": int(self.rng.integers(2, 40))} | sampling)
         prompt = self.rng.integers(0, 100, int(self.rng.integers(1, 60))).tolist()
         req = Req.from_message(Generate(str(self.count), prompt, params), eos_ids=frozenset({1}), now=0.0, timeout=1.0)
-        req.hold = self.cache.begin(req.tokens.view(), 0)
-        assert self.cache.grow(req.hold, len(prompt))
+        req.page_table = self.cache.match_prefix(req.tokens.view(), 0)
+        assert self.cache.allocate_slots(req.page_table, len(prompt))
         req.num_computed_tokens, req.num_pending = len(prompt), 1
         return req
 
     def grow(self, run):
-        if self.rng.random() < 0.5 and run.short() and run.add_page_each(self.cache, run.short()):
+        if self.rng.random() < 0.5 and run.short() and run.append_pages(self.cache, run.short()):
             assert not run.short()
         for place in run.short():
-            assert self.cache.grow(run.reqs[place].hold, run.reqs[place].length)
+            assert self.cache.allocate_slots(run.reqs[place].page_table, run.reqs[place].length)
             run.grown(place)
 
 
@@ -86,11 +86,11 @@ def test_arrays_are_those_of_the_requests(seed):
             run.leave([req])
             if req in reqs:
                 reqs.remove(req)
-            place.cache.release(req.hold)
+            place.cache.release(req.page_table)
         if gone and not gone[-1].complete and place.rng.random() < 0.5:
             req = gone[-1]
-            req.hold = place.cache.begin(req.tokens.view(), 0)
-            assert place.cache.grow(req.hold, req.length)
+            req.page_table = place.cache.match_prefix(req.tokens.view(), 0)
+            assert place.cache.allocate_slots(req.page_table, req.length)
             reqs.append(req)
         while len(reqs) < 3 or place.rng.random() < 0.15:
             reqs.append(place.begun())
@@ -105,14 +105,14 @@ def test_pages_of_requests_that_turn_together():
         req.num_computed_tokens = reqs[0].num_computed_tokens
         req.tokens = TokenBuffer(list(range(reqs[0].length - 1)))
         req.num_prompt_tokens = reqs[0].num_prompt_tokens
-        place.cache.release(req.hold)
-        req.hold = place.cache.begin_private()
-        assert place.cache.grow(req.hold, req.num_computed_tokens)
+        place.cache.release(req.page_table)
+        req.page_table = place.cache.new_private_table()
+        assert place.cache.allocate_slots(req.page_table, req.num_computed_tokens)
     run = DecodeRun(reqs, PAGE)
     for _ in range(3 * PAGE):
         assert len(run.short()) in (0, 5)
         if short := run.short():
-            assert run.add_page_each(place.cache, short)
+            assert run.append_pages(place.cache, short)
         same(run.table(), DecodeRun(list(reqs), PAGE).table())
         run.advance()
         for req in reqs:
@@ -127,11 +127,11 @@ def test_a_page_that_nobody_told_of_is_not_given_again():
     while reqs[0] not in [reqs[at] for at in run.short()]:
         place.grow(run)
         run.advance()
-    assert place.cache.grow(reqs[0].hold, reqs[0].length)
-    count = reqs[0].hold.count
-    assert not run.add_page_each(place.cache, run.short())
+    assert place.cache.allocate_slots(reqs[0].page_table, reqs[0].length)
+    count = reqs[0].page_table.count
+    assert not run.append_pages(place.cache, run.short())
     place.grow(run)
-    assert reqs[0].hold.count == count and not run.short()
+    assert reqs[0].page_table.count == count and not run.short()
 
 
 def test_a_request_that_returns_with_other_pages_is_a_new_one():
@@ -142,10 +142,10 @@ def test_a_request_that_returns_with_other_pages_is_a_new_one():
     run.table()
     run.advance()
     returning = reqs[-1]
-    place.cache.release(returning.hold)
+    place.cache.release(returning.page_table)
     place.begun()  # takes the pages that are free again
-    returning.hold = place.cache.begin(returning.tokens.view(), 0)
-    place.cache.grow(returning.hold, returning.length)
+    returning.page_table = place.cache.match_prefix(returning.tokens.view(), 0)
+    place.cache.allocate_slots(returning.page_table, returning.length)
     again = DecodeRun(list(reqs), PAGE, run)
     place.grow(again)
     same(again.table(), DecodeRun(list(reqs), PAGE).table())
@@ -200,7 +200,7 @@ def test_graph_inputs(size, at_once, monkeypatch):
                 inputs.tensors["kv_indptr"].fill_(77)
                 inputs.overwritten()
             host = inputs.fill(run.table(), size)
-            rows = [Row([0], req.num_computed_tokens, req.hold.ids) for req in reqs]
+            rows = [Row([0], req.num_computed_tokens, req.page_table.ids) for req in reqs]
             rows += [Row([0], 0, np.array([4000]))] * (size - count)
             wanted = build_forward_batch(rows, PAGE, CPU, True)
             for name in ("positions", "page_of_token", "offset_in_page", "kv_last_page_len", "kv_indptr", "kv_indices"):
@@ -219,7 +219,7 @@ def test_a_runs_batch_is_the_one_built_row_by_row():
     run = DecodeRun(reqs, PAGE)
     place.grow(run)
     built = build_run_batch(run.table(), torch.tensor([4, 5, 6]), CPU)
-    wanted = build_forward_batch([Row([4 + i], req.num_computed_tokens, req.hold.ids) for i, req in enumerate(reqs)],
+    wanted = build_forward_batch([Row([4 + i], req.num_computed_tokens, req.page_table.ids) for i, req in enumerate(reqs)],
                                  PAGE, CPU, True)
     for field in dataclasses.fields(wanted):
         expected, found = getattr(wanted, field.name), getattr(built, field.name)

@@ -237,9 +237,9 @@ class Followed:
     def compute(self, tokens) -> None:
         """Run a request through the cache."""
         array = np.array(tokens, np.int32)
-        hold = self.manager.begin(array, len(array))
-        assert self.manager.grow(hold, len(array))
-        self.manager.release(hold, array)
+        table = self.manager.match_prefix(array, len(array))
+        assert self.manager.allocate_slots(table, len(array))
+        self.manager.release(table, array)
 
     def close(self) -> None:
         self.publisher.close()

@@ -35,9 +35,9 @@ def make_req(prompt, *, max_new=8, priority=None, logprobs=False, rid=None):
 def remember(cache, prompt):
     """Leave a prompt's pages in the prefix cache."""
     tokens = np.array(prompt, np.int32)
-    hold = cache.begin(tokens, 0)
-    assert cache.grow(hold, len(tokens))
-    cache.release(hold, tokens)
+    table = cache.match_prefix(tokens, 0)
+    assert cache.allocate_slots(table, len(tokens))
+    cache.release(table, tokens)
 
 
 def drain(queue):

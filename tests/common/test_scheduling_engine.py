@@ -323,12 +323,12 @@ def test_requests_aborted_while_swapped_out_leave_nothing(checkpoint):
     batcher = always_swap(engine).scheduler.batcher
     while not any(req.saved for req in batcher.waiting):
         assert engine.scheduler.step(0.0)
-    assert batcher.swap.host.num_held > 0
+    assert batcher.swap.host.num_allocated > 0
     engine.scheduler.settle()
     for req in [req for req in batcher.waiting if req.saved]:
         engine.scheduler.abort(req, None)
         engine.ledger.drop(req)
-    assert batcher.swap.host.num_held == 0
+    assert batcher.swap.host.num_allocated == 0
     engine.run()
 
 

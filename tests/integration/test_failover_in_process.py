@@ -123,7 +123,7 @@ def drain(fleet):
     """Decode's word of what it took over arrives."""
     def done():
         fleet.prefill.scheduler.step(0.0)
-        return not len(fleet.prefill.scheduler._kept) and not len(fleet.prefill.cache.tails)
+        return not len(fleet.prefill.scheduler._kept) and not len(fleet.prefill.cache.partial_pages)
     wait_until(done)
 
 
@@ -278,9 +278,9 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
             first.scheduler.receiver._backend.gate.set()
         wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
         if not leaves:
-            assert len(fleet.prefill.cache.tails) == 1
+            assert len(fleet.prefill.cache.partial_pages) == 1
             fleet.prefill.scheduler.step(1000.0)
-        assert len(fleet.prefill.cache.tails) == 0 and not len(fleet.prefill.scheduler._kept)
+        assert len(fleet.prefill.cache.partial_pages) == 0 and not len(fleet.prefill.scheduler._kept)
         assert not fleet.prefill.scheduler.sender._core.watched
         fleet.prefill.assert_clean()
         fleet.kill(first)
@@ -289,8 +289,8 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
 
 def test_a_request_that_leaves_while_decode_has_no_pages_for_it_ends_at_prefill_too(fleet):
     first = fleet.decode()
-    hold = first.cache.begin_private()
-    assert first.cache.grow(hold, 640)
+    hold = first.cache.new_private_table()
+    assert first.cache.allocate_slots(hold, 640)
     req, room = fleet.start(prompt_of(30, 14), first)
     for _ in range(3):
         fleet.prefill.scheduler.step(0.0)

@@ -126,7 +126,7 @@ class Side:
 
     def assert_clean(self):
         self.cache.check_integrity()
-        assert self.scheduler.idle and not self.ledger.live and self.cache.num_held == 0
+        assert self.scheduler.idle and not self.ledger.live and self.cache.num_allocated == 0
 
 
 def run(*sides, seconds=30.0):

@@ -38,7 +38,7 @@ class HostPages:
         self._slots = PageAllocator(count)
 
     def __repr__(self) -> str:
-        return f"HostPages({self.num_held} of {self.num_pages} held)"
+        return f"HostPages({self.num_allocated} of {self.num_pages} held)"
 
     def _pin(self) -> None:
         """Without torch's allocator of pinned memory, which rounds up to a power of two."""
@@ -54,7 +54,7 @@ class HostPages:
         return self._slots.num_pages
 
     @property
-    def num_held(self) -> int:
+    def num_allocated(self) -> int:
         return self._slots.num_pages - self._slots.num_free
 
     @torch.no_grad()

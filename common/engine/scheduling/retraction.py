@@ -51,7 +51,7 @@ class Retraction:
         if not givers:
             return False
         lacking = self._room.lacking(req, num_tokens, prefix_limit)
-        held = sum(one.hold.count for one in givers if one.hold is not None)
+        held = sum(one.page_table.count for one in givers if one.page_table is not None)
         return lacking <= held and (lacking > 0 or not has_slot)
 
     def preempt_for(self, req: Req) -> None:

@@ -26,20 +26,20 @@ class Room:
 
         Leaves those that run pages to grow into; False, and no change, where that does not fit.
         """
-        hold = self.cache.begin_private() if req.embeds is not None else self.cache.begin(req.tokens.view(),
+        hold = self.cache.new_private_table() if req.embeds is not None else self.cache.begin(req.tokens.view(),
                                                                                          prefix_limit)
         lacking = self._lacking(req, hold.count, num_tokens)
-        if lacking > 0 or not self.cache.grow(hold, num_tokens):
+        if lacking > 0 or not self.cache.allocate_slots(hold, num_tokens):
             self.cache.release(hold)
             return False
-        req.hold = hold
+        req.page_table = hold
         return True
 
     def lacking(self, req: Req, num_tokens: int, prefix_limit: int) -> int:
         """Pages that must become free before ``reserve`` succeeds, 0 or less where it would now."""
         if req.embeds is not None:
             return self._lacking(req, 0, num_tokens)
-        hold = self.cache.begin(req.tokens.view(), prefix_limit)  # what is locked cannot be evicted
+        hold = self.cache.match_prefix(req.tokens.view(), prefix_limit)  # what is locked cannot be evicted
         lacking = self._lacking(req, hold.count, num_tokens)
         self.cache.release(hold)
         return lacking
@@ -57,13 +57,13 @@ class Room:
 
     def grow(self, req: Req) -> bool:
         """The page of the request's next token, where it wants one; False, and no change, where there is none."""
-        assert req.hold is not None
-        return req.complete or self.cache.grow(req.hold, req.length)
+        assert req.page_table is not None
+        return req.complete or self.cache.allocate_slots(req.page_table, req.length)
 
     def release(self, reqs: Sequence[Req], *, keep: bool) -> None:
         """Free the requests' pages; ``keep`` leaves the full ones in the prefix cache."""
-        self.cache.release_each([(req.hold, req.computed if keep and self.cache.publishes(req.hold) else None)
-                                 for req in reqs if req.hold is not None])
+        self.cache.release_all([(req.page_table, req.computed if keep and self.cache.is_cacheable(req.page_table) else None)
+                                 for req in reqs if req.page_table is not None])
         for req in reqs:
-            req.hold = None
+            req.page_table = None
             req.num_computed_tokens = 0

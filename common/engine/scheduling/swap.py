@@ -36,13 +36,13 @@ class Swap:
 
     def save(self, req: Req) -> Saved | None:
         """Copy the pages of what ``req`` has computed, where that pays and fits. No step is in flight."""
-        assert req.hold is not None
+        assert req.page_table is not None
         count = -(-req.num_computed_tokens // self._page_size)
-        if not count or count > self.host.num_pages - self.host.num_held:
+        if not count or count > self.host.num_pages - self.host.num_allocated:
             return None
         if not self._pays(count, req.num_computed_tokens):
             return None
-        slots = self.host.save(req.hold.ids[:count])
+        slots = self.host.save(req.page_table.ids[:count])
         assert slots is not None
         if self._shared:
             self.host.wait()
@@ -51,7 +51,7 @@ class Swap:
 
     def restore(self, req: Req) -> None:
         """Copy back what ``req``'s new hold has not found in the prefix cache."""
-        saved, hold = req.saved, req.hold
+        saved, hold = req.saved, req.page_table
         assert saved is not None and hold is not None
         first = hold.num_cached_pages
         self.host.restore(saved.slots[first:], hold.ids[first:len(saved.slots)])
