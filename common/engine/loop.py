@@ -77,7 +77,7 @@ class Scheduler(Protocol):
         """Take in the results of the step in flight; requests may end by it."""
 
     def abort(self, req: Req, error: ServingError) -> None:
-        """Let go of a request whose entry in the ledger is being closed; ``error`` is what a peer is told.
+        """Let go of a request whose entry in the tracker is being closed; ``error`` is what a peer is told.
 
         ``settle`` was called since the last step.
         """
@@ -91,7 +91,7 @@ class Scheduler(Protocol):
 class EngineLoop:
     """One rank's main loop over a scheduler. All ranks of a group run it in lockstep."""
 
-    def __init__(self, ticker: Ticker | StageTicker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
+    def __init__(self, ticker: Ticker | StageTicker, tracker: Ledger, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
                  watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
                  meeting: Meeting | None = None, send_totals: Callable[[RankTotals], None] | None = None):
@@ -99,7 +99,7 @@ class EngineLoop:
         same ticks and take the requests of theirs out of them. ``send_totals``: on ranks that speak for themselves
         alone."""
         self._ticker = ticker
-        self._ledger = ledger
+        self._tracker = tracker
         self._scheduler = scheduler
         self._peers = scheduler.peers
         self._cache = cache
@@ -135,7 +135,7 @@ class EngineLoop:
             busy = self._scheduler.step(tick.now)
             if busy and self._control.profiler.active:
                 self._control.profiler.step()
-            self._ledger.flush()
+            self._tracker.flush()
             if self._events is not None:
                 self._events.flush(tick.now)
             if not was_idle and self._scheduler.idle:
@@ -175,7 +175,7 @@ class EngineLoop:
                 self._stopping = True
 
     def _start(self, message: Generate, now: float) -> None:
-        req = self._ledger.accept(message, now)
+        req = self._tracker.accept(message, now)
         if req is None:
             return
         if req.sampling.grammar is not None and self._grammars is not None:
@@ -184,33 +184,33 @@ class EngineLoop:
             self._control.check_serving()
             self._scheduler.add(req)
         except ServingError as error:
-            self._ledger.fail(req, error)
+            self._tracker.fail(req, error)
 
     def _abort(self, message: Abort) -> None:
-        if message.rid and message.rid not in self._ledger.live:
+        if message.rid and message.rid not in self._tracker.live:
             return
         self._scheduler.settle()
-        live = self._ledger.live
+        live = self._tracker.live
         reqs = list(live.values()) if message.rid == "" else [live[message.rid]] if message.rid in live else []
         for req in reqs:
             error = (Aborted if message.silent else AbortRequested)("The request was aborted.")
             self._scheduler.abort(req, error)
             if message.silent:
-                self._ledger.drop(req)
+                self._tracker.drop(req)
             else:
-                self._ledger.fail(req, error)
+                self._tracker.fail(req, error)
 
     def _end_overdue(self, now: float) -> None:
         if now < self._next_deadline_check:
             return
         self._next_deadline_check = now + DEADLINE_CHECK_SECONDS
-        if not any(req.deadline <= now for req in self._ledger.live.values()):
+        if not any(req.deadline <= now for req in self._tracker.live.values()):
             return
         self._scheduler.settle()
-        for req in [req for req in self._ledger.live.values() if req.deadline <= now]:
+        for req in [req for req in self._tracker.live.values() if req.deadline <= now]:
             error = DeadlineExceeded(f"The request did not end within {req.deadline - req.arrived:g} s.")
             self._scheduler.abort(req, error)
-            self._ledger.fail(req, error)
+            self._tracker.fail(req, error)
 
     def _carry_out(self, message: messages.Control) -> None:
         if isinstance(message.command, PauseGeneration):
@@ -248,7 +248,7 @@ class EngineLoop:
             seq=seq, total_pages=cache.num_pages, free_pages=cache.num_free, held_pages=cache.num_allocated,
             cached_pages=cache.num_cached, page_size=cache.page_size, num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
-            counters={**self._ledger.counters, **scheduler.counters},
+            counters={**self._tracker.counters, **scheduler.counters},
             gauges={"token_usage": 1 - cache.num_available / cache.num_pages, **scheduler.gauges},
             dp_rank=self._dp_rank, model=self._control.model, pair_key=self._peers.key,
         )

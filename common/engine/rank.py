@@ -56,7 +56,7 @@ class EngineParts:
     runner: ModelRunner
     batcher: Batcher
     executor: Executor | StageExecutor
-    ledger: Ledger
+    tracker: Ledger
     grammars: GrammarStore | None = None  # on the rank that chooses tokens, and the one that speaks to the front
     line: StageLine | None = None  # between the stages of a pipeline
 
@@ -87,8 +87,8 @@ def main(spec: RankSpec) -> None:
 def unified_scheduler(parts: EngineParts) -> Scheduler:
     """The one of an engine that runs both phases."""
     if parts.config.model.is_embedding:
-        return EmbeddingScheduler(parts.batcher, parts.runner, parts.ledger)
-    return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap)
+        return EmbeddingScheduler(parts.batcher, parts.runner, parts.tracker)
+    return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
 
 
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
@@ -125,7 +125,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     watchdog = Watchdog(timeout) if timeout else None
     settle_collector()
     ticker = Ticker(channel, parallel.world) if line is None else StageTicker(channel, line)
-    loop = EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
+    loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
                       None if _leads(spec) else channel.send)
     try:
@@ -164,7 +164,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
     cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache)
-    ledger = Ledger(
+    tracker = Ledger(
         send,
         eos_ids=frozenset(model.eos_token_ids),
         vocab_size=model.vocab_size,
@@ -178,13 +178,13 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
                       dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
     grammars = None
     if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
-        grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
+        grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids)
     here = Executor(runner, sampler, grammars)
     executor: Executor | StageExecutor = here
     if line is not None:
         executor = StageExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attention)
-    return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars, line)
+    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, line)
 
 
 def join_groups(spec: RankSpec) -> Parallel:

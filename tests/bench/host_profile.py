@@ -268,7 +268,7 @@ def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict
 
 def closed_loop(engine: HandEngine, length: int, users: int, steps: int, clocks: Clocks) -> dict[str, Any]:
     """``users`` ask for one token each and ask again at once."""
-    live = engine._parts.ledger.live
+    live = engine._parts.tracker.live
 
     def refill() -> None:
         while len(live) < users:

@@ -56,10 +56,10 @@ class EngineTrace:
     def executor(self, executor: Any) -> Any:
         return _TracedExecutor(executor, self)
 
-    def watch(self, scheduler: Any, ledger: Any) -> None:
-        """Scheduler and ledger are told of by their own functions, which are wrapped; the file is written when the
+    def watch(self, scheduler: Any, tracker: Any) -> None:
+        """Scheduler and tracker are told of by their own functions, which are wrapped; the file is written when the
         scheduler is closed."""
-        step, close, send = scheduler.step, scheduler.close, ledger._send
+        step, close, send = scheduler.step, scheduler.close, tracker._send
 
         def turn(now: float) -> bool:
             before = len(self.steps)
@@ -86,7 +86,7 @@ class EngineTrace:
             self._write()
             close()
 
-        scheduler.step, scheduler.close, ledger._send = turn, closed, sent
+        scheduler.step, scheduler.close, tracker._send = turn, closed, sent
 
     def launch(self, inner: Callable[..., Any], batch: Any, after_group: Any) -> Any:
         import torch

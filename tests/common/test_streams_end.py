@@ -20,7 +20,7 @@ def test_the_engine_tells_last_tokens_before_it_frees_pages():
         if any(output.finish for output in message.items):
             told.append((len(message.items), batcher.cache.num_allocated, len(batcher.running)))
 
-    engine._parts.ledger._send = take
+    engine._parts.tracker._send = take
     engine.start(4, 20, 10)
     engine.finish()
     assert told == [(4, 4 * 2, 4)]

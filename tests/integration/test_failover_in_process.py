@@ -56,7 +56,7 @@ class Fleet:
         for side in (self.prefill, decode):
             meet = Bootstrap("127.0.0.1", self.port, room, previous)
             message = Generate(rid or f"r{room}", list(prompt), sampling, bootstrap=meet, **fields)
-            halves.append(side.ledger.accept(message, 0.0))
+            halves.append(side.tracker.accept(message, 0.0))
             side.scheduler.add(halves[-1])
         return halves[0], room
 
@@ -89,7 +89,7 @@ def fleet(checkpoint, bootstrap_port):  # noqa: F811
 @pytest.fixture(scope="module")
 def answer(checkpoint):  # noqa: F811
     def make(parts):
-        return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
+        return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=False)
 
     side = Side(checkpoint, make, "null", 0, "fake")
 
@@ -180,7 +180,7 @@ def test_another_attempt_may_have_the_same_id(fleet, answer):
     gate.clear()
     req, room = fleet.start(prompt, decode, rid="mine")
     fleet.until_computed(req, decode)
-    for side, half in ((fleet.prefill, req), (decode, decode.ledger.live["mine"])):
+    for side, half in ((fleet.prefill, req), (decode, decode.tracker.live["mine"])):
         side.abort(half)
         side.take()
     assert len(fleet.prefill.scheduler.rooms) == len(decode.scheduler.rooms) == 1, "both wait for the writes"
@@ -296,7 +296,7 @@ def test_a_request_that_leaves_while_decode_has_no_pages_for_it_ends_at_prefill_
         fleet.prefill.scheduler.step(0.0)
         first.scheduler.step(0.0)
     assert first.scheduler.num_waiting == fleet.prefill.scheduler.num_waiting == 1
-    first.abort(first.ledger.live[f"r{room}"])
+    first.abort(first.tracker.live[f"r{room}"])
     failures = {}
 
     def told():
