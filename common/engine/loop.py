@@ -41,18 +41,18 @@ DEADLINE_CHECK_SECONDS = 0.1
 
 
 class Scheduler(Protocol):
-    """What a role's scheduler offers to the loop."""
+    """Interface of a role's scheduler to the loop."""
 
     @property
     def peers(self) -> Peers: ...
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or is being transferred, and no page is held."""
+        """True while no request runs, waits or is being transferred, and no page is allocated."""
 
     @property
     def paused(self) -> bool:
-        """Whether no step is launched, so that requests wait or stand still."""
+        """True while no step is launched."""
 
     @property
     def num_running(self) -> int: ...
@@ -71,15 +71,15 @@ class Scheduler(Protocol):
         """Lengths of the role's own queues."""
 
     def add(self, req: Req) -> None:
-        """Take on a request; a ServingError refuses it."""
+        """Accept a request; a ServingError refuses it."""
 
     def settle(self) -> None:
-        """Take in the results of the step in flight; requests may end by it."""
+        """Wait for the step in flight and process its results; requests may end by it."""
 
     def abort(self, req: Req, error: ServingError) -> None:
-        """Let go of a request whose entry in the tracker is being closed; ``error`` is what a peer is told.
+        """Remove a request that the tracker closes; ``error`` is sent to a peer.
 
-        ``settle`` was called since the last step.
+        ``settle`` must have been called since the last step.
         """
 
     def step(self, now: float) -> bool:
@@ -95,9 +95,9 @@ class EngineLoop:
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
                  watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
                  meeting: Meeting | None = None, send_totals: Callable[[RankTotals], None] | None = None):
-        """``grammars``: on the rank that chooses tokens. ``meeting``: with other data-parallel ranks, which get the
-        same ticks and take the requests of theirs out of them. ``send_totals``: on ranks that speak for themselves
-        alone."""
+        """``grammars``: on the rank that samples tokens. ``meeting``: the DP sync with other data-parallel ranks, which
+        get the same ticks and filter their own requests. ``send_totals``: on ranks other than the first of their
+        group, which report RANK_TOTALS alone."""
         self._ticker = ticker
         self._tracker = tracker
         self._scheduler = scheduler
@@ -115,14 +115,14 @@ class EngineLoop:
         self._stopping = False
 
     def run(self) -> None:
-        """Runs until the front says Shutdown."""
+        """Run until the API server sends Shutdown."""
         busy = False
         while not self._stopping:
             tick = self._ticker.next(self._wait_ms(busy))
             for done in self._grammars.finished() if self._grammars else ():
                 self._send(done)
             if self._peers.busy:
-                for done in self._peers.outcomes():
+                for done in self._peers.take_results():
                     self._send(done)
             if self._watchdog is not None:
                 self._watchdog.beat()
@@ -131,7 +131,7 @@ class EngineLoop:
             self._end_overdue(tick.now)
             was_idle = self._scheduler.idle
             if self._meeting is not None:
-                self._meeting.wish(self._wish_ms())
+                self._meeting.wish(self._poll_timeout_ms())
             busy = self._scheduler.step(tick.now)
             if busy and self._control.profiler.active:
                 self._control.profiler.step()
@@ -146,11 +146,11 @@ class EngineLoop:
     def _wait_ms(self, busy: bool) -> int:
         if self._meeting is not None:
             return self._meeting.wait_ms
-        return 0 if busy else self._wish_ms()
+        return 0 if busy else self._poll_timeout_ms()
 
-    def _wish_ms(self) -> int:
-        awaiting = self._peers.busy or (self._grammars is not None and self._grammars.busy)
-        return IDLE_WAIT_MS if self._scheduler.idle and not awaiting else TRANSFER_WAIT_MS
+    def _poll_timeout_ms(self) -> int:
+        waits = self._peers.busy or (self._grammars is not None and self._grammars.busy)
+        return IDLE_WAIT_MS if self._scheduler.idle and not waits else TRANSFER_WAIT_MS
 
     def _handle(self, message: ToEngine, now: float) -> None:
         match message:
@@ -160,7 +160,7 @@ class EngineLoop:
             case Abort():
                 self._abort(message)
             case messages.Control():
-                self._carry_out(message)
+                self._execute(message)
             case messages.ConnectPeer():
                 self._connect(message)
             case messages.PrepareGrammar():
@@ -212,13 +212,13 @@ class EngineLoop:
             self._scheduler.abort(req, error)
             self._tracker.fail(req, error)
 
-    def _carry_out(self, message: messages.Control) -> None:
+    def _execute(self, message: messages.Control) -> None:
         if isinstance(message.command, PauseGeneration):
             self._scheduler.settle()
         try:
             with self._watchdog.suspended() if self._watchdog else nullcontext():  # a checkpoint may load for minutes
-                told = self._control.carry_out(message.command, idle=self._at_rest)
-            self._send(Done(message.seq, told))
+                done = self._control.execute(message.command, idle=self._no_pages_in_use)
+            self._send(Done(message.seq, done))
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.code))
 
@@ -229,8 +229,8 @@ class EngineLoop:
             self._send(Done(message.seq, error.message, error.wire_code))
 
     @property
-    def _at_rest(self) -> bool:
-        """Whether no request runs or holds pages: they may wait, as those do that were retracted for a pause."""
+    def _no_pages_in_use(self) -> bool:
+        """True while no request runs or has pages; requests may wait, as after a retraction for a pause."""
         scheduler = self._scheduler
         return scheduler.idle or (scheduler.paused and not self._cache.num_allocated and not scheduler.num_transferring)
 
@@ -238,8 +238,8 @@ class EngineLoop:
         if self._send_totals is None:
             self._send(self._state(seq))
             return
-        told = {**self._scheduler.counters, **self._scheduler.gauges}
-        totals = {name: value for name, value in told.items() if name in RANK_TOTALS}
+        values = {**self._scheduler.counters, **self._scheduler.gauges}
+        totals = {name: value for name, value in values.items() if name in RANK_TOTALS}
         self._send_totals(RankTotals(seq, self._dp_rank, totals))
 
     def _state(self, seq: int) -> State:

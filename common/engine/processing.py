@@ -8,7 +8,7 @@ import torch
 
 from .choosing import Choosing
 from .host_copies import upload
-from .processors import PARAM, RowProcessor, told
+from .processors import PARAM, RowProcessor, summarize
 
 
 def process(logits: torch.Tensor, rows: Sequence[Choosing], previous: torch.Tensor | None) -> dict[int, str]:
@@ -38,7 +38,7 @@ def _run(logits: torch.Tensor, members: list[tuple[int, RowProcessor]]) -> dict[
         logits[index] = made.to(logits)
     except Exception as error:
         if len(members) == 1:
-            return {members[0][0]: f"{PARAM} {first.path!r} failed: {told(error)}."}
+            return {members[0][0]: f"{PARAM} {first.path!r} failed: {summarize(error)}."}
     else:
         return {}
     alone = [_run(logits, [member]) for member in members]  # one request's parameters must not fail another's

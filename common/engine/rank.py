@@ -1,4 +1,4 @@
-"""An engine rank's process: builds the engine's parts, then runs the loop."""
+"""Main of an engine rank's process: builds the engine's parts, then runs the loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..kvcache.manager import KVCacheManager
 from ..obs.logging import setup_logging
 from .batcher import Batcher
 from .channel import FrontChannel, StageTicker, Ticker
-from .collector import settle_collector
+from .collector import freeze_collector
 from .control import Control
 from .embedding import EmbeddingScheduler
 from .executor import Executor
@@ -49,7 +49,7 @@ log = logging.getLogger("baton.engine")
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What a role's scheduler is composed of."""
+    """Parts that a role's scheduler is composed of."""
 
     config: ServerConfig
     parallel: Parallel
@@ -57,8 +57,8 @@ class EngineParts:
     batcher: Batcher
     executor: Executor | StageExecutor
     tracker: Ledger
-    grammars: GrammarStore | None = None  # on the rank that chooses tokens, and the one that speaks to the front
-    line: StageLine | None = None  # between the stages of a pipeline
+    grammars: GrammarStore | None = None  # on the ranks that sample tokens or send to the API server
+    line: StageLine | None = None  # between pipeline stages
 
     @property
     def tp(self) -> TPGroup:
@@ -67,12 +67,13 @@ class EngineParts:
 
     @property
     def agreeing(self) -> Agreeing:
-        """The ranks that decide alike: those of ``tp``, of all stages."""
+        """The ranks that take the same decisions: those of ``tp``, of all pipeline stages."""
         return self.line or self.tp
 
     @property
     def overlap(self) -> bool:
-        """On a CPU launching is computing: a step's results would only be told one step late."""
+        """True where a step is launched before the previous one's results are processed. On a CPU a launch computes the
+        step: overlap would only report results one step late."""
         return self.executor.asynchronous and not self.config.schedule.disable_overlap_schedule
 
 
@@ -85,7 +86,7 @@ def main(spec: RankSpec) -> None:
 
 
 def unified_scheduler(parts: EngineParts) -> Scheduler:
-    """The one of an engine that runs both phases."""
+    """The scheduler of an engine that runs both phases."""
     if parts.config.model.is_embedding:
         return EmbeddingScheduler(parts.batcher, parts.runner, parts.tracker)
     return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
@@ -95,7 +96,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
     setup_logging(spec.config.logs, f"{_role(spec)}.rank{spec.rank}")
     channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
-    send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
+    send: Callable[[FromEngine], None] = channel.send if _is_group_leader(spec) else _discard
 
     def progress(stage: str, share: float) -> None:
         channel.send(Loading(stage, share))
@@ -111,7 +112,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
         parallel.everyone.barrier()  # Ready means that every rank is up
     except Exception as error:
-        channel.send(StartFailed(_reason(spec, error)))
+        channel.send(StartFailed(_failure_sentence(spec, error)))
         channel.close()
         raise SystemExit(1) from None
     cache = parts.batcher.cache
@@ -123,18 +124,18 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
-    settle_collector()
+    freeze_collector()
     ticker = Ticker(channel, parallel.world) if line is None else StageTicker(channel, line)
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
-                      None if _leads(spec) else channel.send)
+                      None if _is_group_leader(spec) else channel.send)
     try:
         loop.run()
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        log.error("another rank of the engine is gone, so this one ends")
-        log.debug("what it met", exc_info=True)
+        log.error("another rank of the engine has ended, so this one ends")
+        log.debug("the error that showed it", exc_info=True)
         raise SystemExit(1) from None
     if watchdog is not None:
         watchdog.close()
@@ -146,20 +147,20 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     parallel.close()
 
 
-def _reason(spec: RankSpec, error: Exception) -> str:
-    """Why a rank could not start, in a sentence for the operator."""
+def _failure_sentence(spec: RankSpec, error: Exception) -> str:
+    """Explains a rank's failure to start, in a sentence for the operator."""
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        told = "; ".join(str(error).split(". ")[:2])
-        return f"The GPU has too little free memory ({told}): lower --mem-fraction-static or --max-total-tokens."
+        details = "; ".join(str(error).split(". ")[:2])
+        return f"The GPU has too little free memory ({details}): lower --mem-fraction-static or --max-total-tokens."
     return f"Rank {spec.rank} could not start: {sentence_of(error)}"
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
                 progress: Callable[[str, float], None], line: StageLine | None = None) -> EngineParts:
-    """``line``: with several stages. Raises ConfigError, or torch.OutOfMemoryError, where the engine cannot be
-    built."""
+    """Builds the engine's parts. ``line``: with several pipeline stages. Raises ConfigError, or torch.OutOfMemoryError,
+    where the engine cannot be built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
@@ -188,7 +189,7 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
 
 
 def join_groups(spec: RankSpec) -> Parallel:
-    """Raises ConfigError where the rank's device is lacking."""
+    """Initialises torch.distributed and its groups. Raises ConfigError where the host lacks the rank's device."""
     device = device_of(spec)
     if spec.local_rank == 0:
         warn_of_stack(device)
@@ -204,9 +205,9 @@ def join_groups(spec: RankSpec) -> Parallel:
 
 
 def device_of(spec: RankSpec) -> torch.device:
-    """A GPU of its own, with --dist-backend gloo its turn of those that there are, or the CPU. Raises ConfigError."""
-    wanted = spec.config.model.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    """The rank's GPU, which ranks may share with --dist-backend gloo, or the CPU. Raises ConfigError."""
+    kind = spec.config.model.device
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     first, count = spec.config.model.base_gpu_id, torch.cuda.device_count()
     index = first + spec.local_rank
@@ -225,10 +226,10 @@ def _role(spec: RankSpec) -> str:
     return "server" if spec.config.mode == "null" else spec.config.mode
 
 
-def _leads(spec: RankSpec) -> bool:
-    """Whether the rank is the first of its attention group, which speaks for it."""
+def _is_group_leader(spec: RankSpec) -> bool:
+    """True for the first rank of its attention group, which sends for the group."""
     return spec.rank % (spec.world_size // spec.config.dp_size) == 0
 
 
-def _nowhere(message: FromEngine) -> None:
-    """The other ranks of a group keep the same books and tell nobody."""
+def _discard(message: FromEngine) -> None:
+    """Drop a message: the other ranks of a group track the same requests and send nothing."""

@@ -13,7 +13,7 @@ from ... import __version__
 from ..api.errors import DeadlineExceeded, EngineDead, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
 from ..api.messages import Generate, State
 from ..api.sampling import SamplingParams
-from ..engine.states import merged
+from ..engine.states import merge_states
 from ..obs.about import POLICY, about
 from ..obs.metrics import CONTENT_TYPE
 from ..openai.bootstrap import bootstrap_point
@@ -199,5 +199,5 @@ async def abort_request(front: Front, request: web.Request) -> web.Response:
 
 async def metrics(front: Front, request: web.Request) -> web.Response:
     states = await _states(front)
-    body = front.metrics.render(merged(states) if states else None)
+    body = front.metrics.render(merge_states(states) if states else None)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -17,7 +17,7 @@ from ..api.errors import ConfigError
 from ..config.addresses import bound, cannot_listen
 from ..config.command import INTERRUPTED, sentence_of
 from ..config.server import ServerConfig
-from ..engine.collector import settle_collector
+from ..engine.collector import freeze_collector
 from ..engine.node import run_node
 from ..engine.ranks import RankTarget
 from ..obs.logging import setup_logging
@@ -105,7 +105,7 @@ class _Server:
     async def _settle(self) -> None:
         """Once all is loaded: a full collection stops every stream, for 80 ms where 256 of them run."""
         await self._host.ready.wait()
-        settle_collector()
+        freeze_collector()
 
     async def _note_lateness(self) -> None:
         await self._host.ready.wait()

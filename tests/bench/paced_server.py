@@ -69,7 +69,7 @@ def rank_main(spec: RankSpec) -> None:
     from ...common.distributed.parallel import Parallel
     from ...common.engine.batcher import Batcher
     from ...common.engine.channel import FrontChannel, Ticker
-    from ...common.engine.collector import settle_collector
+    from ...common.engine.collector import freeze_collector
     from ...common.engine.control import Control
     from ...common.engine.executor import Executor
     from ...common.engine.ledger import Ledger
@@ -98,7 +98,7 @@ def rank_main(spec: RankSpec) -> None:
         trace.watch(scheduler, tracker)
     control = Control(spec.config, Parallel().everyone, model, batcher)
     channel.send(Ready(POOL_TOKENS, 16384))
-    settle_collector()
+    freeze_collector()
     EngineLoop(Ticker(channel, Parallel().world), tracker, scheduler, cache, control, channel.send).run()
     channel.close()
 

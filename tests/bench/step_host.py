@@ -28,7 +28,7 @@ from ...common.api.messages import FromEngine, Generate
 from ...common.api.sampling import SamplingParams
 from ...common.config.server import ScheduleArgs
 from ...common.engine.batcher import Batcher
-from ...common.engine.collector import settle_collector
+from ...common.engine.collector import freeze_collector
 from ...common.engine.decode_inputs import DecodeInputs
 from ...common.engine.executor import Executor
 from ...common.engine.forward_batch import DecodeTable, ForwardBatch, Row
@@ -95,7 +95,7 @@ class Bench:
             self.scheduler.step(0.0)
         for _ in range(5):
             self.step()
-        settle_collector()
+        freeze_collector()
 
     def _take(self, message: FromEngine) -> None:
         self.sent = message

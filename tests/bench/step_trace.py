@@ -77,9 +77,9 @@ class EngineTrace:
 
         def sent(message: Any) -> None:
             send(message)
-            if hasattr(message, "told"):
-                gained = message.gained
-                count = len(message.told) + (0 if gained is None else len(gained.rids))
+            if hasattr(message, "others"):
+                batch = message.batch
+                count = len(message.others) + (0 if batch is None else len(batch.rids))
                 self.told.append((time.perf_counter(), count, self._waited))
 
         def closed() -> None:
