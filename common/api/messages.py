@@ -75,7 +75,7 @@ class Generate(msgspec.Struct, tag=True):
 StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
 
 
-class Stage(msgspec.Struct, frozen=True, array_like=True):
+class LatencySpan(msgspec.Struct, frozen=True, array_like=True):
     """A stage of a request in an engine, and its end on the host's monotonic clock in seconds. It begins at the end of
     the previous one, the first at the request's arrival."""
 
@@ -170,10 +170,10 @@ class Output(msgspec.Struct):
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; class scores of a classifier
     hidden_states: bytes | None = None  # float32 rows of the positions after those sent before
-    stages: list[Stage] = []  # those that ended since the last output, of traced requests
+    stages: list[LatencySpan] = []  # those that ended since the last output, of traced requests
 
 
-class Gained(msgspec.Struct, array_like=True):
+class NewTokens(msgspec.Struct, array_like=True):
     """Output batch: one new token for each of several requests, and nothing else. Columns are Output's fields."""
 
     rids: list[str]
@@ -183,11 +183,11 @@ class Gained(msgspec.Struct, array_like=True):
     num_output_tokens: list[int]
 
 
-class Outputs(msgspec.Struct, tag=True):
+class OutputBatch(msgspec.Struct, tag=True):
     """All outputs of one engine step: first the ``batch`` of requests that merely continue, then the ``others``."""
 
     others: list[Output]
-    batch: Gained | None = None
+    batch: NewTokens | None = None
 
     @property
     def items(self) -> list[Output]:
@@ -278,7 +278,7 @@ class RankTotals(msgspec.Struct, tag=True):
     totals: dict[str, float]
 
 
-FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Done | State | RankTotals
+FromEngine = OutputBatch | Failed | Loading | Ready | StartFailed | Done | State | RankTotals
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from .allocator import PageAllocator
+from .partial_pages import PartialPage, PartialPages
 from .prefix_cache import Node, PrefixCache
-from .tails import Tail, Tails
 
 
-class PageHold:
+class PageTable:
     """Page table of one request (vLLM's block table): its page ids in token order.
 
     ``owned[i]`` is True where page i is allocated to the request and freed with it, False where the prefix cache owns
@@ -34,7 +34,7 @@ class PageHold:
         self.node = node
         self.num_cached_pages = self.count
         self.num_published = self.count  # leading pages that the prefix cache has, these or equal ones
-        self.partial_page: Tail | None = None
+        self.partial_page: PartialPage | None = None
 
     def __repr__(self) -> str:
         return f"PageTable({self.count} pages, {self.num_owned} owned, {self.num_cached_pages} cached at start)"
@@ -99,7 +99,7 @@ class KVCacheManager:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.prefix_cache = PrefixCache(page_size) if prefix_cache else None
-        self.partial_pages = Tails()
+        self.partial_pages = PartialPages()
         self._num_allocated = 0
 
     def __repr__(self) -> str:
@@ -131,19 +131,19 @@ class KVCacheManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def match_prefix(self, tokens: np.ndarray, limit: int) -> PageHold:
+    def match_prefix(self, tokens: np.ndarray, limit: int) -> PageTable:
         """A page table with the cached prefix of ``tokens`` (int32), of at most ``limit`` tokens, which it locks."""
         if self.prefix_cache is None:
             return self.new_private_table()
         node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size])
         self.prefix_cache.lock(node)
-        return PageHold(pages, node)
+        return PageTable(pages, node)
 
-    def new_private_table(self) -> PageHold:
+    def new_private_table(self) -> PageTable:
         """An empty page table that never enters the prefix cache: token ids do not identify what its pages contain."""
-        return PageHold(np.empty(0, np.int64), None)
+        return PageTable(np.empty(0, np.int64), None)
 
-    def allocate_slots(self, table: PageHold, num_tokens: int) -> bool:
+    def allocate_slots(self, table: PageTable, num_tokens: int) -> bool:
         """Extend ``table`` to cover ``num_tokens`` tokens; False, and no change, where pages are short."""
         missing = self.pages_for(num_tokens) - table.count
         if missing <= 0:
@@ -159,7 +159,7 @@ class KVCacheManager:
         self._num_allocated += missing
         return True
 
-    def append_pages(self, tables: Sequence[PageHold]) -> np.ndarray | None:
+    def append_pages(self, tables: Sequence[PageTable]) -> np.ndarray | None:
         """Append one page to each table; returns the pages in order. Returns None, and changes nothing, where too few
         are free: then call ``allocate_slots`` for one after the other, which evicts."""
         if len(tables) > self.num_free:
@@ -170,7 +170,7 @@ class KVCacheManager:
         self._num_allocated += len(tables)
         return pages
 
-    def commit(self, table: PageHold, tokens: np.ndarray) -> None:
+    def commit(self, table: PageTable, tokens: np.ndarray) -> None:
         """Publish the full pages of ``tokens`` (int32, all computed) in the prefix cache.
 
         The page ids in ``table`` never change: a transfer may be reading them. Where the tree has equal pages already,
@@ -192,7 +192,7 @@ class KVCacheManager:
         self._num_allocated -= count - present
         table.num_published = count
 
-    def keep_partial_page(self, table: PageHold, tokens: np.ndarray) -> Tail | None:
+    def keep_partial_page(self, table: PageTable, tokens: np.ndarray) -> PartialPage | None:
         """Hand the last page of ``tokens`` (int32, all computed, all of the table's) to the cache where it is partly
         filled; the table goes on reading it. Returns None where the prompt ends with a full page. The full pages must
         be published already.
@@ -207,7 +207,7 @@ class KVCacheManager:
         self.partial_pages.acquire(table.partial_page)
         return table.partial_page
 
-    def match_full_prompt(self, tokens: np.ndarray, partial: Tail | None) -> PageHold | None:
+    def match_full_prompt(self, tokens: np.ndarray, partial: PartialPage | None) -> PageTable | None:
         """A page table of all pages of ``tokens`` (int32), ``partial`` the last; None where some were evicted."""
         rest = len(tokens) % self.page_size
         table = self.match_prefix(tokens, len(tokens))
@@ -222,19 +222,19 @@ class KVCacheManager:
             self.partial_pages.acquire(partial)
         return table
 
-    def drop_partial_page(self, partial: Tail) -> None:
+    def drop_partial_page(self, partial: PartialPage) -> None:
         """Stop retaining a partial page; it becomes free with its last reader."""
         self.allocator.free(self.partial_pages.drop(partial))
 
-    def is_cacheable(self, table: PageHold) -> bool:
+    def is_cacheable(self, table: PageTable) -> bool:
         """True where the full pages of ``table`` may stay in the prefix cache."""
         return self.prefix_cache is not None and table.node is not None
 
-    def release(self, table: PageHold, tokens: np.ndarray | None = None) -> None:
+    def release(self, table: PageTable, tokens: np.ndarray | None = None) -> None:
         """Free a table's pages. ``tokens``, where given, are the computed ones: their full pages stay in the cache."""
         self.release_all([(table, tokens)])
 
-    def release_all(self, ending: Sequence[tuple[PageHold, np.ndarray | None]]) -> None:
+    def release_all(self, ending: Sequence[tuple[PageTable, np.ndarray | None]]) -> None:
         """``release`` one after the other; the allocator gets all freed pages in one call."""
         freed: list[np.ndarray] = []
         newest: list[int] = []

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.engine.scheduling.rates import measure_link_bandwidth
+from ...common.scheduler.preemption.copy_rates import measure_link_bandwidth
 from ...common.tinychat import CHECKPOINT
-from ..common.hand_driven import Engine
+from ..helpers.hand_driven import Engine
 from .relay import LLAMA_8B
 
 PAGE = 16

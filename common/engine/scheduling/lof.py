@@ -1,9 +1,0 @@
-"""Longest output first: the longest runs start first, so that a batch of jobs does not end with a long one alone."""
-
-from __future__ import annotations
-
-from ..req import Req
-
-
-def key(req: Req) -> float:
-    return -float(req.sampling.max_new_tokens)

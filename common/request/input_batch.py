@@ -1,0 +1,298 @@
+"""Input batch: a persistent decode batch, the same requests with one token each in every step.
+
+The arrays that a step needs of its requests persist, and a step advances them. Gathering them anew from 256 requests
+would take a microsecond a request and more, in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from ..api.messages import NewTokens
+from ..forward.forward_batch import DecodeTable
+from ..kvcache.manager import KVCacheManager, PageTable
+from .req import Req
+from .sampling_metadata import SamplingMetadata
+
+_NO_PAGES = np.empty(0, np.int64), np.empty(0, np.int64)
+_PAGE_TABLE, _STOP_IDS = attrgetter("page_table"), attrgetter("stop_ids")
+
+
+class InputBatch:
+    """``reqs`` decode together until one leaves or joins: then a new batch reuses the arrays of this one.
+
+    ``positions`` [B] int64 are those of the tokens that the next step computes; ``remaining`` [B] int64: steps that may
+    be launched until the request has all the tokens that it asked for. ``all_plain``: sampling parameters alone decide
+    on the tokens, and a step reports nothing but tokens; ``all_greedy``: all take the argmax. ``reused_rows``: the rows
+    that this batch's first requests had in the previous batch, whose requests are ``previous_reqs``.
+    """
+
+    def __init__(self, reqs: list[Req], page_size: int, previous: InputBatch | None = None):
+        """None of ``reqs`` may be complete, and each has computed all of its tokens but the last. ``previous`` was the
+        last decode batch, and no other batch has computed its requests since."""
+        self.reqs = reqs
+        self._page_size = page_size
+        self._page_tables: list[PageTable | None] = list(map(_PAGE_TABLE, reqs))
+        reused = self.reused_rows = self._rows_in(previous)
+        self.previous_reqs = [] if previous is None else previous.reqs
+        new = reqs[len(reused):]
+        self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
+        self.remaining = np.array([req.num_prompt_tokens + req.sampling.max_new_tokens for req in new], np.int64)
+        self.remaining -= self.positions + 1
+        self._capacity = np.array([0 if req.page_table is None else req.page_table.count * page_size for req in new],
+                                  np.int64)  # tokens that the pages of each request cover
+        self._flags = np.array([(_is_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
+                               bool).reshape(-1, 3)
+        self._unreported = list(range(len(reused), len(reqs)))
+        self._kv_indptr = np.zeros(len(reqs) + 1, np.int32)
+        self._kv_indices = np.empty(0, np.int32)
+        self._page_of_token = np.empty(0, np.int64)
+        self._offsets: np.ndarray | None = None  # of the positions in their pages, once decode_table was called
+        self._appended = _NO_PAGES  # rows, and the pages appended to them since decode_table last read the page tables
+        self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
+        self._last_tokens: list[int] = []  # of the first requests, as far as the host knows them
+        self._num_in_flight = 0  # steps whose tokens are not recorded
+        self._report_fields: _ReportFields | None = None
+        if previous is not None and len(reused):
+            self._reuse(previous, reused)
+        self.all_plain, self.all_greedy, self._any_seeded = (
+            bool(self._flags[:, 0].all()), bool(self._flags[:, 1].all()), bool(self._flags[:, 2].any()))
+        self.min_remaining = int(self.remaining.min())
+        self.removed_rows: list[int] = []
+        self._metadata: list[SamplingMetadata] | None = None
+
+    def _reuse(self, previous: InputBatch, reused: np.ndarray) -> None:
+        """Take over the state of the rows ``reused`` of ``previous``, the first of this batch."""
+        self.positions = np.concatenate((previous.positions[reused], self.positions))
+        self.remaining = np.concatenate((previous.remaining[reused], self.remaining))
+        self._capacity = np.concatenate((previous._capacity[reused], self._capacity))
+        flags = previous._flags[reused]
+        for row in np.flatnonzero(~flags[:, 0]).tolist():
+            flags[row, 0] = _is_plain(self.reqs[row])  # it may have reached ``min_new_tokens``
+        self._flags = np.concatenate((flags, self._flags))
+        rows = reused.tolist()
+        unreported = set(previous._unreported)
+        self._unreported += [row for row, before in enumerate(rows) if before in unreported] if unreported else []
+        if not previous._num_in_flight and len(previous._last_tokens) == len(previous.reqs):
+            self._last_tokens = [previous._last_tokens[row] for row in rows]
+        if previous._report_fields is not None:
+            self._report_fields = previous._report_fields.select(rows).extended(self.reqs[len(reused):])
+        indptr, indices = previous._kv_indptr, previous._kv_indices
+        np.cumsum(np.diff(indptr)[reused], out=self._kv_indptr[1:len(reused) + 1])
+        self._kv_indptr[len(reused) + 1:] = self._kv_indptr[len(reused)]
+        cuts = np.flatnonzero(np.diff(reused) != 1) + 1
+        self._kv_indices = np.concatenate([indices[indptr[some[0]]:indptr[some[-1] + 1]] for some in
+                                           np.split(reused, cuts)])
+
+    def __repr__(self) -> str:
+        return f"InputBatch({len(self.reqs)} requests, {self.min_remaining} steps remain)"
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def unfinished(self, running: Sequence[Req]) -> list[Req]:
+        """The requests of ``running`` that need more steps: first the batch's, in its order, then those that have
+        joined since."""
+        stays = self.remaining > 0
+        stays[self.removed_rows] = False
+        reqs = self.reqs if stays.all() else [self.reqs[row] for row in np.flatnonzero(stays).tolist()]
+        joined = len(running) if reqs else 0
+        while joined and running[joined - 1] is not reqs[-1]:
+            joined -= 1
+        return reqs + [req for req in running[joined:] if not req.complete]
+
+    def last_step_rows(self) -> list[int]:
+        """Rows of the requests whose last token the next step samples."""
+        return np.flatnonzero(self.remaining == 1).tolist() if self.min_remaining == 1 else []
+
+    def rows_without_page(self) -> list[int]:
+        """Rows of the requests that have no page for the next step's token. After allocating one otherwise than by
+        ``append_pages``, call ``update_capacity``."""
+        return np.flatnonzero(self._capacity <= self.positions).tolist()
+
+    def update_capacity(self, row: int) -> None:
+        """Read the number of a request's pages anew."""
+        table = self.reqs[row].page_table
+        assert table is not None
+        self._capacity[row] = table.count * self._page_size
+
+    def append_pages(self, cache: KVCacheManager, rows: list[int]) -> bool:
+        """Append a page to each of the ``rows_without_page``; False, and no change, where too few are free, or where a
+        page table has grown without ``update_capacity``."""
+        tables = [table for table in map(self._page_tables.__getitem__, rows) if table is not None]
+        current = [table.count for table in tables] == (self._capacity[rows] // self._page_size).tolist()
+        pages = cache.append_pages(tables) if current else None
+        if pages is None:
+            return False
+        self._appended = np.array(rows), pages
+        self._capacity[rows] += self._page_size
+        return True
+
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Mark the rows of those ``reqs`` that are in the batch: they have ended or free their pages."""
+        if len(reqs) == 1:  # list.index is faster for one
+            self.removed_rows += [self.reqs.index(req) for req in reqs if req in self.reqs]
+        else:
+            leaving = set(reqs)
+            self.removed_rows += [row for row, req in enumerate(self.reqs) if req in leaving]
+
+    def advance(self) -> None:
+        """Record that a step was launched."""
+        for req in self.reqs:
+            req.num_computed_tokens += 1
+            req.num_pending += 1
+        self._num_in_flight += 1
+        self.positions = self.positions + 1
+        if self._offsets is not None:
+            self._offsets = self._offsets + 1
+        self.remaining -= 1
+        self.min_remaining -= 1
+
+    def decode_table(self) -> DecodeTable:
+        """Page table and slots of the next step. All requests must have pages for it."""
+        if self._offsets is None or int(self._offsets.max()) >= self._page_size:
+            self._offsets = self._update_pages()
+        return DecodeTable(self.positions, self._page_of_token, self._offsets, self._kv_indptr, self._kv_indices,
+                           (self._offsets + 1).astype(np.int32))
+
+    def _update_pages(self) -> np.ndarray:
+        """Bring the page indices up to ``positions``; returns the offsets of these in their pages."""
+        pages = self.positions // self._page_size
+        rows = np.flatnonzero(np.diff(self._kv_indptr) <= pages)
+        if len(rows):
+            self._insert_pages(pages, rows)
+        assert len(self._kv_indices) == self._kv_indptr[-1], "a request's pages do not cover its tokens"
+        self._page_of_token = self._kv_indices[self._kv_indptr[1:] - 1].astype(np.int64)
+        return self.positions - pages * self._page_size
+
+    def _insert_pages(self, pages: np.ndarray, rows: np.ndarray) -> None:
+        """Insert the missing pages of the requests at ``rows``, up to page ``pages`` of each, into ``_kv_indices``."""
+        before, indptr = self._kv_indices, self._kv_indptr
+        (appended_rows, appended), self._appended = self._appended, _NO_PAGES
+        one_missing_each = len(before) == int(pages.sum()) + len(pages) - len(rows)
+        if one_missing_each and np.array_equal(appended_rows, rows):  # they entered their new pages together
+            self._kv_indices = np.insert(before, indptr[rows + 1], appended.astype(np.int32))
+        else:
+            self._kv_indices = self._indices_with(rows.tolist(), pages[rows].tolist())
+        self._kv_indptr = np.zeros_like(self._kv_indptr)
+        np.cumsum(pages + 1, out=self._kv_indptr[1:])
+
+    def _indices_with(self, rows: list[int], last_pages: list[int]) -> np.ndarray:
+        """``_kv_indices`` with the pages of ``rows`` extended up to ``last_pages``."""
+        before, indptr = self._kv_indices, self._kv_indptr.tolist()
+        parts: list[np.ndarray] = []
+        at = 0
+        for row, last in zip(rows, last_pages):
+            begin, end = indptr[row], indptr[row + 1]
+            if at < end:
+                parts.append(before[at:end])
+            table = self.reqs[row].page_table
+            assert table is not None
+            parts.append(table.ids[end - begin:last + 1])
+            at = end
+        parts.append(before[at:])
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+    def record_tokens(self, token_ids: list[int]) -> None:
+        """Record the tokens [B] of the oldest step in flight."""
+        self._last_tokens = token_ids
+        self._num_in_flight -= 1
+
+    def last_tokens(self, *, reused_on_device: bool) -> tuple[list[int], list[int]]:
+        """The last token [B] of each request, and the rows of those whose token the host does not know: 0 there.
+        ``reused_on_device``: the tokens of the reused rows are read on the device, so 0 stands for them as well."""
+        known = [0] * len(self.reused_rows) if reused_on_device else [] if self._num_in_flight else self._last_tokens
+        rest = self.reqs[len(known):]
+        return (known + [0 if req.num_pending else req.tokens.last for req in rest],
+                [row for row, req in enumerate(rest, len(known)) if req.num_pending])
+
+    def sampling_metadata(self) -> Sequence[SamplingMetadata]:
+        """Sampling metadata of each row, of an ``all_plain`` batch. Only a seed makes the position matter."""
+        if self._metadata is None or self._any_seeded:
+            self._metadata = [SamplingMetadata(req.sampling, start + 1)
+                              for req, start in zip(self.reqs, self.positions.tolist())]
+        return self._metadata
+
+    def output_batch(self, token_ids: list[int], positions: np.ndarray, rows: list[int] | None = None) -> NewTokens:
+        """The message for the API server about a step that computed ``positions`` [B] and sampled ``token_ids`` [B];
+        of ``rows`` alone, where given."""
+        if self._report_fields is None:
+            self._report_fields = _ReportFields([], [], [], np.empty(0, np.int64)).extended(self.reqs)
+        rids, prompts, cached, before = self._report_fields
+        outputs = (positions - before).tolist()
+        if rows is None:
+            return NewTokens(rids, token_ids, prompts, cached, outputs)
+        return NewTokens([rids[row] for row in rows], [token_ids[row] for row in rows], [prompts[row] for row in rows],
+                         [cached[row] for row in rows], [outputs[row] for row in rows])
+
+    def rows_to_check(self, token_ids: Sequence[int], last_step_rows: Sequence[int]) -> list[int]:
+        """Rows, ascending, of the requests that need more than an entry in the ``output_batch`` of a step whose results
+        are processed: those that end, were removed, or report more than tokens. ``last_step_rows``: as returned before
+        the step was launched."""
+        rows = {*self.removed_rows, *last_step_rows}
+        if not self.stop_ids.isdisjoint(token_ids):
+            rows.update(row for row, token_id in enumerate(token_ids) if token_id in self.stop_ids)
+        if self._unreported:
+            reqs = self.reqs
+            self._unreported = [row for row in self._unreported if not reqs[row].reported or reqs[row].stages]
+            rows.update(self._unreported)
+        return sorted(rows)
+
+    def _rows_in(self, previous: InputBatch | None) -> np.ndarray:
+        """The rows in ``previous`` of this batch's first requests, as far as they have the same order and page tables
+        there."""
+        if previous is None:
+            return np.empty(0, np.int64)
+        stays = previous.remaining > 0
+        stays[previous.removed_rows] = False
+        staying = np.flatnonzero(stays)
+        rows = staying.tolist()
+        if ([previous.reqs[row] for row in rows] == self.reqs[:len(rows)]
+                and [previous._page_tables[row] for row in rows] == self._page_tables[:len(rows)]):
+            return staying  # the usual case: requests joined, ended or were retracted
+        return _matching_rows(self.reqs, previous)
+
+
+class _ReportFields(NamedTuple):
+    """Constant fields of a batch's messages, by row. The number of outputs is the position less ``offset``."""
+
+    rids: list[str]
+    prompts: list[int]
+    cached: list[int]
+    offset: np.ndarray
+
+    def select(self, rows: list[int]) -> _ReportFields:
+        return _ReportFields([self.rids[row] for row in rows], [self.prompts[row] for row in rows],
+                             [self.cached[row] for row in rows], self.offset[rows])
+
+    def extended(self, reqs: Sequence[Req]) -> _ReportFields:
+        if not reqs:
+            return self
+        prompts = [req.num_prompt_tokens for req in reqs]
+        return _ReportFields(self.rids + [req.rid for req in reqs], self.prompts + prompts,
+                             self.cached + [req.num_cached_tokens for req in reqs],
+                             np.concatenate((self.offset, np.array(prompts) - 2)))  # a token follows the computed one
+
+
+def _matching_rows(reqs: list[Req], previous: InputBatch) -> np.ndarray:
+    """The rows in ``previous`` of the first of ``reqs``, as far as they have the same order and page tables there."""
+    rows: list[int] = []
+    following = iter(reqs)
+    expected = next(following, None)
+    for row, (req, table) in enumerate(zip(previous.reqs, previous._page_tables)):
+        if req is expected and req.page_table is table:
+            rows.append(row)
+            expected = next(following, None)
+    return np.array(rows, np.int64)
+
+
+def _is_plain(req: Req) -> bool:
+    """True where the next token depends on logits and sampling parameters alone, and only the token is reported."""
+    sampling = req.sampling
+    return (req.logprobs is None and req.history is None and req.bias is None and req.processor is None
+            and req.embeds is None and req.hidden is None and sampling.grammar is None
+            and (not sampling.min_new_tokens or req.length - req.num_prompt_tokens >= sampling.min_new_tokens))

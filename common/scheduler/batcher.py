@@ -1,0 +1,280 @@
+"""Continuous batching over paged KV: which requests compute which tokens in the next step.
+
+This is the part that the unified, prefill and decode schedulers share. It owns the request queues, the requests' pages,
+and their retraction when pages run out; it does no I/O and reads no clock, so that tensor-parallel ranks that are fed
+the same calls take the same decisions. ``scheduling/`` has the parts that decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ..api.commands import PauseMode
+from ..config.server import ScheduleArgs
+from ..kvcache.manager import KVCacheManager
+from ..request.batch import Chunk, InputBatchChunks, ScheduledBatch
+from ..request.input_batch import InputBatch
+from ..request.req import Req
+from .new_token_ratio import NewTokenRatio, remaining_decrease, remaining_output
+from .page_budget import PageBudget
+from .policies.order import Order
+from .policies.priority import Priorities
+from .policies.registry import order_maker
+from .preemption.retraction import Retraction
+from .prefill_budget import PrefillBudget
+from .request_queues import RequestQueues
+from .waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from .preemption.swap_space import SwapSpace
+
+
+class Batcher:
+    """Batches the requests of one rank, from admission to their last token; ``queues`` has their states."""
+
+    def __init__(self, cache: KVCacheManager, args: ScheduleArgs, *, decodes: bool = True, seed: int = 0,
+                 swap: SwapSpace | None = None, pp_size: int = 1, max_micro_batch: int | None = None):
+        """``decodes``: output follows the prompts on this server, so that pages are reserved for it. ``seed``: of the
+        random policy, equal on all ranks. ``swap``: the host cache for retracted requests' pages. With a ``pp_size``
+        above 1, a decode step takes a share of the running requests, so that the other pipeline stages have the
+        others, and no step takes more than ``max_micro_batch`` requests."""
+        self.cache = cache
+        self.args = args
+        self.swap = swap
+        self.priorities = Priorities.of(args)
+        self._seed = seed
+        self._pp_size, self._max_micro_batch = pp_size, max_micro_batch
+        self._waiting_queues: list[WaitingQueue] = []
+        self.queues = RequestQueues(self.make_queue())
+        self.waiting, self.prefilling = self.queues.waiting, self.queues.prefilling
+        self.running, self.transferring = self.queues.running, self.queues.transferring
+        self.page_budget = PageBudget(cache, NewTokenRatio(args.schedule_conservativeness if decodes else 0.0),
+                                      self.queues)
+        self.retraction = Retraction(self.queues, self.page_budget, self.priorities, swap, self.remove)
+        self.paused: PauseMode | None = None
+        """The owner launches no step while this is set."""
+        self._input_batch: InputBatch | None = None  # the last decode batch; None after requests decoded otherwise
+        self._running_at_build: list[Req] = []  # copy of ``running`` when ``_input_batch`` was built
+
+    def __repr__(self) -> str:
+        return f"Batcher({self.queues}, {self.cache})"
+
+    def __iter__(self) -> Iterator[Req]:
+        return iter(self.queues)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.running)
+
+    @property
+    def has_slot(self) -> bool:
+        """True while ``max_running_requests`` allows one more."""
+        return self.queues.num_admitted < self.args.max_running_requests
+
+    def pause(self, mode: PauseMode) -> None:
+        """Pause until ``paused`` is None again. No token may be pending."""
+        self.paused = mode
+        if mode == "retract":
+            self.retraction.retract_all()
+
+    def make_queue(self) -> WaitingQueue:
+        """An empty queue, ordered by the current policy and by each that is set later."""
+        queue = WaitingQueue(self._order_maker(), self.priorities.urgency)
+        self._waiting_queues.append(queue)
+        return queue
+
+    def set_args(self, args: ScheduleArgs) -> None:
+        """Change limits, or the policy."""
+        before, self.args = self.args, args
+        if args.schedule_policy != before.schedule_policy:
+            for queue in self._waiting_queues:
+                queue.reorder(self._order_maker())
+
+    # -- prefill ---------------------------------------------------------------------------------
+
+    def next_prefill(self, max_batch_tokens: int | None = None) -> ScheduledBatch | None:
+        """The next chunks of prompts, within PrefillBudget; admits waiting requests."""
+        chunks = self._prefill_chunks(PrefillBudget(self.args, max_batch_tokens=max_batch_tokens))
+        return ScheduledBatch(chunks, is_decode=False) if chunks else None
+
+    def next_mixed(self) -> ScheduledBatch | None:
+        """A mixed chunk: the next chunks of prompts and ``next_decode``; the latter alone where no prompt waits."""
+        num_decode_rows = sum(not req.complete for req in self.running)
+        chunks = self._prefill_chunks(PrefillBudget(self.args, num_decode_rows))
+        decode = self.next_decode() if not chunks else self._next_share()
+        if not chunks or decode is None:
+            return ScheduledBatch(chunks, is_decode=False) if chunks else decode
+        return ScheduledBatch([*chunks, *decode.chunks], is_decode=False, num_decode_rows=len(decode.chunks))
+
+    def _prefill_chunks(self, budget: PrefillBudget) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for req in self._in_prefill_order():
+            taken = budget.take(req)
+            if taken:
+                stop = req.num_computed_tokens + taken
+                chunks.append(Chunk(req, req.num_computed_tokens, stop, stop == req.length))
+            if budget.exhausted or len(chunks) == self._max_micro_batch:
+                break
+        return chunks
+
+    def _in_prefill_order(self) -> Iterator[Req]:
+        """Yields prompts in prefill before newly admitted ones, except that more urgent ones are admitted first."""
+        for req in sorted(self.prefilling, key=self.priorities.urgency, reverse=True):
+            yield from self._admit(above=self.priorities.urgency(req))
+            yield req
+        yield from self._admit()
+
+    def _admit(self, above: int | None = None) -> Iterator[Req]:
+        """Admit waiting requests, those more urgent than ``above``, while pages and slots allow; yields those whose
+        prompt is to be computed."""
+        while self.has_slot and (req := self.waiting.peek()) is not None:
+            if above is not None and self.priorities.urgency(req) <= above:
+                return
+            if not self.page_budget.reserve(req, len(req.tokens), req.prefix_limit):
+                return
+            self.waiting.remove(req)
+            self._start_after_prefix(req)
+            self.queues.add_remaining(remaining_output(req))
+            if req.length - req.num_computed_tokens == 1 and req.num_output_tokens:  # all of it was swapped in
+                self.running.append(req)
+            else:
+                self.prefilling.append(req)
+                yield req
+
+    def _start_after_prefix(self, req: Req) -> None:
+        """Set the progress of a request with new pages to what the prefix cache or host memory has of it."""
+        assert req.page_table is not None
+        req.num_computed_tokens = req.page_table.num_cached_pages * self.cache.page_size
+        if not req.num_retractions:
+            req.num_cached_tokens = max(req.num_cached_tokens, min(req.num_computed_tokens, req.num_prompt_tokens))
+            if not req.reported:
+                req.mark("queue")
+        if req.swapped_out is not None:
+            assert self.swap is not None
+            self.swap.swap_in(req)
+
+    # -- decode ----------------------------------------------------------------------------------
+
+    def next_decode(self) -> ScheduledBatch | None:
+        """One token of every running request that is not complete; ``allocate_running`` must have given them pages."""
+        if self._pp_size > 1:
+            return self._next_share()
+        input_batch = self._current_input_batch()
+        if input_batch is None:
+            return None
+        self.page_budget.new_token_ratio.decay()
+        return ScheduledBatch(InputBatchChunks(input_batch), is_decode=True, input_batch=input_batch,
+                              last_step_rows=input_batch.last_step_rows(), positions=input_batch.positions)
+
+    def _current_input_batch(self) -> InputBatch | None:
+        """The input batch of the next decode step, the last one where its requests are the same; None where all running
+        requests are complete."""
+        batch = self._input_batch
+        if (batch is None or batch.removed_rows or not batch.min_remaining
+                or self._running_at_build != self.running):
+            self._running_at_build = self.running.copy()
+            reqs = ([req for req in self.running if not req.complete] if batch is None else
+                    batch.unfinished(self.running))
+            if not reqs:
+                return None
+            batch = self._input_batch = InputBatch(reqs, self.cache.page_size, batch)
+        return batch
+
+    def _next_share(self) -> ScheduledBatch | None:
+        """One token of every running request that is not complete; with a pipeline, an equal share of those that no
+        stage computes."""
+        reqs = [req for req in self.running if not req.complete]
+        if self._pp_size > 1:
+            share = -(-len(reqs) // self._pp_size)
+            limit = share if self._max_micro_batch is None else min(share, self._max_micro_batch)
+            reqs = [req for req in reqs if not req.num_pending][:limit]
+        if not reqs:
+            return None
+        self.page_budget.new_token_ratio.decay()
+        return ScheduledBatch([Chunk(req, req.num_computed_tokens, req.length, True) for req in reqs], is_decode=True)
+
+    def allocate_running(self) -> bool:
+        """Allocate the page of every running request's next token; False where there are too few for all."""
+        if self._pp_size == 1 and not self.args.enable_mixed_chunk:  # else input batches are few
+            input_batch = self._current_input_batch()
+            if input_batch is None:
+                return True
+            rows = input_batch.rows_without_page()
+            if not rows or input_batch.append_pages(self.cache, rows):
+                return True
+            allocated = [self._allocate_row(input_batch, row) for row in rows]
+            return all(allocated)
+        page_size = self.cache.page_size
+        short = [req for req in self.running
+                 if req.page_table is None or req.page_table.count * page_size < req.length]
+        allocated = [self.page_budget.allocate_next(req) for req in short]
+        return all(allocated)
+
+    def _allocate_row(self, input_batch: InputBatch, row: int) -> bool:
+        allocated = self.page_budget.allocate_next(input_batch.reqs[row])
+        input_batch.update_capacity(row)
+        return allocated
+
+    def preempt_for(self, req: Req, num_tokens: int, prefix_limit: int) -> None:
+        """Retract less urgent requests until ``req`` can be admitted. No token may be pending."""
+        while self.retraction.should_preempt_for(req, num_tokens, prefix_limit, has_slot=self.has_slot):
+            self.retraction.preempt_one_for(req)
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def mark_launched(self, batch: ScheduledBatch) -> None:
+        """Record that the step was launched: requests whose prompt it completes join the running ones."""
+        if batch.input_batch is not None:
+            self.queues.add_remaining(-remaining_decrease(batch.input_batch.remaining))
+            batch.input_batch.advance()
+            return
+        if batch.is_decode or batch.num_decode_rows:
+            self._input_batch = None
+        for chunk in batch.chunks:
+            before = remaining_output(chunk.req)
+            chunk.req.num_computed_tokens = chunk.stop
+            chunk.req.num_pending += chunk.samples
+            self.queues.add_remaining(remaining_output(chunk.req) - before)
+        for chunk in batch.prefill_chunks:
+            req = chunk.req
+            assert req.page_table is not None
+            self.cache.commit(req.page_table, req.computed)
+            if chunk.samples:
+                self.prefilling.remove(req)
+                self.running.append(req)
+
+    def add_transferring(self, req: Req) -> None:
+        """Add a request whose reserved pages another server fills; ``start_decode`` follows, or ``finish``."""
+        self.transferring.append(req)
+        self.queues.add_remaining(remaining_output(req))
+
+    def start_decode(self, req: Req) -> None:
+        """Move a transferring request to the running ones: its prompt was computed elsewhere, and its first token is
+        known."""
+        self.transferring.remove(req)
+        self.running.append(req)
+        self.queues.invalidate_remaining()  # the caller appends the first token without a step
+
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Remove requests from their queues and from the input batch; they keep their pages."""
+        if not reqs:
+            return
+        if self._input_batch is not None:
+            self._input_batch.remove(reqs)
+        self.queues.remove(reqs)
+
+    def finish(self, req: Req, keep: bool = True) -> None:
+        """Remove a request and free its pages; ``keep`` leaves the full ones in the prefix cache."""
+        self.finish_all([req], keep)
+
+    def finish_all(self, reqs: Sequence[Req], keep: bool = True) -> None:
+        """``finish`` for several requests, which costs little more than for one."""
+        self.remove(reqs)
+        self.page_budget.release(reqs, keep=keep)
+        if self.swap is not None:
+            for req in reqs:
+                self.swap.discard(req)
+
+    def _order_maker(self) -> Callable[[], Order]:
+        return order_maker(self.args.schedule_policy, self.cache.prefix_cache, self._seed)

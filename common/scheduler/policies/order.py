@@ -1,0 +1,105 @@
+"""Two orders of waiting requests, neither of which looks at all of them in a step."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...request.req import Req
+
+SORT_WINDOW_REQUESTS = 128
+SORTED_PER_PEEK = 8
+
+
+class Order(Protocol):
+    """Waiting requests, each once."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, req: Req) -> None: ...
+
+    def first(self) -> Req:
+        """The next request; the order must not be empty."""
+
+    def discard(self, req: Req) -> None:
+        """Remove a request that is in the order."""
+
+
+class KeyOrder:
+    """Ascending by a key that is computed as a request is added; equal ones in order of arrival.
+
+    Every operation takes the logarithm of their count: a removed request stays in the heap until it is the first, or
+    until half of the heap is stale.
+    """
+
+    def __init__(self, key: Callable[[Req], float]):
+        self._key = key
+        self._heap: list[tuple[float, int, Req]] = []
+        self._sequence_of: dict[Req, int] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._sequence_of)
+
+    def add(self, req: Req) -> None:
+        self._count += 1
+        self._sequence_of[req] = self._count
+        heapq.heappush(self._heap, (self._key(req), self._count, req))
+
+    def first(self) -> Req:
+        while not self._is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def discard(self, req: Req) -> None:
+        del self._sequence_of[req]
+        if len(self._heap) > 2 * len(self._sequence_of) + 16:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
+
+    def _is_current(self, entry: tuple[float, int, Req]) -> bool:
+        return self._sequence_of.get(entry[2]) == entry[1]
+
+
+class ArrangedOrder:
+    """Sorted by a function, which sees no more than the ``SORT_WINDOW_REQUESTS`` oldest requests.
+
+    The sorted list is reused until it is used up, or until something changed (a new request, or ``version()``) and
+    ``first`` was called often enough that a call sorts ``SORTED_PER_PEEK`` requests on average: with that many or
+    fewer waiting, the order is always up to date.
+    """
+
+    def __init__(self, arrange: Callable[[Sequence[Req]], list[Req]], version: Callable[[], int]):
+        self._arrange = arrange
+        self._version = version
+        self._waiting: dict[Req, None] = {}
+        self._sorted: deque[Req] = deque()
+        self._sorted_at = (-1, -1)
+        self._peeks_left = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, req: Req) -> None:
+        self._count += 1
+        self._waiting[req] = None
+
+    def first(self) -> Req:
+        self._peeks_left -= 1
+        while self._sorted and self._sorted[0] not in self._waiting:
+            self._sorted.popleft()
+        if not self._sorted or (self._peeks_left <= 0 and self._sorted_at != (self._version(), self._count)):
+            self._sort()
+        return self._sorted[0]
+
+    def discard(self, req: Req) -> None:
+        del self._waiting[req]
+
+    def _sort(self) -> None:
+        window = [req for req, _ in zip(self._waiting, range(SORT_WINDOW_REQUESTS))]
+        self._sorted = deque(self._arrange(window))
+        self._sorted_at = (self._version(), self._count)
+        self._peeks_left = -(-len(window) // SORTED_PER_PEEK)

@@ -1,0 +1,97 @@
+"""Retraction: requests whose pages are freed for running requests, when pages run out, or for a more urgent one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ...request.req import Req
+from ..page_budget import PageBudget
+from ..policies.priority import Priorities
+from ..request_queues import RequestQueues
+
+if TYPE_CHECKING:
+    from .swap_space import SwapSpace
+
+
+class Retraction:
+    """Picks victims and frees their pages. A retracted request waits before its equals, and is resumed later."""
+
+    def __init__(self, queues: RequestQueues, page_budget: PageBudget, priorities: Priorities, swap: SwapSpace | None,
+                 remove: Callable[[Sequence[Req]], None]):
+        """``swap``: the host cache that victims' pages may be swapped out to. ``remove`` takes requests out of their
+        queues and batches."""
+        self._queues = queues
+        self._page_budget = page_budget
+        self._priorities = priorities
+        self._swap = swap
+        self._remove = remove
+        self.num_retracted = 0
+        self.num_preempted = 0
+
+    def __repr__(self) -> str:
+        return f"Retraction(retracted {self.num_retracted}, preempted {self.num_preempted})"
+
+    def retract_decode(self) -> None:
+        """Retract the least urgent running requests, of these the youngest, until the others have pages for their next
+        tokens. No token may be pending."""
+        running, budget = self._queues.running, self._page_budget
+        short = [req for req in running if not budget.allocate_next(req)]
+        if not short:
+            return
+        while short:
+            victim = self._pick_victim(running)
+            self._retract(victim)
+            short = [req for req in short if req is not victim and not budget.allocate_next(req)]
+        budget.new_token_ratio.on_retraction(running)
+
+    def should_preempt_for(self, req: Req, num_tokens: int, prefix_limit: int, *, has_slot: bool) -> bool:
+        """True where ``req`` cannot be admitted now, and could be once less urgent requests are preempted.
+
+        It may lack pages (``PageBudget.reserve`` would be called with the same arguments) or, without ``has_slot``, a
+        slot.
+        """
+        victims = self._preemptible(req)
+        if not victims:
+            return False
+        shortfall = self._page_budget.shortfall(req, num_tokens, prefix_limit)
+        allocated = sum(victim.page_table.count for victim in victims if victim.page_table is not None)
+        return shortfall <= allocated and (shortfall > 0 or not has_slot)
+
+    def preempt_one_for(self, req: Req) -> None:
+        """Retract the least urgent of the requests that ``req`` may preempt. No token may be pending."""
+        self._retract(self._pick_victim(self._preemptible(req)))
+        self.num_preempted += 1
+
+    def retract_all(self) -> None:
+        """Retract all requests that have pages, and swap none out: the weights may be others later. No token may be
+        pending."""
+        if self._swap is not None:
+            for req in self._queues.waiting:
+                self._swap.discard(req)
+        for req in sorted([*self._queues.running, *self._queues.prefilling], key=lambda req: -req.arrived):
+            self._free(req)
+
+    def _preemptible(self, req: Req) -> list[Req]:
+        if not self._priorities.enabled:
+            return []
+        return [victim for queue in (self._queues.running, self._queues.prefilling) for victim in queue
+                if self._priorities.may_preempt(req, victim)]
+
+    def _pick_victim(self, reqs: list[Req]) -> Req:
+        """The least urgent, and of these the youngest."""
+        return min(reqs, key=lambda req: (self._priorities.urgency(req), -req.arrived))
+
+    def _retract(self, req: Req) -> None:
+        """Leave its full pages in the prefix cache, so that those that survive until it is resumed need not be
+        recomputed; and swap all of them out to host memory, where that is cheaper."""
+        if self._swap is not None:
+            req.swapped_out = self._swap.swap_out(req)
+        self._free(req)
+
+    def _free(self, req: Req) -> None:
+        self._remove([req])
+        self._page_budget.release([req], keep=True)
+        req.num_retractions += 1
+        self._queues.waiting.requeue(req)
+        self.num_retracted += 1

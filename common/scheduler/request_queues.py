@@ -1,0 +1,76 @@
+"""Queues of one rank's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..request.req import Req
+from .new_token_ratio import remaining_output
+from .waiting_queue import WaitingQueue
+
+
+class RequestQueues:
+    """waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode). On a
+    decode server, ``transferring`` requests have pages that another server is filling. A request is in one queue.
+
+    The caller that moves an admitted request reports the change of its ``remaining_output`` by ``add_remaining``.
+    """
+
+    def __init__(self, waiting: WaitingQueue):
+        self.waiting = waiting
+        self.prefilling: list[Req] = []
+        self.running: list[Req] = []
+        self.transferring: list[Req] = []
+        self._remaining: int | None = None  # once counted
+
+    def __repr__(self) -> str:
+        return (f"RequestQueues(waiting {len(self.waiting)}, prefilling {len(self.prefilling)}, "
+                f"running {len(self.running)}, transferring {len(self.transferring)})")
+
+    def __iter__(self) -> Iterator[Req]:
+        yield from self.waiting
+        yield from self.admitted()
+
+    def admitted(self) -> Iterator[Req]:
+        """All requests that have pages."""
+        yield from self.prefilling
+        yield from self.running
+        yield from self.transferring
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self.prefilling) + len(self.running) + len(self.transferring)
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens that admitted requests may still generate: the sum of their ``remaining_output``."""
+        if self._remaining is None:
+            self._remaining = sum(map(remaining_output, self.admitted()))
+        return self._remaining
+
+    def add_remaining(self, tokens: int) -> None:
+        """Adjust ``remaining`` by a difference."""
+        if self._remaining is not None:
+            self._remaining += tokens
+
+    def invalidate_remaining(self) -> None:
+        """Count ``remaining`` anew when it is next read."""
+        self._remaining = None
+
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Remove requests from their queues; those in no queue are ignored."""
+        leaving = set(reqs)
+        for req in reqs if len(self.waiting) else ():
+            if req in self.waiting:
+                self.waiting.remove(req)
+                leaving.discard(req)
+        for queue in (self.prefilling, self.running, self.transferring):
+            if not leaving:
+                return
+            members = [req for req in leaving if req in queue] if len(leaving) == 1 else leaving.intersection(queue)
+            if len(members) == 1:
+                queue.remove(*members)
+            elif members:
+                queue[:] = [req for req in queue if req not in members]
+            self.add_remaining(-sum(map(remaining_output, members)))
+            leaving.difference_update(members)
