@@ -21,8 +21,8 @@ from .token_buffer import TokenBuffer
 from .token_history import TokenHistory
 
 if TYPE_CHECKING:
-    from ..engine.scheduling.swapped_out import Saved
     from ..grammar.matcher import Matcher
+    from .swapped_out import SwappedOut
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Req:
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_retractions: int = 0
-    swapped_out: Saved | None = None  # pages in host memory, while it waits after a retraction
+    swapped_out: SwappedOut | None = None  # pages in host memory, while it waits after a retraction
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
     pooling: Pooling | None = None
