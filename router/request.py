@@ -8,7 +8,6 @@ from os import urandom
 import msgspec
 
 from .answer import AnswerHead
-from .models import Group
 
 
 class Request(msgspec.Struct, gc=False, eq=False):
@@ -39,8 +38,8 @@ class Request(msgspec.Struct, gc=False, eq=False):
     """Reads, and may change, the head of the answer that is relayed."""
     old: bool = False
     """HTTP/1.0: the client does not know chunked answers."""
-    group: Group = None
-    """Whose workers may serve it: those of its model."""
+    group: str | None = None
+    """The group of workers that may serve it (``models.Group``): those of its model."""
 
     @property
     def head_only(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from ...common.api.kv_events import PromptPages
+from .base import Publish, Replication
 from .cache_aware import block_hashes, covered_bytes
 
 Page = tuple[int, int]
@@ -41,7 +42,8 @@ class TextPages:
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self.bytes_per_page = 64.0
-        """Text bytes that come to a page, of late: 16 tokens of 4 bytes until something is known."""
+        """Recent mean of text bytes a page: 16 tokens of 4 bytes until something is known."""
+        self._publish: Publish | None = None
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -67,8 +69,24 @@ class TextPages:
             found.append((whole & _MOST, whole >> _BITS))
         return found
 
+    def replicate(self, replication: Replication) -> None:
+        """Learns what other processes learn, and tells them what this one does."""
+        self._publish = replication.channel(self._learn_record)
+
+    def _learn_record(self, words: list[int], size: int, count: int) -> None:
+        """Learns what another process learnt: words are pages, page size, ``count`` blocks, and the told pages."""
+        blocks, told = words[2:2 + count], words[2 + count:]
+        if len(blocks) == count and count and len(told) % 2 == 0 and words[0] > 0:
+            self._learn(blocks, size, PromptPages(words[0], words[1], list(zip(told[::2], told[1::2]))))
+
     def learn(self, blocks: list[int], size: int, pages: PromptPages) -> None:
-        """Take in the pages of a text of ``size`` bytes."""
+        """Takes in the pages of a text of ``size`` bytes."""
+        self._learn(blocks, size, pages)
+        if self._publish is not None:
+            told = [word for pair in pages.told for word in pair]
+            self._publish(size, len(blocks), [pages.pages, pages.page_size, *blocks, *told])
+
+    def _learn(self, blocks: list[int], size: int, pages: PromptPages) -> None:
         if not pages.told or not size or not 0 < pages.pages <= _MOST or pages.told[0][0] < 1:
             return
         self.bytes_per_page += (size / pages.pages - self.bytes_per_page) * 0.05
