@@ -190,10 +190,11 @@ class LocalAdmissionState:
 class Ticket:
     """A request's permit to run; ``release`` gives it back, once."""
 
-    __slots__ = ("_admission", "_share", "_position", "_since")
+    __slots__ = ("_admission", "_charged", "_share", "_position", "_since")
 
     def __init__(self, admission: Admission, share: KeyShare | None, position: int, since: float):
         self._admission = admission
+        self._charged = share is not None or position > 0
         self._share = share
         self._position = position
         """Its position among the requests that wait for a first token; 0 when it is none of them (any more)."""
@@ -207,7 +208,8 @@ class Ticket:
 
     def release(self) -> None:
         """Ends the request; the next may begin."""
-        self.refund()
+        if self._charged:
+            self.refund()
         self._admission.on_release()
 
     def refund(self) -> None:

@@ -156,7 +156,7 @@ class PrefixMemory:
         """Records what other processes record, and tells them what this one does."""
         self._publish = replication.channel(partial(self.record, publish=False))
 
-    def record(self, hashes: list[int], worker_id: int, capacity: int, *, publish: bool = True) -> None:
+    def record(self, hashes: list[int], worker_id: int, capacity: int, publish: bool = True) -> None:
         """Notes that a worker was sent the prefix; keeps at most ``capacity`` blocks in all."""
         self._capacity = capacity
         shards = len(self._young)
