@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ..answer import AnswerHead
-from ..body import Peek
-from ..registry import Worker
-from ..request import Request
+from ..net.body import Peek
+from ..net.request import Request
+from ..net.upstream_answer import AnswerHead
+from ..workers.registry import Worker
 
 by_load = attrgetter("known_load")
 
