@@ -9,6 +9,10 @@ import msgspec
 
 from .upstream_answer import AnswerHead
 
+Group = str | None
+"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
+None: all workers."""
+
 
 class Request(msgspec.Struct, gc=False, eq=False):
     """One request. ``headers`` are the lines to forward, each ending in CRLF, in the client's spelling.
@@ -38,8 +42,8 @@ class Request(msgspec.Struct, gc=False, eq=False):
     """Reads, and may change, the head of the answer that is relayed."""
     old: bool = False
     """HTTP/1.0: the client does not know chunked answers."""
-    group: str | None = None
-    """The group of workers that may serve it (``models.Group``): those of its model."""
+    group: Group = None
+    """The group of workers that may serve it: those of its model."""
 
     @property
     def head_only(self) -> bool:

@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.api.errors import NotFound
 from ..config.workers import WorkerArgs
+from ..net.request import Group
 
 if TYPE_CHECKING:
     from .registry import Worker
-
-Group = str | None
-"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
-None: all workers."""
 
 
 class ModelNotFound(NotFound):

@@ -9,7 +9,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import virtual_time
 
 from baton.common.api.errors import ConfigError
 from baton.common.bench.client.answer import Failure
@@ -23,6 +22,7 @@ from baton.common.bench.workloads.vocabulary import Vocabulary
 from baton.common.bench.workloads.workload import Conversation, Prompt, Turn, num_requests, single
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.tokenizer.tokenizer import load_tokenizer
+from baton.tests.helpers import virtual_time
 
 
 @pytest.fixture(scope="module")
