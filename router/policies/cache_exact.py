@@ -296,7 +296,7 @@ class CacheExact:
     def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
         """The prompt's pages (an estimate for text), and those of them that workers hold."""
         if prompt.ids is None:
-            chain = self.texts.chain(prompt.blocks)
+            chain = self.texts.pages_of(prompt.blocks)
             estimate = prompt.size / self.texts.bytes_per_page
             pages = max(estimate, chain[-1][0]) if chain else estimate
             return pages, self.residency.depths((page, (hashed,)) for page, hashed in chain)

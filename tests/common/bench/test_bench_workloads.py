@@ -84,11 +84,11 @@ def hit_rate(conversations, page_size=4):
     cached = total = 0
     for prompt in prompts(conversations):
         tokens = np.array(prompt.ids, np.int32)
-        hold = cache.begin(tokens, len(tokens))
-        cached += hold.num_cached_pages * page_size
+        table = cache.match_prefix(tokens, len(tokens))
+        cached += table.num_cached_pages * page_size
         total += len(tokens)
-        assert cache.grow(hold, len(tokens))
-        cache.release(hold, tokens)
+        assert cache.allocate_slots(table, len(tokens))
+        cache.release(table, tokens)
     return cached / total
 
 

@@ -138,7 +138,7 @@ def test_a_text_that_was_learnt_is_known_to_its_last_page():
     learn(texts, text, tokens)
     blocks = text_blocks(text.encode())
     assert texts.knows(blocks)
-    assert texts.chain(blocks)[-1] == (62, page_hashes(tokens, PAGE)[-1])
+    assert texts.pages_of(blocks)[-1] == (62, page_hashes(tokens, PAGE)[-1])
 
 
 def test_pages_of_a_shared_beginning_become_shared_pages():
@@ -151,7 +151,7 @@ def test_pages_of_a_shared_beginning_become_shared_pages():
         learn(texts, *chats[-1])
     question, question_ids = words(99, 300)
     true = page_hashes(system_ids + question_ids, PAGE)
-    chain = texts.chain(text_blocks((system + question).encode()))
+    chain = texts.pages_of(text_blocks((system + question).encode()))
     assert all(true[pages - 1] == value for pages, value in chain)
     assert chain[-1][0] >= 40  # of 50 that are shared
 
@@ -168,7 +168,7 @@ def test_any_lesson_can_be_learnt(text, count, stride):
     texts = TextPages(1000)
     told = [(page, page * 7) for page in range(stride, count + 1, stride)]
     texts.learn(text_blocks(text), len(text), PromptPages(count, PAGE, told))
-    chain = texts.chain(text_blocks(text))
+    chain = texts.pages_of(text_blocks(text))
     assert [page for page, _ in chain] == sorted({page for page, _ in chain})
     assert all(page <= count for page, _ in chain)
 
@@ -376,9 +376,9 @@ class Publishing:
 
     def compute(self, tokens: list[int]) -> None:
         array = np.array(tokens, np.int32)
-        hold = self.cache.begin(array, len(array))
-        assert self.cache.grow(hold, len(array))
-        self.cache.release(hold, array)
+        table = self.cache.match_prefix(array, len(array))
+        assert self.cache.allocate_slots(table, len(array))
+        self.cache.release(table, array)
 
     def stop(self) -> None:
         self.task.cancel()
@@ -450,7 +450,7 @@ async def test_a_missed_batch_is_fetched(worker, router, publishing, script):
 
 
 async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat, publishing, script):
-    """The second time a chat comes, its text leads to the worker that holds its pages."""
+    """The second time a chat comes, its text leads to the worker that tables its pages."""
     caches = [publishing() for _ in range(3)]
     text, tokens = words(1, 600)
 
