@@ -12,7 +12,7 @@ import argparse
 
 from torch.profiler import profile
 
-from ...common.bench.client.hand_engine import HandEngine
+from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.bench.step_parts import of_kernel, recorder
 from ...kernels import _triton
 from . import dummy_engine
@@ -25,7 +25,7 @@ SHAPES = {"llama": LLAMA_8B, "qwen": dummy_engine.QWEN3_06B}
 Rows = list[tuple[str, float, float]]
 
 
-def prefill(engine: HandEngine) -> Rows:
+def prefill(engine: SteppedEngine) -> Rows:
     """Two prompts of 4,096 tokens in one step, after two that are not looked at."""
     engine.start(2, 4096, 1)
     engine.finish()
@@ -49,7 +49,7 @@ def _show(what: str, rows: Rows) -> None:
         print(f"{micros:9.1f} us {calls:6.1f} calls  {of_kernel(name):<10} {name[:100]}")
 
 
-def decode(engine: HandEngine, batch: int, context: int) -> Rows:
+def decode(engine: SteppedEngine, batch: int, context: int) -> Rows:
     """``(kernel, calls a step, microseconds a step)``, the costliest first."""
     engine.start(batch, context, 60)
     while engine.prefilling:
