@@ -1,7 +1,7 @@
 """Writes the pages that follow from the code: flags.md, metrics.md and errors.md.
 
-``python docs/generate.py`` rewrites them (``make docs`` runs it); ``--check`` only compares, and exits with 1 where one is out
-of date.
+``python docs/generate.py`` rewrites them (``make docs`` runs it); ``--check`` only compares, and exits with 1 where one
+is out of date.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from baton.common.api.messages import State
 from baton.common.bench.draft_args import BenchDraft
@@ -23,7 +23,6 @@ from baton.common.config.cli import _Flag, _flags, _shape
 from baton.common.config.server import ServerConfig
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
 from baton.common.obs.metrics import ServerMetrics
-from baton.common.obs.process_metrics import register_process
 from baton.common.obs.twins import SGLANG_NAMES
 from baton.kvtransfer.bench_args import BenchArgs
 from baton.launch import ClusterConfig
@@ -45,11 +44,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("launch_server", ServerConfig, "A unified, prefill or decode server. `launch_prefill` and `launch_decode` take the "
-            "same flags, with `--disaggregation-mode` set."),
+    Command("launch_server", ServerConfig, "A unified, prefill or decode server. `launch_prefill` and `launch_decode` "
+            "take the same flags, with `--disaggregation-mode` set."),
     Command("launch_router", RouterConfig, "The router. What policies, admission and retries do: [router](router.md)."),
-    Command("launch_cluster", ClusterConfig, "Router and servers on this host. Flags of `launch_server` go to the servers, "
-            "flags that begin with `--router-` to the router (`--router-policy`, ...); `--model-path` defaults to `tinychat`."),
+    Command("launch_cluster", ClusterConfig, "Router and servers on this host. Flags of `launch_server` go to the "
+            "servers, flags that begin with `--router-` to the router (`--router-policy`, ...); `--model-path` is "
+            "`tinychat` by default."),
     Command("bench_serving", BenchServing, "A load on any server: [benchmarks](benchmarks.md)."),
     Command("bench_one_batch", BenchOneBatch, "Prefill and decode steps of one batch, without a server."),
     Command("bench_offline_throughput", BenchOffline, "`baton.Engine` over a data set."),
@@ -60,41 +60,46 @@ COMMANDS = (
 
 def flags_page() -> str:
     lines = ["# Flags", "", NOTE, "",
-             "Every command prints these with `--help` and reads the same names from `--config file.yaml`; flags win over the "
-             "file. A flag that is on by default is turned off by its `--no-` form. Lists take several values: "
-             "`--cuda-graph-bs 1 2 4`.", ""]
-    explained = {(flag.section, flag.key, flag.field.default) for flag in _flags(ServerConfig)}
+             "Every command prints these with `--help` and reads the same names from `--config file.yaml`; flags win "
+             "over the file. A flag that is on by default is turned off by its `--no-` form. Lists take several "
+             "values: `--cuda-graph-bs 1 2 4`.", ""]
+    server = sections(ServerConfig)
     for command in COMMANDS:
         lines += [f"## {command.name}", "", command.text, ""]
-        flags = list(_flags(command.config))
-        if command.config is not ServerConfig:
-            own = [flag for flag in flags if (flag.section, flag.key, flag.field.default) not in explained]
-            shared = dict.fromkeys(flag.section for flag in flags if flag not in own)
-            flags = own
-        else:
-            shared = {}
-        for section in dict.fromkeys(flag.section for flag in flags):
+        own = sections(command.config)
+        shared = [section for section, flags in own.items() if command.config is not ServerConfig
+                  and [flag.field for flag in flags] == [flag.field for flag in server.get(section, ())]]
+        for section, flags in own.items():
+            if section in shared:
+                continue
             if section:
                 lines += [f"### {command.name}: {section}", ""]
             lines += ["| flag | values | default | meaning |", "|---|---|---|---|"]
-            lines += [flag_row(flag) for flag in flags if flag.section == section] + [""]
+            lines += [*map(flag_row, flags), ""]
         if shared:
-            lines += ["Besides, with the meaning that they have for [launch_server](#launch_server), the flags of its sections "
-                      + ", ".join(f"[{section}](#{anchor(f'launch_server: {section}')})" for section in shared) + ".", ""]
+            links = ", ".join(f"[{section}](#{anchor(f'launch_server: {section}')})" for section in shared)
+            lines += [f"It also takes these sections of [launch_server](#launch_server): {links}.", ""]
     return "\n".join(lines)
+
+
+def sections(config: type) -> dict[str, list[_Flag]]:
+    """The flags of a command by the part of its configuration."""
+    found: dict[str, list[_Flag]] = {}
+    for flag in _flags(config):
+        found.setdefault(flag.section, []).append(flag)
+    return found
 
 
 def flag_row(flag: _Flag) -> str:
     names = [f"--{flag.key.replace('_', '-')}", *flag.field.metadata["names"]]
     if flag.field.default is True:
         names.insert(1, f"--no-{names[0][2:]}")
-    cells = (", ".join(f"`{name}`" for name in names), values(flag), default(flag.field.default), flag.field.metadata["help"])
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return row(code(names), values(flag), default(flag.field.default), flag.field.metadata["help"])
 
 
 def values(flag: _Flag) -> str:
     kind, choices, many = _shape(flag.annotation)
-    text = ", ".join(f"`{choice}`" for choice in choices) if choices else {bool: "", str: "text"}.get(kind, kind.__name__)
+    text = code(choices) if choices else {bool: "", str: "text"}.get(kind, kind.__name__)
     return f"list of {text}" if many and not flag.field.metadata["repeat"] else text
 
 
@@ -105,8 +110,9 @@ def default(value: Any) -> str:
         return ""
     if value is True:
         return "on"
-    shown = " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
-    return f"`{shown}`"
+    if isinstance(value, tuple):
+        return code([" ".join(map(str, value))])
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def anchor(title: str) -> str:
@@ -122,8 +128,8 @@ def metrics_page() -> str:
              "Every process answers `GET /metrics` in Prometheus's text format. How to scrape them, and the dashboard: "
              "[observability](observability.md#metrics). Each process also exports `process_*`, `python_gc_*` and "
              "`baton_build_info` (versions as labels).", "", "## Servers", "",
-             "All have the labels `model_name` and `mode` (`null` for a unified server, `prefill`, `decode`). Counters are there "
-             "from the start; the engine's gauges appear once weights are loaded.", "",
+             "All have the labels `model_name` and `mode` (`null` for a unified server, `prefill`, `decode`). Counters "
+             "are there from the start; the engine's gauges appear once weights are loaded.", "",
              "| metric | type | servers | further labels | meaning | SGLang's name |", "|---|---|---|---|---|---|"]
     lines += server_rows()
     lines += ["", "## Router", "", "| metric | type | labels | meaning |", "|---|---|---|---|", *router_rows(), ""]
@@ -140,10 +146,11 @@ def server_rows() -> Iterator[str]:
             found.setdefault(family.name, (family, []))[1].append(mode)
     for name, (family, modes) in sorted(found.items(), key=lambda item: (item[1][0].type, item[0])):
         labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "mode", "le"}
-        servers = "all" if len(modes) == len(MODES) else ", ".join("unified" if mode == "null" else mode for mode in modes)
-        theirs = SGLANG_NAMES.get(name)
-        yield row(f"`{exported(family)}`", family.type, servers, code(sorted(labels)), sentence(family.documentation),
-                  f"`{theirs}{'_total' if family.type == 'counter' else ''}`" if theirs else "")
+        modes = ["unified" if mode == "null" else mode for mode in modes]
+        alias = SGLANG_NAMES.get(name)
+        yield row(f"`{exported(family)}`", family.type, "all" if len(modes) == len(MODES) else ", ".join(modes),
+                  code(sorted(labels)), sentence(family.documentation),
+                  f"`{alias}{'_total' if family.type == 'counter' else ''}`" if alias else "")
 
 
 def server_families(mode: Literal["null", "prefill", "decode"]) -> Iterable[Any]:
@@ -170,7 +177,7 @@ def exported(family: Any) -> str:
     return family.name + ("_total" if family.type == "counter" else "")
 
 
-def code(words: Iterable[str]) -> str:
+def code(words: Iterable[Any]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
@@ -200,32 +207,34 @@ FAMILIES = (
            ("common/config/cli.py", "common/config/logs.py", "common/config/server", "launch.py", "offline.py",
             "common/http/offline.py")),
     Family("Addresses and ports",
-           "Another process has the port, or the address is not this machine's. `ss -ltnp` shows who listens; a cluster takes "
-           "the ports after `--port`, `--kv-events-port` and `--dist-init-addr` the next higher port too.",
+           "Another process has the port, or the address is not this machine's. `ss -ltnp` shows who listens; a "
+           "cluster takes the ports after `--port`; `--kv-events-port` and `--dist-init-addr` take the next one too.",
            ("common/config/addresses.py", "common/http/server.py", "common/engine/nodes.py", "common/engine/node.py",
             "common/engine/kv_events.py", "common/engine/stage_line.py", "router/app.py", "router/processes")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
            "([install](deployment.md#install)); in a container check that it was given its GPUs.",
-           ("common/config/packages.py", "common/engine/preflight.py", "common/engine/rank.py", "common/obs/tracing.py")),
+           ("common/config/packages.py", "common/engine/preflight.py", "common/engine/rank.py",
+            "common/obs/tracing.py")),
     Family("Checkpoints",
-           "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), or does "
-           "not match its config.json.",
+           "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
+           "or does not match its config.json.",
            ("common/config/model.py", "common/config/moe.py", "common/config/mla.py", "common/config/window.py",
             "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/engine/model_weights.py",
             "common/engine/predictors.py")),
     Family("Quantization",
-           "The checkpoint's scheme is not supported, or its blocks do not fit the ranks ([quantization](quantization.md)).",
+           "The checkpoint's scheme is not supported, or its blocks do not fit the ranks "
+           "([quantization](quantization.md)).",
            ("common/quantization", "common/layers")),
-    Family("Tokenizers and chat templates", "The tokenizer or template cannot be read ([tools](tools.md#chat-templates)).",
-           ("common/tokenizer",)),
+    Family("Tokenizers and chat templates",
+           "The tokenizer or template cannot be read ([tools](tools.md#chat-templates)).", ("common/tokenizer",)),
     Family("Attention and sampling backends",
            "The chosen backend does not support this model, type or device. Without the flag the right one is chosen "
            "([compatibility](compatibility.md)).",
            ("common/attention", "common/engine/drawing.py")),
     Family("Memory",
-           "Weights or KV pool do not fit. Lower `--max-total-tokens`, `--mem-fraction-static` or `--chunked-prefill-size`, or use "
-           "more GPUs.",
+           "Weights or KV pool do not fit. Lower `--max-total-tokens`, `--mem-fraction-static` or "
+           "`--chunked-prefill-size`, or use more GPUs.",
            ("common/engine/pool_plan.py", "common/engine/model_runner.py", "common/engine/scheduling")),
     Family("Parallel layouts", "The sizes do not divide each other or the model ([parallelism](parallelism.md)).",
            ("common/distributed", "common/engine/two_batches.py")),
@@ -233,8 +242,9 @@ FAMILIES = (
            ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
     Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",
            ("common/storage", "common/http/journal.py", "common/obs/logging.py")),
-    Family("Router", "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of "
-           "sglang-router that have no meaning here ([router](router.md)).",
+    Family("Router",
+           "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of sglang-"
+           "router that have no meaning here ([router](router.md)).",
            ("router/config", "router/tls.py", "router/compat.py", "router/discovery.py")),
     Family("Benchmarks", "The load cannot be made or the server does not answer ([benchmarks](benchmarks.md)).",
            ("common/bench", "kvtransfer/bench.py", "kvtransfer/bench_args.py")),
@@ -243,9 +253,9 @@ FAMILIES = (
 
 def errors_page() -> str:
     lines = ["# Startup errors", "", NOTE, "",
-             "A server, router or benchmark that cannot start prints one sentence, without a traceback, and exits with status 2 (a "
-             "wrong command line) or 1. The sentence says what to change. Here are all of them by kind; `…` stands for a value. "
-             "Problems of a running system: [troubleshooting](troubleshooting.md).", ""]
+             "A server, router or benchmark that cannot start prints one sentence, without a traceback, and exits with "
+             "status 2 (a wrong command line) or 1. The sentence says what to change. Here are all of them by kind; "
+             "`…` stands for a value. Problems of a running system: [troubleshooting](troubleshooting.md).", ""]
     sentences = {family.title: [] for family in FAMILIES}
     for path, text in startup_errors():
         sentences[family_of(path).title].append((text, path))
@@ -271,10 +281,14 @@ def startup_errors() -> list[tuple[str, str]]:
         if name.startswith(("tests/", "docs/", "examples/", ".", "build/")):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ConfigError" and node.args:
-                if (text := text_of(node.args[0])).strip("… ."):
-                    found[name, text] = None
+            text = text_of(node.args[0]) if raises_config_error(node) else ""
+            if text.strip("… ."):
+                found[name, text] = None
     return list(found)
+
+
+def raises_config_error(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ConfigError"
 
 
 def text_of(node: ast.expr) -> str:

@@ -1,7 +1,7 @@
 """Generates without a server: the engine's processes are children of this script.
 
-``python examples/offline_engine.py [MODEL]``; without a model, the one that ships with Baton. Flags of ``launch_server``
-are keywords of ``Engine``.
+``python examples/offline_engine.py [MODEL]``; without a model, the one that ships with Baton. Flags of
+``launch_server`` are keywords of ``Engine``.
 """
 
 import sys

@@ -13,7 +13,8 @@ client = OpenAI(base_url=os.environ.get("BATON_URL", "http://127.0.0.1:30000") +
 model = client.models.list().data[0].id
 TOOLS = [{"type": "function", "function": {
     "name": "get_weather", "description": "Get the current weather in a city.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 30}}, "required": ["city"]}}}]
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 30}},
+                   "required": ["city"]}}}]
 
 
 def get_weather(city: str) -> str:
@@ -21,7 +22,8 @@ def get_weather(city: str) -> str:
 
 
 messages = [{"role": "user", "content": "What is the weather in Paris?"}]
-reply = client.chat.completions.create(model=model, messages=messages, tools=TOOLS, tool_choice="required", temperature=0)
+reply = client.chat.completions.create(
+    model=model, messages=messages, tools=TOOLS, tool_choice="required", temperature=0)
 call = reply.choices[0].message.tool_calls[0]
 print(f"The model calls {call.function.name}({call.function.arguments})")
 

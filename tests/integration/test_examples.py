@@ -31,8 +31,8 @@ class Hosts(dict[str, str]):
 
     def __init__(self) -> None:
         router, prefill, bootstrap, decode = map(str, free_ports(4))
-        super().__init__(os.environ, MODEL="tinychat", PREFILL_HOST="127.0.0.1", DECODE_HOST="127.0.0.1", ROUTER_PORT=router,
-                         PREFILL_PORT=prefill, BOOTSTRAP_PORT=bootstrap, DECODE_PORT=decode,
+        super().__init__(os.environ, MODEL="tinychat", PREFILL_HOST="127.0.0.1", DECODE_HOST="127.0.0.1",
+                         ROUTER_PORT=router, PREFILL_PORT=prefill, BOOTSTRAP_PORT=bootstrap, DECODE_PORT=decode,
                          PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         self.url = f"http://127.0.0.1:{router}"
         self.decode_url = f"http://127.0.0.1:{decode}"
@@ -71,8 +71,8 @@ def wait_ready(url: str, processes: list[subprocess.Popen], logs) -> None:
 
 
 def run(name: str, *argv: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, str(EXAMPLES / name), *argv], env=os.environ | environment, capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(EXAMPLES / name), *argv], env=os.environ | environment,
+                          capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -86,7 +86,8 @@ def test_client(hosts, name):
 def test_autoscaler(hosts):
     """It adds a worker where there are too few, drains one that idles, and leaves a cluster that fits alone."""
     def decode_urls() -> list[str]:
-        return [worker["url"] for worker in get_json(f"{hosts.url}/list_workers")["workers"] if worker["role"] == "decode"]
+        workers = get_json(f"{hosts.url}/list_workers")["workers"]
+        return [worker["url"] for worker in workers if worker["role"] == "decode"]
 
     flags = ["--router", hosts.url, "--standby", hosts.decode_url, "--once"]
     assert run("autoscaler.py", *flags) == ""
