@@ -23,12 +23,12 @@ from baton.common.config.cli import _Flag, _flags, _shape
 from baton.common.config.server import ServerConfig
 from baton.common.obs.engine_metrics import COUNTERS, GAUGES
 from baton.common.obs.metrics import ServerMetrics
-from baton.common.obs.twins import SGLANG_NAMES
-from baton.kvtransfer.bench_args import BenchArgs
+from baton.common.obs.sglang_aliases import SGLANG_NAMES
+from baton.kvtransfer.bench.args import BenchArgs
 from baton.launch import ClusterConfig
 from baton.router.config import RouterConfig
-from baton.router.metrics import Metrics
-from baton.router.registry import Registry
+from baton.router.obs.metrics import Metrics
+from baton.router.workers.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- Written by docs/generate.py from the code: change it there, then run `make docs`. -->"
@@ -205,23 +205,25 @@ FAMILIES = (
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
            ("common/config/cli.py", "common/config/logs.py", "common/config/server", "launch.py", "offline.py",
-            "common/http/offline.py")),
+            "common/serving/offline/engines.py")),
     Family("Addresses and ports",
            "Another process has the port, or the address is not this machine's. `ss -ltnp` shows who listens; a "
            "cluster takes the ports after `--port`; `--kv-events-port` and `--dist-init-addr` take the next one too.",
-           ("common/config/addresses.py", "common/http/server.py", "common/engine/nodes.py", "common/engine/node.py",
-            "common/engine/kv_events.py", "common/engine/stage_line.py", "router/app.py", "router/processes")),
+           ("common/config/addresses.py", "common/serving/server.py", "common/engine_client/multi_node.py",
+            "common/engine_client/worker_node.py",
+            "common/engine/kv_event_publisher.py", "common/execution/pp_channel.py", "router/app.py",
+            "router/processes")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
            "([install](deployment.md#install)); in a container check that it was given its GPUs.",
-           ("common/config/packages.py", "common/engine/preflight.py", "common/engine/rank.py",
+           ("common/config/packages.py", "common/runner/preflight.py", "common/engine/rank.py",
             "common/obs/tracing.py")),
     Family("Checkpoints",
            "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
            "or does not match its config.json.",
            ("common/config/model.py", "common/config/moe.py", "common/config/mla.py", "common/config/window.py",
-            "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/engine/model_weights.py",
-            "common/engine/predictors.py")),
+            "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/runner/model_weights.py",
+            "common/runner/mtp.py")),
     Family("Quantization",
            "The checkpoint's scheme is not supported, or its blocks do not fit the ranks "
            "([quantization](quantization.md)).",
@@ -231,23 +233,23 @@ FAMILIES = (
     Family("Attention and sampling backends",
            "The chosen backend does not support this model, type or device. Without the flag the right one is chosen "
            "([compatibility](compatibility.md)).",
-           ("common/attention", "common/engine/drawing.py")),
+           ("common/attention", "common/sampling/sampling_backend.py")),
     Family("Memory",
            "Weights or KV pool do not fit. Lower `--max-total-tokens`, `--mem-fraction-static` or "
            "`--chunked-prefill-size`, or use more GPUs.",
-           ("common/engine/pool_plan.py", "common/engine/model_runner.py", "common/engine/scheduling")),
+           ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/engine/scheduling")),
     Family("Parallel layouts", "The sizes do not divide each other or the model ([parallelism](parallelism.md)).",
-           ("common/distributed", "common/engine/two_batches.py")),
+           ("common/distributed", "common/runner/two_batch_overlap.py")),
     Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",
            ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
     Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",
-           ("common/storage", "common/http/journal.py", "common/obs/logging.py")),
+           ("common/storage", "common/serving/lifecycle/request_log.py", "common/obs/logging.py")),
     Family("Router",
            "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of sglang-"
            "router that have no meaning here ([router](router.md)).",
-           ("router/config", "router/tls.py", "router/compat.py", "router/discovery.py")),
+           ("router/config", "router/net/tls.py", "router/sglang_flags.py", "router/monitoring/discovery.py")),
     Family("Benchmarks", "The load cannot be made or the server does not answer ([benchmarks](benchmarks.md)).",
-           ("common/bench", "kvtransfer/bench.py", "kvtransfer/bench_args.py")),
+           ("common/bench", "kvtransfer/bench/run.py", "kvtransfer/bench/args.py")),
 )
 
 

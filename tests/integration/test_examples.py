@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.tests.helpers.ports import free_ports
 from baton.tests.integration.harness import get_json, post_json
-from baton.tests.ports import free_ports
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SERVER_FLAGS = ["--device", "cpu", "--log-level", "warning"]
