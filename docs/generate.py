@@ -1,4 +1,4 @@
-"""Writes the pages that follow from the code: flags.md, metrics.md and errors.md.
+"""Writes the pages that follow from the code: flags.md, metrics.md, errors.md and layers.md.
 
 ``python docs/generate.py`` rewrites them (``make docs`` runs it); ``--check`` only compares, and exits with 1 where one
 is out of date.
@@ -29,6 +29,7 @@ from baton.launch import ClusterConfig
 from baton.router.config import RouterConfig
 from baton.router.obs.metrics import Metrics
 from baton.router.workers.registry import Registry
+from baton.tests.helpers import layers
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- Written by docs/generate.py from the code: change it there, then run `make docs`. -->"
@@ -205,19 +206,17 @@ FAMILIES = (
            "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
            "[flags](flags.md) lists what each takes.",
            ("common/config/cli.py", "common/config/logs.py", "common/config/server", "launch.py", "offline.py",
-            "common/serving/offline/engines.py")),
-    Family("Addresses and ports",
-           "Another process has the port, or the address is not this machine's. `ss -ltnp` shows who listens; a "
-           "cluster takes the ports after `--port`; `--kv-events-port` and `--dist-init-addr` take the next one too.",
-           ("common/config/addresses.py", "common/serving/server.py", "common/engine_client/multi_node.py",
-            "common/engine_client/worker_node.py",
-            "common/engine/kv_event_publisher.py", "common/execution/pp_channel.py", "router/app.py",
-            "router/processes")),
+            "common/serving/offline")),
     Family("Packages and GPUs",
            "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
            "([install](deployment.md#install)); in a container check that it was given its GPUs.",
            ("common/config/packages.py", "common/runner/preflight.py", "common/engine/rank.py",
             "common/obs/tracing.py")),
+    Family("Addresses and ports",
+           "Another process has the port, or the address is not this machine's. `ss -ltnp` shows who listens; a "
+           "cluster takes the ports after `--port`; `--kv-events-port` and `--dist-init-addr` take the next one too.",
+           ("common/config/addresses.py", "common/serving/server.py", "common/engine_client", "common/engine",
+            "common/execution", "router/app.py", "router/multiprocess")),
     Family("Checkpoints",
            "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
            "or does not match its config.json.",
@@ -227,29 +226,29 @@ FAMILIES = (
     Family("Quantization",
            "The checkpoint's scheme is not supported, or its blocks do not fit the ranks "
            "([quantization](quantization.md)).",
-           ("common/quantization", "common/layers")),
+           ("common/quantization", "common/config/quantization.py", "common/layers")),
     Family("Tokenizers and chat templates",
            "The tokenizer or template cannot be read ([tools](tools.md#chat-templates)).", ("common/tokenizer",)),
     Family("Attention and sampling backends",
            "The chosen backend does not support this model, type or device. Without the flag the right one is chosen "
            "([compatibility](compatibility.md)).",
-           ("common/attention", "common/sampling/sampling_backend.py")),
+           ("common/attention", "common/sampling")),
     Family("Memory",
            "Weights or KV pool do not fit. Lower `--max-total-tokens`, `--mem-fraction-static` or "
            "`--chunked-prefill-size`, or use more GPUs.",
-           ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/engine/scheduling")),
+           ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/scheduler")),
     Family("Parallel layouts", "The sizes do not divide each other or the model ([parallelism](parallelism.md)).",
            ("common/distributed", "common/runner/two_batch_overlap.py")),
     Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",
            ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
     Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",
-           ("common/storage", "common/serving/lifecycle/request_log.py", "common/obs/logging.py")),
+           ("common/serving/storage", "common/serving/lifecycle", "common/obs/logging.py")),
     Family("Router",
            "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of sglang-"
            "router that have no meaning here ([router](router.md)).",
-           ("router/config", "router/net/tls.py", "router/sglang_flags.py", "router/monitoring/discovery.py")),
+           ("router/config", "router/net", "router/sglang_flags.py", "router/monitoring")),
     Family("Benchmarks", "The load cannot be made or the server does not answer ([benchmarks](benchmarks.md)).",
-           ("common/bench", "kvtransfer/bench/run.py", "kvtransfer/bench/args.py")),
+           ("common/bench", "kvtransfer/bench")),
 )
 
 
@@ -310,7 +309,8 @@ def escaped(text: str) -> str:
     return text.replace("\n", " ")
 
 
-PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "errors.md": errors_page}
+PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "errors.md": errors_page,
+                                       "layers.md": layers.page}
 
 
 def main() -> int:

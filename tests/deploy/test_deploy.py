@@ -26,7 +26,7 @@ from baton.prefill.scheduler import PrefillScheduler
 from baton.router.config import RouterConfig
 from baton.router.obs.metrics import Metrics
 from baton.router.workers.registry import Registry
-from baton.tests.test_layers import imports_of
+from baton.tests.helpers.layers import imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -200,9 +200,9 @@ def needed_by_the_package() -> set[str]:
     folders = set(re.findall(r'"(\w+)"', packed[1]))
     modules = {path.name for path in ROOT.glob("*.py")}
     for path in [ROOT / name for name in modules] + [path for name in folders for path in (ROOT / name).rglob("*.py")]:
-        for name in filter(None, imports_of(path)):
+        for name in filter(None, (each.target for each in imports_of(path))):
             known = name[0] in folders or f"{name[0]}.py" in modules or name[0] in ("Engine", "__version__")
-            assert known, (f"{path.relative_to(ROOT)} imports {'.'.join(name)}, which no wheel holds")
+            assert known, f"{path.relative_to(ROOT)} imports {'.'.join(name)}, which no wheel holds"
     project = (ROOT / "pyproject.toml").read_text()
     metadata = {*re.findall(r'^readme = "(.+?)"', project, re.MULTILINE),
                 *re.findall(r'"(.+?)"', re.search(r"^license-files = \[(.+?)\]", project, re.MULTILINE)[1])}  # type: ignore
