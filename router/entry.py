@@ -198,7 +198,7 @@ class RequestHandler:
             request.headers += ASK_FOR_IDS
         relay = self._relay_for(exchange, found, kept, pair)
         if self._gate is not None and request.method == b"POST":
-            exchange.ticket = self._gate.admission.walk_in()
+            exchange.ticket = self._gate.admission.try_acquire()
             if exchange.ticket is None:
                 self._gate.start(exchange, relay)
                 return

@@ -43,7 +43,7 @@ class Request(msgspec.Struct, gc=False, eq=False):
     old: bool = False
     """HTTP/1.0: the client does not know chunked answers."""
     group: Group = None
-    """Whose workers may serve it: those of its model."""
+    """The group of workers that may serve it: those of its model."""
 
     @property
     def head_only(self) -> bool:

@@ -215,7 +215,7 @@ class ClientResponse:
             gap = (self.begun_at + seconds - self._first_at) / (self._pieces - 1)
             metrics.inter_tokens[route].observe(gap)
         if self.ticket is not None:
-            self.ticket.finished()
+            self.ticket.release()
         if self.suspect is not None:
             self.suspect.over()
         if self._span is not None:

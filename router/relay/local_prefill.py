@@ -14,8 +14,8 @@ class LocalPrefill:
     """The rule of ``--local-prefill-tokens``.
 
     What counts is the part of a prompt that the decode server lacks: the policy tells how much of it the one that it
-    would choose has cached (``held_share``: cache_exact from the workers' events, cache_aware from what it sent them);
-    a policy that knows nothing of caches leaves the whole prompt to count.
+    would choose has cached (``cached_share``: cache_exact from the workers' events, cache_aware from what it sent
+    them); a policy that knows nothing of caches leaves the whole prompt to count.
     """
 
     def __init__(self, dispatcher: Dispatcher, most_tokens: int):
@@ -33,10 +33,10 @@ class LocalPrefill:
         if not workers:
             return []
         policy: Any = self._dispatcher.policies.of(request.group)["decode"]
-        subject = policy.read(request, found)
+        subject = self._dispatcher.subject("decode", request, found)
         tokens: float = _num_tokens(found)
-        if tokens > self._most and hasattr(policy, "held_share"):
-            tokens *= 1.0 - policy.held_share(workers, subject)
+        if tokens > self._most and hasattr(policy, "cached_share"):
+            tokens *= 1.0 - policy.cached_share(workers, subject)
         return [subject] if tokens <= self._most else []
 
 
