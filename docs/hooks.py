@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"index.md": "README.md", "security.md": "SECURITY.md", "changelog.md": "CHANGELOG.md",
-         "deploy.md": "deploy/README.md"}
+         "deploy.md": "deploy/README.md", "development.md": "CONTRIBUTING.md"}
 """Pages of the site, and the files that they show."""
 
 
