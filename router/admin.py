@@ -24,7 +24,7 @@ from .ranks import report_of, server_url
 from .registry import Worker, WorkerMetadata
 from .request import Request
 from .routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
-from .wire import Response, said
+from .wire import Response, error_message
 
 Handler = Callable[[Cluster, Request], Response | Coroutine[Any, Any, Response]]
 _BROADCAST_SECONDS = 30.0
@@ -130,7 +130,7 @@ async def broadcast(router: Cluster, request: Request) -> Response:
     refused = all(400 <= status < 500 for status in failed)
     told: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
     if failed:
-        told["errors"] = {url: a.detail or said(a.body) for url, a in zip(servers, answers) if not a.ok}
+        told["errors"] = {url: a.detail or error_message(a.body) for url, a in zip(servers, answers) if not a.ok}
     return Response.json(told, 200 if not failed else max(failed) if refused else 502)
 
 

@@ -180,7 +180,7 @@ class Admission:
         # Most routers limit nothing but the total: their requests share one ticket.
         self._common = None if rules.per_key or rules.slo_ttft else Ticket(self, None, 0, 0.0)
 
-    def walk_in(self) -> Ticket | None:
+    def try_acquire(self) -> Ticket | None:
         """Let a request run where there is room and nothing but the total is limited; None: ``enter`` decides."""
         if self._common is None or self._bucket is not None or 0 < self.rules.max_concurrent <= self.running:
             return None

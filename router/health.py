@@ -139,14 +139,14 @@ class HealthMonitor:
                 await self._admit(worker, dispatcher)
             return False
         began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
-        pool.note_silence()
+        pool.update_silence()
         answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
         if answer.silent:
             late = dispatcher.loop.time() - began - self._timeout > _LATE_SECONDS
-            if not late and not pool.heard_since(began):
+            if not late and not pool.received_since(began):
                 self._note_failure(worker, answer.detail, certain=False, silent=True)
                 if worker.hung:
-                    dispatcher.end_silent(worker)
+                    dispatcher.fail_silent_calls(worker)
             return True
         stage = "" if answer.ok else _stage(answer.body)
         if stage != worker.stage:

@@ -159,7 +159,7 @@ class Child(Parts):
         self._share(None, dispatcher.policies.common)
         self._dispatcher = dispatcher
         dispatcher.poison.slots = SharedSlots(self._board, self._begin.child)
-        dispatcher.poison.tell = self._link.tell
+        dispatcher.poison.publish = self._link.tell
         for message in (self._begin.news, *self._begin.deaths, *self._early):
             self.received(message)
         return dispatcher
@@ -215,7 +215,7 @@ class Child(Parts):
             worker = self._workers.pop(worker_id)
             self._registry.remove(worker.url)
             if worker_id in news.cut:
-                self._dispatcher.cut(worker)
+                self._dispatcher.fail_calls(worker)
             self._dispatcher.close_pool(worker)
         for told in news.changed:
             known = self._workers.get(told.id)
@@ -225,9 +225,9 @@ class Child(Parts):
                 known.take(told)
                 if known.api_key != told.api_key:
                     known.api_key = told.api_key
-                    self._dispatcher.use_key(known)
+                    self._dispatcher.update_key(known)
                 if known.hung:
-                    self._dispatcher.end_silent(known)
+                    self._dispatcher.fail_silent_calls(known)
         self._registry.changed()
         for group in self._registry.models.groups:  # Before it is asked for: others tell of it already.
             self._dispatcher.policies.of(group)

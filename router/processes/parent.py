@@ -63,7 +63,7 @@ class _Asking(Dispatcher):
 
     to_cut: set[int]
 
-    def cut(self, worker: Worker) -> None:
+    def fail_calls(self, worker: Worker) -> None:
         self.to_cut.add(worker.id)
 
 

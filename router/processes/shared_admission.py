@@ -95,7 +95,7 @@ class SharedAdmission(Admission):
         if self._timer is not None:
             self._timer.cancel()
 
-    def walk_in(self) -> Ticket | None:
+    def try_acquire(self) -> Ticket | None:
         if self._plain:
             running = self._all_running
             running[self._child] += 1
@@ -106,7 +106,7 @@ class SharedAdmission(Admission):
 
     def enter(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Ticket], None],
               refuse: Callable[[ServingError], None]) -> Ticket | Waiting:
-        ticket = self.walk_in()
+        ticket = self.try_acquire()
         if ticket is not None:
             return ticket
         with self._board.lock:

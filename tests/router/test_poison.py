@@ -313,7 +313,7 @@ async def test_an_attempt_that_fails_otherwise_ends_its_quarantine(router, chat,
     await script.until(lambda: workers[0].posts)
     await kill(workers[0])
     assert [(await reply).status for reply in asked] == [200] * 10
-    assert all(map(front.dispatcher.poison.slots.free, front.registry))
+    assert all(map(front.dispatcher.poison.slots.is_free, front.registry))
 
 
 async def test_a_refusal_is_not_taken_back_by_who_knows_less(router, worker):
