@@ -91,7 +91,7 @@ class HealthMonitor:
                         self._note_failure(known, failure.detail, certain=True)
             if failure.reason == "misfit":
                 self._refused.add(worker)
-                self._trials.again(worker)
+                self._trials.retry(worker)
             self._wake[worker].set()
 
     def _look_often(self, worker: Worker) -> None:
@@ -198,7 +198,7 @@ class HealthMonitor:
             apply_server_info(worker, info)
             if worker.role == "regular":
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
-        if worker in self._wake and self._trials.learnt(worker, info, dispatcher) and worker.state == "healthy":
+        if worker in self._wake and self._trials.update(worker, info, dispatcher) and worker.state == "healthy":
             for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
                 wake.set()
         return None

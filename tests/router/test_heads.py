@@ -13,7 +13,7 @@ from baton.router.request_reader import HeadRules, RequestReader
 
 PLAIN = b"POST /generate HTTP/1.1\r\nHost: r\r\nX-A: b\r\nContent-Length: 4\r\n\r\nabcd"
 READ = ("method", "target", "path", "query", "body", "headers", "authorization", "authorization_line", "origin",
-        "traceparent", "reply_headers", "keep_alive", "on_head", "old")
+        "traceparent", "reply_headers", "keep_alive", "on_head", "is_http_1_0")
 
 
 def looked_up(rules: HeadRules, data: bytes) -> Request | None:

@@ -221,7 +221,7 @@ async def test_an_operator_s_kills_refuse_nobody(router, chat, pool):
 async def test_a_long_stream_outlives_many_kills(router, chat, pool, script, monkeypatch):
     """It goes on each time for longer than what kills a worker takes to do so."""
     monkeypatch.setattr(poison, "_OUTLIVED_SECONDS", 0.1)
-    monkeypatch.setattr(poison, "_RESUMED_SECONDS", 0.05)
+    monkeypatch.setattr(poison, "_MAX_CONTINUED_AGE_SECONDS", 0.05)
     workers = await pool(6, counting(pause=0.3), **OURS)
     front = await router(*workers, policy="round_robin")
     asked = ask(chat, front, "hello", stream=True, temperature=0)
