@@ -10,36 +10,36 @@ from random import Random
 from typing import Any
 
 from ..common.api.errors import NotFound, ServingError
-from . import stored
-from .access import Cors, Keys
-from .access_log import AccessLog
-from .admin import ADMIN_ROUTES, OPEN_PATHS
-from .body import Peek, peek, require_object, with_model
-from .cluster import Cluster
-from .continuation import TOKEN_IDS_HEADER, StreamLog, is_continuable
-from .exchange import Exchange, note_failure
-from .first_checks import FirstChecks
-from .gate import Gate
-from .http_server import ClientConnection
-from .local_prefill import LocalPrefill
-from .model_routes import MODELS, READING, answer_models
-from .pd import PairRelay
-from .registry import Role, Worker
-from .relay import Relay
-from .request import Request
-from .retry import Backoff, Retries
-from .rights import check_path, is_loopback, needs_admin
+from .admin.endpoints import ADMIN_ROUTES, OPEN_PATHS
+from .admin.model_routes import MODELS, READING, answer_models
+from .admin.rights import check_path, is_loopback, needs_admin
+from .admin.worker_routes import WORKERS
+from .monitoring.cluster_view import ClusterView
+from .net.access import ApiKeys, Cors
+from .net.body import Peek, peek, require_object, with_model
+from .net.http_server import ClientConnection
+from .net.request import Request
+from .net.responses import Response, check_method
+from .obs.access_log import AccessLog
+from .obs.tracing import Tracer
+from .relay import stored_objects
+from .relay.admission_gate import AdmissionGate
+from .relay.client_response import ClientResponse, note_failure
+from .relay.continuation import TOKEN_IDS_HEADER, StreamLog, is_continuable
+from .relay.first_checks import FirstChecks
+from .relay.local_prefill import LocalPrefill
+from .relay.pair import PairRelay
+from .relay.retry import Backoff, Retries
+from .relay.session_affinity import STORE_PATHS, affine_worker, affine_worker_unavailable, affinity_key, with_session_id
+from .relay.single import Relay
 from .routes import Route, RouteTable
-from .sticky import STORE_PATHS, affine_worker, affine_worker_unavailable, affinity_key, with_session_id
-from .tracing import Tracer
-from .wire import Response, check_method
-from .worker_routes import WORKERS
+from .workers.registry import Role, Worker
 
 logger = logging.getLogger("baton.router")
 
 ROUTES = RouteTable(ADMIN_ROUTES, open_paths=OPEN_PATHS, router_folder=WORKERS)
 
-RouterHandler = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Response]"]
+RouterHandler = Callable[[ClusterView, Request], "Response | Coroutine[Any, Any, Response]"]
 """Answers a request to the router itself, now or later; raises ServingError."""
 
 
@@ -65,11 +65,11 @@ class _Task:
         self._fail(error)
 
 
-class Entry:
+class RequestHandler:
     """Serves each request that a connection has parsed: ``serve`` is the connections' callback."""
 
-    def __init__(self, cluster: Cluster, router_handler: RouterHandler, rng: Random, tracer: Tracer | None,
-                 gate: Gate | None):
+    def __init__(self, cluster: ClusterView, router_handler: RouterHandler, rng: Random, tracer: Tracer | None,
+                 gate: AdmissionGate | None):
         """``gate``: admission, where requests may have to wait or be refused; None without any limit."""
         config = cluster.config
         self._cluster = cluster
@@ -82,7 +82,7 @@ class Entry:
         self._dispatcher = cluster.dispatcher
         self._role: Role = "decode" if config.workers.pd_disaggregation else "regular"
         """The role that serves requests which need no pair."""
-        self._keys = Keys(config.security.client_keys, config.security.admin_keys)
+        self._keys = ApiKeys(config.security.client_keys, config.security.admin_keys)
         self._has_keys = bool(self._keys)
         self._is_exposed = not self._has_keys and not is_loopback(config.http.host)
         self._cors = Cors(config.security.cors_allowed_origins) if config.security.cors_allowed_origins else None
@@ -158,7 +158,7 @@ class Entry:
                 self._respond(connection, request, answer_models(self._registry.models, request))
                 return
             self._resolve_model(request, fields)
-            if path.startswith(STORE_PATHS) and self._registry.models.apart and stored.refers_to_stored(request):
+            if path.startswith(STORE_PATHS) and self._registry.models.apart and stored_objects.refers_to_stored(request):
                 connection.handler = _Task(self._relay_stored(connection, request, route),
                                            partial(self._refuse, connection, request))
                 return
@@ -169,10 +169,10 @@ class Entry:
     async def _relay_stored(self, connection: ClientConnection, request: Request, route: Route) -> None:
         """Relay a request for a file or batch of one of several models to the worker that stores it."""
         try:
-            if stored.is_list(request):
-                self._respond(connection, request, await stored.merged_list(self._dispatcher, self._role, request))
+            if stored_objects.is_list(request):
+                self._respond(connection, request, await stored_objects.merged_list(self._dispatcher, self._role, request))
                 return
-            worker = await stored.find_worker(self._dispatcher, self._role, request, stored.resource_path(request))
+            worker = await stored_objects.find_worker(self._dispatcher, self._role, request, stored_objects.resource_path(request))
             if worker is not None:
                 request.group = None  # Whatever its model is.
             self._start_relay(connection, request, route, None, worker or self._pinned_worker(request), pair=False)
@@ -183,7 +183,7 @@ class Entry:
                      pinned: Worker | None, pair: bool) -> None:
         """Relay a request. ``pinned``: the one worker that can answer."""
         span = self._tracer.begin(request) if self._tracer is not None else None
-        exchange = Exchange(connection, request, route.label, self._metrics, self.access_log, span)
+        exchange = ClientResponse(connection, request, route.label, self._metrics, self.access_log, span)
         if self._dispatcher.poison.records and request.body:
             exchange.suspect = self._dispatcher.poison.suspect(request)
         if (self._continues_streams and fields is not None and fields.streamed and route.runs_on_pair
@@ -199,7 +199,7 @@ class Entry:
         connection.handler = relay
         relay.start()
 
-    def _make_relay(self, exchange: Exchange, fields: Peek | None, pinned: Worker | None,
+    def _make_relay(self, exchange: ClientResponse, fields: Peek | None, pinned: Worker | None,
                     pair: bool) -> Relay | PairRelay:
         """``pinned``: the one worker that can answer. ``pair``: a pair serves it, unless one worker does so alone."""
         request, dispatcher = exchange.request, self._dispatcher
@@ -220,8 +220,8 @@ class Entry:
         """Set the request's model group, and its body's model by its real name; raises ModelNotFound."""
         models = self._registry.models
         model = fields.model_name if fields is not None else ""
-        if stored.is_upload(request):
-            model = stored.model_of_upload(request.body)
+        if stored_objects.is_upload(request):
+            model = stored_objects.model_of_upload(request.body)
             request.group = models.group(models.real_name(model))
             return
         name = models.real_name(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.admin import ADMIN_ROUTES, OPEN_PATHS
+from baton.router.admin.endpoints import ADMIN_ROUTES, OPEN_PATHS
 from baton.router.entry import ROUTES
 from baton.router.routes import ANY_METHOD, PAIR_PATHS, RELAYED
 
