@@ -158,7 +158,8 @@ class RequestHandler:
                 self._respond(connection, request, answer_models(self._registry.models, request))
                 return
             self._resolve_model(request, fields)
-            if path.startswith(STORE_PATHS) and self._registry.models.apart and stored_objects.refers_to_stored(request):
+            if (path.startswith(STORE_PATHS) and self._registry.models.apart
+                    and stored_objects.refers_to_stored(request)):
                 connection.handler = _Task(self._relay_stored(connection, request, route),
                                            partial(self._refuse, connection, request))
                 return
@@ -170,9 +171,11 @@ class RequestHandler:
         """Relay a request for a file or batch of one of several models to the worker that stores it."""
         try:
             if stored_objects.is_list(request):
-                self._respond(connection, request, await stored_objects.merged_list(self._dispatcher, self._role, request))
+                merged = await stored_objects.merged_list(self._dispatcher, self._role, request)
+                self._respond(connection, request, merged)
                 return
-            worker = await stored_objects.find_worker(self._dispatcher, self._role, request, stored_objects.resource_path(request))
+            path = stored_objects.resource_path(request)
+            worker = await stored_objects.find_worker(self._dispatcher, self._role, request, path)
             if worker is not None:
                 request.group = None  # Whatever its model is.
             self._start_relay(connection, request, route, None, worker or self._pinned_worker(request), pair=False)

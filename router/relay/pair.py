@@ -15,12 +15,12 @@ from ...common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from ..net.body import Body, Peek, with_bootstrap, with_previous_room
 from ..net.upstream import Call
 from ..net.upstream_answer import PAIR_MISMATCH, AnswerHead, Failure
-from ..pair_states import DECODE_EVENTS, PREFILL_EVENTS, Action, CallEvents, Event, Phase, action_of
 from ..workers.dp_ranks import with_prefill_rank
 from ..workers.registry import Reservation, Role, Worker, without
 from .attempts import note_failed_attempt, on_attempt_lost, on_expired, on_response_end, retry_or_fail
 from .client_response import ClientResponse
 from .dispatcher import Dispatcher, no_pair_error, no_worker_error
+from .pair_states import DECODE_EVENTS, PREFILL_EVENTS, Action, CallEvents, Event, Phase, action_of
 from .retry import FAILURES, Outcome, Retries, outcome_of
 from .single import Relay
 

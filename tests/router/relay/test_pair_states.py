@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.pair_states import DECODE_EVENTS, PREFILL_EVENTS, TABLE, Action, Event, InvalidTransition, Phase
-from baton.router.pair_states import action_of as act
+from baton.router.relay.pair_states import DECODE_EVENTS, PREFILL_EVENTS, TABLE, Action, Event, InvalidTransition, Phase
+from baton.router.relay.pair_states import action_of as act
 
 RUNNING = (Phase.OPENING, Phase.RESUMING, Phase.RELAYING, Phase.REFUSING)
 
