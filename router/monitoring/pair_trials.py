@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..net.request import Request
-from ..relay.dispatcher import Dispatcher
-from ..workers.ask import ask, get
+from ..workers.ask import WorkerClient, ask, get
 from ..workers.compatibility import Misfit
 from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Worker
 
@@ -74,11 +73,11 @@ class PairTrials:
         self._next_retrial: dict[Worker, float] = {}
         self._logged: set[tuple[str, str]] = set()
         self._running: set[asyncio.Task[None]] = set()
-        self._dispatcher: Dispatcher | None = None
+        self._client: WorkerClient | None = None
 
-    def update(self, worker: Worker, info: dict[str, Any], dispatcher: Dispatcher) -> bool:
+    def update(self, worker: Worker, info: dict[str, Any], client: WorkerClient) -> bool:
         """Take in a worker's ``/get_server_info``; returns True if its weights changed."""
-        self._dispatcher = dispatcher
+        self._client = client
         if not info:
             return False  # It will be asked again.
         before = worker.model_fingerprint
@@ -212,14 +211,14 @@ class PairTrials:
 
     async def _try(self, pair: _Pair) -> _Outcome:
         prefill, decode = pair
-        assert self._dispatcher is not None
+        assert self._client is not None
         request = Request(b"POST", b"/connect_prefill")
         request.path, request.request_id = b"/connect_prefill", b"router"
         request.headers = b"content-type: application/json\r\n"
         request.body = msgspec.json.encode({
             "bootstrap_host": prefill.endpoint.host,
             "bootstrap_port": prefill.bootstrap_port or DEFAULT_BOOTSTRAP_PORT})
-        answer = await ask(self._dispatcher, decode, request, TRIAL_TIMEOUT_SECONDS)
+        answer = await ask(self._client, decode, request, TRIAL_TIMEOUT_SECONDS)
         if answer.status in (404, 405):
             return _Outcome(None, retriable=False)  # The server has no trials: requests will show it.
         result = answer.json_object()
@@ -234,11 +233,11 @@ class PairTrials:
 
     async def _is_unchanged(self, pair: _Pair) -> bool:
         """True if both servers are still those that were to be tried: else the outcome is of other kinds."""
-        assert self._dispatcher is not None
+        assert self._client is not None
         for worker in pair:
             if worker not in self._registry:
                 return False
-            info = (await ask(self._dispatcher, worker, get("/get_server_info"), TRIAL_TIMEOUT_SECONDS)).json_object()
+            info = (await ask(self._client, worker, get("/get_server_info"), TRIAL_TIMEOUT_SECONDS)).json_object()
             if _text(info.get("epoch")) != worker.epoch:
                 return False
         return True

@@ -8,7 +8,7 @@ import msgspec
 
 from ...common.api.errors import ServingError
 from ...common.api.unreadable import UNREADABLE
-from ..admission.admission import Admission, Permit, Waiting
+from ..admission.admission import AdmissionControl, Permit, Waiting
 from ..net.request import Request
 from .client_response import ClientResponse
 from .pair import PairRelay
@@ -43,7 +43,7 @@ def priority_of(request: Request) -> int:
 class AdmissionGate:
     """Starts relays as the admission lets them in."""
 
-    def __init__(self, admission: Admission, loop: asyncio.AbstractEventLoop):
+    def __init__(self, admission: AdmissionControl, loop: asyncio.AbstractEventLoop):
         self.admission = admission
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
@@ -53,8 +53,8 @@ class AdmissionGate:
         request = exchange.request
         streamed = bool(self.admission.rules.slo_ttft and _peek(request.body).stream)
         entry = _Entry(exchange, relay)
-        admitted = self.admission.enter(request.authorization, streamed, lambda: priority_of(request), entry.start,
-                                        entry.refuse)
+        admitted = self.admission.acquire(request.authorization, streamed, lambda: priority_of(request),
+                                          entry.start, entry.refuse)
         if isinstance(admitted, Permit):
             entry.start(admitted)
             return
@@ -72,7 +72,7 @@ class AdmissionGate:
         self._timer = self._loop.call_at(when + 0.002, self._sweep) if when is not None else None
 
     def _sweep(self) -> None:
-        self._arm(self.admission.sweep())
+        self._arm(self.admission.expire())
 
 
 class _Entry:
@@ -95,12 +95,12 @@ class _Entry:
 
     def cancel(self) -> None:
         assert self.waiting is not None
-        self.waiting.leave()
+        self.waiting.cancel()
         self._exchange.abandon()
 
     def expire(self, error: ServingError) -> None:
         assert self.waiting is not None
-        self.waiting.leave()
+        self.waiting.cancel()
         self._exchange.fail(error)
 
     def pause(self) -> None:

@@ -223,7 +223,7 @@ class ClientResponse:
             gap = (self.begun_at + seconds - self._first_token_at) / (self._num_chunks - 1)
             metrics.inter_tokens[route].observe(gap)
         if self.permit is not None:
-            self.permit.finished()
+            self.permit.release()
         if self.suspect is not None:
             self.suspect.finish()
         if self._span is not None:

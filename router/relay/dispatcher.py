@@ -21,6 +21,7 @@ from ..net.upstream_answer import Failure, Sink
 from ..net.upstream_pool import UpstreamPool, read_plain_response
 from ..obs.metrics import Metrics
 from ..policies import PolicySets, Subject
+from ..policies.base import Amendment
 from ..policies.cache_exact import CacheExact
 from ..workers.compatibility import Pairs
 from ..workers.dp_ranks import with_rank
@@ -158,8 +159,13 @@ class Dispatcher:
     # ------------------------------------------------------------------ decisions
 
     def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
-        """The role's policy's view of a request, for ``place``."""
-        return self.policies.of(request.group)[role].read(request, found)
+        """The role's policy's view of a request, for ``place``; its amendment is made once a request."""
+        subject = self.policies.of(request.group)[role].read(request, found)
+        amendment: Amendment | None = getattr(subject, "amendment", None)
+        if amendment is not None and request.on_head is None:
+            request.headers += amendment.headers
+            request.on_head = amendment.on_head
+        return subject
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
@@ -173,7 +179,7 @@ class Dispatcher:
             return self._place_fitting(pairs, prefills, decodes, request, found)
         pairing = policies["prefill"]
         if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
-            chosen = pairing.choose_pair(prefills, decodes, pairing.read(request, found))
+            chosen = pairing.choose_pair(prefills, decodes, self.subject("prefill", request, found))
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
         subject = self.subject("prefill", request, found)

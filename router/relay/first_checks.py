@@ -25,7 +25,7 @@ class FirstChecks:
         self.refuse = refuse
         self._waiting: dict[Held, None] = {}
         self._wake: asyncio.Handle | None = None
-        registry.on_change = self._changed
+        registry.listeners.append(self._changed)
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -14,7 +14,7 @@ class LocalPrefill:
     """The rule of ``--local-prefill-tokens``.
 
     The uncached part of a prompt counts. The policy estimates how much of it is cached by the decode server that it
-    would choose (``held_share``: cache_exact from the workers' events, cache_aware from what it sent them); for a
+    would choose (``cached_share``: cache_exact from the workers' events, cache_aware from what it sent them); for a
     policy that knows nothing of caches, the whole prompt counts.
     """
 
@@ -33,10 +33,10 @@ class LocalPrefill:
         if not workers:
             return []
         policy: Any = self._dispatcher.policies.of(request.group)["decode"]
-        subject = policy.read(request, fields)
+        subject = self._dispatcher.subject("decode", request, fields)
         tokens: float = _estimate_num_tokens(fields)
-        if tokens > self._max_tokens and hasattr(policy, "held_share"):
-            tokens *= 1.0 - policy.held_share(workers, subject)
+        if tokens > self._max_tokens and hasattr(policy, "cached_share"):
+            tokens *= 1.0 - policy.cached_share(workers, subject)
         return [subject] if tokens <= self._max_tokens else []
 
 

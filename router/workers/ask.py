@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import httptools
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
+from ..net.body import Body
 from ..net.request import Request
-from ..net.upstream_answer import AnswerHead, Failure
-from .registry import Worker
+from ..net.upstream import Call
+from ..net.upstream_answer import AnswerHead, Failure, Sink
+from ..net.upstream_pool import UpstreamPool
+from .registry import Registry, Worker
 
 _MAX_MODELS = 4096
 """Models that one worker may report: a server of adapters has some hundreds."""
 
-if TYPE_CHECKING:
-    from ..relay.dispatcher import Dispatcher
+
+class WorkerClient(Protocol):
+    """Sends the router's own requests to workers; the dispatcher is one."""
+
+    loop: asyncio.AbstractEventLoop
+    registry: Registry
+
+    def send(self, worker: Worker, request: Request, body: Body, sink: Sink) -> Call: ...
+    def pool(self, worker: Worker) -> UpstreamPool: ...
+    def fail_silent_calls(self, worker: Worker) -> None:
+        """Fails the calls for which a hung worker has sent no byte for as long as a health check may take."""
 
 
 class Answer(NamedTuple):
@@ -78,12 +90,12 @@ class _Collector:
             self.answer.set_result(answer)
 
 
-async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout: float) -> Answer:
+async def ask(client: WorkerClient, worker: Worker, request: Request, timeout: float) -> Answer:
     """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does."""
     collector = _Collector()
-    call = dispatcher.send(worker, request, request.body, collector)
+    call = client.send(worker, request, request.body, collector)
     late = Failure("silent", f"{worker.url} did not answer within {timeout:g} s")
-    timer = dispatcher.loop.call_later(timeout, collector.answer_lost, late)
+    timer = client.loop.call_later(timeout, collector.answer_lost, late)
     try:  # No wait_for: up to Python 3.11 it may swallow a cancellation that comes with the answer.
         return await collector.answer
     finally:
@@ -91,12 +103,12 @@ async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout:
         call.cancel()
 
 
-async def ask_models(dispatcher: Dispatcher, worker: Worker, timeout: float) -> None:
+async def ask_models(client: WorkerClient, worker: Worker, timeout: float) -> None:
     """Ask a worker for its models, and register them; without a valid response, the former ones stay."""
-    models = (await ask(dispatcher, worker, get("/v1/models"), timeout)).json_object().get("data")
+    models = (await ask(client, worker, get("/v1/models"), timeout)).json_object().get("data")
     if isinstance(models, list):
         cards = [card for card in models if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]]
-        dispatcher.registry.learn_models(worker, cards[:_MAX_MODELS])
+        client.registry.learn_models(worker, cards[:_MAX_MODELS])
 
 
 def get(target: str) -> Request:

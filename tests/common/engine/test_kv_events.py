@@ -346,7 +346,7 @@ def config(**events) -> ServerConfig:
 def test_nothing_is_recorded_where_nobody_wants_it():
     manager = KVCacheManager(8, PAGE)
     assert start_publisher(config(), manager.prefix_cache) is None
-    assert manager.prefix_cache.recorder is None
+    assert manager.prefix_cache.listener is None
 
 
 def test_a_publisher_that_cannot_be_says_why(followed):
