@@ -87,8 +87,8 @@ class DecodeScheduler:
         self._close_begun()
         return self.unified.step(now)
 
-    def settle(self) -> None:
-        self.unified.settle()
+    def synchronize(self) -> None:
+        self.unified.synchronize()
 
     def close(self) -> None:
         self.receiver.close()

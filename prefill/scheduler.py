@@ -108,8 +108,8 @@ class PrefillScheduler:
         self._departures.cached(batch)
         return self._pipeline.advance(batch, self._departures.of(batch))
 
-    def settle(self) -> None:
-        self._pipeline.settle()
+    def synchronize(self) -> None:
+        self._pipeline.synchronize()
 
     def close(self) -> None:
         self.sender.close()

@@ -78,7 +78,7 @@ class UnifiedScheduler:
         self.batcher.waiting.append(req)
 
     def abort(self, req: Req, error: ServingError) -> None:
-        """Remove the request, and free its pages. ``settle`` must have been called: no step is in flight."""
+        """Remove the request, and free its pages. ``synchronize`` must have been called: no step is in flight."""
         assert self._pipeline.in_flight is None
         self.batcher.finish(req)
 
@@ -86,9 +86,9 @@ class UnifiedScheduler:
         """Launch a batch and process the results of the previous one; False where there was neither."""
         return self._pipeline.advance(self._next_batch())
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the step in flight and process its results: afterwards no token is pending."""
-        self._pipeline.settle()
+        self._pipeline.synchronize()
 
     def report(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
         """Send the new tokens of ``req`` to the API server, and free its pages where they were the last."""
@@ -118,7 +118,7 @@ class UnifiedScheduler:
         """Retract less urgent requests where ``req`` needs their pages or slots; see PageBudget.reserve."""
         batcher = self.batcher
         if batcher.retraction.should_preempt_for(req, num_tokens, prefix_limit, has_slot=batcher.has_slot):
-            self.settle()  # a victim's last token must be known; other requests may end by theirs
+            self.synchronize()  # a victim's last token must be known; other requests may end by theirs
             batcher.preempt_for(req, num_tokens, prefix_limit)
 
     def _next_batch(self) -> ScheduledBatch | None:
@@ -131,7 +131,7 @@ class UnifiedScheduler:
         if not mixed and (batch := batcher.next_prefill()) is not None:
             return batch
         if not batcher.allocate_running():
-            self.settle()
+            self.synchronize()
             batcher.retraction.retract_decode()
             if (batch := batcher.next_decode()) is not None:
                 return batch

@@ -236,11 +236,11 @@ def test_persistent_batches_change_no_token(monkeypatch):
     seen = []
 
     def answers(plain):
-        found = {}
+        answers_of = {}
 
         def take(message):
             for output in message.items if isinstance(message, OutputBatch) else ():
-                tokens, ended = found.setdefault(output.rid, ([], []))
+                tokens, ended = answers_of.setdefault(output.rid, ([], []))
                 tokens += output.token_ids
                 assert output.num_output_tokens == len(tokens)
                 ended += [output.finish.reason] if output.finish else []
@@ -259,12 +259,12 @@ def test_persistent_batches_change_no_token(monkeypatch):
                 assert counted in (None, queues.remaining)
                 seen.append(counted)
         engine.finish()
-        return found
+        return answers_of
 
-    found = answers(True)
-    assert [len(tokens) for tokens, _ in found.values()] == [30] * 3 + [9] * 2 + [40] + [5] * 3
-    assert all(ended == ["length"] for _, ended in found.values())
-    assert found == answers(False)
+    expected = answers(True)
+    assert [len(tokens) for tokens, _ in expected.values()] == [30] * 3 + [9] * 2 + [40] + [5] * 3
+    assert all(ended == ["length"] for _, ended in expected.values())
+    assert expected == answers(False)
     assert len({*seen} - {None}) > 10  # the remaining output was updated from step to step
 
 
@@ -303,7 +303,7 @@ def test_new_tokens_precede_other_outputs():
     assert [req.tokens.view(req.num_prompt_tokens).tolist() for req in reqs] == [[7, 8]] * 3
 
 
-def test_tokens_stay_until_somebody_looks():
+def test_tokens_on_the_host_stay_until_they_are_read():
     """Four steps later the memory that they arrived in is another step's."""
     class Tokens:
         is_cuda = True
