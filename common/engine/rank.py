@@ -58,7 +58,7 @@ class EngineParts:
     executor: Executor | PPExecutor
     tracker: RequestTracker
     grammars: GrammarStore | None = None  # on the ranks that sample tokens or send to the API server
-    line: PPChannel | None = None  # between pipeline stages
+    pp_channel: PPChannel | None = None  # between pipeline stages
 
     @property
     def tp(self) -> TPGroup:
@@ -68,7 +68,7 @@ class EngineParts:
     @property
     def agreeing(self) -> Agreeing:
         """The ranks that take the same decisions: those of ``tp``, of all pipeline stages."""
-        return self.line or self.tp
+        return self.pp_channel or self.tp
 
     @property
     def overlap(self) -> bool:
@@ -107,8 +107,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
             connect_all(parallel,
                         spec.config.largest_captured if parallel.token_exchange.low_latency is not None else 0)
-        line = PPChannel(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.pp.size > 1 else None
-        parts = build_parts(spec, parallel, send, progress, line)
+        pp_channel = PPChannel(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.pp.size > 1 else None
+        parts = build_parts(spec, parallel, send, progress, pp_channel)
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
         parallel.world.barrier()  # Ready means that every rank is up
@@ -126,7 +126,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     freeze_collector()
-    ticker = Ticker(channel, parallel.tp) if line is None else PPTicker(channel, line)
+    ticker = Ticker(channel, parallel.tp) if pp_channel is None else PPTicker(channel, pp_channel)
     loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.dp_sync if parallel.dp_size > 1 else None,
                       None if _is_group_leader(spec) else channel.send)
@@ -142,8 +142,8 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         watchdog.close()
     if events is not None:
         events.close()
-    if line is not None:
-        line.close()
+    if pp_channel is not None:
+        pp_channel.close()
     channel.close()
     parallel.close()
 
@@ -159,9 +159,9 @@ def _failure_sentence(spec: RankSpec, error: Exception) -> str:
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
-                progress: Callable[[str, float], None], line: PPChannel | None = None) -> EngineParts:
-    """Builds the engine's parts. ``line``: with several pipeline stages. Raises ConfigError, or torch.OutOfMemoryError,
-    where the engine cannot be built."""
+                progress: Callable[[str, float], None], pp_channel: PPChannel | None = None) -> EngineParts:
+    """Builds the engine's parts. ``pp_channel``: with several pipeline stages. Raises ConfigError, or
+    torch.OutOfMemoryError, where the engine cannot be built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
@@ -183,10 +183,10 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids)
     here = Executor(runner, sampler, grammars)
     executor: Executor | PPExecutor = here
-    if line is not None:
-        executor = PPExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
+    if pp_channel is not None:
+        executor = PPExecutor(here, pp_channel, parallel, one_step=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attn_tp)
-    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, line)
+    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, pp_channel)
 
 
 def join_groups(spec: RankSpec) -> Parallel:

@@ -98,7 +98,7 @@ def seconds_of(parts: EngineParts, args: argparse.Namespace, chunk: int) -> floa
         messages = [Generate(str(i), prompt, SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True))
                     for i, prompt in enumerate(prompts)]
         front = Front(messages, parts)
-        ticker = Ticker(front, TPGroup()) if parts.line is None else PPTicker(front, parts.line)  # type: ignore[arg-type]
+        ticker = Ticker(front, TPGroup()) if parts.pp_channel is None else PPTicker(front, parts.pp_channel)  # type: ignore[arg-type]
         loop = EngineLoop(ticker, parts.tracker, unified_scheduler(parts), batcher.cache, control, _nowhere)
         parallel.world.barrier()
         began = time.perf_counter()
@@ -118,8 +118,8 @@ def measure(parallel: Parallel, args: argparse.Namespace, chunks: list[int]) -> 
         found.append(seconds_of(parts, args, chunk))
         if parallel.world.rank == 0:
             print(f"{parallel.pp.size} stages, chunks of {chunk}: {found[-1]:.3f} s", flush=True)
-    if parts.line is not None:
-        parts.line.close()
+    if parts.pp_channel is not None:
+        parts.pp_channel.close()
     del parts
     gc.collect()
     torch.cuda.empty_cache()

@@ -25,14 +25,14 @@ from baton.common.runner import model_runner
 from baton.common.runner.kv_sizing import kv_layout, ranks_per_gpu
 from baton.common.runner.preflight import token_bytes
 from baton.common.sampling.sampler import Sampler
-from baton.common.sampling.sampling_backend import TorchSampling, choose_drawing
+from baton.common.sampling.sampling_backend import TorchSampling, select_sampling_backend
 
 CPU = torch.device("cpu")
 
 
 def test_a_cpu_draws_with_torch():
-    assert isinstance(choose_drawing("auto", 40, CPU, 0), TorchSampling)
-    assert isinstance(choose_drawing("torch", 40, CPU, 0), TorchSampling)
+    assert isinstance(select_sampling_backend("auto", 40, CPU, 0), TorchSampling)
+    assert isinstance(select_sampling_backend("torch", 40, CPU, 0), TorchSampling)
     with pytest.raises(ConfigError, match="--sampling-backend triton needs a GPU"):
         Sampler(40, "cpu", 0, backend="triton")
 
