@@ -16,7 +16,7 @@ from ..api.errors import EngineDead, InvalidRequest, NotFound, ServingError, Wor
 from ..api.messages import Bootstrap, Generate, Loading, Pooling, Ready
 from ..api.sampling import SamplingParams
 from ..api.token_ids import check_ids
-from ..config.checkpoint import pooling_of
+from ..config.checkpoint import resolve_pooling
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine_client.client import EngineClient
@@ -121,7 +121,7 @@ class ServingContext:
     @cached_property
     def pooling(self) -> Pooling:
         """What an embedding server makes vectors of."""
-        return pooling_of(self.config.model)
+        return resolve_pooling(self.config.model)
 
     def check_generates(self) -> None:
         """Raises InvalidRequest on a server of embeddings."""
