@@ -1,4 +1,4 @@
-"""The warning about a stack that was not measured; install, image and README name the measured one."""
+"""The warning about a stack that was not measured; install, image and docs name the measured one."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_install_and_image_are_of_the_measured_stack():
     image = (ROOT / "deploy/Dockerfile.engine").read_text()
     assert f"pytorch/pytorch:{PINS['torch']}-cuda{MEASURED.cuda}-cudnn9-runtime" in image
     assert f"ARG CUDA=cu{MEASURED.cuda.replace('.', '')}\n" in image
-    for name in ("README.md", "Makefile", "deploy/Dockerfile.engine"):
+    for name in ("README.md", "docs/deployment.md", "Makefile", "deploy/Dockerfile.engine"):
         assert "requirements/cuda.txt" in (ROOT / name).read_text(), name
 
 
-def test_readme_lists_the_tested_stacks():
+def test_docs_list_the_tested_stacks():
     rows = re.findall(r"^\| (\d\.\d+) \| (\d+\.\d) \| (\d\.\d) \| (measured|every kernel compiles)",
-                      (ROOT / "README.md").read_text(), re.MULTILINE)
+                      (ROOT / "docs/deployment.md").read_text(), re.MULTILINE)
     listed = {kind: sorted(row[:3] for row in rows if row[3] == kind) for kind in ("measured", "every kernel compiles")}
     of = [(stack.torch, stack.cuda, stack.triton) for stack in COMPILED]
     assert listed == {"measured": [(MEASURED.torch, MEASURED.cuda, MEASURED.triton)],
