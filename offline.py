@@ -130,17 +130,17 @@ class Engine:
 
     def state(self) -> Any:
         """A snapshot of the engine that answers: pages, requests, counters."""
-        return self._thread.run(self._cluster.front.client.state())
+        return self._thread.run(self._cluster.context.client.state())
 
     def _kinds(self, tags: tuple[Any, ...] | None) -> tuple[Any, ...]:
         if tags is not None:
             return tuple(tags)
-        return ("weights", "kv_cache") if len(self._cluster.fronts) == 1 else ("weights",)
+        return ("weights", "kv_cache") if len(self._cluster.contexts) == 1 else ("weights",)
 
     def _control(self, command: Any) -> str:
-        """What the engines say to it, a line each."""
-        return "\n".join(self._thread.run(front.client.control(command, LOAD_SECONDS))
-                         for front in self._cluster.fronts)
+        """The engines' replies, a line each."""
+        return "\n".join(self._thread.run(context.client.control(command, LOAD_SECONDS))
+                         for context in self._cluster.contexts)
 
     # ------------------------------------------------------------------ streams
 

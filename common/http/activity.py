@@ -14,15 +14,15 @@ from ..obs.metrics import TokenTotals
 from .front import Front
 from .web import failures
 
-log = logging.getLogger("baton.front")
+log = logging.getLogger("baton.server")
 
 
 class Activity:
     """Tells what the engine holds, and tokens since the line before; a server without work is silent."""
 
-    def __init__(self, front: Front, interval: float):
+    def __init__(self, context: Front, interval: float):
         """``interval``: seconds between two lines, above 0."""
-        self._front = front
+        self._context = context
         self._interval = interval
         self._last = self._totals()
 
@@ -32,7 +32,7 @@ class Activity:
         while True:
             await asyncio.sleep(self._interval)
             try:
-                state = merged(await self._front.client.states())
+                state = merged(await self._context.client.states())
             except WorkerUnavailable:
                 continue
             now = time.monotonic()
@@ -41,7 +41,7 @@ class Activity:
             began = now
 
     def _totals(self) -> tuple[TokenTotals, int]:
-        return self._front.metrics.tokens, failures.count
+        return self._context.telemetry.metrics.tokens, failures.count
 
     def _fields(self, state: State, seconds: float) -> dict[str, Any] | None:
         """None where nothing runs and nothing happened."""

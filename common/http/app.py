@@ -34,11 +34,11 @@ from .arrivals import SlowBody, SlowRequest
 from .front import CLIENT, Front
 from .in_flight import shut_down
 from .keys import Keys
-from .prompt_pages import tell_pages
+from .prompt_pages import add_prompt_pages
 from .traces import TRACEPARENT
-from .web import error_response, json_bytes, note_failure, our_fault
+from .web import error_response, is_server_fault, json_bytes, log_failure
 
-log = logging.getLogger("baton.front")
+log = logging.getLogger("baton.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route = Callable[[Front, web.Request], Awaitable[web.StreamResponse]]
@@ -117,10 +117,10 @@ class MethodNotAllowed(ServingError):
     code = "method_not_allowed"
 
 
-def make_app(front: Front) -> web.Application:
-    app = web.Application(client_max_size=front.config.http.max_payload_size, middlewares=[_guard(front)])
+def make_app(context: Front) -> web.Application:
+    app = web.Application(client_max_size=context.config.http.max_payload_size, middlewares=[_guard(context)])
     for method, path, route in (*_ROUTES, *_CONTROL):
-        handler = functools.partial(route, front)
+        handler = functools.partial(route, context)
         if method == "GET":
             app.router.add_get(path, handler)  # and HEAD
         else:
@@ -130,36 +130,36 @@ def make_app(front: Front) -> web.Application:
         response.headers["X-Request-Id"] = _request_id(request)
 
     app.on_response_prepare.append(echo_request_id)
-    app.on_response_prepare.append(tell_pages)
-    logging.getLogger("aiohttp.server").addFilter(our_fault)
+    app.on_response_prepare.append(add_prompt_pages)
+    logging.getLogger("aiohttp.server").addFilter(is_server_fault)
     document = functools.cache(lambda: api_document((*_ROUTES, *_CONTROL), _OPEN_TO_ALL))
 
     async def openapi(request: web.Request) -> web.Response:
         return json_bytes(document())
 
     app.router.add_get("/openapi.json", openapi)
-    storage = front.config.storage
+    storage = context.config.storage
     if storage.file_storage_path is not None:
         batched = {path: route for method, path, route in _ROUTES if path in batch_routes.ENDPOINTS}
-        batch_routes.keep_files(app, front, storage.file_storage_path, batched, storage.batch_concurrency)
+        batch_routes.add_storage(app, context, storage.file_storage_path, batched, storage.batch_concurrency)
     return app
 
 
-def _guard(front: Front) -> Any:
+def _guard(context: Front) -> Any:
     """Checks the key, and turns every error into OpenAI's error object."""
-    http, in_flight = front.config.http, front.in_flight
+    http, in_flight = context.config.http, context.in_flight
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if front.traces is not None:
+        if context.telemetry.traces is not None:
             TRACEPARENT.set(request.headers.get("traceparent"))
         CLIENT.set(functools.partial(_client, request))
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
-        front.arrivals.headed(request)
+        context.arrivals.headed(request)
         try:
-            _check_key(request, front.keys)
+            _check_key(request, context.keys)
             return await handler(request)
         except ServingError as error:
             return _told(request, error)
@@ -204,7 +204,7 @@ def _check_key(request: web.Request, keys: Keys) -> None:
 
 def _told(request: web.Request, error: ServingError) -> web.Response:
     """In the words of the API that was asked."""
-    note_failure(error, request)
+    log_failure(error, request)
     anthropic = request.path.startswith(message_routes.PATH)
     return error_response(error, error_body(error) if anthropic else None)
 

@@ -52,15 +52,15 @@ class Places:
     So batches use what others leave, and are slowed down by them without ever standing still.
     """
 
-    def __init__(self, front: Front, most: int):
-        self._front = front
+    def __init__(self, context: Front, most: int):
+        self._context = context
         self._most = most
         self._taken = 0
         self._left = asyncio.Event()
 
     async def take(self) -> None:
         """Wait for a place, and until the server takes requests."""
-        while not self._front.is_ready or self._taken >= max(1, self._most - self._num_others):
+        while not self._context.status.is_ready or self._taken >= max(1, self._most - self._num_others):
             self._left.clear()
             with contextlib.suppress(asyncio.TimeoutError):  # the end of another request is not told
                 await asyncio.wait_for(self._left.wait(), 0.05)
@@ -68,7 +68,7 @@ class Places:
 
     @property
     def _num_others(self) -> int:
-        return max(0, self._front.client.num_open - self._taken)
+        return max(0, self._context.client.num_open - self._taken)
 
     def leave(self) -> None:
         self._taken -= 1
@@ -97,8 +97,8 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 class BatchJob:
     """Takes one claimed batch to its end. Cancelling the job leaves the batch as it is, to be claimed again."""
 
-    def __init__(self, front: Front, storage: Storage, claimed: Claimed, routes: Mapping[str, Route], places: Places):
-        self._front = front
+    def __init__(self, context: Front, storage: Storage, claimed: Claimed, routes: Mapping[str, Route], places: Places):
+        self._context = context
         self._storage = storage
         self._batches = storage.batches
         self._batch = claimed.batch
@@ -191,15 +191,15 @@ class BatchJob:
     async def _ask(self, line: InputLine) -> tuple[int, bytes]:
         try:
             body = bytes(line.body)
-            limit = self._front.config.http.max_payload_size
+            limit = self._context.config.http.max_payload_size
             if len(body) > limit:
                 raise TooLarge(f"The request body is larger than --max-payload-size ({limit} bytes).")
             if _streams(body):
                 raise InvalidRequest("stream is not possible in a batch; leave it out.", param="stream")
-            schedule = self._front.config.schedule
+            schedule = self._context.config.schedule
             if schedule.enable_priority_scheduling:
                 body = _with_priority(body, schedule.lowest_priority)
-            answer = await self._route(self._front, cast(web.Request, _Line(body)))
+            answer = await self._route(self._context, cast(web.Request, _Line(body)))
             assert isinstance(answer, web.Response) and isinstance(answer.body, bytes)
             return answer.status, answer.body
         except ServingError as error:

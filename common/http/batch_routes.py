@@ -23,7 +23,7 @@ ENDPOINTS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/embedding
 """Whose requests a batch may hold, where the server has them."""
 
 
-async def create(front: Front, request: web.Request) -> web.Response:
+async def create(context: Front, request: web.Request) -> web.Response:
     """Answer the requests of an uploaded file, in the background."""
     storage = storage_of(request)
     body = decode_create(await request.read(), request.app[_ENDPOINTS])
@@ -32,29 +32,30 @@ async def create(front: Front, request: web.Request) -> web.Response:
     return json_response(batch)
 
 
-async def batches(front: Front, request: web.Request) -> web.Response:
+async def batches(context: Front, request: web.Request) -> web.Response:
     """A page of the batches, newest first."""
     storage = storage_of(request)
     query = PageQuery.read(request.query, 20, 100)
     return json_response(Page.of(await storage.batches.page(query), query.limit))
 
 
-async def batch(front: Front, request: web.Request) -> web.Response:
+async def batch(context: Front, request: web.Request) -> web.Response:
     """Where a batch stands."""
     return json_response(await storage_of(request).batches.get(request.match_info["batch_id"]))
 
 
-async def cancel(front: Front, request: web.Request) -> web.Response:
+async def cancel(context: Front, request: web.Request) -> web.Response:
     """Stop a batch; what is answered stays."""
     return json_response(await storage_of(request).batches.cancel(request.match_info["batch_id"]))
 
 
-def keep_files(app: web.Application, front: Front, folder: str, routes: Mapping[str, Route], concurrency: int) -> None:
-    """Give the application a storage in ``folder`` and run its batches while it runs. Raises ConfigError."""
+def add_storage(app: web.Application, context: Front, folder: str, routes: Mapping[str, Route],
+                concurrency: int) -> None:
+    """Opens a storage in ``folder`` for the application and runs its batches while it runs. Raises ConfigError."""
     storage = Storage(folder)
     app[STORAGE] = storage
     app[_ENDPOINTS] = frozenset(routes)
-    app[_RUNNER] = runner = BatchRunner(front, storage, routes, concurrency)
+    app[_RUNNER] = runner = BatchRunner(context, storage, routes, concurrency)
 
     async def run(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(runner.run(), name="batches")

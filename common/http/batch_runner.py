@@ -22,13 +22,13 @@ _TOGETHER = 4  # batches whose lines take turns: a long one does not hold up a s
 class BatchRunner:
     """Works on the open batches of a storage, those that another server left included, until it is cancelled."""
 
-    def __init__(self, front: Front, storage: Storage, routes: Mapping[str, Route], concurrency: int):
+    def __init__(self, context: Front, storage: Storage, routes: Mapping[str, Route], concurrency: int):
         """``routes`` by endpoint; ``concurrency``: lines that run together at most."""
-        self._front = front
+        self._context = context
         self._storage = storage
         self._batches = storage.batches
         self._routes = routes
-        self._places = Places(front, concurrency)
+        self._places = Places(context, concurrency)
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._cancelling: set[str] = set()  # batches whose job was told, or began as, an end
         self._wake = asyncio.Event()
@@ -52,7 +52,7 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _claim(self) -> None:
-        while self._front.is_ready and len(self._jobs) < _TOGETHER:
+        while self._context.status.is_ready and len(self._jobs) < _TOGETHER:
             claimed = await self._batches.claim()
             if claimed is None:
                 return
@@ -65,7 +65,7 @@ class BatchRunner:
     async def _work(self, claimed: Claimed) -> None:
         batch_id = claimed.batch.id
         try:
-            await BatchJob(self._front, self._storage, claimed, self._routes, self._places).run()
+            await BatchJob(self._context, self._storage, claimed, self._routes, self._places).run()
         except LeaseLost:
             pass
         except Exception:

@@ -10,6 +10,6 @@ from .front import Front
 from .run import respond
 
 
-async def chat_completions(front: Front, request: web.Request) -> web.StreamResponse:
+async def chat_completions(context: Front, request: web.Request) -> web.StreamResponse:
     """OpenAI's chat completions."""
-    return await respond(front, request, decode_chat, plan_chat)
+    return await respond(context, request, decode_chat, plan_chat)

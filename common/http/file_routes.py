@@ -27,7 +27,7 @@ def storage_of(request: web.Request) -> Storage:
     return storage
 
 
-async def upload(front: Front, request: web.Request) -> web.Response:
+async def upload(context: Front, request: web.Request) -> web.Response:
     """Keep a file: a form with the fields ``purpose`` and ``file``."""
     store = storage_of(request).files
     if request.content_type != "multipart/form-data" or "boundary" not in request.headers.get("Content-Type", ""):
@@ -79,26 +79,26 @@ async def _text(part: BodyPartReader) -> str:
     return text.decode("utf-8", "replace")
 
 
-async def files(front: Front, request: web.Request) -> web.Response:
+async def files(context: Front, request: web.Request) -> web.Response:
     """A page of the files that are kept, newest first unless ``order`` is asc."""
     store = storage_of(request).files
     query = PageQuery.read(request.query, 10_000, 10_000)
     return json_response(Page.of(await store.page(query), query.limit))
 
 
-async def file(front: Front, request: web.Request) -> web.Response:
+async def file(context: Front, request: web.Request) -> web.Response:
     """One file."""
     return json_response(await storage_of(request).files.get(request.match_info["file_id"]))
 
 
-async def content(front: Front, request: web.Request) -> web.StreamResponse:
+async def content(context: Front, request: web.Request) -> web.StreamResponse:
     """A file as it was uploaded."""
     store = storage_of(request).files
     entry = await store.get(request.match_info["file_id"])
     return web.FileResponse(store.path(entry.id), headers={"Content-Type": "application/octet-stream"})
 
 
-async def delete(front: Front, request: web.Request) -> web.Response:
+async def delete(context: Front, request: web.Request) -> web.Response:
     """Forget a file; 409 while a batch reads it."""
     file_id = request.match_info["file_id"]
     await storage_of(request).files.delete(file_id)

@@ -9,11 +9,11 @@ from aiohttp import web
 
 from ..api.errors import InvalidRequest
 from ..api.messages import Generate, Logprobs
-from ..openai.continuation import continue_after
 from ..openai.logprobs import Piece, native_lists, native_logprobs
 from ..openai.native import GenerateAnswer, GenerateRequest, NativeSampling, decode_generate, logprob_options
 from ..openai.native_extras import check_hidden_bytes, embedded_prompts, state_lists
-from .front import Front, plan
+from ..openai.prompts import output_limit
+from .front import Front, engine_requests
 from .generation import Choice
 from .run import Run, respond
 from .sessions import Turn
@@ -22,65 +22,65 @@ DEFAULT_TOKENS = 128  # SGLang's
 NativeRun = Run[Any, GenerateAnswer]
 
 
-async def generate(front: Front, request: web.Request) -> web.StreamResponse:
+async def generate(context: Front, request: web.Request) -> web.StreamResponse:
     """SGLang's own form of both."""
-    return await respond(front, request, decode_generate, plan_generate)
+    return await respond(context, request, decode_generate, plan_generate)
 
 
-async def plan_generate(front: Front, body: GenerateRequest, *, arrived: float, with_ids: bool = False) -> NativeRun:
+async def plan_generate(context: Front, body: GenerateRequest, *, arrived: float, with_ids: bool = False) -> NativeRun:
     """See ``plan_chat``; answers tell their token ids always."""
-    requests, batched, turn = await _plan(front, body)
+    requests, batched, turn = await _plan(context, body)
     if body.continuation is not None and requests[0].return_hidden_states:
         raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
-    continued = continue_after(body.continuation, requests, front.model.vocab_size)
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
-    await front.prepare_grammars(requests, None)
-    piece = front.serving_tokenizer().piece if body.return_text_in_logprobs else None
-    answer = _Answer(piece, batched, turn, front.model.hidden_size)
-    return NativeRun(front, requests, answer, arrived=arrived, continued=continued)
+    continued = await context.planner.resume(body.continuation, requests, None)
+    piece = context.status.serving_tokenizer().piece if body.return_text_in_logprobs else None
+    answer = _Answer(piece, batched, turn, context.model.spec.hidden_size)
+    return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
 
 
-async def _plan(front: Front, body: GenerateRequest) -> tuple[list[Generate], bool, Turn | None]:
+async def _plan(context: Front, body: GenerateRequest) -> tuple[list[Generate], bool, Turn | None]:
     """The engine's requests, whether the answer is a list, and the turn of a session that it is."""
-    ids, embeds, batched = await _prompts(front, body)
-    turn = _turn(front, body, ids)
+    ids, embeds, batched = await _prompts(context, body)
+    turn = _turn(context, body, ids)
     given = body.samplings(len(ids))
     counts = {sampling.n or 1 for sampling in given}
     if len(counts) > 1:
         raise InvalidRequest("sampling_params must ask for the same n everywhere.", param="sampling_params.n")
     samplings = []
     for prompt, sampling in zip(ids, given):
-        room = front.room_for_output(prompt, sampling.max_new_tokens, "max_new_tokens")
-        samplings.append(sampling.params(min(DEFAULT_TOKENS, room), front.model.vocab_size))
+        limit = output_limit(len(prompt), sampling.max_new_tokens, context.planner.token_limit,
+                             tokens_name="max_new_tokens")
+        samplings.append(sampling.params(min(DEFAULT_TOKENS, limit), context.model.spec.vocab_size))
     n = counts.pop()
     if turn is not None and n > 1:
         raise InvalidRequest("A session's request has one answer: n must be 1.", param="sampling_params.n")
-    points = front.meeting_points(body, len(ids), n)
-    options = logprob_options(body, [len(prompt) for prompt in ids], front.model.vocab_size)
-    requests = front.placed(body, plan(ids, samplings, n, body.rid, points, options, body.priority))
-    _add_extras(front, body, requests, given, embeds)
+    places = context.planner.place(body, len(ids), n)
+    options = logprob_options(body, [len(prompt) for prompt in ids], context.model.spec.vocab_size)
+    requests = engine_requests(ids, samplings, n, body.rid, places, options, body.priority)
+    _add_extras(context, body, requests, given, embeds)
     return requests, batched or n > 1, turn
 
 
-async def _prompts(front: Front, body: GenerateRequest) -> tuple[list[list[int]], list[bytes] | None, bool]:
+async def _prompts(context: Front, body: GenerateRequest) -> tuple[list[list[int]], list[bytes] | None, bool]:
     """Token ids of each prompt, its embeddings where it is made of these (the ids then mean nothing), and whether the
     request held a list of prompts."""
     if body.input_embeds is None:
         prompts = body.prompts()
-        ids = await front.prompt_ids(prompts, "text" if prompts.texts is not None else "input_ids")
+        ids = await context.planner.prompt_ids(prompts, "text" if prompts.texts is not None else "input_ids")
         return ids, None, prompts.batched
-    front.check_generates()
+    context.model.check_generates()
     if body.session_params is not None:
         raise InvalidRequest("session_params do not go with input_embeds.", param="session_params")
-    embedded = embedded_prompts(body.input_embeds, front.model.hidden_size)
+    embedded = embedded_prompts(body.input_embeds, context.model.spec.hidden_size)
     return [[0] * count for count in embedded.counts], embedded.rows, embedded.batched
 
 
-def _add_extras(front: Front, body: GenerateRequest, requests: list[Generate], samplings: list[NativeSampling],
+def _add_extras(context: Front, body: GenerateRequest, requests: list[Generate], samplings: list[NativeSampling],
                 embeds: list[bytes] | None) -> None:
     """What ``requests``, n for each prompt, ask for beside sampling. Raises InvalidRequest."""
-    offered, count = front.config.answers, len(samplings)
+    offered, count = context.config.answers, len(samplings)
     processors, hidden = body.processors(samplings), body.tells_hidden_states(count)
     for asked, allowed, name in ((any(processors), offered.enable_custom_logit_processor, "custom_logit_processor"),
                                  (any(hidden), offered.enable_return_hidden_states, "return_hidden_states")):
@@ -91,7 +91,7 @@ def _add_extras(front: Front, body: GenerateRequest, requests: list[Generate], s
         prompt = i * count // len(requests)
         request.processor, request.return_hidden_states = processors[prompt], hidden[prompt]
         if request.return_hidden_states:
-            check_hidden_bytes(len(request.input_ids) + request.sampling.max_new_tokens, front.model.hidden_size)
+            check_hidden_bytes(len(request.input_ids) + request.sampling.max_new_tokens, context.model.spec.hidden_size)
         if embeds is not None:
             request.input_embeds = embeds[prompt]
             if request.logprob_start_len >= 0:
@@ -99,19 +99,19 @@ def _add_extras(front: Front, body: GenerateRequest, requests: list[Generate], s
                                      "logprob_start_len.", param="logprob_start_len")
 
 
-def _turn(front: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn | None:
+def _turn(context: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn | None:
     """Of a session's request; its prompt in ``ids`` then begins with what the session remembers."""
     if body.session_params is None:
         return None
     if len(ids) > 1 or body.bootstrap_host is not None:
         raise InvalidRequest("session_params go with one prompt, and with one server.", param="session_params")
-    turn = front.sessions.turn(body.session_params, ids[0], front.serving_tokenizer().bos_id)
+    turn = context.sessions.turn(body.session_params, ids[0], context.status.serving_tokenizer().bos_id)
     ids[0] = turn.prompt
     return turn
 
 
 class _Answer:
-    """Tells each choice's whole answer so far, as SGLang's clients expect; see ``run.Answer``."""
+    """Formats each choice's complete answer so far, as SGLang's clients expect; see ``run.Answer``."""
 
     def __init__(self, piece: Piece | None, batched: bool, turn: Turn | None, hidden_size: int):
         self._hidden_size = hidden_size
@@ -119,26 +119,26 @@ class _Answer:
         self._piece = piece
         self._batched = batched
 
-    def whole(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
+    def full(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
         answers = [self._answer(choice) for choice in choices]
-        self.end(choices)
+        self.finish(choices)
         return answers if self._batched else answers[0]
 
-    def begin(self, choices: Sequence[Choice]) -> None:
-        """What another server told is part of every answer."""
+    def start(self, choices: Sequence[Choice]) -> None:
+        """Nothing to do: output that another server sent is part of every chunk."""
 
-    def gained(self, choice: Choice) -> list[GenerateAnswer]:
+    def delta(self, choice: Choice) -> list[GenerateAnswer]:
         choice.take_delta()
         return [self._answer(choice, choice.index if self._batched else None)]
 
-    def end(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
+    def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
         if self._turn is not None:
             self._turn.ended(choices[0].rid, choices[0].token_ids)
         return []
 
     def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
         info = _meta_info(choice, self._piece)
-        if choice.request.return_hidden_states and choice.ended is not None:  # a stream tells them once, with its end
+        if choice.request.return_hidden_states and choice.ended is not None:  # a stream sends them once, with its end
             info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
                                                 self._hidden_size)
         return GenerateAnswer(choice.text, choice.token_ids, info, index)

@@ -43,7 +43,7 @@ class Cluster:
     def __init__(self, parts: Sequence[Part]):
         assert [part.config.mode for part in parts] in (["null"], ["prefill", "decode"])
         self._parts = parts
-        self._hosts = [EngineHost(part.config, part.rank_target, spare_torch=False)
+        self._hosts = [EngineHost(part.config, part.rank_target, without_torch=False)
                        for part in parts]
         self._stack = contextlib.AsyncExitStack()
 
@@ -62,23 +62,23 @@ class Cluster:
         await self._stack.aclose()
 
     @property
-    def front(self) -> Front:
-        """Of the engine that answers."""
-        return self._hosts[-1].front
+    def context(self) -> Front:
+        """The context of the engine that answers."""
+        return self._hosts[-1].context
 
     @property
-    def fronts(self) -> list[Front]:
-        return [host.front for host in self._hosts]
+    def contexts(self) -> list[Front]:
+        return [host.context for host in self._hosts]
 
     # ------------------------------------------------------------------ requests
 
     async def generate(self, body: Mapping[str, Any]) -> Any:
         """The answer to a body of ``/generate``, as plain data; raises ServingError."""
-        return msgspec.to_builtins(await self._whole(_generate(body), plan_generate))
+        return msgspec.to_builtins(await self._full(_generate(body), plan_generate))
 
     async def chat(self, body: Mapping[str, Any]) -> Any:
         """The answer to a body of ``/v1/chat/completions``, as plain data; raises ServingError."""
-        return msgspec.to_builtins(await self._whole(_chat(body), plan_chat))
+        return msgspec.to_builtins(await self._full(_chat(body), plan_chat))
 
     def stream_generate(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Its events, each with all of a choice's answer so far."""
@@ -87,14 +87,14 @@ class Cluster:
     def stream_chat(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         return self._chunks(_chat(body), plan_chat)
 
-    async def _whole(self, body: Any, plan: Planner) -> Any:
+    async def _full(self, body: Any, plan: Planner) -> Any:
         async with self._prefilled(body, plan):
-            run: Run = await plan(self.front, body, arrived=time.monotonic(), with_ids=False)
-            return await run.whole()
+            run: Run = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
+            return await run.full()
 
     async def _chunks(self, body: Any, plan: Planner) -> AsyncGenerator[Any, None]:
         async with self._prefilled(body, plan):
-            run: Run = await plan(self.front, body, arrived=time.monotonic(), with_ids=False)
+            run: Run = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
             async with contextlib.aclosing(run.chunks()) as chunks:
                 async for ready in chunks:
                     for chunk in ready:
@@ -109,8 +109,8 @@ class Cluster:
         args = self._parts[0].config
         body.bootstrap_host, body.bootstrap_room = args.http.host, secrets.randbits(62)
         body.bootstrap_port = args.disaggregation.disaggregation_bootstrap_port
-        run: Run = await plan(self.fronts[0], body, arrived=time.monotonic(), with_ids=False)
-        half = asyncio.create_task(run.whole())
+        run: Run = await plan(self.contexts[0], body, arrived=time.monotonic(), with_ids=False)
+        half = asyncio.create_task(run.full())
         try:
             yield
         finally:
@@ -126,8 +126,8 @@ async def _until_ready(host: EngineHost) -> None:
         ready.cancel()
     if host.ended.done():
         raise ConfigError(host.ended.result() or "The engine was stopped.")
-    if host.front.dead is not None:
-        raise WorkerUnavailable(host.front.dead)
+    if host.context.status.dead is not None:
+        raise WorkerUnavailable(host.context.status.dead)
 
 
 def _generate(body: Mapping[str, Any]) -> GenerateRequest:

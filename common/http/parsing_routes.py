@@ -48,10 +48,10 @@ _parse = BodyDecoder(_ParseRequest)
 _separate = BodyDecoder(_SeparateRequest)
 
 
-async def parse_function_call(front: Front, request: web.Request) -> web.Response:
+async def parse_function_call(context: Front, request: web.Request) -> web.Response:
     body = _parse.decode(await request.read())
     check_tools(body.tools)
-    formats = front.chat_formats
+    formats = context.model.chat_formats
     tools = _known("tool_call_parser", body.tool_call_parser, FORMATS) or formats.tools
     if tools is None:
         raise InvalidRequest("tool_call_parser is missing, and this server has none of its own.",
@@ -66,9 +66,9 @@ async def parse_function_call(front: Front, request: web.Request) -> web.Respons
     return json_response(_ParseAnswer(_content(parts), calls))
 
 
-async def separate_reasoning(front: Front, request: web.Request) -> web.Response:
+async def separate_reasoning(context: Front, request: web.Request) -> web.Response:
     body = _separate.decode(await request.read())
-    reasoning = _known("reasoning_parser", body.reasoning_parser, REASONING) or front.chat_formats.reasoning
+    reasoning = _known("reasoning_parser", body.reasoning_parser, REASONING) or context.model.chat_formats.reasoning
     if reasoning is None:
         raise InvalidRequest("reasoning_parser is missing, and this server has none of its own.",
                              param="reasoning_parser")

@@ -15,15 +15,15 @@ from ..api.messages import Generate
 from .front import Front
 
 
-def note_pages(front: Front, request: web.Request, requests: Sequence[Generate]) -> None:
+def record_prompt_pages(context: Front, request: web.Request, requests: Sequence[Generate]) -> None:
     """Keep the first prompt's page hashes for the answer's head, where they were asked for."""
     if PROMPT_PAGES_HEADER in request.headers:
         first = requests[0]
         ids = first.input_ids if first.input_embeds is None else []  # pages of embeddings are never cached
-        request[PROMPT_PAGES_HEADER] = encode_pages(ids, front.config.cache.page_size)
+        request[PROMPT_PAGES_HEADER] = encode_pages(ids, context.config.cache.page_size)
 
 
-async def tell_pages(request: web.Request, response: web.StreamResponse) -> None:
+async def add_prompt_pages(request: web.Request, response: web.StreamResponse) -> None:
     """A signal handler of ``on_response_prepare``."""
     if (pages := request.get(PROMPT_PAGES_HEADER)) is not None:
         response.headers[PROMPT_PAGES_HEADER] = pages

@@ -16,6 +16,7 @@ from baton.common.openai.parts import Arguments, CallBegun
 from baton.common.openai.protocol import decode_chat
 from baton.common.openai.reading import Reading
 from baton.common.openai.tool_calls import FORMATS, detect
+from baton.common.openai.tool_choice import tool_choice
 from baton.common.tokenizer.templates import load_template, shipped
 from baton.common.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,7 +36,8 @@ def tokenizer(checkpoint: os.PathLike[str]) -> Tokenizer:
 
 
 def prompt(tokenizer: Tokenizer, messages: list[dict[str, Any]] = CHAT, **fields: Any) -> str:
-    return chat_prompt(tokenizer, decode_chat(json.dumps({"messages": messages, **fields}).encode()))
+    request = decode_chat(json.dumps({"messages": messages, **fields}).encode())
+    return chat_prompt(tokenizer, request, tool_choice(request))
 
 
 def test_all_are_known_here() -> None:

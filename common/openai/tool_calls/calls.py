@@ -9,7 +9,7 @@ from typing import Any
 from ..cursor import Cursor
 from ..parts import Arguments, CallBegun
 
-log = logging.getLogger("baton.front")
+log = logging.getLogger("baton.server")
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The offered tools: for each name the JSON schema of its arguments."""
