@@ -1,4 +1,4 @@
-"""The application: routes, and what surrounds every one of them."""
+"""The aiohttp application: routes, and the middleware around all of them."""
 
 from __future__ import annotations
 
@@ -105,9 +105,10 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/stop_expert_distribution_record", control_routes.stop_expert_distribution_record),
     ("POST", "/dump_expert_distribution_record", control_routes.dump_expert_distribution_record),
 )
-"""What changes the server, or all of its requests: for an administrator."""
+"""Routes that change the server, or all of its requests: for an administrator."""
 _FOR_CLIENTS = frozenset(re.sub(r":[^}]*}", "}", path) for _, path, _ in _ROUTES) | {"/openapi.json"}
-"""As aiohttp spells routes. Whatever else there is needs an administrator's key, also what was forgotten here."""
+"""Paths that a client's key opens, as aiohttp spells them. Every other path needs an administrator's key, also one that
+is missing here by mistake."""
 _OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 
@@ -146,7 +147,7 @@ def make_app(context: Front) -> web.Application:
 
 
 def _guard(context: Front) -> Any:
-    """Checks the key, and turns every error into OpenAI's error object."""
+    """A middleware that checks the key, and turns every error into the API's error object."""
     http, in_flight = context.config.http, context.in_flight
 
     @web.middleware
@@ -157,29 +158,29 @@ def _guard(context: Front) -> Any:
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
-        context.arrivals.headed(request)
+        context.arrivals.on_head(request)
         try:
             _check_key(request, context.keys)
             return await handler(request)
         except ServingError as error:
-            return _told(request, error)
+            return _failure(request, error)
         except web.HTTPException as error:
             return _http_error(request, error, http.max_payload_size)
         except SlowBody:
-            return _told(request, SlowRequest("The request's body did not arrive in time; see "
+            return _failure(request, SlowRequest("The request's body did not arrive in time; see "
                                               "--client-body-timeout-secs."))
         except web.RequestPayloadError:
-            return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
-                                                 "form of its chunks, is broken."))
+            return _failure(request, InvalidRequest("The request body does not match its headers: its encoding, or its "
+                                                    "chunks, are malformed."))
         except asyncio.CancelledError:
             if not in_flight.cut or request.writer.output_size:
-                raise  # the client left, or has half of an answer
-            return _told(request, shut_down())
+                raise  # the client left, or has a part of its answer
+            return _failure(request, shut_down())
         except Exception as error:
             if isinstance(error, ConnectionError) and request.writer.output_size:
                 raise  # the client left
             log.exception("%s %s failed", request.method, request.path)
-            return _told(request, ServingError("The server failed to handle the request; its log says why."))
+            return _failure(request, ServingError("The server failed to handle the request; its log says why."))
         finally:
             in_flight.end(task)
 
@@ -187,14 +188,14 @@ def _guard(context: Front) -> Any:
 
 
 def _client(request: web.Request) -> str:
-    """A key's hash, which may be logged by nobody, or what a proxy says of the address, or the address."""
+    """The hash of the API key (the key itself must not be logged), the address that a proxy names, or the peer's."""
     headers = request.headers
     key = headers.get("Authorization") or headers.get("x-api-key")
     return str(hash(key)) if key else headers.get("X-Forwarded-For") or request.remote or ""
 
 
 def _check_key(request: web.Request, keys: Keys) -> None:
-    """By the route that serves the request, however its path is written."""
+    """Checks the request's key for its route, however its path is written; raises Unauthorized."""
     resource = request.match_info.route.resource
     path = resource.canonical if resource is not None else None
     if path in _OPEN_TO_ALL:
@@ -202,8 +203,8 @@ def _check_key(request: web.Request, keys: Keys) -> None:
     keys.check(request, admin=path is not None and path not in _FOR_CLIENTS)
 
 
-def _told(request: web.Request, error: ServingError) -> web.Response:
-    """In the words of the API that was asked."""
+def _failure(request: web.Request, error: ServingError) -> web.Response:
+    """The error in the form of the API that was called."""
     log_failure(error, request)
     anthropic = request.path.startswith(message_routes.PATH)
     return error_response(error, error_body(error) if anthropic else None)
@@ -211,21 +212,21 @@ def _told(request: web.Request, error: ServingError) -> web.Response:
 
 def _http_error(request: web.Request, error: web.HTTPException, max_payload: int) -> web.Response:
     if isinstance(error, web.HTTPNotFound):
-        return _told(request, NotFound(f"There is no route {request.method} {request.path}."))
+        return _failure(request, NotFound(f"There is no route {request.method} {request.path}."))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        response = _told(request, MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
+        response = _failure(request, MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
         response.headers["Allow"] = allowed
         return response
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return _told(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+        return _failure(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
                                         f"({max_payload} bytes)."))
     failure = ServingError(f"{error.reason}.")
     failure.status = error.status
-    return _told(request, failure)
+    return _failure(request, failure)
 
 
 def _request_id(request: web.Request) -> str:
-    """The client's id where it can be echoed safely, else one of ours."""
+    """The client's id where it can be echoed safely, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     return given if given and len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex

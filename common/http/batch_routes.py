@@ -1,4 +1,4 @@
-"""``/v1/batches``"""
+"""``/v1/batches``: create, list, read and cancel; and the storage that runs them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .web import json_response
 _RUNNER: web.AppKey[BatchRunner] = web.AppKey("batches", BatchRunner)
 _ENDPOINTS: web.AppKey[frozenset[str]] = web.AppKey("batch_endpoints", frozenset)
 ENDPOINTS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"))
-"""Whose requests a batch may hold, where the server has them."""
+"""Endpoints whose requests a batch may hold, where the server has them."""
 
 
 async def create(context: Front, request: web.Request) -> web.Response:
-    """Answer the requests of an uploaded file, in the background."""
+    """Creates a batch that answers the requests of an uploaded file in the background."""
     storage = storage_of(request)
     body = decode_create(await request.read(), request.app[_ENDPOINTS])
     batch = await storage.batches.create(body)
-    request.app[_RUNNER].look()
+    request.app[_RUNNER].wake()
     return json_response(batch)
 
 
@@ -40,12 +40,12 @@ async def batches(context: Front, request: web.Request) -> web.Response:
 
 
 async def batch(context: Front, request: web.Request) -> web.Response:
-    """Where a batch stands."""
+    """The state of a batch."""
     return json_response(await storage_of(request).batches.get(request.match_info["batch_id"]))
 
 
 async def cancel(context: Front, request: web.Request) -> web.Response:
-    """Stop a batch; what is answered stays."""
+    """Cancels a batch; answers so far stay."""
     return json_response(await storage_of(request).batches.cancel(request.match_info["batch_id"]))
 
 

@@ -93,12 +93,12 @@ class ChatAnswer:
         return ChatCompletion(*self._header, formatted, self._usage(choices, readers))
 
     def _choice(self, choice: Choice, reader: Reader) -> ChatChoice:
-        assert choice.ended is not None
+        assert choice.finish is not None
         message = message_of([*reader.push(choice.text), *reader.finish()])
         logprobs = choice.visible(choice.logprobs)
         return ChatChoice(choice.index, message,
                           None if logprobs is None else chat_logprobs(logprobs, self._token_bytes),
-                          _finish_reason(choice, bool(message.tool_calls)), choice.ended.matched)
+                          _finish_reason(choice, bool(message.tool_calls)), choice.finish.matched)
 
     # ------------------------------------------------------------------ chunks
 
@@ -117,14 +117,14 @@ class ChatAnswer:
         logprobs = (chat_logprobs(new_logprobs, self._token_bytes)
                     if new_logprobs is not None and new_logprobs.token_ids else None)
         parts = stream.reader.push(delta.text)
-        for part in joined([*parts, *stream.reader.finish()] if choice.ended else parts):
+        for part in joined([*parts, *stream.reader.finish()] if choice.finish else parts):
             events.append(ChatChunkChoice(choice.index, stream.delta(part), logprobs))
             logprobs = None
         if logprobs is not None:  # tokens whose text is buffered
             events.append(ChatChunkChoice(choice.index, ChatDelta(content=""), logprobs))
-        if choice.ended is not None:
+        if choice.finish is not None:
             events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _finish_reason(choice, stream.num_calls > 0),
-                                          matched_stop=choice.ended.matched))
+                                          matched_stop=choice.finish.matched))
         if self._with_ids:
             stream.token_ids += delta.token_ids
             if events:
@@ -178,5 +178,5 @@ def _call_id() -> str:
 
 
 def _finish_reason(choice: Choice, called: bool) -> FinishReason:
-    assert choice.ended is not None
-    return "tool_calls" if called and choice.ended.reason == "stop" else choice.ended.reason  # type: ignore[return-value]
+    assert choice.finish is not None
+    return "tool_calls" if called and choice.finish.reason == "stop" else choice.finish.reason  # type: ignore[return-value]

@@ -86,7 +86,7 @@ class _Answer:
             self._text_offsets[choice.index] += sum(map(len, formatted.logprobs.tokens))
         pending = self._pending_ids[choice.index]
         pending += delta.token_ids
-        if not formatted.text and formatted.logprobs is None and choice.ended is None:
+        if not formatted.text and formatted.logprobs is None and choice.finish is None:
             return []
         if self._with_ids:
             formatted.token_ids = pending
@@ -103,7 +103,7 @@ class _Answer:
     def _choice(self, choice: Choice, prompt: str | None, text: str, logprobs: Logprobs | None,
                 offset: int) -> CompletionChoice:
         """``text`` and ``logprobs`` of output; ``prompt`` is the prompt's text, where it is echoed now."""
-        reason = None if choice.ended is None else choice.ended.reason
+        reason = None if choice.finish is None else choice.finish.reason
         visible = choice.visible(logprobs)
         if prompt is not None:
             text = prompt + text
@@ -111,5 +111,5 @@ class _Answer:
         if self._body.logprobs is None or (visible is not None and not visible.token_ids):
             visible = None
         formatted = None if visible is None else completion_logprobs(visible, self._token_bytes, offset)
-        matched = None if choice.ended is None else choice.ended.matched
+        matched = None if choice.finish is None else choice.finish.matched
         return CompletionChoice(choice.index, text, formatted, reason, matched)  # type: ignore[arg-type]

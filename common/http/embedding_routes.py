@@ -1,4 +1,4 @@
-"""Routes that answer with vectors and scores instead of text."""
+"""Embeddings, classification, reranking and scoring: handlers that answer with vectors or scores."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ..openai.embeddings import (
     decode_encode,
     decode_rerank,
     decode_score,
-    shortened,
-    written,
+    encoded,
+    truncated,
 )
 from ..openai.native import LogprobOptions
 from ..openai.prompts import Prompts, parse_prompts, too_long
@@ -46,20 +46,20 @@ _RERANK_INSTRUCT = "Given a web search query, retrieve relevant passages that an
 
 
 async def embeddings(context: Front, request: web.Request) -> web.Response:
-    """``/v1/embeddings``: vectors of length 1."""
+    """``/v1/embeddings``: normalized vectors."""
     with context.telemetry.counting_refusals():
         context.status.check_serving()
         body = decode_embedding(await request.read())
         context.model.check_name(body.model)
         prompts = parse_prompts(body.input, "input")
     choices = await _pooled(context, prompts, "input", body.rid, body.priority)
-    data = [Embedding(choice.index, written(shortened(vector_of(choice), body.dimensions), body.encoding_format))
+    data = [Embedding(choice.index, encoded(truncated(vector_of(choice), body.dimensions), body.encoding_format))
             for choice in choices]
     return json_response(EmbeddingAnswer(data, body.model or context.model.name, _usage(choices)))
 
 
 async def encode(context: Front, request: web.Request) -> web.Response:
-    """``/encode``: SGLang's form of the same; of a classifier, its labels' scores."""
+    """``/encode``: SGLang's form of embeddings; a classifier answers with its labels' scores."""
     with context.telemetry.counting_refusals():
         context.status.check_serving()
         body = decode_encode(await request.read())
@@ -67,7 +67,7 @@ async def encode(context: Front, request: web.Request) -> web.Response:
     choices = await _pooled(context, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
                             body.priority)
     labels = context.model.spec.head == "labels"
-    answers = [EncodeAnswer((vector_of(choice) if labels else shortened(vector_of(choice), None)).tolist(),
+    answers = [EncodeAnswer((vector_of(choice) if labels else truncated(vector_of(choice), None)).tolist(),
                             _meta_info(choice)) for choice in choices]
     return json_response(answers if prompts.batched else answers[0])
 
@@ -82,10 +82,10 @@ async def classify(context: Front, request: web.Request) -> web.Response:
 
 
 async def rerank(context: Front, request: web.Request) -> web.Response:
-    """``/v1/rerank``: documents, best first.
+    """``/v1/rerank``: documents, the most relevant first.
 
-    A classifier scores query and document together; an embedding model compares their vectors; a model that
-    generates is asked yes or no, in the words that Qwen3-Reranker was trained on.
+    A classifier scores query and document together; an embedding model compares their vectors; a generating model is
+    prompted for yes or no, with the prompt that Qwen3-Reranker was trained on.
     """
     with context.telemetry.counting_refusals():
         context.status.check_serving()
@@ -95,19 +95,19 @@ async def rerank(context: Front, request: web.Request) -> web.Response:
             raise InvalidRequest("documents is empty; send at least one.", param="documents")
         context.planner.check_count(len(body.documents), "documents")
     if not context.config.model.is_embedding:
-        scored = await _asked(context, body)
+        scored = await _score_by_yes_no(context, body)
     elif context.model.spec.head == "labels":
-        scored = await _scored_pairs(context, body)
+        scored = await _score_by_classifier(context, body)
     else:
-        scored = await _compared(context, body)
+        scored = await _score_by_similarity(context, body)
     ranked = [RankedDocument(score, index, _meta_info(choice), body.documents[index] if body.return_documents else None)
               for index, (score, choice) in enumerate(scored)]
-    ranked.sort(key=lambda found: -found.score)
+    ranked.sort(key=lambda document: -document.score)
     return json_response(ranked[:body.top_n])
 
 
 async def score(context: Front, request: web.Request) -> web.Response:
-    """``/v1/score``: how probable each label is as the next token."""
+    """``/v1/score``: the probability of each label as the next token."""
     with context.telemetry.counting_refusals():
         context.status.check_serving()
         body = decode_score(await request.read())
@@ -117,7 +117,7 @@ async def score(context: Front, request: web.Request) -> web.Response:
             raise InvalidRequest("label_token_ids is empty; send at least one.", param="label_token_ids")
         check_ids(body.label_token_ids, context.model.spec.vocab_size, "label_token_ids")
         prompts = await _score_prompts(context, body)
-    choices = await _labelled(context, prompts, body.label_token_ids)
+    choices = await _label_logprobs(context, prompts, body.label_token_ids)
     scores = [_probabilities(choice, body.apply_softmax) for choice in choices]
     return json_response(ScoreAnswer(scores, body.model or context.model.name, _usage(choices)))
 
@@ -132,7 +132,7 @@ def vector_of(choice: Choice) -> np.ndarray:
 
 async def _pooled(context: Front, prompts: Prompts, param: str, rid: str | list[str] | None = None,
                   priority: int | None = None) -> list[Choice]:
-    """The prompts' choices, each with its vector; raises InvalidRequest on a server that generates."""
+    """The finished choices of the prompts, each with its vector; raises InvalidRequest on a server that generates."""
     with context.telemetry.counting_refusals():
         if not context.config.model.is_embedding:
             raise InvalidRequest("This server generates text; vectors come from one that was started with "
@@ -144,14 +144,14 @@ async def _pooled(context: Front, prompts: Prompts, param: str, rid: str | list[
     return await _complete(context, requests)
 
 
-async def _compared(context: Front, body: RerankRequest) -> list[tuple[float, Choice]]:
+async def _score_by_similarity(context: Front, body: RerankRequest) -> list[tuple[float, Choice]]:
     query, *documents = await _pooled(context, Prompts(texts=[body.query, *body.documents]), "documents")
-    target = shortened(vector_of(query), None)
-    return [(float(target @ shortened(vector_of(choice), None)), choice) for choice in documents]
+    target = truncated(vector_of(query), None)
+    return [(float(target @ truncated(vector_of(choice), None)), choice) for choice in documents]
 
 
-async def _scored_pairs(context: Front, body: RerankRequest) -> list[tuple[float, Choice]]:
-    """The first label's score, of one label as a probability."""
+async def _score_by_classifier(context: Front, body: RerankRequest) -> list[tuple[float, Choice]]:
+    """The first label's score; that of a single label as a probability."""
     tokenizer = context.status.serving_tokenizer()
     pairs = await asyncio.to_thread(lambda: [tokenizer.encode_pair(body.query, one) for one in body.documents])
     choices = await _pooled(context, Prompts(ids=pairs), "documents")
@@ -163,13 +163,13 @@ async def _scored_pairs(context: Front, body: RerankRequest) -> list[tuple[float
 # ---------------------------------------------------------------------- probabilities of next tokens
 
 
-async def _asked(context: Front, body: RerankRequest) -> list[tuple[float, Choice]]:
-    """P(yes) against P(no) as the answer's first token."""
+async def _score_by_yes_no(context: Front, body: RerankRequest) -> list[tuple[float, Choice]]:
+    """P(yes) / (P(yes) + P(no)) as the answer's first token."""
     tokenizer = context.status.serving_tokenizer()
     labels = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")]
     texts = await asyncio.to_thread(lambda: [_question(tokenizer, body, document) for document in body.documents])
     ids = await context.planner.prompt_ids(Prompts(texts=texts), "documents", add_special_tokens=False)
-    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _labelled(context, ids, labels)]
+    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _label_logprobs(context, ids, labels)]
 
 
 def _question(tokenizer: Tokenizer, body: RerankRequest, document: str) -> str:
@@ -195,8 +195,8 @@ async def _score_prompts(context: Front, body: ScoreRequest) -> list[list[int]]:
     return await context.planner.prompt_ids(prompts, "items")
 
 
-async def _labelled(context: Front, ids: list[list[int]], labels: list[int]) -> list[Choice]:
-    """One token behind each prompt, with the logprobs of ``labels``."""
+async def _label_logprobs(context: Front, ids: list[list[int]], labels: list[int]) -> list[Choice]:
+    """Generates one token for each prompt, with the logprobs of ``labels``."""
     with context.telemetry.counting_refusals():
         requests = _requests(context, ids, SamplingParams(max_new_tokens=1, ignore_eos=True), None, None, "items",
                              LogprobOptions(True, token_ids=tuple(labels)))
@@ -205,12 +205,12 @@ async def _labelled(context: Front, ids: list[list[int]], labels: list[int]) -> 
 
 def _probabilities(choice: Choice, softmax: bool) -> list[float]:
     assert choice.logprobs is not None
-    found = [math.exp(value) for _, value in choice.logprobs.of_ids[0]]
-    total = sum(found)
-    return [value / total for value in found] if softmax and total else found
+    values = [math.exp(value) for _, value in choice.logprobs.of_ids[0]]
+    total = sum(values)
+    return [value / total for value in values] if softmax and total else values
 
 
-# ---------------------------------------------------------------------- both
+# ---------------------------------------------------------------------- requests
 
 
 def _requests(context: Front, ids: list[list[int]], sampling: SamplingParams, rid: str | list[str] | None,
@@ -226,7 +226,7 @@ def _requests(context: Front, ids: list[list[int]], sampling: SamplingParams, ri
 async def _complete(context: Front, requests: list[Generate]) -> list[Choice]:
     with context.generation(requests, time.monotonic()) as generation:
         choices = await generation.complete()
-    refuse_aborted(choice.ended.reason for choice in choices if choice.ended)
+    refuse_aborted(choice.finish.reason for choice in choices if choice.finish)
     return choices
 
 

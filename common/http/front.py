@@ -136,7 +136,7 @@ class Telemetry:
         try:
             yield
         except ServingError as error:
-            self.metrics.ended(error.code)
+            self.metrics.count_outcome(error.code)
             raise
 
 
@@ -267,8 +267,8 @@ def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: in
         place, options = places[choice], logprobs[i]
         requests.append(Generate(
             rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=place.bootstrap,
-            return_logprob=options.wanted, top_logprobs_num=options.num_top,
-            token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.wanted else -1,
+            return_logprob=options.enabled, top_logprobs_num=options.num_top,
+            token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.enabled else -1,
             priority=priority, dp_rank=place.dp_rank))
     return requests
 

@@ -126,7 +126,7 @@ class EngineHost:
                                                       None if args.tokenizer_path else args.revision,
                                                       args.chat_template)
             _warn_of_unknown_ids(self._model, model.tokenizer)
-            model.chat_formats = ChatFormats.chosen(self.config.chat, model.tokenizer.chat_template)
+            model.chat_formats = ChatFormats.select(self.config.chat, model.tokenizer.chat_template)
         except ConfigError as error:
             self.finish(str(error))
         except Exception as error:  # whatever a broken tokenizer file makes transformers raise

@@ -1,4 +1,4 @@
-"""SGLang's ``/generate``"""
+"""SGLang's ``/generate``."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ NativeRun = Run[Any, GenerateAnswer]
 
 
 async def generate(context: Front, request: web.Request) -> web.StreamResponse:
-    """SGLang's own form of both."""
+    """SGLang's native API for text and chat."""
     return await respond(context, request, decode_generate, plan_generate)
 
 
 async def plan_generate(context: Front, body: GenerateRequest, *, arrived: float, with_ids: bool = False) -> NativeRun:
-    """See ``plan_chat``; answers tell their token ids always."""
+    """See ``plan_chat``; answers always hold their token ids."""
     requests, batched, turn = await _plan(context, body)
     if body.continuation is not None and requests[0].return_hidden_states:
         raise InvalidRequest("continuation does not go with return_hidden_states.", param="continuation")
     if body.continuation is not None and body.continuation.id:
         requests[0].rid = body.continuation.id
     continued = await context.planner.resume(body.continuation, requests, None)
-    piece = context.status.serving_tokenizer().piece if body.return_text_in_logprobs else None
-    answer = _Answer(piece, batched, turn, context.model.spec.hidden_size)
+    token_bytes = context.status.serving_tokenizer().piece if body.return_text_in_logprobs else None
+    answer = _Answer(token_bytes, batched, turn, context.model.spec.hidden_size)
     return NativeRun(context, requests, answer, arrived=arrived, continued=continued)
 
 
 async def _plan(context: Front, body: GenerateRequest) -> tuple[list[Generate], bool, Turn | None]:
-    """The engine's requests, whether the answer is a list, and the turn of a session that it is."""
+    """The engine's requests, whether the answer is a list, and the session's request that it is, if any."""
     ids, embeds, batched = await _prompts(context, body)
-    turn = _turn(context, body, ids)
+    turn = _session_request(context, body, ids)
     given = body.samplings(len(ids))
     counts = {sampling.n or 1 for sampling in given}
     if len(counts) > 1:
@@ -64,7 +64,7 @@ async def _plan(context: Front, body: GenerateRequest) -> tuple[list[Generate], 
 
 
 async def _prompts(context: Front, body: GenerateRequest) -> tuple[list[list[int]], list[bytes] | None, bool]:
-    """Token ids of each prompt, its embeddings where it is made of these (the ids then mean nothing), and whether the
+    """Token ids of each prompt, its embeddings where it consists of these (the ids then mean nothing), and whether the
     request held a list of prompts."""
     if body.input_embeds is None:
         prompts = body.prompts()
@@ -79,11 +79,11 @@ async def _prompts(context: Front, body: GenerateRequest) -> tuple[list[list[int
 
 def _add_extras(context: Front, body: GenerateRequest, requests: list[Generate], samplings: list[NativeSampling],
                 embeds: list[bytes] | None) -> None:
-    """What ``requests``, n for each prompt, ask for beside sampling. Raises InvalidRequest."""
-    offered, count = context.config.answers, len(samplings)
-    processors, hidden = body.processors(samplings), body.tells_hidden_states(count)
-    for asked, allowed, name in ((any(processors), offered.enable_custom_logit_processor, "custom_logit_processor"),
-                                 (any(hidden), offered.enable_return_hidden_states, "return_hidden_states")):
+    """Sets logit processors, hidden states and embeddings of ``requests``, n for each prompt; raises InvalidRequest."""
+    args, count = context.config.answers, len(samplings)
+    processors, hidden = body.processors(samplings), body.returns_hidden_states(count)
+    for asked, allowed, name in ((any(processors), args.enable_custom_logit_processor, "custom_logit_processor"),
+                                 (any(hidden), args.enable_return_hidden_states, "return_hidden_states")):
         if asked and not allowed:
             raise InvalidRequest(f"{name} needs a server that was started with --enable-{name.replace('_', '-')}; "
                                  "leave it out.", param=name, code="unsupported_parameter")
@@ -99,8 +99,8 @@ def _add_extras(context: Front, body: GenerateRequest, requests: list[Generate],
                                      "logprob_start_len.", param="logprob_start_len")
 
 
-def _turn(context: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn | None:
-    """Of a session's request; its prompt in ``ids`` then begins with what the session remembers."""
+def _session_request(context: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn | None:
+    """The session's request, None without a session; prepends the stored conversation to the prompt in ``ids``."""
     if body.session_params is None:
         return None
     if len(ids) > 1 or body.bootstrap_host is not None:
@@ -113,10 +113,10 @@ def _turn(context: Front, body: GenerateRequest, ids: list[list[int]]) -> Turn |
 class _Answer:
     """Formats each choice's complete answer so far, as SGLang's clients expect; see ``run.Answer``."""
 
-    def __init__(self, piece: Piece | None, batched: bool, turn: Turn | None, hidden_size: int):
+    def __init__(self, token_bytes: Piece | None, batched: bool, turn: Turn | None, hidden_size: int):
         self._hidden_size = hidden_size
         self._turn = turn
-        self._piece = piece
+        self._token_bytes = token_bytes
         self._batched = batched
 
     def full(self, choices: Sequence[Choice]) -> GenerateAnswer | list[GenerateAnswer]:
@@ -133,43 +133,43 @@ class _Answer:
 
     def finish(self, choices: Sequence[Choice]) -> list[GenerateAnswer]:
         if self._turn is not None:
-            self._turn.ended(choices[0].rid, choices[0].token_ids)
+            self._turn.store(choices[0].rid, choices[0].token_ids)
         return []
 
     def _answer(self, choice: Choice, index: int | None = None) -> GenerateAnswer:
-        info = _meta_info(choice, self._piece)
-        if choice.request.return_hidden_states and choice.ended is not None:  # a stream sends them once, with its end
+        info = _meta_info(choice, self._token_bytes)
+        if choice.request.return_hidden_states and choice.finish is not None:  # a stream sends them once, with its end
             info["hidden_states"] = state_lists(b"".join(choice.hidden_states), choice.num_prompt_tokens,
                                                 self._hidden_size)
         return GenerateAnswer(choice.text, choice.token_ids, info, index)
 
 
-def _meta_info(choice: Choice, piece: Piece | None) -> dict[str, Any]:
+def _meta_info(choice: Choice, token_bytes: Piece | None) -> dict[str, Any]:
     info: dict[str, Any] = {
         "id": choice.rid, "finish_reason": _finish_reason(choice), "prompt_tokens": choice.num_prompt_tokens,
         "completion_tokens": choice.num_output_tokens, "cached_tokens": choice.num_cached_tokens,
     }
-    if choice.ended is not None:
+    if choice.finish is not None:
         info["e2e_latency"] = choice.latency
-    for side, found in (("input", choice.prompt_logprobs), ("output", choice.logprobs)):
+    for side, logprobs in (("input", choice.prompt_logprobs), ("output", choice.logprobs)):
         if choice.request.return_logprob:
-            found = found or Logprobs([], [])
-            info[f"{side}_token_logprobs"] = native_logprobs(found, piece)
+            logprobs = logprobs or Logprobs([], [])
+            info[f"{side}_token_logprobs"] = native_logprobs(logprobs, token_bytes)
             if choice.request.top_logprobs_num:
-                info[f"{side}_top_logprobs"] = native_lists(found.top, piece)
+                info[f"{side}_top_logprobs"] = native_lists(logprobs.top, token_bytes)
             if choice.request.token_ids_logprob:
-                info[f"{side}_token_ids_logprobs"] = native_lists(found.of_ids, piece)
+                info[f"{side}_token_ids_logprobs"] = native_lists(logprobs.of_ids, token_bytes)
     return info
 
 
 def _finish_reason(choice: Choice) -> dict[str, Any] | None:
-    if choice.ended is None:
+    if choice.finish is None:
         return None
-    reason: dict[str, Any] = {"type": choice.ended.reason}
-    if choice.ended.matched is not None:
-        reason["matched"] = choice.ended.matched
-    if choice.ended.reason == "abort":
+    reason: dict[str, Any] = {"type": choice.finish.reason}
+    if choice.finish.matched is not None:
+        reason["matched"] = choice.finish.matched
+    if choice.finish.reason == "abort":
         reason["message"] = "The request was aborted."
-    if choice.ended.reason == "length":
+    if choice.finish.reason == "length":
         reason["length"] = choice.num_output_tokens
     return reason

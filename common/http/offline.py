@@ -1,4 +1,4 @@
-"""An engine, or a prefill and a decode engine, inside a caller's process, asked by calls instead of HTTP."""
+"""An engine, or a prefill and a decode engine, in a caller's process, used by calls instead of HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .run import Planner, Run
 
 @dataclass(frozen=True)
 class Part:
-    """One engine of a cluster: its configuration, what its ranks run, and what runs beside it."""
+    """One engine of a cluster: its configuration, the main function of its ranks, and its services."""
 
     config: ServerConfig
     rank_target: RankTarget
@@ -36,8 +36,8 @@ class Part:
 class Cluster:
     """A unified engine, or a pair, on the running event loop. Use as an asynchronous context manager.
 
-    The last part answers. With a prefill engine before it, every request goes to both, as a router sends it: they meet
-    in a random bootstrap room.
+    The last engine answers. With a prefill engine before it, every request goes to both, as a router sends it, with a
+    random bootstrap room.
     """
 
     def __init__(self, parts: Sequence[Part]):
@@ -81,7 +81,7 @@ class Cluster:
         return msgspec.to_builtins(await self._full(_chat(body), plan_chat))
 
     def stream_generate(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """Its events, each with all of a choice's answer so far."""
+        """The stream's events, each with a choice's complete answer so far."""
         return self._chunks(_generate(body), plan_generate)
 
     def stream_chat(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
@@ -102,7 +102,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def _prefilled(self, body: Any, plan: Planner) -> AsyncGenerator[None, None]:
-        """Runs the prefill engine's half, where there is one, until it ends or the block is left."""
+        """Runs the request on the prefill engine, where there is one, until it ends or the block is left."""
         if len(self._hosts) == 1:
             yield
             return
@@ -110,12 +110,12 @@ class Cluster:
         body.bootstrap_host, body.bootstrap_room = args.http.host, secrets.randbits(62)
         body.bootstrap_port = args.disaggregation.disaggregation_bootstrap_port
         run: Run = await plan(self.contexts[0], body, arrived=time.monotonic(), with_ids=False)
-        half = asyncio.create_task(run.full())
+        prefill = asyncio.create_task(run.full())
         try:
             yield
         finally:
-            half.cancel()
-            await asyncio.gather(half, return_exceptions=True)  # its errors have reached the decode engine
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)  # its errors have reached the decode engine
 
 
 async def _until_ready(host: EngineHost) -> None:

@@ -1,4 +1,4 @@
-"""``/parse_function_call`` and ``/separate_reasoning``: answers from elsewhere, read as our own are"""
+"""``/parse_function_call`` and ``/separate_reasoning``: other servers' answers, parsed like this server's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def parse_function_call(context: Front, request: web.Request) -> web.Respo
     body = _parse.decode(await request.read())
     check_tools(body.tools)
     formats = context.model.chat_formats
-    tools = _known("tool_call_parser", body.tool_call_parser, FORMATS) or formats.tools
+    tools = _format_named("tool_call_parser", body.tool_call_parser, FORMATS) or formats.tools
     if tools is None:
         raise InvalidRequest("tool_call_parser is missing, and this server has none of its own.",
                              param="tool_call_parser")
@@ -68,7 +68,8 @@ async def parse_function_call(context: Front, request: web.Request) -> web.Respo
 
 async def separate_reasoning(context: Front, request: web.Request) -> web.Response:
     body = _separate.decode(await request.read())
-    reasoning = _known("reasoning_parser", body.reasoning_parser, REASONING) or context.model.chat_formats.reasoning
+    formats = context.model.chat_formats
+    reasoning = _format_named("reasoning_parser", body.reasoning_parser, REASONING) or formats.reasoning
     if reasoning is None:
         raise InvalidRequest("reasoning_parser is missing, and this server has none of its own.",
                              param="reasoning_parser")
@@ -77,7 +78,7 @@ async def separate_reasoning(context: Front, request: web.Request) -> web.Respon
     return json_response(_SeparateAnswer(thoughts, _content(parts)))
 
 
-def _known(param: str, name: str | None, formats: dict):
+def _format_named(param: str, name: str | None, formats: dict):
     if name is not None and name not in formats:
         raise InvalidRequest(f"{param} must be one of {', '.join(sorted(formats))}, got {name[:80]!r}.", param=param)
     return formats.get(name)

@@ -25,7 +25,7 @@ from ..obs.tracing import Tracing, exporter_for
 from .activity import Activity
 from .app import make_app
 from .host import EngineHost, Service
-from .lateness import note_lateness
+from .lateness import observe_loop_lag
 from .traces import Traces
 
 log = logging.getLogger("baton.server")
@@ -110,7 +110,7 @@ class _Server:
 
     async def _observe_loop_lag(self) -> None:
         await self._host.ready.wait()
-        await note_lateness(self._host.context.telemetry.metrics.late.observe)
+        await observe_loop_lag(self._host.context.telemetry.metrics.event_loop_lag.observe)
 
     async def _note_throughput(self) -> None:
         while True:
@@ -131,7 +131,7 @@ class _Server:
         make = runner.server
         assert make is not None
         server = await asyncio.get_running_loop().create_server(
-            lambda: context.arrivals.connecting(make), sock=listener, backlog=1024)
+            lambda: context.arrivals.connect(make), sock=listener, backlog=1024)
         stack.callback(server.close)
         stack.callback(asyncio.create_task(context.arrivals.watch()).cancel)
         log.info("listening on http://%s:%d, model %s", *listener.getsockname()[:2], context.model.name)

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``"""
+"""``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .chat_prompt import chat_prompt
 from .front import Front
 from .web import json_response
 
-_MANY_TOKENS = 10_000  # more are decoded off the event loop
+_MAX_INLINE_TOKENS = 10_000  # more are decoded off the event loop
 
 
 async def tokenize(context: Front, request: web.Request) -> web.Response:
-    """Token ids of a text, of several, or of a chat as its template renders it."""
+    """The token ids of a text, of several, or of a chat as its template renders it."""
     tokenizer = context.status.serving_tokenizer()
     body = decode_tokenize(await request.read())
     context.model.check_name(body.model)
-    found = await tokenizer.encode_many(_texts(context, body), limit=context.model.spec.context_length,
-                                        add_special_tokens=body.adds_special_tokens)
-    strs = [tokenizer.token_strs(ids) for ids in found] if body.return_token_strs else UNSET
-    counts = [len(ids) for ids in found]
+    token_ids = await tokenizer.encode_many(_texts(context, body), limit=context.model.spec.context_length,
+                                            add_special_tokens=body.adds_special_tokens)
+    strs = [tokenizer.token_strs(ids) for ids in token_ids] if body.return_token_strs else UNSET
+    counts = [len(ids) for ids in token_ids]
     if isinstance(body.prompt, list):
-        return json_response(TokenizeAnswer(found, counts, context.planner.token_limit, strs))
-    return json_response(TokenizeAnswer(found[0], counts[0], context.planner.token_limit, strs and strs[0]))
+        return json_response(TokenizeAnswer(token_ids, counts, context.planner.token_limit, strs))
+    return json_response(TokenizeAnswer(token_ids[0], counts[0], context.planner.token_limit, strs and strs[0]))
 
 
 def _texts(context: Front, body: TokenizeRequest) -> list[str]:
@@ -55,6 +55,6 @@ async def detokenize(context: Front, request: web.Request) -> web.Response:
         return ([tokenizer.decode(ids, skip_special_tokens=given is not False) for ids in lists],
                 [tokenizer.decode(ids, skip_special_tokens=bool(given)) for ids in lists])
 
-    texts, prompts = decode_all() if sum(map(len, lists)) < _MANY_TOKENS else await asyncio.to_thread(decode_all)
+    texts, prompts = decode_all() if sum(map(len, lists)) < _MAX_INLINE_TOKENS else await asyncio.to_thread(decode_all)
     answer = DetokenizeAnswer(texts, prompts) if batched else DetokenizeAnswer(texts[0], prompts[0])
     return json_response(answer)

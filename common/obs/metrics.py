@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS = (.005, .01, .025, .05, .1, .2, .4, .8, 1.5, 3, 6, 12, 25, 50, 100, 200)
 _ITL_BUCKETS = (.001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .2, .4, .8, 1.5, 3)
-_LATE_BUCKETS = (.002, .004, .008, .015, .03, .06, .12, .25, .5, 1, 2, 5)
+_LOOP_LAG_BUCKETS = (.002, .004, .008, .015, .03, .06, .12, .25, .5, 1, 2, 5)
 _E2E_BUCKETS = (.01, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960, 1920)
 
 FINISH_REASONS = ("stop", "length", "abort")
@@ -102,8 +102,8 @@ class ServerMetrics:
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency_seconds", "Between tokens of one request", _ITL_BUCKETS)
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", _E2E_BUCKETS)
-        self.late = histogram("front_lateness_seconds", "How late the front's event loop is: all streams wait for it, "
-                              "beside the engine", _LATE_BUCKETS)
+        self.event_loop_lag = histogram("event_loop_lag_seconds",
+                                        "Lag of the API server's event loop: every stream waits", _LOOP_LAG_BUCKETS)
         self._requests = Counter("baton:num_requests", "Requests by outcome: a finish reason, an error code, or "
                                  "'disconnected'", [*labels, "outcome"], registry=self.registry)
         self._labels = labels
@@ -120,8 +120,8 @@ class ServerMetrics:
         counters = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
         return TokenTotals(*(family.samples[0].value for counter in counters for family in counter.collect()))
 
-    def ended(self, outcome: str) -> None:
-        """Count one request that ended as ``stop``, ``length``, an error's code, or ``disconnected``."""
+    def count_outcome(self, outcome: str) -> None:
+        """Counts one request that ended as ``stop``, ``length``, an error's code, or ``disconnected``."""
         counter = self._by_outcome.get(outcome)
         if counter is None:
             counter = self._by_outcome[outcome] = self._requests.labels(**self._labels, outcome=outcome)
