@@ -13,7 +13,7 @@ from ..openai.logprobs import chat_logprobs
 from ..openai.logprobs import joined as logprobs_of
 from ..openai.parts import Arguments, CallBegun, Part, Reader, Thought, joined
 from ..openai.protocol import ChatRequest
-from ..openai.reading import Reading, count_thought_tokens
+from ..openai.reading import Reading, count_reasoning_tokens
 from ..openai.responses import (
     CalledFunction,
     CalledFunctionDelta,
@@ -147,12 +147,12 @@ class ChatAnswer:
         return usage
 
     def _reasoning_tokens(self, choice: Choice, reader: Reader) -> int:
-        spans = reader.thought_spans
+        spans = reader.reasoning_spans
         if not spans:
             return 0
         hidden = self._tokenizer.special_ids if choice.request.sampling.skip_special_tokens else frozenset()
         token_bytes = (b"" if token in hidden else self._token_bytes(token) for token in choice.token_ids)
-        return count_thought_tokens(spans, choice.text, token_bytes)
+        return count_reasoning_tokens(spans, choice.text, token_bytes)
 
 
 def message_of(parts: list[Part]) -> ChatMessage:

@@ -10,11 +10,11 @@ from ..config.server import ChatArgs
 from ..openai.chat import text_of
 from ..openai.protocol import ChatRequest
 from ..openai.reading import Reading
-from ..openai.reasoning import REASONING, ReasoningFormat, begins_behind, begins_inside, goes_on_inside
+from ..openai.reasoning import REASONING, ReasoningFormat, begins_after, begins_inside, continues_inside
 from ..openai.reasoning.grammar import answer_head, reasoning_before
 from ..openai.structural import Node, either, node_of, sequence, spec
 from ..openai.tool_calls import FORMATS, JSON_ARRAY, ToolFormat, detect
-from ..openai.tool_calls.demand import allow_calls, demand_calls, loosened
+from ..openai.tool_calls.demand import allow_calls, relax, require_calls
 from ..openai.tool_choice import ToolChoice
 
 
@@ -64,8 +64,8 @@ def _reasoning_state(reasoning: ReasoningFormat | None, body: ChatRequest, promp
     if reasoning is None:
         return False, True
     if not body.continue_final_message:
-        return begins_inside(reasoning, prompt), begins_behind(reasoning, prompt)
-    inside = goes_on_inside(reasoning, text_of(body.messages[-1].content))
+        return begins_inside(reasoning, prompt), begins_after(reasoning, prompt)
+    inside = continues_inside(reasoning, text_of(body.messages[-1].content))
     return inside, not inside
 
 
@@ -78,7 +78,7 @@ def _answer(reading: Reading, choice: ToolChoice, asked: GrammarSpec | None) -> 
             raise InvalidRequest("tool_choice demands tool calls, which cannot obey response_format or another "
                                  "grammar; leave one of them out.", param="tool_choice")
         assert layout is not None
-        return demand_calls(layout, choice.schemas, single=single)
+        return require_calls(layout, choice.schemas, single=single)
     calls = layout if choice.tools else None
     if asked is None:
         return allow_calls(calls, choice.schemas, choice.strict, single=single) if calls and choice.strict else None
@@ -89,4 +89,4 @@ def _answer(reading: Reading, choice: ToolChoice, asked: GrammarSpec | None) -> 
     content = sequence([answer_head(harmony), node])
     if calls is None:
         return content
-    return either([demand_calls(calls, loosened(choice.schemas, choice.strict), single=single), content])
+    return either([require_calls(calls, relax(choice.schemas, choice.strict), single=single), content])
