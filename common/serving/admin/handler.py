@@ -1,0 +1,202 @@
+"""Handlers that report on the server, and those that manage requests and connections."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+
+from ...api.errors import DeadlineExceeded, EngineDead, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
+from ...api.messages import Generate, State
+from ...api.sampling import SamplingParams
+from ...engine_client.dp_states import merged
+from ...obs.about_page import POLICY, about
+from ...obs.metrics import CONTENT_TYPE
+from ...version import __version__
+from ..context import ServingContext
+from ..generation import Generation
+from ..protocol.bootstrap import bootstrap_point
+from ..protocol.decoding import BodyDecoder
+from ..web import error_response, json_response
+
+_STARTED = int(time.time())
+
+
+_LINKS = {
+    "/health": "whether it takes requests", "/v1/models": "the model that it serves",
+    "/get_server_info": "its flags and its state", "/metrics": "Prometheus metrics",
+    "/openapi.json": "every endpoint with its fields"}
+
+
+async def root(context: ServingContext, request: web.Request) -> web.Response:
+    """Names this server and links to its main endpoints."""
+    role = "unified server" if context.config.mode == "null" else f"{context.config.mode} server"
+    as_html = "text/html" in request.headers.get("Accept", "")
+    body = about(f"This is a {role} of {context.model.name}. It speaks OpenAI's API.", _LINKS, as_html=as_html)
+    headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY} if as_html else {
+        "Content-Type": "application/json; charset=utf-8"}
+    return web.Response(body=body, headers={**headers, "Vary": "Accept"})
+
+
+async def health(context: ServingContext, request: web.Request) -> web.Response:
+    """200 when requests are served; 503 with the reason while starting or stopping, and when a rank is dead."""
+    if context.status.dead is not None:
+        return error_response(EngineDead(context.status.dead), {"status": "dead", "message": context.status.dead})
+    if context.status.stopping:
+        return json_response({"status": "stopping"}, 503)
+    if not context.status.is_ready:
+        loading = context.status.loading
+        progress = round(loading.fraction, 4)
+        return json_response({"status": "starting", "stage": loading.stage, "progress": progress}, 503)
+    return _ready(context)
+
+
+def _ready(context: ServingContext) -> web.Response:
+    """``epoch`` changes with a restart, and when weights are loaded: facts learnt of the server before are stale."""
+    return json_response({"status": "ready", "epoch": context.status.epoch})
+
+
+async def health_generate(context: ServingContext, request: web.Request) -> web.Response:
+    """Health, checked by generating a token.
+
+    A prefill or decode server generates nothing alone, and neither does a server that is paused: there this is
+    ``/health``.
+    """
+    if context.config.mode != "null" or context.client.paused:
+        return await health(context, request)
+    tokenizer = context.status.serving_tokenizer()
+    probe = Generate(rid=f"health-{time.monotonic_ns()}", input_ids=[0],
+                     sampling=SamplingParams(max_new_tokens=1, temperature=0.0), deadline=20.0)
+    with Generation(context.client, tokenizer, context.telemetry.metrics, [probe], time.monotonic()) as generation:
+        await generation.complete()
+    return _ready(context)
+
+
+async def models(context: ServingContext, request: web.Request) -> web.Response:
+    """The model that is served, as a list."""
+    return json_response({"object": "list", "data": [_model(context)]})
+
+
+async def model(context: ServingContext, request: web.Request) -> web.Response:
+    """One model's entry; raises NotFound for one that is not served."""
+    context.model.check_name(request.match_info["model"])
+    return json_response(_model(context))
+
+
+def _model(context: ServingContext) -> dict[str, Any]:
+    """``max_model_len``: prompt and output together, in tokens; while weights load, the model's own limit."""
+    limit = context.model.spec.context_length if context.status.ready is None else context.planner.token_limit
+    return {"id": context.model.name, "object": "model", "created": _STARTED, "owned_by": "baton",
+            "root": context.config.model.model_path, "parent": None,
+            "max_model_len": limit}
+
+
+async def model_info(context: ServingContext, request: web.Request) -> web.Response:
+    args = context.config.model
+    return json_response({
+        "model_path": context.model.weights_path, "tokenizer_path": args.tokenizer_path or args.model_path,
+        "is_generation": not args.is_embedding,
+        "served_model_name": context.model.name, "architecture": context.model.spec.architecture,
+        "context_length": context.model.spec.context_length, "vocab_size": context.model.spec.vocab_size})
+
+
+async def server_info(context: ServingContext, request: web.Request) -> web.Response:
+    """The flat configuration, with the engine's state once the engine is ready."""
+    info: dict[str, Any] = {}
+    for section in dataclasses.fields(context.config):
+        info.update(dataclasses.asdict(getattr(context.config, section.name)))
+    info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
+    info.update(version=__version__, status="ready" if context.status.is_ready else "not ready",
+                served_model_name=context.model.name, stream_continuation=True, paused=context.client.paused,
+                epoch=context.status.epoch)
+    if (ready := context.status.ready) is not None:
+        info.update(max_total_num_tokens=ready.max_total_tokens, max_req_input_len=ready.max_request_tokens,
+                    pair_key=ready.pair_key)
+        if (identity := ready.model) is not None:
+            info.update(model_fingerprint=identity.fingerprint, weight_updates=identity.updates)
+    if states := await _states(context):
+        info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
+                                    if name not in ("seq", "type", "model", "pair_key")} for state in states]
+    return json_response(info)
+
+
+async def load(context: ServingContext, request: web.Request) -> web.Response:
+    """SGLang's load report for each data-parallel rank: requests, and tokens of the KV pool that are in use."""
+    return json_response([_load_of(state) for state in await context.client.states()])
+
+
+def _load_of(state: State) -> dict[str, Any]:
+    total = state.total_pages * state.page_size
+    return {
+        "dp_rank": state.dp_rank, "num_reqs": state.num_running + state.num_waiting + state.num_transferring,
+        "num_waiting_reqs": state.num_waiting, "num_tokens": round(state.gauges["token_usage"] * total),
+        "max_total_num_tokens": total}
+
+
+async def _states(context: ServingContext) -> list[State]:
+    """A snapshot of each data-parallel rank; empty while the engine cannot give them."""
+    if context.status.ready is None or context.status.dead is not None:
+        return []
+    try:
+        return await context.client.states()
+    except WorkerUnavailable:
+        return []
+
+
+class PrefillAddress(msgspec.Struct):
+    bootstrap_host: str
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+_prefill = BodyDecoder(PrefillAddress)
+_CONNECT_SECONDS = 8.0
+
+
+async def connect_prefill(context: ServingContext, request: web.Request) -> web.Response:
+    """Connects a decode server to a prefill server ahead of requests. ``fits`` is true; false, with the reason why no
+    KV cache can ever be transferred; or null, with the reason why that is not known yet."""
+    body = _prefill.decode(await request.read())
+    context.status.check_serving()
+    context.status.check_weights_stable()
+    point = bootstrap_point(body.bootstrap_host, body.bootstrap_port)
+    began = time.monotonic()
+    fits: bool | None = True
+    message: str | None = None
+    try:
+        await context.client.connect_peer(*point, _CONNECT_SECONDS)
+    except PairMismatch as error:
+        fits, message = False, error.message
+    except (TransferFailed, DeadlineExceeded, WorkerUnavailable) as error:
+        fits, message = None, error.message
+    return json_response({"fits": fits, "message": message, "seconds": round(time.monotonic() - began, 3)})
+
+
+class AbortRequest(msgspec.Struct):
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+_abort = BodyDecoder(AbortRequest)
+
+
+async def abort_request(context: ServingContext, request: web.Request) -> web.Response:
+    """Aborts one request (all choices of it) or all; their clients get the tokens so far, with the finish reason
+    "abort". An unknown id is fine."""
+    body = _abort.decode(await request.read())
+    if body.abort_all:
+        context.keys.check(request, admin=True)  # others' requests are among them
+        context.client.abort("")
+    elif body.rid:
+        context.client.abort_group(body.rid)
+    else:
+        raise InvalidRequest("Give a rid, or abort_all.", param="rid")
+    return json_response({"success": True})
+
+
+async def metrics(context: ServingContext, request: web.Request) -> web.Response:
+    states = await _states(context)
+    body = context.telemetry.metrics.render(merged(states) if states else None)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

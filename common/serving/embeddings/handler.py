@@ -1,0 +1,240 @@
+"""Embeddings, classification, reranking and scoring: handlers that answer with vectors or scores."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from ...api.errors import InvalidRequest
+from ...api.messages import Generate
+from ...api.sampling import SamplingParams
+from ...api.token_ids import check_ids
+from ...tokenizer.tokenizer import Tokenizer
+from ..context import ServingContext, engine_requests
+from ..generation import Choice, refuse_aborted
+from ..native.schema import LogprobOptions
+from ..protocol.bootstrap import Placement
+from ..protocol.prompts import Prompts, parse_prompts, too_long
+from ..web import json_response
+from .schema import (
+    Embedding,
+    EmbeddingAnswer,
+    EmbeddingUsage,
+    EncodeAnswer,
+    RankedDocument,
+    RerankRequest,
+    ScoreAnswer,
+    ScoreRequest,
+    decode_embedding,
+    decode_encode,
+    decode_rerank,
+    decode_score,
+    encoded,
+    truncated,
+)
+
+_NO_LOGPROBS = LogprobOptions()
+_RERANK_SYSTEM = ('Judge whether the Document meets the requirements based on the Query and the Instruct provided. '
+                  'Note that the answer can only be "yes" or "no".')
+_RERANK_INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+async def embeddings(context: ServingContext, request: web.Request) -> web.Response:
+    """``/v1/embeddings``: normalized vectors."""
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
+        body = decode_embedding(await request.read())
+        context.model.check_name(body.model)
+        prompts = parse_prompts(body.input, "input")
+    choices = await _pooled(context, prompts, "input", body.rid, body.priority)
+    data = [Embedding(choice.index, encoded(truncated(vector_of(choice), body.dimensions), body.encoding_format))
+            for choice in choices]
+    return json_response(EmbeddingAnswer(data, body.model or context.model.name, _usage(choices)))
+
+
+async def encode(context: ServingContext, request: web.Request) -> web.Response:
+    """``/encode``: SGLang's form of embeddings; a classifier answers with its labels' scores."""
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
+        body = decode_encode(await request.read())
+        prompts = body.prompts()
+    choices = await _pooled(context, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
+                            body.priority)
+    labels = context.model.spec.head == "labels"
+    answers = [EncodeAnswer((vector_of(choice) if labels else truncated(vector_of(choice), None)).tolist(),
+                            _meta_info(choice)) for choice in choices]
+    return json_response(answers if prompts.batched else answers[0])
+
+
+async def classify(context: ServingContext, request: web.Request) -> web.Response:
+    """``/classify``: ``/encode`` of a classifier."""
+    if context.model.spec.head != "labels":
+        architecture = context.model.spec.architecture
+        raise InvalidRequest(f"{architecture} is no classifier; serve a ...ForSequenceClassification "
+                             "checkpoint with --is-embedding.")
+    return await encode(context, request)
+
+
+async def rerank(context: ServingContext, request: web.Request) -> web.Response:
+    """``/v1/rerank``: documents, the most relevant first.
+
+    A classifier scores query and document together; an embedding model compares their vectors; a generating model is
+    prompted for yes or no, with the prompt that Qwen3-Reranker was trained on.
+    """
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
+        body = decode_rerank(await request.read())
+        context.model.check_name(body.model)
+        if not body.documents:
+            raise InvalidRequest("documents is empty; send at least one.", param="documents")
+        context.planner.check_count(len(body.documents), "documents")
+    if not context.config.model.is_embedding:
+        scored = await _score_by_yes_no(context, body)
+    elif context.model.spec.head == "labels":
+        scored = await _score_by_classifier(context, body)
+    else:
+        scored = await _score_by_similarity(context, body)
+    ranked = [RankedDocument(score, index, _meta_info(choice), body.documents[index] if body.return_documents else None)
+              for index, (score, choice) in enumerate(scored)]
+    ranked.sort(key=lambda document: -document.score)
+    return json_response(ranked[:body.top_n])
+
+
+async def score(context: ServingContext, request: web.Request) -> web.Response:
+    """``/v1/score``: the probability of each label as the next token."""
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
+        body = decode_score(await request.read())
+        context.model.check_name(body.model)
+        context.model.check_generates()
+        if not body.label_token_ids:
+            raise InvalidRequest("label_token_ids is empty; send at least one.", param="label_token_ids")
+        check_ids(body.label_token_ids, context.model.spec.vocab_size, "label_token_ids")
+        prompts = await _score_prompts(context, body)
+    choices = await _label_logprobs(context, prompts, body.label_token_ids)
+    scores = [_probabilities(choice, body.apply_softmax) for choice in choices]
+    return json_response(ScoreAnswer(scores, body.model or context.model.name, _usage(choices)))
+
+
+# ---------------------------------------------------------------------- vectors
+
+
+def vector_of(choice: Choice) -> np.ndarray:
+    assert choice.embedding is not None
+    return np.frombuffer(choice.embedding, np.float32)
+
+
+async def _pooled(context: ServingContext, prompts: Prompts, param: str, rid: str | list[str] | None = None,
+                  priority: int | None = None) -> list[Choice]:
+    """The finished choices of the prompts, each with its vector; raises InvalidRequest on a server that generates."""
+    with context.telemetry.counting_refusals():
+        if not context.config.model.is_embedding:
+            raise InvalidRequest("This server generates text; vectors come from one that was started with "
+                                 "--is-embedding.")
+        ids = await context.planner.prompt_ids(prompts, param)
+        requests = _requests(context, ids, SamplingParams(max_new_tokens=0), rid, priority, param)
+        for one in requests:
+            one.pooling = context.model.pooling
+    return await _complete(context, requests)
+
+
+async def _score_by_similarity(context: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
+    query, *documents = await _pooled(context, Prompts(texts=[body.query, *body.documents]), "documents")
+    target = truncated(vector_of(query), None)
+    return [(float(target @ truncated(vector_of(choice), None)), choice) for choice in documents]
+
+
+async def _score_by_classifier(context: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
+    """The first label's score; that of a single label as a probability."""
+    tokenizer = context.status.serving_tokenizer()
+    pairs = await asyncio.to_thread(lambda: [tokenizer.encode_pair(body.query, one) for one in body.documents])
+    choices = await _pooled(context, Prompts(ids=pairs), "documents")
+    single = context.model.spec.num_labels == 1
+    scores = [float(vector_of(choice)[0]) for choice in choices]
+    return list(zip([1 / (1 + math.exp(-score)) if single else score for score in scores], choices))
+
+
+# ---------------------------------------------------------------------- probabilities of next tokens
+
+
+async def _score_by_yes_no(context: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
+    """P(yes) / (P(yes) + P(no)) as the answer's first token."""
+    tokenizer = context.status.serving_tokenizer()
+    labels = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")]
+    texts = await asyncio.to_thread(lambda: [_question(tokenizer, body, document) for document in body.documents])
+    ids = await context.planner.prompt_ids(Prompts(texts=texts), "documents", add_special_tokens=False)
+    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _label_logprobs(context, ids, labels)]
+
+
+def _question(tokenizer: Tokenizer, body: RerankRequest, document: str) -> str:
+    """The prompt that asks whether a document is relevant; raises InvalidRequest."""
+    return tokenizer.render_chat([
+        {"role": "system", "content": _RERANK_SYSTEM},
+        {"role": "user", "content": f"<Instruct>: {body.instruct or _RERANK_INSTRUCT}\n<Query>: {body.query}\n"
+                                    f"<Document>: {document}"},
+    ], tools=None, continue_final_message=False, options={"enable_thinking": False})
+
+
+async def _score_prompts(context: ServingContext, body: ScoreRequest) -> list[list[int]]:
+    items = [body.items] if isinstance(body.items, str) else body.items
+    if not items:
+        raise InvalidRequest("items is empty; send at least one.", param="items")
+    context.planner.check_count(len(items), "items")
+    texts = isinstance(body.query, str)
+    if any(isinstance(item, str) != texts for item in items):
+        raise InvalidRequest("query and items must all be texts or all be token ids.", param="items")
+    joined: list[Any] = [item + body.query if body.item_first else body.query + item  # type: ignore[operator]
+                         for item in items]
+    prompts = Prompts(texts=joined, batched=True) if texts else parse_prompts(joined, "items")
+    return await context.planner.prompt_ids(prompts, "items")
+
+
+async def _label_logprobs(context: ServingContext, ids: list[list[int]], labels: list[int]) -> list[Choice]:
+    """Generates one token for each prompt, with the logprobs of ``labels``."""
+    with context.telemetry.counting_refusals():
+        requests = _requests(context, ids, SamplingParams(max_new_tokens=1, ignore_eos=True), None, None, "items",
+                             LogprobOptions(True, token_ids=tuple(labels)))
+    return await _complete(context, requests)
+
+
+def _probabilities(choice: Choice, softmax: bool) -> list[float]:
+    assert choice.logprobs is not None
+    values = [math.exp(value) for _, value in choice.logprobs.of_ids[0]]
+    total = sum(values)
+    return [value / total for value in values] if softmax and total else values
+
+
+# ---------------------------------------------------------------------- requests
+
+
+def _requests(context: ServingContext, ids: list[list[int]], sampling: SamplingParams, rid: str | list[str] | None,
+              priority: int | None, param: str, logprobs: LogprobOptions = _NO_LOGPROBS) -> list[Generate]:
+    """Raises InvalidRequest for a prompt that is too long."""
+    for prompt in ids:
+        if len(prompt) + sampling.max_new_tokens > context.planner.token_limit:
+            raise too_long(f"A prompt in {param}", len(prompt), context.planner.token_limit, param=param)
+    places = [Placement(None, None)] * len(ids)
+    return engine_requests(ids, [sampling] * len(ids), 1, rid, places, [logprobs] * len(ids), priority)
+
+
+async def _complete(context: ServingContext, requests: list[Generate]) -> list[Choice]:
+    with context.generation(requests, time.monotonic()) as generation:
+        choices = await generation.complete()
+    refuse_aborted(choice.finish.reason for choice in choices if choice.finish)
+    return choices
+
+
+def _usage(choices: Sequence[Choice]) -> EmbeddingUsage:
+    total = sum(choice.num_prompt_tokens for choice in choices)
+    return EmbeddingUsage(total, total)
+
+
+def _meta_info(choice: Choice) -> dict[str, Any]:
+    return {"id": choice.rid, "prompt_tokens": choice.num_prompt_tokens, "cached_tokens": choice.num_cached_tokens,
+            "e2e_latency": choice.latency}
