@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..common.engine.rank import EngineParts, run_rank
-from ..common.engine_client.rank_processes import RankSpec
+from ..common.engine.rank_spec import RankSpec
 from ..kvtransfer.backends import make_backend
 from ..kvtransfer.bootstrap import register_rank
 from ..kvtransfer.sender.kv_sender import KVSender

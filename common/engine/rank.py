@@ -21,7 +21,7 @@ from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
-from ..engine_client.rank_processes import RankSpec
+from ..engine.rank_spec import RankSpec
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor

@@ -9,28 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from ..config.server import ServerConfig
+from ..engine.rank_spec import RankSpec
 from ..process import die_with
 
 _POLL_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """All that a rank's process is told. ``to_engine`` and ``from_engine`` are ZMQ endpoints that the front has bound;
-    ``dist_init`` is where the ranks of the group meet (torch.distributed's ``init_method``). ``local_rank`` counts the
-    ranks of this host."""
-
-    config: ServerConfig
-    rank: int
-    world_size: int
-    to_engine: str
-    from_engine: str
-    dist_init: str
-    local_rank: int = 0
 
 
 def rank_specs(config: ServerConfig, to_engine: str, from_engine: str, dist_init: str) -> list[RankSpec]:

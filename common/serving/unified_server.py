@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config.packages import check_engine
 from ..config.server import ServerConfig
-from ..engine_client.rank_processes import RankSpec
+from ..engine.rank_spec import RankSpec
 
 
 def run(config: ServerConfig) -> int:

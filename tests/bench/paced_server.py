@@ -16,7 +16,7 @@ import time
 from typing import Any, cast
 
 from ...common.api.messages import Ready
-from ...common.engine_client.rank_processes import RankSpec
+from ...common.engine.rank_spec import RankSpec
 from .traced_server import run
 
 POOL_TOKENS = 400_000

@@ -41,7 +41,7 @@ from ...common.engine.control import Control
 from ...common.engine.loop import EngineLoop
 from ...common.engine.rank import EngineParts, build_parts, unified_scheduler
 from ...common.engine.rank_channel import PPTicker, Ticker
-from ...common.engine_client.rank_processes import RankSpec
+from ...common.engine.rank_spec import RankSpec
 from ...common.execution.pp_channel import PPChannel
 from .dummy_engine import TINY
 from .relay import LLAMA_8B

@@ -10,7 +10,8 @@ import sys
 
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
-from ...common.engine_client.rank_processes import RankSpec, RankTarget
+from ...common.engine.rank_spec import RankSpec
+from ...common.engine_client.rank_processes import RankTarget
 from ...common.serving.server import run_server
 from .step_trace import FrontTrace, folder
 

@@ -16,8 +16,8 @@ from ...api.sampling import SamplingParams
 from ...config.server import ServerConfig
 from ...distributed.parallel import Parallel
 from ...engine.rank import EngineParts, build_parts, join_groups, unified_scheduler
+from ...engine.rank_spec import RankSpec
 from ...engine.unified_scheduler import UnifiedScheduler
-from ...engine_client.rank_processes import RankSpec
 from ...execution.executor import Executor
 from ...runner.cuda_graphs.piecewise_graphs import Recorded
 

@@ -20,7 +20,7 @@ from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine.rank import _reason, device_of
-from baton.common.engine_client.rank_processes import RankSpec
+from baton.common.engine.rank_spec import RankSpec
 from baton.common.runner import model_runner
 from baton.common.runner.kv_sizing import kv_layout, sharers
 from baton.common.runner.preflight import token_bytes
