@@ -9,9 +9,8 @@ from ..config.server import ServerConfig
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All that a rank's process is told. ``to_engine`` and ``from_engine`` are ZMQ endpoints that the front has bound;
-    ``dist_init`` is where the ranks of the group meet (torch.distributed's ``init_method``). ``local_rank`` counts the
-    ranks of this host."""
+    """Arguments of a rank's process. ``to_engine`` and ``from_engine`` are ZMQ endpoints that the API server has bound;
+    ``dist_init`` is torch.distributed's ``init_method``. ``local_rank`` counts the ranks of this host."""
 
     config: ServerConfig
     rank: int

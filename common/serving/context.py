@@ -222,7 +222,7 @@ class RequestPlanner:
             ready = asyncio.ensure_future(self.grammars.prepare(spec, self._status.serving_tokenizer(),
                                                                 param or spec.kind, CLIENT.get()()))
             try:
-                with self._client.expected.waiting(requests) as aborted:
+                with self._client.pending.track(requests) as aborted:
                     await asyncio.wait((ready, aborted), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if not ready.done():

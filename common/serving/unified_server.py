@@ -16,7 +16,7 @@ def run(config: ServerConfig) -> int:
 
 
 def run_rank(spec: RankSpec) -> None:
-    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    """Entry of a rank's process, which imports the engine, and with it torch; the API server process does not."""
     from ..engine import rank
 
     rank.main(spec)

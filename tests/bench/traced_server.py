@@ -42,7 +42,7 @@ def rank_main(spec: RankSpec) -> None:
         scheduler = unified_scheduler(dataclasses.replace(parts, executor=trace.executor(parts.executor)))
         watch_classes()
         watch(scheduler, parts)  # type: ignore[arg-type]
-        trace.watch(scheduler, parts.ledger)
+        trace.watch(scheduler, parts.tracker)
         return scheduler
 
     run_rank(spec, traced)
