@@ -10,7 +10,7 @@ import msgspec
 
 from ..net.body import Peek
 from ..net.request import Request
-from ..net.upstream_answer import AnswerHead
+from ..net.upstream_response import ResponseHead
 from ..workers.registry import Worker
 
 by_load = attrgetter("known_load")
@@ -28,7 +28,7 @@ class Amendment(NamedTuple):
 
     headers: bytes
     """Header lines that the worker gets with the request, each ending in CRLF."""
-    on_head: Callable[[AnswerHead], AnswerHead]
+    on_head: Callable[[ResponseHead], ResponseHead]
     """Reads the answer's head; returns the head that the client gets."""
 
 

@@ -17,8 +17,8 @@ from ..net.outbox import Bytes, Outbox
 from ..net.request import Request
 from ..net.tls import worker_context
 from ..net.upstream import Call
-from ..net.upstream_answer import Failure, Sink
 from ..net.upstream_pool import UpstreamPool, read_plain_response
+from ..net.upstream_response import Failure, ResponseSink
 from ..obs.metrics import Metrics
 from ..policies import PolicySets, Subject
 from ..policies.base import Amendment
@@ -135,7 +135,7 @@ class Dispatcher:
         for pool in self._pools.values():
             pool.close()
 
-    def send(self, worker: Worker, request: Request, body: Body, sink: Sink, *, resend: bool = True) -> Call:
+    def send(self, worker: Worker, request: Request, body: Body, sink: ResponseSink, *, resend: bool = True) -> Call:
         """Send ``request`` to a worker, with ``body`` instead of its own."""
         if worker.rank is not None:
             body = with_rank(request.path, body, worker.rank)

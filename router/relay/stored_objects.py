@@ -15,7 +15,7 @@ import msgspec
 from ...common.api.unreadable import UNREADABLE
 from ..net.request import Request
 from ..net.responses import Response
-from ..workers.ask import Answer, ask, get
+from ..workers.ask import WorkerResponse, ask, get
 from ..workers.registry import Role, Worker
 from .dispatcher import Dispatcher
 from .session_affinity import FILES_KEY, affine_worker, affine_worker_unavailable
@@ -107,7 +107,8 @@ def _storing_workers(dispatcher: Dispatcher, role: Role) -> list[Worker]:
     return [worker for worker in dict.fromkeys(found) if worker is not None]
 
 
-async def _ask_all(dispatcher: Dispatcher, workers: list[Worker], request: Request, target: str) -> list[Answer]:
+async def _ask_all(dispatcher: Dispatcher, workers: list[Worker], request: Request,
+                   target: str) -> list[WorkerResponse]:
     query = get(target)
     query.authorization_line = request.authorization_line
     return await asyncio.gather(*(ask(dispatcher, worker, query, _ASK_SECONDS) for worker in workers))

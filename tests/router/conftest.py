@@ -197,7 +197,7 @@ class MockWorker:
 
 @pytest.fixture
 async def worker():
-    """``await worker(behaviour, **server_info)`` starts a mock worker; ``models``: the names that it tells."""
+    """``await worker(behaviour, **server_info)`` starts a mock worker; ``models``: the names that it reports."""
     started: list[MockWorker] = []
 
     async def start(behaviour: Behaviour = answer, **info) -> MockWorker:

@@ -1,4 +1,4 @@
-"""Bodies of megabytes: taken in piece by piece, looked at in part, sent in parts, and the same bytes as ever."""
+"""Bodies of megabytes: received, decoded and sent in parts, and the same bytes as ever."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_routing_looks_at_the_first_megabyte():
 
 @pytest.mark.parametrize("size", [BUFFERED - 1, BUFFERED, 3 * BUFFERED + 17])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_reader_gathers_bodies_of_any_size(size, chunked):
+def test_a_reader_joins_bodies_of_any_size(size, chunked):
     reader, body = RequestReader(HeadRules(), 10 * BUFFERED), Random(size).randbytes(size)
     framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % size
     data = b"POST /generate HTTP/1.1\r\nhost: r\r\n%b\r\n\r\n" % framing
@@ -73,7 +73,7 @@ def test_a_reader_gathers_bodies_of_any_size(size, chunked):
     assert [(request.path, request.body) for request in reader.ready] == [(b"/generate", body), (b"/next", b"")] * 2
 
 
-async def test_megabytes_reach_both_halves_while_others_are_served(router, worker, request_to, chat):
+async def test_megabytes_reach_both_workers_while_other_requests_are_served(router, worker, request_to, chat):
     prefill, decode = await worker(disaggregation_mode="prefill"), await worker(disaggregation_mode="decode")
     front = await router(prefill=[prefill], decode=[decode])
     body = {"messages": [{"role": "user", "content": "w" * 3_000_000 + "\n\u00e9"}], "seed": 1}

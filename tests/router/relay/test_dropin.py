@@ -1,4 +1,4 @@
-"""What scripts written for sglang-router rely on: its workers' API, its flags, and requests that come early."""
+"""sglang-router's workers API, its flags, and requests that come before the workers are ready."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_request_that_comes_early_waits_for_the_first_check(router, slow
     assert not len(front.entry._first_checks)
 
 
-async def test_who_waits_hears_at_once_that_nobody_is_there(router, slow_check, connect, script):
+async def test_waiting_requests_fail_at_once_when_no_worker_is_there(router, slow_check, connect, script):
     mock, gate = await slow_check()
     front = await router(mock, wait=False)
     reply = sent(await connect(front))
@@ -111,7 +111,7 @@ async def test_a_request_waits_for_the_worker_that_may_know_its_model(router, wo
     assert (len(a.posts), len(b.posts)) == (1, 1)
 
 
-async def test_a_worker_that_joins_later_holds_nobody_up(router, worker, slow_check, chat, request_to):
+async def test_a_worker_that_joins_later_delays_no_request(router, worker, slow_check, chat, request_to):
     mock, (late, _) = await worker(), await slow_check()
     front = await router(mock)
     joining = asyncio.ensure_future(request_to(front, "POST", "/workers", {"url": late.url}))

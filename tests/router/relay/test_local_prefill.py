@@ -28,7 +28,7 @@ def turns(*texts: str) -> list[dict]:
 
 
 async def went_alone(front, chat, p, messages) -> bool:
-    """Whether decode served the chat without prefill."""
+    """True if decode served the chat without prefill."""
     before = len(p.posts)
     assert (await chat(front, messages=messages)).status == 200
     return len(p.posts) == before
@@ -36,7 +36,7 @@ async def went_alone(front, chat, p, messages) -> bool:
 
 @pytest.mark.parametrize(("policy", "knows"), [("cache_aware", True), ("round_robin", False), ("cache_exact", True)])
 async def test_a_long_prompt_that_decode_was_sent_before_is_prefilled_there(router, worker, chat, policy, knows):
-    """The second turn of a long conversation is short, as far as decode is concerned."""
+    """The second turn of a long conversation is short for decode, which has the first one cached."""
     p, d, other = await worker(), await worker(**OURS), await worker(**OURS)
     front = await router(prefill=[p], decode=[d, other], local_prefill_tokens=100, policy=policy)
     long = words(1, 600)
@@ -50,7 +50,7 @@ async def test_a_long_prompt_that_decode_was_sent_before_is_prefilled_there(rout
 
 
 async def test_what_decode_publishes_counts(router, worker, request_to):
-    """Pages that a followed decode server holds need no prefill; those that it lost do."""
+    """Pages that a decode server reports as cached need no prefill; those that it lost do."""
     p, d = await worker(), await worker(**OURS)
     front = await router(prefill=[p], decode=[d], local_prefill_tokens=64, policy="cache_exact")
     policy = front.dispatcher.policies.common["decode"]
@@ -67,14 +67,14 @@ async def test_what_decode_publishes_counts(router, worker, request_to):
     assert len(p.posts) == 1
 
 
-async def test_other_engines_always_get_their_prefill_half(router, worker, chat):
+async def test_other_engines_always_get_a_prefill_worker(router, worker, chat):
     p, d = await worker(), await worker()
     front = await router(prefill=[p], decode=[d], local_prefill_tokens=100)
     for _ in range(2):
         assert not await went_alone(front, chat, p, turns("hello"))
 
 
-# ---------------------------------------------------------------------- what the policies tell
+# ---------------------------------------------------------------------- policies
 
 
 def pool(count: int) -> tuple[Worker, ...]:
