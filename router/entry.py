@@ -16,7 +16,7 @@ from .admin.rights import check_path, is_loopback, needs_admin
 from .admin.worker_routes import WORKERS
 from .monitoring.cluster_view import ClusterView
 from .net.access import ApiKeys, Cors
-from .net.body import Peek, peek, require_object, with_model
+from .net.body import RoutingFields, require_object, routing_fields, with_model
 from .net.http_server import ClientConnection
 from .net.request import Request
 from .net.responses import Response, check_method
@@ -148,7 +148,7 @@ class RequestHandler:
     def _relay(self, connection: ClientConnection, request: Request, route: Route) -> None:
         path = request.path
         pair = self._role == "decode" and route.runs_on_pair
-        fields = require_object(request.body) if pair else peek(request.body) if request.body else None
+        fields = require_object(request.body) if pair else routing_fields(request.body) if request.body else None
         if self._registry.unchecked and self._first_checks.wait(
                 connection, request, ("prefill", "decode") if pair else (self._role,),
                 fields.model_name if fields is not None else ""):
@@ -182,7 +182,7 @@ class RequestHandler:
         except ServingError as error:
             self._refuse(connection, request, error)
 
-    def _start_relay(self, connection: ClientConnection, request: Request, route: Route, fields: Peek | None,
+    def _start_relay(self, connection: ClientConnection, request: Request, route: Route, fields: RoutingFields | None,
                      pinned: Worker | None, pair: bool) -> None:
         """Relay a request. ``pinned``: the one worker that can answer."""
         span = self._tracer.begin(request) if self._tracer is not None else None
@@ -202,7 +202,7 @@ class RequestHandler:
         connection.handler = relay
         relay.start()
 
-    def _make_relay(self, response: ClientResponse, fields: Peek | None, pinned: Worker | None,
+    def _make_relay(self, response: ClientResponse, fields: RoutingFields | None, pinned: Worker | None,
                     pair: bool) -> Relay | PairRelay:
         """``pinned``: the one worker that can answer. ``pair``: a pair serves it, unless one worker does so alone."""
         request, dispatcher = response.request, self._dispatcher
@@ -219,7 +219,7 @@ class RequestHandler:
         return Relay(dispatcher, response, role, subject, pinned=pinned,
                      retries=self._no_retries() if pinned is not None else None)
 
-    def _resolve_model(self, request: Request, fields: Peek | None) -> None:
+    def _resolve_model(self, request: Request, fields: RoutingFields | None) -> None:
         """Set the request's model group, and its body's model by its real name; raises ModelNotFound."""
         models = self._registry.models
         model = fields.model_name if fields is not None else ""

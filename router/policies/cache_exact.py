@@ -17,7 +17,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from ...common.api.kv_events import PROMPT_PAGES_HEADER, Cleared, Event, decode_pages
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..net.upstream_response import ResponseHead
 from ..workers.kv_index import KVIndex
@@ -154,7 +154,7 @@ class CacheExact:
 
     # ------------------------------------------------------------------ what a request is
 
-    def read(self, request: Request, found: Peek | None) -> Prompt | None:
+    def read(self, request: Request, found: RoutingFields | None) -> Prompt | None:
         """Returns the prompt; where its text is new, with the amendment that asks for its pages."""
         text = found.routing_text if found is not None else b""
         if not text:

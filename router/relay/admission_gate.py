@@ -20,12 +20,12 @@ class _Fields(msgspec.Struct):
     priority: int | None = None
 
 
-_fields = msgspec.json.Decoder(_Fields).decode
+_decode = msgspec.json.Decoder(_Fields).decode
 
 
-def _peek(body: bytes) -> _Fields:
+def _decode_fields(body: bytes) -> _Fields:
     try:
-        return _fields(body)
+        return _decode(body)
     except UNREADABLE:
         return _Fields()
 
@@ -37,7 +37,7 @@ def priority_of(request: Request) -> int:
             return int(value)
         except ValueError:
             return 0
-    return _peek(request.body).priority or 0
+    return _decode_fields(request.body).priority or 0
 
 
 class AdmissionGate:
@@ -51,7 +51,7 @@ class AdmissionGate:
     def start(self, response: ClientResponse, relay: Relay | PairRelay) -> None:
         """Start a relay, or make it wait as its connection's handler; raises Overloaded."""
         request = response.request
-        streamed = bool(self.admission.rules.slo_ttft and _peek(request.body).stream)
+        streamed = bool(self.admission.rules.slo_ttft and _decode_fields(request.body).stream)
         entry = _Entry(response, relay)
         admitted = self.admission.acquire(request.authorization, streamed, lambda: priority_of(request),
                                           entry.start, entry.refuse)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ...common.api.errors import WorkerUnavailable
 from ..config import RouterConfig
-from ..net.body import Body, LargeBody, Peek
+from ..net.body import Body, LargeBody, RoutingFields
 from ..net.busy_poll import BusyPoll
 from ..net.heads import KnownHeads
 from ..net.outbox import Bytes, Outbox
@@ -158,9 +158,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ decisions
 
-    def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
+    def subject(self, role: Role, request: Request, fields: RoutingFields | None) -> Subject:
         """The role's policy's view of a request, for ``place``; its amendment is made once a request."""
-        subject = self.policies.of(request.group)[role].read(request, found)
+        subject = self.policies.of(request.group)[role].read(request, fields)
         amendment: Amendment | None = getattr(subject, "amendment", None)
         if amendment is not None and request.on_head is None:
             request.headers += amendment.headers
@@ -168,7 +168,7 @@ class Dispatcher:
         return subject
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
-                   found: Peek) -> tuple[Reservation, Reservation]:
+                   fields: RoutingFields) -> tuple[Reservation, Reservation]:
         """Choose and reserve a prefill and a decode worker that fit together (neither sequence is empty).
 
         Raises WorkerUnavailable, as a policy may, and then reserves none.
@@ -176,30 +176,30 @@ class Dispatcher:
         policies = self.policies.of(request.group)
         pairs = self.registry.pairs(request.group)
         if not pairs.all_fit:
-            return self._place_fitting(pairs, prefills, decodes, request, found)
+            return self._place_fitting(pairs, prefills, decodes, request, fields)
         pairing = policies["prefill"]
         if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
-            chosen = pairing.choose_pair(prefills, decodes, self.subject("prefill", request, found))
+            chosen = pairing.choose_pair(prefills, decodes, self.subject("prefill", request, fields))
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
-        subject = self.subject("prefill", request, found)
+        subject = self.subject("prefill", request, fields)
         prefill = pairing.choose(prefills, subject)
         if policies["decode"].read is not pairing.read:
-            subject = self.subject("decode", request, found)
+            subject = self.subject("decode", request, fields)
         decode = policies["decode"].choose(decodes, subject)
         return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
             "decode", decode.worker, decode.reason)
 
     def _place_fitting(self, pairs: Pairs, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
-                       found: Peek) -> tuple[Reservation, Reservation]:
+                       fields: RoutingFields) -> tuple[Reservation, Reservation]:
         """Choose a prefill worker among those that have a partner, then one of its partners."""
         prefills = pairs.with_partner(prefills, decodes)
         if not prefills:  # The workers that remain for a retry form no pair.
             prefills, decodes = pairs.prefills, pairs.decodes
         policies = self.policies.of(request.group)
-        prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, found))
+        prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, fields))
         partners = pairs.partners(prefill.worker, decodes)
-        decode = policies["decode"].choose(partners, self.subject("decode", request, found))
+        decode = policies["decode"].choose(partners, self.subject("decode", request, fields))
         return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
             "decode", decode.worker, decode.reason)
 

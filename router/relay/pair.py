@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ...common.api.errors import ServingError, TransferFailed, WorkerUnavailable
-from ..net.body import Body, Peek, with_bootstrap, with_previous_room
+from ..net.body import Body, RoutingFields, with_bootstrap, with_previous_room
 from ..net.upstream import Call
 from ..net.upstream_response import PAIR_MISMATCH, Failure, ResponseHead
 from ..workers.dp_ranks import with_prefill_rank
@@ -96,15 +96,16 @@ class _AttemptNotes(msgspec.Struct, eq=False, gc=False):
 class PairRelay:
     """One request's life on pairs: place both calls, send both, relay one response; before its first byte, retry."""
 
-    __slots__ = ("dispatcher", "response", "_peek", "retries", "_prefill", "_decode", "_phase", "_relayed", "_paused",
+    __slots__ = ("dispatcher", "response", "_fields", "retries", "_prefill", "_decode", "_phase", "_relayed", "_paused",
                  "_pinned", "_notes")
 
-    def __init__(self, dispatcher: Dispatcher, response: ClientResponse, peek: Peek, *, pinned: Worker | None = None):
+    def __init__(self, dispatcher: Dispatcher, response: ClientResponse, fields: RoutingFields, *,
+                 pinned: Worker | None = None):
         """``pinned``: the one decode worker that can answer."""
         self._pinned = pinned
         self.dispatcher = dispatcher
         self.response = response
-        self._peek: Peek | None = peek
+        self._fields: RoutingFields | None = fields
         self.retries: Retries | None = None
         self._prefill: PairCall | None = None
         self._decode: PairCall | None = None
@@ -123,14 +124,14 @@ class PairRelay:
         candidates = self._candidates()
         if candidates is None:
             return
-        found = self._peek
-        assert found is not None
+        fields = self._fields
+        assert fields is not None
         try:
-            prefill, decode = self.dispatcher.place_pair(*candidates, self.response.request, found)
+            prefill, decode = self.dispatcher.place_pair(*candidates, self.response.request, fields)
         except WorkerUnavailable as error:
             retry_or_fail(self, "unavailable", error)
             return
-        self._send(prefill, decode, found)
+        self._send(prefill, decode, fields)
 
     def _candidates(self) -> _Candidates | None:
         """The workers to choose from; None if the attempt is postponed, given up or left to a decode worker alone."""
@@ -158,17 +159,17 @@ class PairRelay:
         retaining = self._notes.prefill
         return ([retaining] if retaining is not None and retaining in prefills else prefills), decodes
 
-    def _send(self, held_prefill: Reservation, held_decode: Reservation, found: Peek) -> None:
+    def _send(self, prefill_reservation: Reservation, decode_reservation: Reservation, fields: RoutingFields) -> None:
         """Send both calls to the workers that were reserved."""
         dispatcher, response = self.dispatcher, self.response
         request, log, suspect = response.request, response.resumed_log, response.suspect
-        p, d = held_prefill.worker, held_decode.worker
-        self._prefill = prefill = PairCall(self, "prefill", PREFILL_EVENTS, held_prefill, p)
-        self._decode = decode = PairCall(self, "decode", DECODE_EVENTS, held_decode, d)
+        p, d = prefill_reservation.worker, decode_reservation.worker
+        self._prefill = prefill = PairCall(self, "prefill", PREFILL_EVENTS, prefill_reservation, p)
+        self._decode = decode = PairCall(self, "decode", DECODE_EVENTS, decode_reservation, d)
         response.workers = (p, d)
         if suspect is not None:
             suspect.enter(p if suspect.role == "prefill" else d)
-        body = with_bootstrap(request.body if log is None else log.continuation_body(), found, p.endpoint.host,
+        body = with_bootstrap(request.body if log is None else log.continuation_body(), fields, p.endpoint.host,
                               p.bootstrap_port, dispatcher.rng)
         notes = self._notes
         retained = p is notes.prefill and p.is_baton and notes.body
@@ -185,7 +186,7 @@ class PairRelay:
         """Without any prefill worker, one of our decode servers does all of the work."""
         response = self.response
         relay = Relay(self.dispatcher, response, "decode",
-                      self.dispatcher.subject("decode", response.request, self._peek), baton_only=True,
+                      self.dispatcher.subject("decode", response.request, self._fields), baton_only=True,
                       retries=self.retries, pinned=self._pinned)
         response.connection.handler = relay
         if self._paused:
@@ -277,7 +278,7 @@ class PairRelay:
         response.begin(head, call.worker)
         self._notes.body = b""
         if response.log is None:
-            self._peek = None  # No retry any more; a long stream need not keep its prompt in memory.
+            self._fields = None  # No retry any more; a long stream need not keep its prompt in memory.
         self._pause_relayed()
 
     def _refuse(self, call: PairCall, head: ResponseHead, outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ first, since what kills a worker mostly does so at once. So when another worker 
 did it: its fingerprint, a hash of what it asks for, is refused for ``--poison-refusal-secs``.
 
 A slow killer may leave quarantine before it strikes; what was in flight at three deaths is refused all the same. A
-death counts once it is certain: an engine's last words, a refused connection, a health check without a good answer.
+death counts once it is certain: an engine's last words, a refused connection, a health check without a good response.
 """
 
 from __future__ import annotations
@@ -403,10 +403,11 @@ class PoisonGuard:
         path, seconds = self._check
         if worker.always_healthy:
             return not await self._listens(worker, seconds)
-        answer = await ask(self._dispatcher, worker, get(path), seconds)
-        if not answer.ok:
-            self._dispatcher.report_dead(worker, answer.detail or f"{worker.url} answered {path} with {answer.status}")
-        return not answer.ok
+        response = await ask(self._dispatcher, worker, get(path), seconds)
+        if not response.ok:
+            detail = response.detail or f"{worker.url} answered {path} with {response.status}"
+            self._dispatcher.report_dead(worker, detail)
+        return not response.ok
 
     async def _listens(self, worker: Worker, seconds: float) -> bool:
         endpoint = worker.endpoint

@@ -60,10 +60,10 @@ class WorkerResponse(NamedTuple):
 
 
 class _Collector:
-    """A sink that collects the response and sets the future ``answer``."""
+    """A sink that collects the response and sets the future ``response``."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[WorkerResponse] = asyncio.get_running_loop().create_future()
+        self.response: asyncio.Future[WorkerResponse] = asyncio.get_running_loop().create_future()
         self._status = 0
         self._body: list[bytes] = []
         self._parser = httptools.HttpResponseParser(self)
@@ -85,9 +85,9 @@ class _Collector:
         self._resolve(WorkerResponse(0, detail=failure.detail, refused=failure.refused,
                              silent=failure.reason in ("silent", "hung")))
 
-    def _resolve(self, answer: WorkerResponse) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answer)
+    def _resolve(self, response: WorkerResponse) -> None:
+        if not self.response.done():
+            self.response.set_result(response)
 
 
 async def ask(client: WorkerClient, worker: Worker, request: Request, timeout: float) -> WorkerResponse:
@@ -96,8 +96,8 @@ async def ask(client: WorkerClient, worker: Worker, request: Request, timeout: f
     call = client.send(worker, request, request.body, collector)
     late = Failure("silent", f"{worker.url} did not answer within {timeout:g} s")
     timer = client.loop.call_later(timeout, collector.on_response_lost, late)
-    try:  # No wait_for: up to Python 3.11 it may swallow a cancellation that comes with the answer.
-        return await collector.answer
+    try:  # No wait_for: up to Python 3.11 it may swallow a cancellation that comes with the response.
+        return await collector.response
     finally:
         timer.cancel()
         call.cancel()

@@ -8,7 +8,14 @@ from random import Random
 
 import pytest
 
-from baton.router.net.body import COPIED_BYTES, ROUTED_BYTES, LargeBody, peek, with_bootstrap, with_previous_room
+from baton.router.net.body import (
+    COPIED_BYTES,
+    ROUTED_BYTES,
+    LargeBody,
+    routing_fields,
+    with_bootstrap,
+    with_previous_room,
+)
 from baton.router.net.request_reader import _MIN_BUFFERED_BODY_BYTES as BUFFERED
 from baton.router.net.request_reader import HeadRules, RequestReader
 from baton.router.workers.dp_ranks import with_prefill_rank, with_rank
@@ -35,8 +42,8 @@ def test_fields_are_added_to_large_bodies_as_to_small_ones(make):
     small, large = ([], [])
     for size, steps in ((100, small), (2 * COPIED_BYTES, large)):
         body = make(size)
-        first = with_bootstrap(body, peek(body), "10.0.0.1", 8998, Random(1))
-        again = with_previous_room(with_bootstrap(body, peek(body), "10.0.0.2", 8998, Random(2)), first)
+        first = with_bootstrap(body, routing_fields(body), "10.0.0.1", 8998, Random(1))
+        again = with_previous_room(with_bootstrap(body, routing_fields(body), "10.0.0.2", 8998, Random(2)), first)
         ranked = with_prefill_rank(with_rank(PATH, again, 2), 3)
         for step in (first, again, ranked):
             fields = json.loads(sent(step))
@@ -48,15 +55,15 @@ def test_fields_are_added_to_large_bodies_as_to_small_ones(make):
 
 def test_what_is_added_copies_nothing():
     body = chat(2 * COPIED_BYTES)
-    made = with_previous_room(with_bootstrap(body, peek(body), "h", 1, Random(1)),
-                              with_bootstrap(body, peek(body), "h", 1, Random(2)))
+    made = with_previous_room(with_bootstrap(body, routing_fields(body), "h", 1, Random(1)),
+                              with_bootstrap(body, routing_fields(body), "h", 1, Random(2)))
     assert made.parts[-1].obj is body
 
 
 def test_routing_looks_at_the_first_megabyte():
-    text = peek(chat(3 * ROUTED_BYTES)).routing_text
+    text = routing_fields(chat(3 * ROUTED_BYTES)).routing_text
     assert len(text) == ROUTED_BYTES
-    assert peek(chat(4 * ROUTED_BYTES)).routing_text == text
+    assert routing_fields(chat(4 * ROUTED_BYTES)).routing_text == text
 
 
 @pytest.mark.parametrize("size", [BUFFERED - 1, BUFFERED, 3 * BUFFERED + 17])

@@ -27,7 +27,7 @@ from baton.common.engine.kv_event_publisher import KVEventPublisher
 from baton.common.kvcache.manager import KVCacheManager
 from baton.router.config.endpoint import Endpoint
 from baton.router.monitoring.kv_event_watch import Source, source_of
-from baton.router.net.body import peek
+from baton.router.net.body import routing_fields
 from baton.router.net.request import Request
 from baton.router.net.upstream_response import ResponseFacts, ResponseHead
 from baton.router.policies.base import Decision
@@ -63,7 +63,7 @@ def numbered(tokens: list[int]):
 def read(policy: CacheExact, body: dict):
     request = Request()
     request.body = json.dumps(body).encode()
-    return policy.read(request, peek(request.body)), request
+    return policy.read(request, routing_fields(request.body)), request
 
 
 # ---------------------------------------------------------------------- residency

@@ -8,7 +8,7 @@ import pytest
 
 from baton.common.api.kv_events import Stored, page_hashes
 from baton.router.config.endpoint import Endpoint
-from baton.router.net.body import Peek, peek
+from baton.router.net.body import RoutingFields, routing_fields
 from baton.router.net.request import Request
 from baton.router.policies.cache_aware import CacheAware, block_hashes
 from baton.router.policies.cache_exact import CacheExact
@@ -102,11 +102,11 @@ def test_cache_exact_tells_the_share_that_the_chosen_worker_has():
     tokens = list(range(20 * PAGE))
     policy.residency.apply(workers[1].id, [Stored(page_hashes(tokens[:15 * PAGE], PAGE), None, (), PAGE)])
 
-    def share(found: Peek) -> float:
+    def share(found: RoutingFields) -> float:
         return policy.cached_share(workers, policy.read(Request(), found))
 
-    assert share(peek(b'{"input_ids": [%s]}' % ",".join(map(str, tokens)).encode())) == 0.75
-    assert share(peek(b'{"input_ids": [5, 6]}')) == 0.0
-    assert share(peek(b"{}")) == 0.0
+    assert share(routing_fields(b'{"input_ids": [%s]}' % ",".join(map(str, tokens)).encode())) == 0.75
+    assert share(routing_fields(b'{"input_ids": [5, 6]}')) == 0.0
+    assert share(routing_fields(b"{}")) == 0.0
     workers[1].load = 100
-    assert share(peek(b'{"input_ids": [%s]}' % ",".join(map(str, tokens)).encode())) == 0.0
+    assert share(routing_fields(b'{"input_ids": [%s]}' % ",".join(map(str, tokens)).encode())) == 0.0
