@@ -42,6 +42,11 @@ class _Probe:
         self.messages += 1
         self.reusable = self.parser.should_keep_alive()
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the head announced a body of one byte, which has come, and nothing else."""
+        return self.messages == 1 and self.body == b"x" and self.reusable
+
 
 def read_plain_response(head: bytes) -> ResponseFacts | None:
     """The ``read`` of ``KnownHeads`` for responses; None for an engine's last words, which are parsed each time."""
@@ -56,8 +61,7 @@ def read_plain_response(head: bytes) -> ResponseFacts | None:
         probe.parser.feed_data(b"x")
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
-    plain = probe.messages == 1 and probe.body == b"x" and probe.reusable and facts.status >= 200 and not facts.chunked
-    return facts if plain else None
+    return facts if probe.is_plain and facts.status >= 200 and not facts.chunked else None
 
 
 class UpstreamPool:

@@ -14,7 +14,7 @@ from ..net.body import Body, LargeBody, RoutingFields
 from ..net.busy_poll import BusyPoll
 from ..net.heads import KnownHeads
 from ..net.outbox import Bytes, Outbox
-from ..net.request import Request
+from ..net.request import Group, Request
 from ..net.tls import worker_context
 from ..net.upstream import Call
 from ..net.upstream_pool import UpstreamPool, read_plain_response
@@ -25,7 +25,6 @@ from ..policies.base import Amendment
 from ..policies.cache_exact import CacheExact
 from ..workers.compatibility import Pairs
 from ..workers.dp_ranks import with_rank
-from ..workers.models import Group
 from ..workers.registry import ROLES, Registry, Reservation, Role, Worker, without
 from .poison_guard import PoisonGuard
 from .retry import FAILURES, Backoff, Outcome, Retries
@@ -48,16 +47,16 @@ class Watch(Protocol):
 class Dispatcher:
     """Decides synchronously over the registry and reserves at the decision; sends through one pool a worker.
 
-    ``suspect(worker, failure)`` is called for every attempt that failed below HTTP.
+    ``report_failure(worker, failure)`` is called for every attempt that failed below HTTP.
     """
 
     def __init__(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
-                 suspect: Callable[[Worker, Failure], None]):
+                 report_failure: Callable[[Worker, Failure], None]):
         self.registry = registry
         self.metrics = metrics
         self.rng = rng
         self.loop = asyncio.get_running_loop()
-        self._suspect = suspect
+        self._report_failure = report_failure
         self._circuit_seconds = config.circuit.cb_timeout_duration_secs
         self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
         self.watch: Watch | None = None
@@ -257,19 +256,19 @@ class Dispatcher:
     def on_misfit(self, prefill: Worker, decode: Worker) -> None:
         """Check two workers that refused each other at once: one of them is not what it was."""
         for worker in (prefill, decode):
-            self._suspect(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
+            self._report_failure(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
         """Account for an attempt that failed below HTTP, or in the middle of its stream."""
         outcome = FAILURES[failure.reason]
         if outcome.excludes or failure.refused:
-            self._suspect(worker, failure)
+            self._report_failure(worker, failure)
         if outcome.counts:
             self.on_server_error(worker)
 
     def report_dead(self, worker: Worker, detail: str) -> None:
         """Report a worker that failed a request and does not pass a health check either."""
-        self._suspect(worker, Failure("dead", detail, refused=True))
+        self._report_failure(worker, Failure("dead", detail, refused=True))
 
     def on_server_error(self, worker: Worker) -> None:
         """Count an attempt that failed by its worker's fault."""

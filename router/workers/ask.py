@@ -83,7 +83,7 @@ class _Collector:
 
     def on_response_lost(self, failure: Failure) -> None:
         self._resolve(WorkerResponse(0, detail=failure.detail, refused=failure.refused,
-                             silent=failure.reason in ("silent", "hung")))
+                                     silent=failure.reason in ("silent", "hung")))
 
     def _resolve(self, response: WorkerResponse) -> None:
         if not self.response.done():
