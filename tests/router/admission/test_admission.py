@@ -69,20 +69,20 @@ def test_a_thousand_waiting_requests_that_fail_at_once_do_not_pile_up():
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "served"])
 def test_requests_that_waited_are_freed(leaves):
     """Each would keep its body: where clients come and go in front of a full router, that is all of its memory."""
-    scene, kept = Scene(max_concurrent=1, queue_size=4), []
+    scene, refs = Scene(max_concurrent=1, queue_size=4), []
     last = scene.enter()
     urgent = scene.enter("urgent", priority=9) if leaves else None
     for _ in range(1000):
         body = Body()
         waiting = scene.admission.acquire(b"", False, lambda: 0, body.start, body.refuse)
-        kept.append(weakref.ref(body))
+        refs.append(weakref.ref(body))
         if leaves:
             waiting.cancel()
         else:
             last.release()
             last = body.ticket
         del body, waiting
-    assert sum(ref() is not None for ref in kept) < 100
+    assert sum(ref() is not None for ref in refs) < 100
     assert scene.admission.queued == (urgent is not None)
 
 

@@ -65,20 +65,20 @@ async def test_requests_before_a_bad_one_are_answered_first(router, worker, conn
     assert [part[:3] for part in data.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
 
 
-_HALF_HEAD = b"POST /generate HTTP/1.1\r\nX-A: "
-_HALF_BODY = b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 50\r\n\r\nab"
+_PARTIAL_HEAD = b"POST /generate HTTP/1.1\r\nX-A: "
+_PARTIAL_BODY = b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 50\r\n\r\nab"
 
 
-@pytest.mark.parametrize("half", [_HALF_HEAD, _HALF_BODY], ids=["head", "body"])
+@pytest.mark.parametrize("data", [_PARTIAL_HEAD, _PARTIAL_BODY], ids=["head", "body"])
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("drips", [False, True])
-async def test_an_incomplete_request_times_out(router, worker, connect, half, before, drips):
+async def test_an_incomplete_request_times_out(router, worker, connect, data, before, drips):
     """Also one that arrives a byte at a time, and one after complete ones."""
     client = await connect(await router(await worker(), client_header_timeout_secs=0.2, client_body_timeout_secs=0.2))
     for _ in range(before):
         client.send("POST", "/generate", b"{}")
         assert (await client.reply()).status == 200
-    client.writer.write(half)
+    client.writer.write(data)
     reply = asyncio.ensure_future(client.reply())
     for _ in range(40 if drips else 0):
         await asyncio.sleep(0.03)
@@ -92,13 +92,13 @@ async def test_an_incomplete_request_times_out(router, worker, connect, half, be
 async def test_a_body_that_comes_fast_enough_may_take_long(router, worker, connect):
     mock = await worker()
     client = await connect(await router(mock, client_header_timeout_secs=0.1, client_body_timeout_secs=0.1))
-    pieces = [b"x" * 16384] * 10
+    parts = [b"x" * 16384] * 10
     client.writer.write(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % (16384 * 10))
-    for piece in pieces:
-        client.writer.write(piece)
+    for part in parts:
+        client.writer.write(part)
         await asyncio.sleep(0.05)
     assert (await client.reply()).status == 200
-    assert mock.posts[0].body == b"".join(pieces)
+    assert mock.posts[0].body == b"".join(parts)
 
 
 async def test_idle_clients_are_checked_when_they_are_due(router, connect, request_to, script):

@@ -10,12 +10,12 @@ async def test_answers_to_pipelined_requests_wait_for_their_reader(router, worke
     answers = 0
     body = b"x" * 2**15
 
-    async def tell(served):
+    async def answer(served):
         nonlocal answers
         answers += 1
         served.answer(body=body)
 
-    front = await router(await worker(tell))
+    front = await router(await worker(answer))
     client = await connect(front)
     many = 800
     for _ in range(many):
@@ -80,8 +80,8 @@ async def test_a_client_that_reads_slowly_is_not(router, worker, connect, script
     client.send("POST", "/generate", b'{"stream": true}')
     data = b""
     while not data.endswith(b"0\r\n\r\n"):
-        piece = await asyncio.wait_for(client.reader.read(2**20), 5)
-        assert piece
-        data += piece
+        received = await asyncio.wait_for(client.reader.read(2**20), 5)
+        assert received
+        data += received
         await asyncio.sleep(0.01)
     assert front.metrics.client_disconnects == 0

@@ -61,14 +61,14 @@ def counting(*, until=None, then="die", asked=None):
 @pytest.mark.parametrize("pairs", [False, True])
 async def test_no_stream_is_continued_with_other_weights(router, worker, chat, pairs):
     """Its end would be of another answer than its beginning."""
-    def told(name):
+    def info_of(name):
         return {**OURS, "model_fingerprint": name, "epoch": name}
 
-    breaks = await worker(counting(until=3), **told("old"))
-    other, same = [await worker(counting(), **told(name)) for name in ("new", "old")]
+    breaks = await worker(counting(until=3), **info_of("old"))
+    other, same = [await worker(counting(), **info_of(name)) for name in ("new", "old")]
     streams = [breaks, other, same]
     if pairs:
-        made = await router(prefill=[await worker(**told("old"))], decode=streams, policy="round_robin")
+        made = await router(prefill=[await worker(**info_of("old"))], decode=streams, policy="round_robin")
     else:
         made = await router(*streams, policy="round_robin")
     for _ in range(6):
@@ -232,16 +232,16 @@ def test_every_byte_of_a_complete_stream_is_relayed():
     for first in range(len(whole) + 1):
         for second in (first, min(first + 2, len(whole)), len(whole) - 1):
             log = StreamLog(b'{"a":1}', cumulative=False)
-            pieces = [whole[:first], whole[first:max(first, second)], whole[max(first, second):]]
-            assert b"".join(log.feed(piece) for piece in pieces) + log.flush() == whole
+            parts = [whole[:first], whole[first:max(first, second)], whole[max(first, second):]]
+            assert b"".join(log.feed(part) for part in parts) + log.flush() == whole
 
 
 def spoken(token: int, last: bool = False) -> bytes:
     """An event of /v1/messages, and the token's id in a comment after it."""
-    told = b'{"type":"%b","delta":{"text":"%d"}}' % (b"message_stop" if last else b"content_block_delta", token)
+    event = b'{"type":"%b","delta":{"text":"%d"}}' % (b"message_stop" if last else b"content_block_delta", token)
     if token == 0:
-        told = b'{"type":"message_start","message":{"id":"msg_1"}}'
-    return b"event: x\ndata: %b\n\n: {\"token_ids\":[%d]}\n\n" % (told, token)
+        event = b'{"type":"message_start","message":{"id":"msg_1"}}'
+    return b"event: x\ndata: %b\n\n: {\"token_ids\":[%d]}\n\n" % (event, token)
 
 
 @pytest.mark.parametrize("then", ["die", "error", "aborted"])

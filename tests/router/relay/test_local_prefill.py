@@ -27,7 +27,7 @@ def turns(*texts: str) -> list[dict]:
     return [{"role": "user", "content": text} for text in texts]
 
 
-async def went_alone(front, chat, p, messages) -> bool:
+async def was_prefilled_locally(front, chat, p, messages) -> bool:
     """True if decode served the chat without prefill."""
     before = len(p.posts)
     assert (await chat(front, messages=messages)).status == 200
@@ -40,13 +40,13 @@ async def test_a_long_prompt_that_decode_was_sent_before_is_prefilled_there(rout
     p, d, other = await worker(), await worker(**OURS), await worker(**OURS)
     front = await router(prefill=[p], decode=[d, other], local_prefill_tokens=100, policy=policy)
     long = words(1, 600)
-    assert not await went_alone(front, chat, p, turns(long))
-    assert await went_alone(front, chat, p, turns(long, "go on")) is knows
+    assert not await was_prefilled_locally(front, chat, p, turns(long))
+    assert await was_prefilled_locally(front, chat, p, turns(long, "go on")) is knows
     if knows:
         assert sorted(len(decode.posts) for decode in (d, other)) == [0, 2]
-    assert not await went_alone(front, chat, p, turns(long, words(2, 600)))  # far more than 100 tokens are new
-    assert not await went_alone(front, chat, p, turns(words(3, 600)))
-    assert await went_alone(front, chat, p, turns("hello"))
+    assert not await was_prefilled_locally(front, chat, p, turns(long, words(2, 600)))  # over 100 new tokens
+    assert not await was_prefilled_locally(front, chat, p, turns(words(3, 600)))
+    assert await was_prefilled_locally(front, chat, p, turns("hello"))
 
 
 async def test_what_decode_publishes_counts(router, worker, request_to):
@@ -71,7 +71,7 @@ async def test_other_engines_always_get_a_prefill_worker(router, worker, chat):
     p, d = await worker(), await worker()
     front = await router(prefill=[p], decode=[d], local_prefill_tokens=100)
     for _ in range(2):
-        assert not await went_alone(front, chat, p, turns("hello"))
+        assert not await was_prefilled_locally(front, chat, p, turns("hello"))
 
 
 # ---------------------------------------------------------------------- policies

@@ -35,18 +35,18 @@ class Fleet:
     async def prefill(self, kind="a", **info):
         port = 20_000 + next(_names)
         made = await self._worker(self.answer, disaggregation_mode="prefill", disaggregation_bootstrap_port=port,
-                                  **self.told(kind), **info)
+                                  **self.info_of(kind), **info)
         self.by_port[port] = made
         return made
 
     async def decode(self, kind="a", **info):
-        return await self._worker(self.answer, disaggregation_mode="decode", **self.told(kind), **info)
+        return await self._worker(self.answer, disaggregation_mode="decode", **self.info_of(kind), **info)
 
-    def told(self, kind):
+    def info_of(self, kind):
         return {"pair_key": kind, "epoch": f"epoch-{next(_names)}", "stream_continuation": True}
 
     def become(self, mock, kind, **info):
-        mock.info.update(self.told(kind), **info)
+        mock.info.update(self.info_of(kind), **info)
 
     async def answer(self, served):
         decode = served.worker
@@ -138,8 +138,8 @@ async def test_a_misfit_is_logged_once_and_shown(router, fleet, chat, script, re
     await script.until(lambda: len(fleet.trials) == 2)
     await ready(made, script)
     await served_by(made, chat, [p])
-    (told,) = warnings()
-    assert p.url in told and other.url in told and WHY in told
+    (warning,) = warnings()
+    assert p.url in warning and other.url in warning and WHY in warning
     listed = {shown["url"]: shown for shown in (await request_to(made, "GET", "/list_workers")).json["workers"]}
     assert listed[p.url]["misfits"] == [{"worker": other.url, "why": WHY}]
     assert listed[other.url]["misfits"] == [{"worker": p.url, "why": WHY}]
@@ -237,7 +237,7 @@ async def test_very_many_pairs_are_tried_a_few_at_a_time(router, fleet, script):
 
 async def test_servers_that_cannot_be_asked_are_used(router, worker, fleet, chat, script):
     p = await fleet.prefill("a")
-    d = await worker(script.status(404), disaggregation_mode="decode", **fleet.told("a"))
+    d = await worker(script.status(404), disaggregation_mode="decode", **fleet.info_of("a"))
     made = await router(prefill=[p], decode=[d])
     await ready(made, script)
     d.behaviour = script.answer
@@ -247,7 +247,7 @@ async def test_servers_that_cannot_be_asked_are_used(router, worker, fleet, chat
 async def test_a_pair_that_could_not_be_tried_is_used_and_tried_again(router, worker, fleet, chat, script, monkeypatch):
     monkeypatch.setattr(pair_trials, "_RETRY_SECONDS", 0.05)
     p = await fleet.prefill("a")
-    d = await worker(script.die, disaggregation_mode="decode", **fleet.told("a"))
+    d = await worker(script.die, disaggregation_mode="decode", **fleet.info_of("a"))
     made = await router(prefill=[p], decode=[d])
     await ready(made, script)
     d.behaviour = fleet.answer

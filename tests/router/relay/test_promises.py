@@ -61,11 +61,11 @@ async def test_a_slow_reader_holds_back_the_worker(router, worker, connect, scri
     front = await router(d) if kind == "continued" else await router(prefill=[await worker()], decode=[d])
     client = await connect(front)
     client.send("POST", "/v1/chat/completions", b'{"messages": [], "stream": true, "temperature": 0}')
-    held = -1
-    while held != produced or not held:
-        held = produced
+    buffered = -1
+    while buffered != produced or not buffered:
+        buffered = produced
         await asyncio.sleep(0.3)
-    assert held < 24 * 2**20  # mostly the kernel's socket buffers on both legs
+    assert buffered < 24 * 2**20  # mostly the kernel's socket buffers on both legs
     assert front.dispatcher.registry.available("decode" if kind == "pair" else "regular")[0].load == 1
     client.leave()
 

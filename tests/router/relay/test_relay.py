@@ -346,10 +346,10 @@ async def test_client_that_does_not_read_stops_the_worker(router, worker, connec
     client = await connect(await router(await worker(pour), request_timeout_secs=0.2))
     client.send("POST", "/generate", b"{}")
     await asyncio.sleep(0.5)
-    held = produced
-    assert held < 24 * 2**20  # mostly the kernel's socket buffers on both legs
+    buffered = produced
+    assert buffered < 24 * 2**20  # mostly the kernel's socket buffers on both legs
     await asyncio.sleep(0.3)
-    assert produced == held
+    assert produced == buffered
     total = 0
     while total < 64 * 2**20:  # ... and nothing is lost, nor does waiting for the client count as silence
         data = await asyncio.wait_for(client.reader.read(2**20), 5)
@@ -441,9 +441,9 @@ async def test_a_head_met_before_is_relayed_like_the_first(router, worker, conne
 async def test_a_response_that_comes_in_parts_after_a_known_head(router, worker, connect):
     async def talk(served):
         served.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n" + (b"abc" if len(mock.posts) % 2 else b""))
-        for piece in ((b"d", b"ef") if len(mock.posts) % 2 else (b"ab", b"cdef")):
+        for part in ((b"d", b"ef") if len(mock.posts) % 2 else (b"ab", b"cdef")):
             await asyncio.sleep(0.01)
-            served.write(piece)
+            served.write(part)
 
     mock = await worker(talk)
     client = await connect(await router(mock))

@@ -22,7 +22,7 @@ def ranked(worker):
     return start
 
 
-@pytest.mark.parametrize(("body", "told"), [
+@pytest.mark.parametrize(("body", "expected"), [
     (b'{"a": 1.50}', b'{"data_parallel_rank":3,"a": 1.50}'),
     (b" { }\n", b' {"data_parallel_rank":3 }\n'),
     (b'{"text": "say \\"data_parallel_rank\\""}', b'{"data_parallel_rank":3,"text": "say \\"data_parallel_rank\\""}'),
@@ -32,8 +32,8 @@ def ranked(worker):
     (b"[1]", b"[1]"), (b"", b""), (b"--boundary\r\n", b"--boundary\r\n"),
     (b'{"routed_dp_rank": ', b'{"routed_dp_rank": '),
 ])
-def test_a_rank_is_added_to_the_body(body, told):
-    assert with_rank(CHAT, body, 3) == told
+def test_a_rank_is_added_to_the_body(body, expected):
+    assert with_rank(CHAT, body, 3) == expected
     assert with_rank(b"/tokenize", body, 3) == body
 
 
@@ -199,6 +199,6 @@ def test_each_rank_tells_of_its_cache_on_its_own_port(rank, ports):
     from baton.router.monitoring.kv_event_watch import source_of
     from baton.router.workers.registry import Worker
 
-    told = {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600"}'}
-    source = source_of(Worker(Endpoint.parse("http://h:1"), rank=rank), told)
+    info = {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600"}'}
+    source = source_of(Worker(Endpoint.parse("http://h:1"), rank=rank), info)
     assert (source.events, source.replay) == tuple(f"tcp://h:{port}" for port in ports)
