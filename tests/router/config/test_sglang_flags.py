@@ -82,7 +82,7 @@ def test_defaults_that_differ_are_documented_with_their_reason():
     page = (Path(__file__).resolve().parents[3] / "docs/router.md").read_text()
     table = page.partition("| flag | sglang-router | Baton | why |\n")[2].partition("\n\n")[0].splitlines()[1:]
     documented = {cells[1].strip("` "): (cells[2].strip(), cells[3].strip(), cells[4].strip())
-            for cells in (row.split("|") for row in table)}
+                  for cells in (row.split("|") for row in table)}
     own = {spelling: item.field.default for item in _flags(RouterConfig)
            for spelling in ("--" + item.key.replace("_", "-"), *item.field.metadata["names"])}
     theirs = dict(line.split() for line in DEFAULTS)
