@@ -238,7 +238,7 @@ def server_families() -> dict[str, set[str]]:
                                overlap=False, kv_retain_seconds=0.0)
     counters |= prefill.counters
     metrics = ServerMetrics("m", "decode")
-    metrics.ended("stop")
+    metrics.count_outcome("stop")
     metrics.engine.state = State(
         seq=0, total_pages=1, free_pages=1, held_pages=0, cached_pages=0, page_size=1, num_running=0, num_waiting=0,
         num_transferring=0, counters={**counters, "retracted_requests": 1.0},

@@ -148,7 +148,7 @@ async def test_a_misfit_is_logged_once_and_shown(router, fleet, chat, script, re
     assert [worker["misfits"] for worker in shown] == [listed[worker["url"]]["misfits"] for worker in shown]
     metrics = (await request_to(made, "GET", "/metrics")).body.decode()
     assert "baton_router_pairs 1.0" in metrics
-    assert f'baton_router_worker_misfits{{role="decode",worker="{other.url}"}} 1.0' in metrics
+    assert f'baton_router_worker_incompatible_peers{{role="decode",worker="{other.url}"}} 1.0' in metrics
 
 
 async def test_not_ready_where_no_pair_fits_and_decode_serves_alone(router, fleet, chat, script, request_to):
