@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
 from .base import Decision, prompt_text
@@ -28,7 +28,7 @@ class PrefixHash:
         self._ring = WorkerRing()
         self._loads = LoadView()
 
-    def read(self, request: Request, found: Peek | None) -> bytes:
+    def read(self, request: Request, found: RoutingFields | None) -> bytes:
         """The beginning of the prompt."""
         text = prompt_text(request, found)
         if text[:1] == b"[" and text[1:9].lstrip()[:1].isdigit():
