@@ -162,7 +162,7 @@ class RequestHandler:
                 self._answer(connection, request, answer_models(self._registry.models, request))
                 return
             self._find_group(request, found)
-            if path.startswith(STORES) and self._registry.models.apart and stored_objects.is_known(request):
+            if path.startswith(STORES) and self._registry.models.grouped and stored_objects.is_known(request):
                 connection.handler = _Task(self._relay_stored(connection, request),
                                            partial(self._refuse, connection, request))
                 return

@@ -152,7 +152,7 @@ class PairTrials:
             if misfits and not before:
                 self._found_misfit(worker)
         if changed:
-            self._registry.refit()
+            self._registry.update_available()
 
     # ------------------------------------------------------------------ trials
 

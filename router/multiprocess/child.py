@@ -238,7 +238,7 @@ class Child:
                     self._dispatcher.use_key(known)
                 if known.hung:
                     self._dispatcher.end_silent(known)
-        self._registry.changed()
+        self._registry.rebuild()
         for group in self._registry.models.groups:  # Before a request asks for it: others publish already.
             self._dispatcher.policies.of(group)
         self._link.send(UpdatesApplied(update.version))
@@ -272,7 +272,7 @@ class _FailureReporter:
 
     def suspect(self, worker: Worker, failure: Failure) -> None:
         if worker in self._registry:
-            if failure.refused and self._registry.failed(worker, certain=True):
+            if failure.refused and self._registry.record_check_failed(worker, certain=True):
                 logging.getLogger("baton.router").warning("Worker %s takes no requests: %s.", worker.url,
                                                           failure.detail)
             self._link.send(WorkerSuspected(worker.id, failure.reason, failure.detail, failure.refused))

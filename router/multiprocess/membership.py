@@ -32,7 +32,7 @@ class ReplicatedRegistry(Registry):
         """Takes a worker out of new decisions. Raises NotFound."""
         worker = self.get(url)
         worker.draining = True
-        self.changed()
+        self.rebuild()
         self._on_drain()
         return worker
 

@@ -194,7 +194,7 @@ class Parent:
         else:
             self.router.dispatcher.on_status(worker, 200, PASSED_ON, None)
         self._feed.repeat(worker.id)  # The child may have changed its circuit meanwhile.
-        self._registry.changed()
+        self._registry.rebuild()
 
     def _set_probing(self, worker_id: int, child: int, runs: bool) -> None:
         worker = self._registry.by_id(worker_id)
@@ -204,7 +204,7 @@ class Parent:
             del self._probing[worker_id]
         if worker is not None:
             worker.circuit.probing = worker_id in self._probing
-            self._registry.changed()
+            self._registry.rebuild()
 
     async def _reply(self, child: ChildProcess, message: AdminRequest) -> None:
         request = Request()

@@ -172,13 +172,13 @@ class SharedRegistry(Registry):
 
     # ------------------------------------------------------------------ circuits are the parent's
 
-    def request_failed(self, worker: Worker, now: float) -> bool:
+    def record_failure(self, worker: Worker, now: float) -> bool:
         if self._circuits_enabled:
             worker.circuit.troubled = True  # From now on successes matter.
             self._send(RequestFailed(worker.id))
         return False
 
-    def request_served(self, worker: Worker) -> bool:
+    def record_success(self, worker: Worker) -> bool:
         self._send(RequestServed(worker.id))
         return False
 

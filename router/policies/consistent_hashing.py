@@ -1,4 +1,4 @@
-"""sglang-router's ``consistent_hashing``: a worker by its place in the list, or the same one for a routing key."""
+"""sglang-router's ``consistent_hashing``: a worker by its index in the list, or the same one for a routing key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ConsistentHashing:
         self._ring = WorkerRing()
 
     def read(self, request: Request, found: Peek | None) -> tuple[bytes, bytes]:
-        """The target's index and the routing key, each b"" where there is none."""
+        """Returns the target's index and the routing key, each b"" where there is none."""
         target = request.header(_TARGET)
         key = request.header(ROUTING_KEY) or request.authorization
         return target, key or next((value for name in _IMPLICIT if (value := request.header(name))), b"")

@@ -46,7 +46,7 @@ def join(registry: SharedRegistry, stats: SharedStats, child: int, row: int) -> 
                           column=stats.loads(child))
     registry.add(worker)
     worker.state = "healthy"
-    registry.changed()
+    registry.rebuild()
     return worker
 
 
@@ -146,8 +146,8 @@ def test_policies_of_two_processes_remember_alike(stats):
     for registry in registries:
         registry.refresh()
     for aware, exact in both:
-        assert aware.memory.longest([1, 5], frozenset((7,))) == (frozenset((7,)), 2)
-        assert aware.memory.longest([2], frozenset((7,)))[1] == 1
+        assert aware.memory.longest_match([1, 5], frozenset((7,))) == (frozenset((7,)), 2)
+        assert aware.memory.longest_match([2], frozenset((7,)))[1] == 1
         assert exact.texts.knows([12])
 
 
@@ -254,7 +254,7 @@ def test_an_update_has_what_changed_once(stats):
     registry.add(first), registry.add(second)
     assert [update.server for update in feed.next_update().changed] == ["http://a:1", "http://b:1"]
     assert feed.next_update() is None
-    registry.passed(second)
+    registry.record_check_passed(second)
     assert [(update.id, update.state) for update in feed.next_update().changed] == [(second.id, "healthy")]
     feed.repeat(first.id)
     assert [update.id for update in feed.next_update().changed] == [first.id]
