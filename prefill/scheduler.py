@@ -75,10 +75,10 @@ class PrefillScheduler:
     @property
     def gauges(self) -> dict[str, float]:
         queued, in_flight = self.sender.writes_waiting
-        return {"kv_transfers_meeting": self.rooms.count(TransferStatus.MEETING),
-                "kv_transfers_moving": self.rooms.count(TransferStatus.SENDING),
+        return {"kv_transfers_bootstrapping": self.rooms.count(TransferStatus.MEETING),
+                "kv_transfers_in_flight": self.rooms.count(TransferStatus.SENDING),
                 "kv_transfers_draining": self.rooms.count(TransferStatus.DRAINING),
-                "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_kept": len(self._kept)}
+                "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_retained": len(self._kept)}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
@@ -108,8 +108,8 @@ class PrefillScheduler:
         self._departures.cached(batch)
         return self._pipeline.advance(batch, self._departures.of(batch))
 
-    def settle(self) -> None:
-        self._pipeline.settle()
+    def synchronize(self) -> None:
+        self._pipeline.synchronize()
 
     def close(self) -> None:
         self.sender.close()
@@ -127,7 +127,7 @@ class PrefillScheduler:
             self._kept.failed(half.room, self._now, wanted=not progress.aborted)
             self.tracker.fail(half.req, error)
         elif half.stage is TransferStatus.MEETING and progress.phase >= Phase.RESERVED:
-            half.req.mark("meeting")
+            half.req.end_span("meeting")
             self._begin(half)
         elif half.stage is TransferStatus.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[half.room]
@@ -164,7 +164,7 @@ class PrefillScheduler:
         """The prompt is computed: the first token follows its pages."""
         req = half.req
         half.stage = TransferStatus.SENDING
-        req.mark("prefill")
+        req.end_span("prefill")
         self._first_tokens[half.room] = (token_ids, result.logprobs)
         req.finish = req.finish or Finish("length")
         self._kept.add(half.room, req, result)

@@ -99,7 +99,7 @@ class Router:
                 lambda: ClientConnection(serve, max_payload=self.config.http.max_payload_size,
                                          connections=self._connections, loop=loop, rules=rules,
                                          outbox=self.dispatcher.outbox, deadlines=self._deadlines,
-                                         heard=self.dispatcher.heard),
+                                         on_data=self.dispatcher.on_data),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
             flags = ("--host", "--port") if serve == self.entry.serve else ("--prometheus-host", "--prometheus-port")
@@ -198,7 +198,7 @@ class Router:
             worker.metadata = metadata
             if api_key is not None:
                 worker.api_key = api_key
-                self.dispatcher.use_key(worker)
+                self.dispatcher.update_key(worker)
         self.registry.rebuild()
 
     def _leave(self, worker: Worker) -> None:

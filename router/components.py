@@ -75,7 +75,7 @@ class LocalParts:
         return Admission(rules, loop.time)
 
     def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
-        dispatcher.cut(worker)
+        dispatcher.fail_calls(worker)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         return answer_locally(router, request)

@@ -50,7 +50,8 @@ class EngineChannel:
         self._unsent.clear()
 
     async def receive(self) -> FromEngine:
-        return decode_from_engine(await self._inbox.recv())
+        message: FromEngine = decode_from_engine(await self._inbox.recv())
+        return message
 
     def close(self) -> None:
         """Close the sockets and remove their folder."""

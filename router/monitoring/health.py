@@ -90,7 +90,7 @@ class HealthMonitor:
                         self._note_failure(known, failure.detail, certain=True)
             if failure.reason == "misfit":
                 self._refused.add(worker)
-                self._trials.again(worker)
+                self._trials.retry(worker)
             self._wake[worker].set()
 
     def _look_often(self, worker: Worker) -> None:
@@ -138,14 +138,14 @@ class HealthMonitor:
                 await self._admit(worker, client)
             return False
         began, pool = client.loop.time(), client.pool(worker)
-        pool.note_silence()
+        pool.update_silence()
         answer = await ask(client, worker, get(self._endpoint), self._timeout)
         if answer.silent:
             late = client.loop.time() - began - self._timeout > _LATE_SECONDS
-            if not late and not pool.heard_since(began):
+            if not late and not pool.received_since(began):
                 self._note_failure(worker, answer.detail, certain=False, silent=True)
                 if worker.hung:
-                    client.end_silent(worker)
+                    client.fail_silent_calls(worker)
             return True
         stage = "" if answer.ok else _stage(answer.body)
         if stage != worker.stage:
@@ -197,7 +197,7 @@ class HealthMonitor:
             apply_server_info(worker, info)
             if worker.role == "regular":
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
-        if worker in self._wake and self._trials.learnt(worker, info, client) and worker.state == "healthy":
+        if worker in self._wake and self._trials.update(worker, info, client) and worker.state == "healthy":
             for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
                 wake.set()
         return None

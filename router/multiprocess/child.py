@@ -166,7 +166,7 @@ class Child:
         self._share(None, dispatcher.policies.common)
         self._dispatcher = dispatcher
         dispatcher.poison.slots = SharedSlots(self._stats, self._begin.child)
-        dispatcher.poison.tell = self._link.send
+        dispatcher.poison.publish = self._link.send
         for message in (self._begin.workers, *self._begin.deaths, *self._early):
             self.on_message(message)
         return dispatcher
@@ -180,7 +180,7 @@ class Child:
         return SharedAdmission(rules, loop, self._stats, self._begin.child, self._begin.signals)
 
     def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
-        dispatcher.cut(worker)
+        dispatcher.fail_calls(worker)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         if request.path in _PARENT_ANSWERS or changes_workers(request):
@@ -225,7 +225,7 @@ class Child:
             worker = self._workers.pop(worker_id)
             self._registry.remove(worker.url)
             if worker_id in update.cut:
-                self._dispatcher.cut(worker)
+                self._dispatcher.fail_calls(worker)
             self._dispatcher.close_pool(worker)
         for state in update.changed:
             known = self._workers.get(state.id)
@@ -235,9 +235,9 @@ class Child:
                 known.update(state)
                 if known.api_key != state.api_key:
                     known.api_key = state.api_key
-                    self._dispatcher.use_key(known)
+                    self._dispatcher.update_key(known)
                 if known.hung:
-                    self._dispatcher.end_silent(known)
+                    self._dispatcher.fail_silent_calls(known)
         self._registry.rebuild()
         for group in self._registry.models.groups:  # Before a request asks for it: others publish already.
             self._dispatcher.policies.of(group)

@@ -52,18 +52,18 @@ class SharedSlots:
         self._columns = [stats.suspects(other) for other in range(stats.count)]
         self._own = self._columns[child]
 
-    def free(self, worker: Worker) -> bool:
+    def is_free(self, worker: Worker) -> bool:
         row = _row_of(worker)
         return not any(column[row] for column in self._columns)
 
-    def take(self, worker: Worker) -> bool:
+    def try_acquire(self, worker: Worker) -> bool:
         with self._lock:
-            if not self.free(worker):
+            if not self.is_free(worker):
                 return False
             self._own[_row_of(worker)] = 1
             return True
 
-    def give(self, worker: Worker) -> None:
+    def release(self, worker: Worker) -> None:
         self._own[_row_of(worker)] = 0
 
 

@@ -11,7 +11,7 @@ Names: ``baton_router_requests_total{route,status}``, ``baton_router_request_dur
 ``baton_router_policy_decisions_total{role,reason}`` (reason ``cache_hit``: sent to a worker that saw the
 prefix), ``baton_router_worker_inflight_requests{worker,role}``, ``baton_router_worker_healthy{worker,role}``,
 ``baton_router_worker_circuit_state{worker,role}`` (0 closed, 1 open, 2 half-open),
-``baton_router_pairs``, ``baton_router_worker_misfits{worker,role}``,
+``baton_router_pairs``, ``baton_router_worker_incompatible_peers{worker,role}``,
 ``baton_router_circuits_opened_total{worker}``, ``baton_router_worker_failures_total{worker}``,
 ``baton_router_running_requests``,
 ``baton_router_queued_requests``,
@@ -150,8 +150,9 @@ class Metrics:
     def _pairs(self) -> Iterator[Metric]:
         yield _gauge("pairs", "Pairs of a prefill and a decode worker that take requests and fit together.",
                      self._registry.pairs().count)
-        misfits = GaugeMetricFamily("baton_router_worker_misfits", labels=("worker", "role"), documentation=(
-            "Kinds of workers of the other role that a worker does not fit with."))
+        misfits = GaugeMetricFamily(
+            "baton_router_worker_incompatible_peers", labels=("worker", "role"),
+            documentation="Kinds of workers of the other role that a worker is incompatible with.")
         for worker in self._registry:
             if worker.role != "regular":
                 misfits.add_metric((worker.url, worker.role), len(worker.misfits))

@@ -1,4 +1,4 @@
-"""Asking a worker something and waiting for the whole answer: for health checks and broadcasts."""
+"""The router's own requests to a worker, with their complete responses: for health checks and broadcasts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..net.upstream_answer import AnswerHead, Failure, Sink
 from ..net.upstream_pool import UpstreamPool
 from .registry import Registry, Worker
 
-_MOST_MODELS = 4096
-"""Names that one worker may tell: a server of adapters has some hundreds."""
+_MAX_MODELS = 4096
+"""Models that one worker may report: a server of adapters has some hundreds."""
 
 
 class WorkerClient(Protocol):
@@ -28,31 +28,31 @@ class WorkerClient(Protocol):
 
     def send(self, worker: Worker, request: Request, body: Body, sink: Sink) -> Call: ...
     def pool(self, worker: Worker) -> UpstreamPool: ...
-    def end_silent(self, worker: Worker) -> None:
-        """Fails all that a hung worker has not begun to answer."""
+    def fail_silent_calls(self, worker: Worker) -> None:
+        """Fails the calls for which a hung worker has sent no byte for as long as a health check may take."""
 
 
 class Answer(NamedTuple):
-    """``status`` is 0 when no answer came; ``detail`` says why then."""
+    """A complete response. ``status`` is 0 if none came, and ``detail`` then has the reason."""
 
     status: int
     body: bytes = b""
     detail: str = ""
     refused: bool = False
     silent: bool = False
-    """Whether the time was up."""
+    """True if the worker did not answer in time."""
 
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
 
     def json_object(self) -> dict[str, Any]:
-        """The body as a JSON object; empty when it is none."""
+        """The body as a JSON object; empty if it is none."""
         value = self.json()
         return value if isinstance(value, dict) else {}
 
     def json(self) -> Any:
-        """The body's JSON value; None when it is none, and of answers that are not ``ok``."""
+        """The body's JSON value; None if it is none, and for responses that are not ``ok``."""
         try:
             return msgspec.json.decode(self.body) if self.ok else None
         except UNREADABLE:
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 
 
 class _Collector:
-    """A sink that keeps the answer and wakes whoever waits for it."""
+    """A sink that collects the response and sets the future ``answer``."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -104,15 +104,15 @@ async def ask(client: WorkerClient, worker: Worker, request: Request, timeout: f
 
 
 async def ask_models(client: WorkerClient, worker: Worker, timeout: float) -> None:
-    """Ask a worker which models it serves, and note them; what a worker that cannot tell said before still holds."""
-    told = (await ask(client, worker, get("/v1/models"), timeout)).json_object().get("data")
-    if isinstance(told, list):
-        cards = [card for card in told if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]]
-        client.registry.learn_models(worker, cards[:_MOST_MODELS])
+    """Ask a worker for its models, and register them; without a valid response, the former ones stay."""
+    models = (await ask(client, worker, get("/v1/models"), timeout)).json_object().get("data")
+    if isinstance(models, list):
+        cards = [card for card in models if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]]
+        client.registry.learn_models(worker, cards[:_MAX_MODELS])
 
 
 def get(target: str) -> Request:
-    """A request of the router's own."""
+    """A GET request of the router's own."""
     request = Request(b"GET", target.encode())
     request.request_id = b"router"
     return request

@@ -12,8 +12,8 @@ from baton.common.kvcache.pool import KVPool
 from baton.common.scheduler.preemption.copy_rates import measure_link_bandwidth
 from baton.common.scheduler.preemption.host_kv_cache import HostKVCache
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.tinychat.tasks import held_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -75,12 +75,12 @@ def test_copies_are_exact_and_told_in_bytes_a_second():
     before = [group.clone() for group in pool.groups]
     host = HostKVCache(pool, 160 * layout.page_bytes)
     pages = np.random.default_rng(0).permutation(256)[:150]
-    slots = host.save(pages)
-    assert slots is not None and host.save(pages) is None, "there is no room for as many again"
+    slots = host.copy_out(pages)
+    assert slots is not None and host.copy_out(pages) is None, "too few slots are free for as many again"
     for group in pool.groups:
         group.zero_()  # behind the copies on the stream
-    host.restore(slots[30:], pages[30:])
-    host.wait()
+    host.copy_in(slots[30:], pages[30:])
+    host.synchronize()
     for group, old in zip(pool.groups, before):
         assert torch.equal(group[pages[30:]], old[pages[30:]]) and not group[pages[:30]].any()
     assert measure_link_bandwidth(torch.device("cuda")) > 1e9

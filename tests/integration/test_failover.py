@@ -7,10 +7,10 @@ import asyncio
 import aiohttp
 import pytest
 
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
 from baton.tests.integration.staged import ARRIVED, Stages
 from baton.tests.integration.test_faults import until
+from baton.tests.tinychat.tasks import held_out, matches
 
 REQUESTS = 24
 
@@ -40,7 +40,7 @@ async def test_another_decode_server_answers_and_prefill_computes_nothing_again(
         try:
             await asyncio.to_thread(until, lambda: stages.reached, 120)
             # What it was sent so far lies there, and prefill has done with all of it.
-            await asyncio.to_thread(until, lambda: prefill.state()["gauges"]["kv_prompts_kept"] > 3, 60)
+            await asyncio.to_thread(until, lambda: prefill.state()["gauges"]["kv_prompts_retained"] > 3, 60)
             computed = prefill.state()["counters"]
             victim.kill()
         finally:

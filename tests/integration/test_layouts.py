@@ -7,8 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
+from baton.tests.tinychat.tasks import held_out, matches
 
 slow = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def assert_all_counted(prefill, decode, num_requests):
     for state in (prefill, decode):
         usage = state["gauges"].pop("token_usage")
         assert 0 <= usage <= 1 and not any(value for name, value in state["gauges"].items()
-                                           if name != "kv_prompts_kept")
+                                           if name != "kv_prompts_retained")
 
 
 @pytest.mark.timeout(300)

@@ -282,10 +282,10 @@ def test_a_worker_has_one_suspect_in_quarantine_whichever_process_sent_it(stats)
     first, second = (SharedSlots(stats, child) for child in range(2))
     seen = [[join(registry, stats, child, row) for row in range(2)]
             for child, registry in enumerate(registry_of(stats, child) for child in range(2))]
-    assert first.take(seen[0][0])
-    assert not second.free(seen[1][0]) and not second.take(seen[1][0])
-    assert second.free(seen[1][1]) and second.take(seen[1][1]) and not first.free(seen[0][1])
-    first.give(seen[0][0])
-    assert second.take(seen[1][0])
+    assert first.try_acquire(seen[0][0])
+    assert not second.is_free(seen[1][0]) and not second.try_acquire(seen[1][0])
+    assert second.is_free(seen[1][1]) and second.try_acquire(seen[1][1]) and not first.is_free(seen[0][1])
+    first.release(seen[0][0])
+    assert second.try_acquire(seen[1][0])
     stats.clear(1)  # its process died
-    assert all(map(first.free, seen[0]))
+    assert all(map(first.is_free, seen[0]))

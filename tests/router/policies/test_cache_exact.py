@@ -443,7 +443,7 @@ async def test_a_missed_batch_is_fetched(worker, router, publishing, script):
     lost, send = ids(5, 160), cache.publisher._publisher.send_multipart
     cache.publisher._publisher.send_multipart = lambda frames: None
     cache.compute(lost)
-    await script.until(lambda: cache.publisher._recorder.events == [])
+    await script.until(lambda: cache.publisher._listener.events == [])
     cache.publisher._publisher.send_multipart = send
     cache.compute(ids(6, 160))
     await script.until(lambda: depths(made, lost) == {10})
