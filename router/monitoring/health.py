@@ -20,7 +20,7 @@ import msgspec
 
 from ...common.api.unreadable import UNREADABLE
 from ..config.workers import HealthArgs
-from ..net.upstream_answer import Failure
+from ..net.upstream_response import Failure
 from ..workers.ask import WorkerClient, ask, ask_models, get
 from ..workers.dp_ranks import count_of
 from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker

@@ -26,7 +26,7 @@ from ..config.endpoint import Endpoint
 from ..monitoring.cluster_view import ClusterView
 from ..net.http_server import Request
 from ..net.responses import Response
-from ..net.upstream_answer import Failure
+from ..net.upstream_response import Failure
 from ..process_setup import prepare
 from ..relay.dispatcher import Dispatcher
 from ..relay.poison_guard import Deaths

@@ -23,7 +23,7 @@ from ..monitoring.cluster_view import ClusterView
 from ..monitoring.health import HealthMonitor
 from ..net.http_server import Request
 from ..net.responses import Response
-from ..net.upstream_answer import Failure
+from ..net.upstream_response import Failure
 from ..obs.metrics import Metrics
 from ..relay.dispatcher import Dispatcher
 from ..relay.poison_guard import Deaths

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
 
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
 from ..workers.worker_sets import WorkerSets
@@ -81,8 +81,8 @@ def covered_bytes(blocks: int) -> int:
     return _ENDS[blocks] if beyond <= 0 else _ENDS[-1] + beyond * LEVELS[-1][1]
 
 
-def prompt_blocks(request: Request, found: Peek | None) -> list[int]:
-    """Returns the prompt's block hashes; ``read`` of this policy, which a pair's two roles share."""
+def prompt_blocks(request: Request, found: RoutingFields | None) -> list[int]:
+    """``read`` of this policy: hashed once for both workers of a pair."""
     return block_hashes(prompt_text(request, found))
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from ...common.api.kv_events import PROMPT_PAGES_HEADER, Cleared, Event, decode_pages
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
-from ..net.upstream_answer import AnswerHead
+from ..net.upstream_response import ResponseHead
 from ..workers.kv_index import KVIndex
 from ..workers.registry import Worker
 from .base import Amendment, Decision, Replication
@@ -155,7 +155,7 @@ class CacheExact:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, request: Request, found: Peek | None) -> Prompt | None:
+    def read(self, request: Request, found: RoutingFields | None) -> Prompt | None:
         """Returns the prompt; where its text is new, with the amendment that asks for its pages."""
         text = found.routing_text if found is not None else b""
         if not text:
@@ -328,7 +328,7 @@ class _PromptPagesReader:
         self._blocks = blocks
         self._size = size
 
-    def __call__(self, head: AnswerHead) -> AnswerHead:
+    def __call__(self, head: ResponseHead) -> ResponseHead:
         start = head.data[:head.size].lower().find(_LINE)
         if start < 0:
             return head
@@ -338,7 +338,7 @@ class _PromptPagesReader:
         except ValueError:
             return head
         self._texts.learn(self._blocks, self._size, pages)
-        return AnswerHead(head.facts, head.data[:start] + head.data[end:], head.size - (end - start))
+        return ResponseHead(head.facts, head.data[:start] + head.data[end:], head.size - (end - start))
 
 
 def _is_token_ids(text: bytes) -> bool:

@@ -16,7 +16,7 @@ from itertools import count
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
 from .base import Decision, Replication
@@ -134,8 +134,8 @@ class ConsistentHash:
         self._counter: Iterator[int] = count(1)
         self._loads = LoadView()
 
-    def read(self, request: Request, found: Peek | None) -> bytes:
-        """Returns the session's key, b"" where there is none."""
+    def read(self, request: Request, found: RoutingFields | None) -> bytes:
+        """The session's key, b"" where there is none."""
         if named := request.header(self._header):
             return named
         if found is None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
 from .base import ROUTING_KEY, Decision, Publish, Replication
@@ -118,7 +118,7 @@ class Manual:
         for key in words[:1]:
             self.table.assign(key, worker_id, new=bool(new))
 
-    def read(self, request: Request, found: Peek | None) -> bytes:
+    def read(self, request: Request, found: RoutingFields | None) -> bytes:
         return request.header(ROUTING_KEY)
 
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:

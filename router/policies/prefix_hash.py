@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..net.body import Peek
+from ..net.body import RoutingFields
 from ..net.request import Request
 from ..workers.registry import Worker
 from .base import Decision, prompt_text
@@ -28,8 +28,8 @@ class PrefixHash:
         self._ring = WorkerRing()
         self._loads = LoadView()
 
-    def read(self, request: Request, found: Peek | None) -> bytes:
-        """Returns the beginning of the prompt."""
+    def read(self, request: Request, found: RoutingFields | None) -> bytes:
+        """The beginning of the prompt."""
         text = prompt_text(request, found)
         if text[:1] == b"[" and text[1:9].lstrip()[:1].isdigit():
             return b",".join(text[:self._tokens * 16].split(b",", self._tokens)[:self._tokens])

@@ -538,7 +538,7 @@ async def test_a_hung_worker_is_left_by_the_requests_of_all_processes(several, w
     assert bad.posts
 
 
-async def test_poison_of_one_process_is_refused_by_all_and_those_beside_it_are_answered_in_each(
+async def test_poison_of_one_process_is_refused_by_all_and_requests_next_to_it_are_answered_in_each(
         several, worker, on_each, script):
     workers = [await worker(mortal()) for _ in range(4)]
     for mock in workers:

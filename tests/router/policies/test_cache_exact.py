@@ -27,9 +27,9 @@ from baton.common.engine.kv_event_publisher import KVEventPublisher
 from baton.common.kvcache.manager import KVCacheManager
 from baton.router.config.endpoint import Endpoint
 from baton.router.monitoring.kv_event_watch import Source, source_of
-from baton.router.net.body import peek
+from baton.router.net.body import routing_fields
 from baton.router.net.request import Request
-from baton.router.net.upstream_answer import AnswerFacts, AnswerHead
+from baton.router.net.upstream_response import ResponseFacts, ResponseHead
 from baton.router.policies.base import Decision
 from baton.router.policies.cache_aware import PrefixMemory
 from baton.router.policies.cache_exact import CacheExact
@@ -63,7 +63,7 @@ def numbered(tokens: list[int]):
 def read(policy: CacheExact, body: dict):
     request = Request()
     request.body = json.dumps(body).encode()
-    return policy.read(request, peek(request.body)), request
+    return policy.read(request, routing_fields(request.body)), request
 
 
 # ---------------------------------------------------------------------- kv_index
@@ -294,14 +294,14 @@ def test_a_lesson_is_taken_out_of_the_answer():
     plain = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-a: b\r\n\r\n{}"
     line = f"X-Baton-Prompt-Pages: {encode_pages(tokens, PAGE)}\r\n".encode()
     told = plain.replace(b"x-a", line + b"x-a")
-    head = subject.amendment.on_head(AnswerHead(AnswerFacts.read(200, plain), told, told.index(b"\r\n\r\n") + 4))
+    head = subject.amendment.on_head(ResponseHead(ResponseFacts.read(200, plain), told, told.index(b"\r\n\r\n") + 4))
     assert (head.data, head.size) == (plain, len(plain) - 2)
     assert policy.texts.knows(subject.blocks)
     assert read(policy, {"text": text})[0].amendment is None
     again = read(policy, {"text": text + "more"})[0].amendment
-    assert again.on_head(AnswerHead(AnswerFacts.read(200, plain), plain, len(plain) - 2)).data == plain
+    assert again.on_head(ResponseHead(ResponseFacts.read(200, plain), plain, len(plain) - 2)).data == plain
     broken = plain.replace(b"x-a", b"x-baton-prompt-pages: 1;x\r\nx-a")
-    assert again.on_head(AnswerHead(AnswerFacts.read(200, plain), broken, len(broken) - 2)).data == broken
+    assert again.on_head(ResponseHead(ResponseFacts.read(200, plain), broken, len(broken) - 2)).data == broken
 
 
 @pytest.mark.parametrize("body", [{"input_ids": ["a"]}, {"prompt": [1, "a"]}, {"input_ids": [2**40]}, {"prompt": 5},

@@ -30,7 +30,7 @@ def ids(seed: int, count: int) -> list[int]:
 
 
 def listed(tokens: list[int], separator: str = ", ") -> bytes:
-    """As ``Peek.routing_text`` gives it."""
+    """As ``RoutingFields.routing_text`` gives it."""
     return ("[" + separator.join(map(str, tokens))).encode()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.common.api.errors import ConfigError
 from baton.router.config.endpoint import Endpoint
 from baton.router.config.policy import PolicyArgs
-from baton.router.net.body import peek
+from baton.router.net.body import routing_fields
 from baton.router.net.request import Request
 from baton.router.policies import load_view
 from baton.router.policies.base import Decision
@@ -41,7 +41,7 @@ def request(body: dict | None = None, *headers: bytes) -> Request:
 
 def key_of(body: dict | None = None, *headers: bytes, header: str = "x-session-id") -> bytes:
     made = request(body, *headers)
-    return ConsistentHash(header).read(made, peek(made.body))
+    return ConsistentHash(header).read(made, routing_fields(made.body))
 
 
 # ---------------------------------------------------------------------- least_loaded

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.common.api.errors import ConfigError, WorkerUnavailable
 from baton.router.config.endpoint import Endpoint
 from baton.router.config.policy import PolicyArgs
-from baton.router.net.body import peek
+from baton.router.net.body import routing_fields
 from baton.router.net.request import Request
 from baton.router.policies.bucket import Bucket, _RecentBytes
 from baton.router.policies.consistent_hashing import ConsistentHashing
@@ -29,7 +29,7 @@ def workers(count: int) -> tuple[Worker, ...]:
 def asked(policy, headers: str = "", authorization: bytes = b"", **body):
     """What the policy reads of a request."""
     made = Request(headers=headers.encode(), authorization=authorization, body=json.dumps(body).encode())
-    return policy.read(made, peek(made.body))
+    return policy.read(made, routing_fields(made.body))
 
 
 def key(name: str) -> str:
