@@ -85,7 +85,7 @@ PLANS: dict[str, list[Step]] = {
         bench("paged_decode", 60, json="--out", tail=20),
         bench("skinny_matmul", 60, json="--output", tail=50), bench("windows", 60, tail=20),
         bench("fp8_gemm", 60, json="--output", tail=24), bench("fp8_serving", 90, json="--out", tail=6),
-        bench("mla_decode", 90, json="--out", tail=24),
+        bench("grouped_gemm", 90, json="--output", tail=30), bench("mla_decode", 90, json="--out", tail=24),
         bench("tune_moe", 300),
     ],
     "two": [
