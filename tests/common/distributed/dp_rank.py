@@ -55,7 +55,7 @@ def check_exchange(parallel: Parallel) -> list[bool]:
         share = (parallel.tp.rank + 1) / sum(range(1, parallel.tp.size + 1))  # of the sum, this rank's
         summed = parallel.token_exchange.apply_partial(lambda x: compute(x) * share, lambda x: (x, None), mine)  # noqa: B023
         if isinstance(summed, DeferredSum):
-            summed = summed.total()
+            summed = summed.reduce()
         found.append(torch.equal(parallel.token_exchange.apply(compute, mine), mine * 2)
                      and torch.allclose(summed, mine * 2))
     parallel.token_exchange.begin_step([0] * parallel.dp_size)
@@ -75,7 +75,7 @@ def run(case: dict, joined: Parallel) -> dict:
             joined.tp.symm_comm = ipc_sums(joined.tp, slots=200)
         connect_all(parallel, rows=200)
         assert joined.dp.symm_comm is not None
-    meeting = watch_meeting(parallel)
+    meeting = watch_low_latency(parallel)
     prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
     backend = "triton" if parallel.device.type == "cuda" else "auto"
     pieces = tuple(case.pop("pieces", ()))
@@ -85,7 +85,7 @@ def run(case: dict, joined: Parallel) -> dict:
                               two_batch_min_tokens=4)
     engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, groups=groups,
                     parts=ParallelArgs(parallel.tp.size), **case)
-    cut = watch_halves(engine)
+    cut = watch_microbatches(engine)
     replayed = watch_replays(engine, sizes)
     pieces_of = watch_pieces(engine, list(pieces))
     for i, prompt in enumerate(prompts):
@@ -105,34 +105,34 @@ def run(case: dict, joined: Parallel) -> dict:
             "connected": (all_to_all := parallel.token_exchange.all_to_all) is not None and all_to_all.connected}
 
 
-def watch_meeting(parallel: Parallel) -> list[list[int]]:
-    """Which rows of every norm that brings rows of all groups together are tokens; on a GPU, which is not asked while
-    it captures, how many there are."""
-    met: list[list[int]] = []
-    decode = parallel.token_exchange.low_latency
-    if decode is None:
-        return met
-    normed = decode.normed
+def watch_low_latency(parallel: Parallel) -> list[list[int]]:
+    """Which rows of every norm that gathers the rows of all groups are tokens; on a GPU, which is not asked while it
+    captures, how many there are."""
+    seen: list[list[int]] = []
+    exchange = parallel.token_exchange.low_latency
+    if exchange is None:
+        return seen
+    norm_gather = exchange.norm_gather
 
-    def watched(*given):
-        live = decode.live
-        met.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
-        return normed(*given)
+    def watched(*args):
+        live = exchange.live
+        seen.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
+        return norm_gather(*args)
 
-    decode.normed = watched
-    return met
+    exchange.norm_gather = watched
+    return seen
 
 
-def watch_halves(engine: Engine) -> list[list[int]]:
-    """Rows of the halves of every step that will be cut."""
+def watch_microbatches(engine: Engine) -> list[list[int]]:
+    """Rows of the micro-batches of every step that will be split."""
     seen: list[list[int]] = []
     if engine.runner._two_batch_overlap is not None:
         plan = engine.runner._two_batch_overlap.plan
 
         def watched(batch):
-            halves = plan(batch)
-            seen.append([half.end - half.begin for half in halves])
-            return halves
+            microbatches = plan(batch)
+            seen.append([one.stop - one.start for one in microbatches])
+            return microbatches
 
         engine.runner._two_batch_overlap.plan = watched
     return seen

@@ -223,7 +223,7 @@ async def test_the_loop_goes_on_meanwhile_and_the_queue_is_bounded(service, monk
 
 
 async def test_slow_ones_wait_behind_each_other_and_hold_up_nobody(service, monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_SLOW_OF_A_CLIENT", 3)
+    monkeypatch.setattr(service_module, "MAX_SLOW_PER_CLIENT", 3)
     monkeypatch.setattr(FakeTrial, "go_on", threading.Event())
     slow = [asyncio.create_task(service.prepare(regex(f"slow {i}"), tokenizer(), None, "greedy")) for i in range(6)]
     await asyncio.wait_for(service.prepare(regex("small"), tokenizer(), None, "other"), 5)
@@ -240,7 +240,7 @@ async def test_slow_ones_wait_behind_each_other_and_hold_up_nobody(service, monk
 
 
 async def test_a_client_has_a_share_of_the_queue(service, monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_WAITING_OF_A_CLIENT", 2)
+    monkeypatch.setattr(service_module, "MAX_WAITING_PER_CLIENT", 2)
     waiting = [asyncio.create_task(service.prepare(regex(text), tokenizer(), None, "one")) for text in "ab"]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="of this client"):
@@ -250,10 +250,10 @@ async def test_a_client_has_a_share_of_the_queue(service, monkeypatch):
 
 
 async def test_clients_take_turns():
-    turns, order = FairSlots(1), []
+    slots, order = FairSlots(1), []
 
     async def work(client: str) -> None:
-        async with turns.turn(client):
+        async with slots.slot(client):
             order.append(client)
             await asyncio.sleep(0)
 
@@ -261,7 +261,7 @@ async def test_clients_take_turns():
     await asyncio.sleep(0)
     tasks[1].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert order == ["a", "b", "a", "a"] and turns.num_waiting("a") == 0
+    assert order == ["a", "b", "a", "a"] and slots.num_waiting("a") == 0
     await work("c")
 
 
