@@ -132,14 +132,16 @@ def _init_pipeline(world: TPGroup, pp_size: int, partition: Sequence[int], exper
 
 def _pair(world: TPGroup, ranks: list[int], limit: timedelta) -> dist.ProcessGroup:
     if world.device_group is None:
-        return dist.new_group(ranks, backend="gloo", timeout=limit)
+        gloo: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=limit)
+        return gloo
     # It warns that sends of one group wait for each other, which is why every pair has its own.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     # A send occupies its SMs until the next stage receives it, which may be a chunk later.
     options.config.max_ctas = _PP_MAX_CTAS
-    return dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
+    nccl: dist.ProcessGroup = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
+    return nccl
 
 
 def overlap_group(world: TPGroup, ranks: list[int], limit: timedelta, ctas: int = OVERLAP_CTAS) -> TPGroup:

@@ -42,7 +42,9 @@ class ThinkingBudget:
 
 def _forced_token(params: dict[str, Any]) -> int | None:
     """Returns the token that must come next; None where any may."""
-    end, new_line, budget = params["end_token_id"], params.get("new_line_token_id"), params["thinking_budget"]
+    end: int = params["end_token_id"]
+    new_line: int | None = params.get("new_line_token_id")
+    budget: int = params["thinking_budget"]
     reasoning = params["__req__"].output_ids
     start = params.get("start_token_id")
     if start is not None:

@@ -83,7 +83,8 @@ class _Bias:
         return str(self._source.get_dtype())
 
     def read(self, start: int, stop: int, stride: slice) -> torch.Tensor:
-        return self._source[self._expert, start:stop][stride]
+        result: torch.Tensor = self._source[self._expert, start:stop][stride]
+        return result
 
 
 class _Transposed(_Bias):
@@ -91,7 +92,8 @@ class _Transposed(_Bias):
         return super().shape()[::-1]
 
     def read(self, start: int, stop: int, stride: slice) -> torch.Tensor:
-        return self._source[self._expert, :, start:stop].T[stride]
+        result: torch.Tensor = self._source[self._expert, :, start:stop].T[stride]
+        return result
 
 
 class _Mxfp4:
