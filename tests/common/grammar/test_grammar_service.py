@@ -56,11 +56,11 @@ def test_a_mistake_is_told_in_a_sentence(trial, spec, reason):
     assert reason in message and message.endswith(".") and "/project/" not in message and len(message) < 700
 
 
-@pytest.mark.parametrize("of_processors", [False, True])
-def test_what_takes_too_long_is_given_up_and_nobody_waits_for_it(trial, of_processors):
+@pytest.mark.parametrize("cpu_time", [False, True])
+def test_what_takes_too_long_is_given_up_and_nobody_waits_for_it(trial, cpu_time):
     with ThreadPoolExecutor(1) as other:
         began = time.monotonic()
-        heavy = other.submit(trial.compile, HEAVY, Budget(1.0, of_processors))
+        heavy = other.submit(trial.compile, HEAVY, Budget(1.0, cpu_time))
         assert trial.compile(GrammarSpec("regex", "x+"), BUDGET).num_bytes > 0
         assert not heavy.done() or time.monotonic() - began >= 1.0
         with pytest.raises(OverBudget):
@@ -127,7 +127,7 @@ class FakeTrial:
     def compile(self, spec, budget):
         self.checked.append(spec)
         if spec.text.startswith("slow"):
-            if budget.of_processors:
+            if budget.cpu_time:
                 raise OverBudget
             assert self.go_on.wait(10)
         time.sleep(0.02)
