@@ -10,8 +10,7 @@ import msgspec
 from .upstream_response import ResponseHead
 
 Group = str | None
-"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
-None: all workers."""
+"""A model's name, for the workers that serve it and those whose models are unknown; "": only the latter; None: all."""
 
 
 class Request(msgspec.Struct, gc=False, eq=False):
