@@ -1,4 +1,4 @@
-"""The API server's end of the channel to the engine; channel.py has the ranks' ends."""
+"""The API server's end of the channel to the engine; engine/rank_channel.py has the ranks' ends."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import msgspec
 from .upstream_response import ResponseHead
 
 Group = str | None
-"""A model's name, for the workers that serve it and those whose models are unknown; "": only the latter; None: all."""
+"""The workers that serve one model, by its name, and those whose models are unknown; "": only the latter. None: all
+workers."""
 
 
 class Request(msgspec.Struct, gc=False, eq=False):

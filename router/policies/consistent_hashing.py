@@ -1,4 +1,4 @@
-"""sglang-router's ``consistent_hashing``: a worker by its place in the list, or the same one for a routing key."""
+"""sglang-router's ``consistent_hashing``: a worker by its index in the list, or the same one for a routing key."""
 
 from __future__ import annotations
 
