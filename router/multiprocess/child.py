@@ -24,14 +24,14 @@ from ..config import RouterConfig
 from ..config.admission import AdmissionRules
 from ..config.endpoint import Endpoint
 from ..monitoring.cluster_view import ClusterView
-from ..net.http_server import Request
+from ..net.request import Group, Request
 from ..net.responses import Response
 from ..net.upstream_response import Failure
 from ..process_setup import prepare
 from ..relay.dispatcher import Dispatcher
 from ..relay.poison_guard import Deaths
 from ..workers.ask import WorkerClient
-from ..workers.models import Group, Models
+from ..workers.models import Models
 from ..workers.registry import Registry, Worker
 from .counters import dump
 from .link import Link

@@ -21,7 +21,7 @@ from ..config import RouterConfig
 from ..config.admission import AdmissionRules
 from ..monitoring.cluster_view import ClusterView
 from ..monitoring.health import HealthMonitor
-from ..net.http_server import Request
+from ..net.request import Request
 from ..net.responses import Response
 from ..net.upstream_response import Failure
 from ..obs.metrics import Metrics

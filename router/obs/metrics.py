@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -161,7 +161,7 @@ class _Families(Collector):
         return self._metrics.families()
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], counts: dict) -> Metric:
+def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, float]) -> Metric:
     family = CounterMetricFamily(f"baton_router_{name}", text, labels=labels)
     for key, count in counts.items():
         values = key if isinstance(key, tuple) else (key,)
