@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .device import is_hopper
+
 if TYPE_CHECKING:
     triton: Any
     tl: Any
@@ -80,13 +82,7 @@ without a word such a loop waits for memory in every turn."""
 def runs_gluon(device: torch.device) -> bool:
     """Whether the kernels written in Gluon run there, all of them for Hopper GPUs. Gluon is young: another Triton may
     name things otherwise, and then the kernels that do without serve (the log says so at start)."""
-    return AVAILABLE and compiles_gluon(triton.__version__) and on_hopper(device)
-
-
-@functools.cache
-def on_hopper(device: torch.device) -> bool:
-    return (device.type == "cuda" and torch.version.cuda is not None
-            and torch.cuda.get_device_capability(device) == (9, 0))
+    return AVAILABLE and compiles_gluon(triton.__version__) and is_hopper(device)
 
 
 PDL_ALLOWED = True

@@ -9,19 +9,16 @@ beyond the last piece end at once.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
+from .tuning.attention import DecodeSplits
 
-# Two programs fit a multiprocessor; four turns of them leave an eighth of a turn idle at the end, on average.
-PROGRAMS_PER_PROCESSOR = 8
-# A shorter piece's start-up and join cost more than what it takes off the others.
-SHORTEST_PIECE = 256
-_INTERPRETER_PROCESSORS = 8
+_USUAL = DecodeSplits()
+
 
 
 @dataclass(frozen=True)
@@ -88,34 +85,29 @@ def span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr, PAG
     return request, pieces, first_page, begin, end
 
 
-@functools.cache
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU; what the interpreter plans for on a CPU."""
-    if device.type != "cuda":
-        return _INTERPRETER_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def plan_decode(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int, num_kv_heads: int,
-                processors: int, longest: int, *, programs: int = PROGRAMS_PER_PROCESSOR,
-                shortest: int = SHORTEST_PIECE, turns: int = 1, window: int | None = None) -> DecodePlan:
+                num_sms: int, longest: int, *, programs_per_sm: int = _USUAL.programs_per_sm,
+                min_tokens: int = _USUAL.min_tokens, max_rounds: int = _USUAL.max_rounds,
+                window: int | None = None) -> DecodePlan:
     """The plan of a decode batch: ``kv_indptr`` [B + 1] and ``kv_last_page_len`` [B] int32, in FlashInfer's form.
 
-    About ``programs * processors`` programs over ``num_kv_heads``; pieces of ``shortest`` tokens (64 or more) at
-    least. Where pieces of that length fill them badly, for lengths are mixed, there are up to ``turns`` times as many.
+    About ``programs_per_sm * num_sms`` programs over ``num_kv_heads``; pieces of ``min_tokens`` tokens (64 or more) at
+    least. Where pieces of that length fill them badly, for lengths are mixed, there are up to ``max_rounds`` times as
+    many.
     No request is longer than ``longest``, in this batch and in the replays of a graph that captures this. With
     ``window`` the last so many tokens of each are shared out, and the others not looked at.
     """
     requests = len(kv_last_page_len)
-    wanted = max(1, programs * processors // num_kv_heads)
+    wanted = max(1, programs_per_sm * num_sms // num_kv_heads)
     longest = min(longest, window or longest)
     # A request of n and a half pieces has n + 1 at most: one for each request, and the whole over a piece's length.
-    owners = torch.empty(requests + turns * wanted, dtype=torch.int32, device=kv_indptr.device)
+    owners = torch.empty(requests + max_rounds * wanted, dtype=torch.int32, device=kv_indptr.device)
     firsts = torch.empty(requests + 1, dtype=torch.int32, device=kv_indptr.device)
     if runs_triton(kv_indptr):
-        _plan_decode_kernel[(1,)](kv_indptr, kv_last_page_len, owners, firsts, requests, wanted, TURNS=turns,
-                                  PAGE=page_size, SHORTEST=shortest,
+        _plan_decode_kernel[(1,)](kv_indptr, kv_last_page_len, owners, firsts, requests, wanted, TURNS=max_rounds,
+                                  PAGE=page_size, SHORTEST=min_tokens,
                                   BLOCK=max(16, triton.next_power_of_2(requests)), WINDOW=window or 0)
     else:
-        reference.plan_decode(kv_indptr, kv_last_page_len, owners, firsts, page_size, wanted, shortest, turns, window)
-    return DecodePlan(owners, firsts, joins=2 * longest >= 3 * shortest)
+        reference.plan_decode(kv_indptr, kv_last_page_len, owners, firsts, page_size, wanted, min_tokens, max_rounds,
+                              window)
+    return DecodePlan(owners, firsts, joins=2 * longest >= 3 * min_tokens)

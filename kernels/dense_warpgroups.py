@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._gluon import tma_load
-from .decode_plan import processors_of
-from .dense_tiles import DenseTile
+from .device import num_sms
 from .moe_warpgroup_products import store, store_gated, wait_for_step
 from .tma_tiles import tiles_of
+from .tuning.gemm import WarpSpecializedTile
 
 DEPTH = gl.constexpr(64)
 """Of a step: as wide, in bytes, as the tensor memory accelerator's swizzle."""
@@ -136,7 +136,8 @@ def _dense_warpgroups_kernel(a_desc, b_desc, out_desc, row_blocks, columns, dept
         ], [4, 4], [168, 168])
 
 
-def dense_product(x: torch.Tensor, weight: torch.Tensor, tile: DenseTile, *, gated: bool = False) -> torch.Tensor:
+def dense_product(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile, *,
+                  gated: bool = False) -> torch.Tensor:
     """``x`` [T, in] ``@ weight`` [out, in] ``.T``: ``[T, out]``; or ``silu_and_mul`` of that, [T, out / 2]. Of 16 bits,
     in rows of whole 16 bytes, of more values than ``tile.stages`` - 2 steps."""
     columns, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -144,7 +145,7 @@ def dense_product(x: torch.Tensor, weight: torch.Tensor, tile: DenseTile, *, gat
     assert steps >= tile.stages - 1
     out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
     row_blocks = -(-len(x) // tile.rows)
-    programs = min(processors_of(x.device), row_blocks * -(-columns // (128 if gated else 256)))
+    programs = min(num_sms(x.device), row_blocks * -(-columns // (128 if gated else 256)))
     _dense_warpgroups_kernel[(programs,)](
         tiles_of(x, 64, 64), tiles_of(weight, 128, 64), tiles_of(out, 64, 128), row_blocks, columns, 64 * steps,
         tile.band, GATED=gated, GROUPS=tile.rows // 64, STAGES=tile.stages, num_warps=4, maxnreg=REGISTERS)

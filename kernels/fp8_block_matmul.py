@@ -12,9 +12,10 @@ import torch
 from torch.nn import functional
 
 from . import reference
-from ._triton import on_hopper, runs_triton
+from ._triton import runs_triton
+from .device import is_hopper
 from .fp8_matmul import GROUP, fp8_matmul
-from .fp8_tiles import MOST_ROWS
+from .tuning.policy import policy_of
 
 _ROWS_MULTIPLE = 4  # of what the library takes
 
@@ -30,7 +31,8 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
     if not runs_triton(x):
         return reference.block_matmul(x, x_scale, weight, weight_scale, block, dtype)
     assert block[1] == GROUP
-    if len(x) > MOST_ROWS and block[0] == GROUP and dtype == torch.bfloat16 and _library_takes(weight, weight_scale):
+    max_rows = policy_of(x.device).float8.numbers.max_rows
+    if len(x) > max_rows and block[0] == GROUP and dtype == torch.bfloat16 and _library_takes(weight, weight_scale):
         return _by_library(x, x_scale, weight, weight_scale)
     return fp8_matmul(x, x_scale, weight, weight_scale, "block", dtype, tall=block[0])
 
@@ -42,7 +44,7 @@ def _library_takes(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
 
 @cache
 def _has_library(device: torch.device) -> bool:
-    if not on_hopper(device) or not hasattr(functional, "scaled_mm"):
+    if not is_hopper(device) or not hasattr(functional, "scaled_mm"):
         return False
     assert torch.version.cuda is not None
     return tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
@@ -80,7 +82,7 @@ def compile_tiles(out: int, width: int, block_out: int, dtype: torch.dtype, devi
     weight = torch.zeros((out, width), dtype=torch.float8_e4m3fn, device=device)
     groups = -(-width // GROUP)
     scale = torch.zeros((-(-out // block_out), groups), dtype=torch.float32, device=device)
-    for rows in (1, 65, MOST_ROWS + 1):
+    for rows in (1, 65, policy_of(device).float8.numbers.max_rows + 1):
         x = torch.zeros((rows, width), dtype=weight.dtype, device=device)
         x_scale = torch.zeros((rows, groups), dtype=torch.float32, device=device)
         block_matmul(x, x_scale, weight, scale, (block_out, GROUP), dtype)

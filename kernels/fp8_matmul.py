@@ -11,8 +11,9 @@ import torch
 
 from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .forms import By
-from .fp8_tiles import Fp8Tile, tile_for
 from .last_piece import counts_of, last_piece
+from .tuning.float8 import Fp8Tile
+from .tuning.policy import policy_of
 
 GROUP = 128
 _BAND = 16
@@ -92,7 +93,7 @@ def fp8_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, wei
     if not rows:
         return y
     if tile is None:
-        tile = tile_for(by, rows, out, width)
+        tile = policy_of(x.device).float8.tile(by, rows, out, width)
     by_block = by == "block"
     assert tile.depth == GROUP or not by_block
     if by_block:
@@ -100,11 +101,11 @@ def fp8_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, wei
     else:
         x_row, x_group, w_step = int(x_scale.numel() > 1), 0, int(weight_scale.numel() > 1)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(out, tile.columns)
-    parts = torch.empty((tile.pieces, rows, out), dtype=torch.float32, device=x.device) if tile.pieces > 1 else y
-    _fp8_matmul_kernel[(tiles, tile.pieces)](
+    parts = torch.empty((tile.splits, rows, out), dtype=torch.float32, device=x.device) if tile.splits > 1 else y
+    _fp8_matmul_kernel[(tiles, tile.splits)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]), x_scale, weight_scale, y, parts,
-        counts_of(x.device), rows, out, triton.cdiv(width, tile.depth), tile.pieces, x_row, x_group, w_step,
+        counts_of(x.device), rows, out, triton.cdiv(width, tile.depth), tile.splits, x_row, x_group, w_step,
         BY_BLOCK=by_block, ONE_SCALE=by_block and tall % tile.columns == 0, ROWS=tile.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, BAND=_BAND, JOINS=tile.pieces > 1, num_warps=tile.warps, num_stages=tile.stages, **pdl(x))
+        DEPTH=tile.depth, BAND=_BAND, JOINS=tile.splits > 1, num_warps=tile.warps, num_stages=tile.stages, **pdl(x))
     return y

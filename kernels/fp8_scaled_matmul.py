@@ -10,9 +10,8 @@ import torch
 from . import reference
 from ._triton import runs_triton
 from .fp8_matmul import fp8_matmul
-from .fp8_tiles import MOST_ROWS
 from .skinny_matmul import skinny_matmul
-from .skinny_tiles import most_rows
+from .tuning.policy import policy_of
 
 
 def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
@@ -27,9 +26,10 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
     rows, out = x.shape[0], weight.shape[0]
     if not rows:
         return torch.empty((0, out), dtype=dtype, device=x.device)
-    if rows <= most_rows(weight):
+    policy = policy_of(x.device)
+    if rows <= policy.gemm.small_m_max_rows(*weight.shape, weight.itemsize):
         return skinny_matmul(x, weight, x_scale=x_scale, scale=weight_scale, dtype=dtype)
-    if rows <= MOST_ROWS and runs_triton(x):
+    if rows <= policy.float8.numbers.max_rows and runs_triton(x):
         return fp8_matmul(x, x_scale, weight, weight_scale, "row", dtype)
     if x_scale.numel() != 1 or weight_scale.numel() != 1:
         x_scale = x_scale.flatten()[:, None].expand(rows, 1).contiguous()

@@ -14,15 +14,8 @@ from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
 from .join_pieces import join_pieces
 from .mla_decode_narrow import _mla_decode_narrow_kernel
-from .paged_decode import Tile
-
-_MOST_HEADS = 64
-# Two programs of 16 heads fit a multiprocessor of an H100 or H200; of their 3 tiles one is computed.
-_NARROW = Tile(tokens=32, warps=4, stages=3)
-# Each latent is found by an index that is loaded before it: only from 5 stages on the compiler (Triton 3.6) has a
-# second tile on its way while one is computed.
-_WIDE = Tile(tokens=32, warps=8, stages=5)
-_FLOAT32 = Tile(tokens=16, warps=4, stages=2)
+from .tuning.attention import DecodeTile
+from .tuning.policy import policy_of
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -79,31 +72,9 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
         tl.store(part_ptr + row[:, None] * RANK + dim[None, :], result, kept)
 
 
-def head_block(num_heads: int, itemsize: int) -> int:
-    """Heads that one program takes: 64 of them read each latent once for all; in float32 only 16 fit."""
-    return max(16, min(_MOST_HEADS if itemsize <= 2 else 16, triton.next_power_of_2(num_heads)))
-
-
-def tile_of(block_heads: int, itemsize: int) -> Tile:
-    if itemsize > 2:
-        return _FLOAT32
-    return _NARROW if block_heads <= 16 else _WIDE
-
-
-def is_narrow(num_heads: int, itemsize: int) -> bool:
-    """Whether mla_decode_narrow.py's kernel runs: what it does for few heads needs 16-bit tensor cores."""
-    return num_heads <= 16 and itemsize <= 2
-
-
-def pieces_of(num_heads: int, itemsize: int) -> dict[str, int]:
-    """What ``plan_decode`` is to be told for this kernel: as many pieces as programs that run at once, and short ones
-    where requests are few."""
-    return {"programs": 2, "shortest": 64} if is_narrow(num_heads, itemsize) else {}
-
-
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,
                kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float,
-               plan: DecodePlan, tile: Tile | None = None, page_scale: float = 1.0) -> torch.Tensor:
+               plan: DecodePlan, tile: DecodeTile | None = None, page_scale: float = 1.0) -> torch.Tensor:
     """``softmax((q l^T + q_rope k^T) * scale) l`` of each request over all its latents l and shared keys k, as
     ``[B, H, L]``.
 
@@ -125,9 +96,11 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
         most = len(plan.owners)
         parts = torch.empty((most, num_heads, rank), dtype=torch.float32, device=q.device)
         lses = torch.empty((most, num_heads), dtype=torch.float32, device=q.device)
-    block_heads = head_block(num_heads, q.element_size())
-    tile = tile or tile_of(block_heads, q.element_size())
-    kernel = _mla_decode_narrow_kernel if is_narrow(num_heads, q.element_size()) else _mla_decode_kernel
+    policy = policy_of(q.device).attention
+    block_heads = policy.mla_head_block(num_heads, q.element_size())
+    tile = tile or policy.mla_decode(num_heads, q.element_size())
+    narrow = policy.mla_is_narrow(num_heads, q.element_size())
+    kernel = _mla_decode_narrow_kernel if narrow else _mla_decode_kernel
     kernel[(most, triton.cdiv(num_heads, block_heads))](
         q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts, requests,
         scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1), q_rope.stride(0),

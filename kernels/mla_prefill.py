@@ -14,6 +14,7 @@ import torch
 from . import reference
 from ._triton import runs_triton, tl, triton
 from .forms import Segment
+from .tuning.policy import policy_of
 
 BLOCK_ROWS = 128
 
@@ -156,10 +157,10 @@ def mla_prefill(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, segment
     heads, width = kv.shape[1:]
     rope, v = k_rope.shape[1], out.shape[2]
     nope = width - v
-    narrow = q.element_size() <= 2
+    tile = policy_of(q.device).attention.mla_prefill(q.element_size())
     _mla_prefill_kernel[(segment.block_request.shape[0], heads)](
         q, kv, k_rope, out, out if lse is None else lse, segment.table, segment.block_request, segment.block_row,
         qo_indptr, scale * 1.4426950408889634, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), k_rope.stride(0),
         heads, MERGES=lse is not None, NOPE=nope, ROPE=rope, V=v, BLOCK_NOPE=max(16, triton.next_power_of_2(nope)),
         BLOCK_ROPE=max(16, triton.next_power_of_2(rope)), BLOCK_V=max(16, triton.next_power_of_2(v)),
-        BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=64 if narrow else 16, num_warps=8, num_stages=2)
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages)

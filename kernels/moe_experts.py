@@ -12,7 +12,8 @@ from .moe_align import Alignment, moe_align
 from .moe_gemm import SCALE_GROUP, moe_gemm
 from .moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
 from .moe_sum import moe_sum
-from .moe_tiles import Tiles, device_name, tiles_for
+from .tuning.moe import Tiles
+from .tuning.policy import policy_of
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 Quantized = tuple[torch.Tensor, torch.Tensor | None]
@@ -47,7 +48,7 @@ def moe_products(x: torch.Tensor | Float8Rows, gate_up: torch.Tensor, down: torc
     rows, dtype = (x.values, x.dtype) if isinstance(x, Float8Rows) else (x, x.dtype)
     hidden, num_places, choices, size = rows.shape[1], gate_up.shape[0], places.shape[1], down.shape[2]
     tiles = tiles or _tiles_of(rows, gate_up, down, choices, scales)
-    aligned = moe_align(places, num_places, tiles.gate_up.block, tiles.gate_up.tall)
+    aligned = moe_align(places, num_places, tiles.gate_up.block, tiles.gate_up.max_blocks)
     by_block = scales is not None and scales.by == "block"
     assert by_block or not isinstance(x, Float8Rows)
     in_order = not (tiles.sorted and fits(tiles.gate_up, hidden, size, by_block)
@@ -78,7 +79,7 @@ def _sorted_products(x: Quantized, dtype: torch.dtype, gate_up: torch.Tensor, do
     up_scale, down_scale = (None, None) if scales is None else (scales.gate_up, scales.down)
     given, given_scale = x
     total = len(given) * choices
-    if given_scale is not None and tiles.gate_up.by_warpgroups:
+    if given_scale is not None and tiles.gate_up.is_warp_specialized:
         given, given_scale = moe_up_in_float8(given, gate_up, aligned, choices, total, tiles.gate_up, dtype,
                                               given_scale, up_scale, biases[0], limit)
     else:
@@ -95,7 +96,7 @@ def _tiles_of(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, choice
     hidden, size, dtype = x.shape[1], down.shape[2], gate_up.dtype
     warpgroups = (scales is None or scales.by == "block") and takes_warpgroups(x.device, hidden, size, dtype) and (
         x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0)
-    return tiles_for(len(x), len(gate_up), hidden, size, choices, dtype, device_name(x.device), warpgroups)
+    return policy_of(x.device).moe.tiles(len(x), len(gate_up), hidden, size, choices, dtype, warpgroups)
 
 
 def _quantized(rows: torch.Tensor | Float8Rows, scales: Scales | None) -> Quantized:

@@ -11,7 +11,7 @@ import torch
 from ._triton import pdl, start_next, tl, triton, wait_for_last
 from .gate import gate_times
 from .moe_align import Alignment
-from .moe_tiles import Tile
+from .tuning.moe import Tile
 
 SCALE_GROUP = 128
 

@@ -13,7 +13,7 @@ from ._triton import pdl, runs_gluon, start_next, tl, triton, wait_for_last
 from .gate import gate_times
 from .moe_align import Alignment
 from .moe_gemm import SCALE_GROUP
-from .moe_tiles import Tile
+from .tuning.moe import Tile
 
 HALVED = 128
 """Rows of the blocks that may be computed by halves: a tensor core product of Hopper has 64 at least."""
@@ -169,7 +169,7 @@ def _how_scaled(b_scale: torch.Tensor | None) -> tuple[str, int, int]:
 
 def fits(tile: Tile, depth: int, columns: int, by_block: bool) -> bool:
     """Whether a product of this depth can be cut into such tiles: in whole steps, and rows of whole 16 bytes."""
-    most_columns = 2 * SCALE_GROUP if tile.by_warpgroups else SCALE_GROUP
+    most_columns = 2 * SCALE_GROUP if tile.is_warp_specialized else SCALE_GROUP
     return depth % tile.depth == 0 and columns % 16 == 0 and (
         not by_block or (tile.depth == SCALE_GROUP and tile.columns <= most_columns))
 
@@ -203,7 +203,7 @@ def moe_up(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choices: int, t
     how, scale_columns, scale_depth = _how_scaled(b_scale)
     assert a.stride(-1) == 1 and b.is_contiguous() and aligned.block == tile.block
     assert fits(tile, depth, columns, how == "block")
-    if tile.by_warpgroups:
+    if tile.is_warp_specialized:
         return _by_warpgroups(a, b, aligned, choices, total, tile, dtype, True, a_scale, b_scale, bias, limit)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)
@@ -238,7 +238,7 @@ def moe_down(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, total: int, t
     how, scale_columns, scale_depth = _how_scaled(b_scale)
     assert a.is_contiguous() and b.is_contiguous() and aligned.block == tile.block
     assert fits(tile, depth, columns, how == "block")
-    if tile.by_warpgroups:
+    if tile.is_warp_specialized:
         return _by_warpgroups(a, b, aligned, 1, total, tile, dtype, False, a_scale, b_scale, bias)
     out = torch.empty((len(aligned.rows), columns), dtype=dtype, device=a.device)
     num_blocks = len(aligned.place)

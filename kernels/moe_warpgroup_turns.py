@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ._gluon import async_load
-from .decode_plan import processors_of
+from .device import num_sms
 
 STEP_BYTES = gl.constexpr(128)
 """Depth of a step: as wide as the tensor memory accelerator's swizzle."""
@@ -99,4 +99,4 @@ def gather(given, token, start, to, DEPTH: gl.constexpr):
 
 def programs_for(device: torch.device, tiles: int) -> int:
     """They stay on their multiprocessors."""
-    return min(processors_of(device), tiles)
+    return min(num_sms(device), tiles)

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from ._gluon import tma_load
 from ._triton import pdl, start_next, wait_for_last
 from .moe_align import Alignment
-from .moe_tiles import Tile
 from .moe_warpgroup_products import (
     gated_or_float8,
     product,
@@ -45,6 +44,7 @@ from .moe_warpgroup_turns import (
     turning_of,
 )
 from .tma_tiles import tiles_of
+from .tuning.moe import Tile
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 

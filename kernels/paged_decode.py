@@ -12,40 +12,16 @@ Float8 keys are multiplied in float16, which holds each of them; queries, and we
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from . import reference
-from ._triton import LOADS_PASS_STORES, pdl, runs_gluon, runs_triton, start_next, tl, triton, wait_for_last
+from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .decode_plan import DecodePlan, span_of
 from .float8_words import load_quarters, merge_quarters, reads_words
 from .fresh_rows import FreshRows, angles_of, turned
 from .join_pieces import join_pieces
-
-
-class Tile(NamedTuple):
-    """Tokens that one turn of the loop takes, and how the compiler is to run it. ``ahead``: tiles that are asked for
-    while the kernel ahead is at work. ``late``: where it takes in fresh rows, it begins its loop before that kernel has
-    ended, at the cost of registers."""
-
-    tokens: int = 64
-    warps: int = 4
-    stages: int = 2
-    ahead: int = 1
-    late: bool = False
-
-
-TILE = Tile()
-"""Four programs of it fit a multiprocessor."""
-_FEW = Tile(tokens=64, warps=4, stages=3, ahead=2, late=LOADS_PASS_STORES)
-_FEW_HEADS = 264
-"""KV heads of all requests that give an H200's multiprocessors two programs each at most: longer pieces, of which more
-is under way, then take less than four programs to a multiprocessor."""
-_FLOAT8 = Tile(tokens=64, warps=4, stages=3)
-# Of these the registers, or the shared memory of more than one program, hold no larger one.
-_WIDE = Tile(tokens=32, warps=4, stages=3)
-_FLOAT32 = Tile(tokens=32, warps=4, stages=2)
+from .tuning.attention import DecodeTile
+from .tuning.policy import policy_of
 
 
 # Without ``do_not_specialize`` a batch of the first size that is a multiple of 16 would compile anew: a second's pause
@@ -202,53 +178,26 @@ def _fetch_lines(pointers):
                               dtype=tl.int32, is_pure=False, pack=1)
 
 
-def tile_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> Tile:
-    """The tile for queries of ``dim`` values of ``itemsize`` bytes, pages of ``cache_itemsize``, and ``heads`` KV heads
-    of all requests together."""
-    if itemsize > 2:
-        return _FLOAT32
-    if dim > 128:
-        return _WIDE
-    if cache_itemsize == 1:
-        return _FLOAT8
-    return _FEW if heads <= _FEW_HEADS else TILE
-
-
-def takes_rows_in(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> bool:
-    """Whether ``fresh`` rows are quicker than ``rope_and_store`` before attention, of the same: where the loop's
-    registers leave room for it. At 64 requests of 8 heads it gains nothing."""
-    return cache_itemsize == itemsize and tile_of(dim, itemsize, cache_itemsize, heads).late
-
-
-def pieces_of(dim: int, itemsize: int, cache_itemsize: int, heads: int) -> dict[str, int]:
-    """What ``plan_decode`` is to be told for the tile of the same: as many pieces as programs that run at once, and
-    twice that for mixed lengths."""
-    if dim > 128 or itemsize > 2:
-        return {}
-    few = cache_itemsize > 1 and heads <= _FEW_HEADS
-    return {"programs": 2 if few else 4, "shortest": 128, "turns": 2}
-
-
 def takes_warpgroups(q: torch.Tensor, k_pages: torch.Tensor) -> bool:
     """Whether decode_warpgroups.py's kernel takes ``paged_decode``'s arguments of the same names, and is quicker where
     there are no windows, sinks or fresh rows."""
     heads, page_size, dim = k_pages.shape[1:]
     return (q.is_cuda and q.element_size() == 2 and q.dtype == k_pages.dtype and dim == 128 and k_pages.stride(2) == dim
-            and page_size in (16, 32, 64, 128) and q.shape[1] <= 16 * heads and len(q) * heads > _FEW_HEADS
-            and runs_gluon(q.device))
+            and page_size in (16, 32, 64, 128) and q.shape[1] <= 16 * heads
+            and policy_of(q.device).attention.decode_warp_specialized(len(q) * heads))
 
 
 def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_indptr: torch.Tensor,
                  kv_indices: torch.Tensor, kv_last_page_len: torch.Tensor, scale: float, plan: DecodePlan,
-                 tile: Tile | None = None, v_scale: float = 1.0, settled: bool = False, window: int | None = None,
+                 tile: DecodeTile | None = None, v_scale: float = 1.0, settled: bool = False, window: int | None = None,
                  sinks: torch.Tensor | None = None, fresh: FreshRows | None = None) -> torch.Tensor:
     """``softmax(q k^T * scale) v * v_scale`` of each request over all its tokens: ``[B, Hq, D]``.
 
     ``q`` [B, Hq, D], contiguous in D; ``k_pages`` and ``v_pages`` one layer of the pool with equal strides
     [pages, Hkv, page_size, D]; the page table in FlashInfer's form (int32). Query heads
     ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than ``q``. ``plan`` is of
-    the same page table, and its pieces are no shorter than ``tile.tokens``: as ``pieces_of``
-    has them where ``tile`` is left to us. ``settled``: plan, page table and the pages' tokens but the last of each
+    the same page table, and its pieces are no shorter than ``tile.tokens``: those of the policy's ``decode_splits``
+    where ``tile`` is left to us. ``settled``: plan, page table and the pages' tokens but the last of each
     request were written before the last launch without PDL (kernels/_triton.py), so that they may be read while the
     kernel ahead is still at work; without it, this is such a launch. ``fresh``: of each request's last token, which is
     not in its page yet; it is stored there, and ``q`` is turned as it is. Pages are then of the type of ``q``.
@@ -275,7 +224,8 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
         launch_warpgroups(q, k_pages, v_pages, kv_indptr, kv_indices, kv_last_page_len, scale, plan, v_scale, settled,
                           outs)
     else:
-        tile = tile or tile_of(dim, q.element_size(), k_pages.element_size(), requests * k_pages.shape[1])
+        tile = tile or policy_of(q.device).attention.decode(dim, q.element_size(), k_pages.element_size(),
+                                                            requests * k_pages.shape[1])
         _launch(q, k_pages, v_pages, (kv_indptr, kv_indices, kv_last_page_len), scale, plan, tile, v_scale, settled,
                 window, sinks, fresh, outs)
     if plan.joins:
@@ -284,7 +234,7 @@ def paged_decode(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, 
 
 
 def _launch(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-            table: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scale: float, plan: DecodePlan, tile: Tile,
+            table: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scale: float, plan: DecodePlan, tile: DecodeTile,
             v_scale: float, settled: bool, window: int | None, sinks: torch.Tensor | None, fresh: FreshRows | None,
             outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     requests, num_q_heads, dim = q.shape
@@ -296,9 +246,9 @@ def _launch(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
         q, k_pages, v_pages, sinks, *outs, *table, plan.owners, plan.firsts, requests, scale * 1.4426950408889634,
         v_scale, q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), num_q_heads, k, v,
         k.stride(0), k.stride(1), cos_sin, positions, norms.q_weight if norms else q, norms.k_weight if norms else q,
-        norms.eps if norms else 0.0, FRESH=fresh is not None, LATE=fresh is not None and tile.late and settled,
+        norms.eps if norms else 0.0, FRESH=fresh is not None, LATE=fresh is not None and tile.waits_late and settled,
         NORM=norms is not None, PAGE=page_size, GROUP=group, BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
-        DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)), BLOCK_TOKENS=tile.tokens, AHEAD=tile.ahead,
+        DIM=dim, BLOCK_DIM=max(16, triton.next_power_of_2(dim)), BLOCK_TOKENS=tile.tokens, AHEAD=tile.prefetched,
         EARLY=early["PDL"], WINDOW=window or 0, SINKS=sinks is not None,
         HALF=q.element_size() == 2 and k_pages.element_size() == 1, WORDS=reads_words(q, k_pages),
         num_warps=tile.warps, num_stages=tile.stages, **early)

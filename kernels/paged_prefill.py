@@ -13,9 +13,9 @@ import torch
 
 from . import reference
 from ._triton import runs_triton, tl, triton
+from .tuning.policy import policy_of
 
 BLOCK_ROWS = 128
-_WIDEST_ROW_BYTES = 256
 
 
 @triton.jit
@@ -146,14 +146,11 @@ def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     num_kv_heads, page_size = k_pages.shape[1:3]
     out = torch.empty((tokens, num_q_heads, dim), dtype=q.dtype, device=q.device)
     block_dim = max(16, triton.next_power_of_2(dim))
-    # With 64 tokens of wider rows (heads of 256) registers would spill.
-    block_tokens = 64 if block_dim * q.element_size() <= _WIDEST_ROW_BYTES else 32
-    if q.element_size() > 2:
-        block_tokens //= 2  # float32 has no tensor cores: the product's operands spill seven times as many registers
+    tile = policy_of(q.device).attention.prefill(block_dim * q.element_size(), q.element_size())
     _paged_prefill_kernel[(blocks.request.shape[0], num_kv_heads)](
         q, k_pages, v_pages, sinks, out, blocks.request, blocks.row, qo_indptr, kv_indptr, kv_indices,
         kv_last_page_len, scale * 1.4426950408889634, v_scale, q.stride(0), q.stride(1), out.stride(0),
         k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), PAGE=page_size, GROUP=num_q_heads // num_kv_heads,
-        DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=block_tokens,
-        WINDOW=window or 0, SINKS=sinks is not None, num_warps=8, num_stages=2)
+        DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=BLOCK_ROWS, BLOCK_TOKENS=tile.tokens,
+        WINDOW=window or 0, SINKS=sinks is not None, num_warps=tile.warps, num_stages=tile.stages)
     return out

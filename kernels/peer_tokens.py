@@ -14,7 +14,7 @@ sent the dispatch between. So one place for each is enough.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,23 +22,8 @@ from ._triton import tl, triton
 from .peer_areas import GROUP, PeerAreas
 from .peer_sum import FOREVER
 from .reference import FP8_LARGEST, FP8_LEAST
-
-
-class Launch(NamedTuple):
-    """Programs at most, which take tiles of so many values in turn."""
-
-    programs: int
-    tile: int
-    num_warps: int
-
-
-DISPATCH = Launch(132, 16384, 16)
-"""8,192 rows of 2,048 values take 102 us between two H200s, whose link takes 88 us for them; 64 programs take 105 us,
-and of half the tile 116 us."""
-FLOAT8_DISPATCH = Launch(528, 4096, 8)
-"""60 us; 132 of 16 warps 64 us. It computes more for a byte."""
-COMBINE = Launch(1056, 2048, 4)
-"""110 us, of which reading four choices of each row takes 64; with half of the programs 151 us."""
+from .tuning.all_to_all import CopyLaunch
+from .tuning.policy import policy_of
 
 
 @triton.jit
@@ -178,7 +163,7 @@ def _peer_parts_kernel(parts_ptr, more_ptr, numbers_ptr, residual_ptr, weight_pt
 
 
 def peer_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, most: int, places: int,
-                  peers: PeerAreas, *, patience: int = FOREVER, launch: Launch | None = None) -> None:
+                  peers: PeerAreas, *, patience: int = FOREVER, launch: CopyLaunch | None = None) -> None:
     """Bring rows ``x`` [n, width] to the ranks of their experts, with ``weights`` [n, K] float32; the ranks have
     ``peers.choices`` and ``peers.tokens`` when it is done.
 
@@ -189,9 +174,10 @@ def peer_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor,
     assert x.is_contiguous() and numbers.is_contiguous() and weights.is_contiguous()
     assert len(x) <= most <= areas.rows and x.shape[1] == areas.width and numbers.shape[1] == areas.choices
     assert numbers.dtype == torch.int64 and weights.dtype == torch.float32 and x.dtype == peers.dtype
-    launch = launch or (FLOAT8_DISPATCH if areas.float8 else DISPATCH)
+    policy = policy_of(x.device).all_to_all
+    launch = launch or (policy.float8_dispatch if areas.float8 else policy.dispatch)
     block = min(2048, triton.next_power_of_2(areas.width))
-    rows = max(1, launch.tile // block)
+    rows = max(1, launch.tile_values // block)
     _peer_dispatch_kernel[(max(1, min(launch.programs, -(-most // rows))),)](
         x, numbers, weights, peers.bases, len(x), most, areas.width, places, areas.places, areas.weights, areas.scales,
         areas.tokens, FP8_LARGEST, FP8_LEAST, patience, RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices,
@@ -205,13 +191,14 @@ def _word(dtype: torch.dtype) -> Any:
 
 
 def peer_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, places: int, peers: PeerAreas, *,
-                 patience: int = FOREVER, launch: Launch = COMBINE) -> None:
+                 patience: int = FOREVER, launch: CopyLaunch | None = None) -> None:
     """Bring this rank's part of every token that has come, ``moe_sum``'s of ``made`` and ``positions``, to where the
     token is from; ``peer_parts`` then has them all."""
     areas = peers.areas
     ids, weights = peers.choices(most)
     assert made.is_contiguous() and made.dtype == peers.dtype and made.shape[1] == areas.width
-    block = min(launch.tile, triton.next_power_of_2(areas.width))
+    launch = launch or policy_of(made.device).all_to_all.combine
+    block = min(launch.tile_values, triton.next_power_of_2(areas.width))
     _peer_combine_kernel[(max(1, min(launch.programs, areas.ranks * most)),)](
         made, ids, weights, positions, peers.bases, most, areas.rows, areas.width, places, areas.parts, patience,
         RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices, BLOCK=block,

@@ -10,8 +10,8 @@ import torch
 
 from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from .tuning.policy import policy_of
 
-_MOST_ROWS = 256
 _ELEMENTS = 16384  # of a program's part of the matrix: 32 KiB
 
 
@@ -40,7 +40,8 @@ def per_head_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     rows, heads, depth = x.shape
     columns = w.shape[2]
     block_depth = max(16, triton.next_power_of_2(depth)) if runs_triton(x) else 0
-    if not runs_triton(x) or rows > _MOST_ROWS or x.element_size() != 2 or block_depth > 1024:
+    max_rows = policy_of(x.device).attention.numbers.per_head_max_rows
+    if not runs_triton(x) or rows > max_rows or x.element_size() != 2 or block_depth > 1024:
         return reference.per_head_matmul(x, w)
     y = torch.empty((rows, heads, columns), dtype=x.dtype, device=x.device)
     block_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64

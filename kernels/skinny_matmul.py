@@ -15,8 +15,8 @@ from . import reference
 from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from .last_piece import counts_of, last_piece
 from .silu_and_mul import silu_times
-from .skinny_tiles import SkinnyTile, tile_for
-from .streamed_tiles import StreamedTile, streamed_tile, streams
+from .tuning.gemm import PersistentTile, SmallMTile
+from .tuning.policy import policy_of
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _skinny_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
 
 def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
                   x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
-                  dtype: torch.dtype | None = None, tile: SkinnyTile | StreamedTile | None = None,
+                  dtype: torch.dtype | None = None, tile: SmallMTile | PersistentTile | None = None,
                   gated: bool = False) -> torch.Tensor:
     """``x @ weight.T + bias``: ``[T, out]`` in ``dtype`` (that of ``x`` without it), summed in float32; or
     ``silu_and_mul`` of that, ``[T, out / 2]``, where it is ``gated``.
@@ -152,18 +152,19 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     y = torch.empty((rows, out // 2 if gated else out), dtype=dtype or x.dtype, device=x.device)
     if not rows:
         return y
-    if tile is None and scale is None and x.is_contiguous() and streams(weight):
-        tile = streamed_tile(rows, out, width)
+    policy = policy_of(x.device).gemm
+    if tile is None and scale is None and x.is_contiguous() and policy.is_persistent(out, width, weight.itemsize):
+        tile = policy.persistent(rows, out, width)
     if tile is None:
-        tile = tile_for(rows, out, width, weight.dtype)
+        tile = policy.small_m(rows, out, width, weight.dtype)
     assert x.stride(1) == 1 and x.dtype == weight.dtype
-    if isinstance(tile, StreamedTile):
+    if isinstance(tile, PersistentTile):
         from .streamed_matmul import streamed_matmul  # not there without Triton
 
         return streamed_matmul(x, weight, bias, tile, gated)
     columns = triton.cdiv(out, tile.columns)
     split = max(1, 32 * tile.warps // tile.columns)
-    bytes_each = tile.ahead // tile.columns // split
+    bytes_each = tile.prefetch_bytes // tile.columns // split
     if weight.itemsize * width % 16 or bytes_each > weight.itemsize * width:
         bytes_each = 0  # a fetch begins at a multiple of 16 bytes, and keeps within its row
     assert bytes_each % 16 == 0
@@ -173,13 +174,13 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         "SPLIT": split, "SPAN": bytes_each // weight.itemsize, "num_warps": tile.warps, "num_stages": tile.stages,
         **pdl(x)}
     biases = y if bias is None else bias
-    if rows == 1 and scale is None and tile.pieces == 1 and tile.columns <= 16:
+    if rows == 1 and scale is None and tile.splits == 1 and tile.columns <= 16:
         _one_row_matmul_kernel[(columns,)](x, weight, biases, y, out, width, int(bias is not None), **options)
         return y
-    parts = torch.empty((tile.pieces, rows, out), dtype=torch.float32, device=x.device) if tile.pieces > 1 else y
-    _skinny_matmul_kernel[(columns, tile.pieces)](
+    parts = torch.empty((tile.splits, rows, out), dtype=torch.float32, device=x.device) if tile.splits > 1 else y
+    _skinny_matmul_kernel[(columns, tile.splits)](
         x, x if x_scale is None else x_scale, weight, weight if scale is None else scale, biases, y, parts,
         counts_of(x.device), rows, out, width, x.stride(0), int(x_scale is not None and x_scale.numel() > 1),
-        int(scale is not None and scale.numel() > 1), tile.pieces, int(bias is not None),
-        SCALED=scale is not None, ROWS=max(16, triton.next_power_of_2(rows)), JOINS=tile.pieces > 1, **options)
+        int(scale is not None and scale.numel() > 1), tile.splits, int(bias is not None),
+        SCALED=scale is not None, ROWS=max(16, triton.next_power_of_2(rows)), JOINS=tile.splits > 1, **options)
     return y

@@ -30,8 +30,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ._gluon import barrier, reinterpret, tma_load, tma_store
 from ._triton import pdl, start_next, wait_for_last
 from .silu_and_mul import silu_times
-from .split_tiles import SplitTile
 from .tma_tiles import tiles_of
+from .tuning.gemm import SplitKTile
 
 GROUPS = gl.constexpr(2)
 CHUNK = gl.constexpr(64)
@@ -206,14 +206,14 @@ def _ring_of(x_desc, ROWS: gl.constexpr, HEIGHT: gl.constexpr, DEPTH: gl.constex
     return w_bufs, x_bufs, ready, empty
 
 
-def split_matmul(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, *, gated: bool = False) -> torch.Tensor:
+def split_matmul(x: torch.Tensor, weight: torch.Tensor, tile: SplitKTile, *, gated: bool = False) -> torch.Tensor:
     """``x`` [T, in] ``@ weight`` [out, in] ``.T``: ``[T, out]``; or, ``gated``, ``silu_and_mul`` of that,
     ``[T, out / 2]``. In 16 bits; T is at most ``tile.rows``, ``in`` a multiple of ``tile.depth``, ``out`` of 16."""
     out, width = weight.shape
     _check(x, weight, tile)
     y = torch.empty((len(x), out // 2 if gated else out), dtype=x.dtype, device=x.device)
     high, turn = (tile.height // 2, tile.rows) if gated else (tile.height, tile.rows // 2)
-    _split_tile_kernel[(-(-out // tile.high),)](
+    _split_tile_kernel[(-(-out // tile.weight_rows),)](
         _eights(weight, tile) if gated else tiles_of(weight, tile.height, tile.depth),
         tiles_of(x, tile.rows, tile.depth), tiles_of(y, turn, high), width // tile.depth, ROWS=tile.rows,
         HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages, TURN=turn, GATED=gated, num_warps=4,
@@ -221,28 +221,28 @@ def split_matmul(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, *, gate
     return y
 
 
-def split_pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile,
+def split_pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitKTile,
                  dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """``[pieces, tile.rows, out]`` of ``dtype``, whose sum is ``x @ weight.T`` with rows behind T that say nothing: for
     a kernel that reads the product anyway. Else as ``split_matmul``, by tiles 64 high of four stages or more."""
     out, width = weight.shape
     _check(x, weight, tile)
-    assert tile.height == 64 and tile.stages >= 4 and width // tile.depth >= tile.pieces
-    parts = torch.empty((tile.pieces, tile.rows, out), dtype=dtype, device=x.device)
-    _split_piece_kernel[(-(-out // tile.high) * tile.pieces,)](
+    assert tile.height == 64 and tile.stages >= 4 and width // tile.depth >= tile.splits
+    parts = torch.empty((tile.splits, tile.rows, out), dtype=dtype, device=x.device)
+    _split_piece_kernel[(-(-out // tile.weight_rows) * tile.splits,)](
         tiles_of(weight, tile.height, tile.depth), tiles_of(x, tile.rows, tile.depth),
         tiles_of(parts.view(-1, out), tile.rows // 2, tile.height), width // tile.depth, ROWS=tile.rows,
-        HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages, PIECES=tile.pieces, num_warps=4,
+        HEIGHT=tile.height, DEPTH=tile.depth, STAGES=tile.stages, PIECES=tile.splits, num_warps=4,
         maxnreg=REGISTERS_AT_START, **pdl(x))
     return parts
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, tile: SplitKTile) -> None:
     out, width = weight.shape
     assert len(x) <= tile.rows and not width % tile.depth and not out % 16 and x.stride(1) == 1
 
 
-def _eights(weight: torch.Tensor, tile: SplitTile) -> TensorDescriptor:
+def _eights(weight: torch.Tensor, tile: SplitKTile) -> TensorDescriptor:
     """Eight gates, the eight ups beside them, the next eight gates: rows of the tensor memory accelerator's tiles."""
     out, width = weight.shape
     layout = gl.NVMMASharedLayout(min(128, tile.depth * weight.itemsize), 8 * weight.itemsize, 4)

@@ -29,10 +29,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import _triton
 from ._gluon import tma_load
 from ._triton import start_next, wait_for_last
-from .decode_plan import processors_of
+from .device import num_sms
 from .silu_and_mul import silu_times
-from .streamed_tiles import StreamedTile
 from .tma_tiles import tiles_of
+from .tuning.gemm import PersistentTile
 
 _LOADING_WARPS = 1
 
@@ -169,15 +169,15 @@ def _streamed_matmul_kernel(w_desc, x_desc, bias_ptr, biased, y_ptr, rows, out, 
     ], [LOADING_WARPS], [40])
 
 
-def streamed_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: StreamedTile,
+def streamed_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: PersistentTile,
                     gated: bool) -> torch.Tensor:
-    """``skinny_matmul`` of contiguous ``x`` [T, in] and ``weight``, of one type of 16 bits; ``tile.split`` divides
+    """``skinny_matmul`` of contiguous ``x`` [T, in] and ``weight``, of one type of 16 bits; ``tile.folds`` divides
     ``in`` into whole parts of 16 bytes' multiples."""
     (rows, width), out = x.shape, weight.shape[0]
     y = torch.empty((rows, out // 2 if gated else out), dtype=x.dtype, device=x.device)
-    split, tall = tile.split, tile.tall(rows)
+    split, tall = tile.folds, tile.padded_rows(rows)
     tiles, steps = -(-out * split // tile.block), -(-width // (split * tile.depth))
-    _streamed_matmul_kernel[(min(tiles, processors_of(x.device) * tile.programs),)](
+    _streamed_matmul_kernel[(min(tiles, num_sms(x.device) * tile.programs_per_sm),)](
         _boxes(weight, split, tile.block // 2 if gated else tile.block, tile.depth),
         _boxes(x, split, tall * split, tile.depth), y if bias is None else bias, int(bias is not None), y, rows, out,
         tiles, steps, BLOCK=tile.block, ROWS=tall, SPLIT=split, DEPTH=tile.depth, STAGES=tile.stages, GATED=gated,

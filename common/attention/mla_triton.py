@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
+from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.device import num_sms
 from ...kernels.forms import Segment
-from ...kernels.mla_decode import head_block, mla_decode, pieces_of
+from ...kernels.mla_decode import mla_decode
 from ...kernels.mla_prefill import mla_prefill, plan_mla_prefill
+from ...kernels.tuning.policy import policy_of
 from ..config.mla import MLASpec
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -28,10 +30,11 @@ class MLATritonBackend:
         self._pool = pool
         self._mla = mla
         device = pool.groups[0].device
-        self._head_blocks = -(-num_heads // head_block(num_heads, dtype.itemsize))
-        self._pieces = pieces_of(num_heads, dtype.itemsize)
+        policy = policy_of(device).attention
+        self._head_blocks = -(-num_heads // policy.mla_head_block(num_heads, dtype.itemsize))
+        self._splits = policy.mla_splits(num_heads, dtype.itemsize)._asdict()
         self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
-        self._processors = processors_of(device)
+        self._num_sms = num_sms(device)
         self._batch: ForwardBatch | None = None
         self._longest = 0
         self._plan: DecodePlan | None = None
@@ -89,7 +92,7 @@ class MLATritonBackend:
             return self._extend(batch, q, pages, page_scale, up)
         if self._plan is None:
             self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
-                                     self._head_blocks, self._processors, self._longest, **self._pieces)
+                                     self._head_blocks, self._num_sms, self._longest, **self._splits)
         latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
                              batch.kv_last_page_len, self._mla.scale, self._plan, page_scale=page_scale)
         return values_of(latents, up, nope)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
+from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.device import num_sms
 from ...kernels.forms import HeadNorms
 from ...kernels.fresh_rows import FreshRows
-from ...kernels.paged_decode import paged_decode, pieces_of, takes_rows_in
+from ...kernels.paged_decode import paged_decode
 from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
+from ...kernels.tuning.policy import policy_of
 from ..engine.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, store
@@ -24,7 +26,8 @@ class TritonBackend:
         self._group = num_heads // pool.layout.num_kv_heads
         self._scale = pool.layout.head_dim ** -0.5
         device = pool.groups[0].device
-        self._processors = processors_of(device)
+        self._num_sms = num_sms(device)
+        self._policy = policy_of(device).attention
         self._batch: ForwardBatch | None = None
         self._longest = 0
         self._plan: DecodePlan | None = None
@@ -67,7 +70,8 @@ class TritonBackend:
         """Whether attention is to turn and store the rows, too."""
         pages = self._pool.groups[0]
         heads = len(q) * self._pool.layout.num_kv_heads
-        return pages.dtype == q.dtype and takes_rows_in(q.shape[-1], q.element_size(), pages.element_size(), heads)
+        return pages.dtype == q.dtype and self._policy.stores_current_kv(q.shape[-1], q.element_size(),
+                                                                         pages.element_size(), heads)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, settled: bool = False,
                 fresh: FreshRows | None = None) -> torch.Tensor:
@@ -79,9 +83,10 @@ class TritonBackend:
         if batch.is_decode:
             if self._plan is None:
                 kv_heads = self._pool.layout.num_kv_heads
-                pieces = pieces_of(q.shape[-1], q.element_size(), k_pages.element_size(), len(q) * kv_heads)
+                splits = self._policy.decode_splits(q.shape[-1], q.element_size(), k_pages.element_size(),
+                                                    len(q) * kv_heads)
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size, kv_heads,
-                                         self._processors, self._longest, **pieces, window=self._window)
+                                         self._num_sms, self._longest, **splits._asdict(), window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
                                 settled=settled, window=self._window, sinks=sinks, fresh=fresh)
         assert self._blocks is not None

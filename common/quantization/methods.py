@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.dense_matmul import adds_products, compile_tiles, dense_matmul
+from ...kernels.dense_matmul import compile_tiles, dense_matmul, fuses_residual
 from ...kernels.forms import Float8Form, Float8Rows
 from ...kernels.fp8_block_matmul import GROUP
 from ...kernels.silu_and_mul import silu_and_mul
@@ -58,7 +58,7 @@ class Plain:
 
     def adds(self, x: torch.Tensor) -> bool:
         """Whether what the product is added to had better be handed to it: see kernels/dense_matmul.py."""
-        return adds_products(x, self.weight)
+        return fuses_residual(x, self.weight)
 
     def compile_activated(self) -> None:
         """So that no request waits for it."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.decode_plan import plan_decode, processors_of
+from ...kernels.decode_plan import plan_decode, num_sms
 from ...kernels.fresh_rows import FreshRows
 from ...kernels.library_tiles import better_plan, product_in_pieces
 from ...kernels.paged_decode import Tile, paged_decode, pieces_of, takes_rows_in
@@ -257,7 +257,7 @@ def compile_attention(tile: Tile, device: str = "cuda") -> None:
     q, k, v = pool.new_zeros(1, 48, 128).split([32, 8, 8], 1)
     last = torch.full((1,), 16, dtype=torch.int32, device=device)
     fresh = FreshRows(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
-    plan = plan_decode(indptr, last, 16, 8, processors_of(pool.device), 2048, **pieces_of(128, 2, 2, 8))
+    plan = plan_decode(indptr, last, 16, 8, num_sms(pool.device), 2048, **pieces_of(128, 2, 2, 8))
     for early, rows in pairs((False, True), (None, fresh)):
         paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=early, fresh=rows)
 

@@ -24,7 +24,7 @@ import torch
 
 from ...common.config.moe import MoESpec
 from ...kernels import reference
-from ...kernels.decode_plan import processors_of
+from ...kernels.decode_plan import num_sms
 from ...kernels.fp8_quantize import quantize_groups
 from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import SCALE_GROUP
@@ -77,7 +77,7 @@ def _waves(products: Products, tiles: Tiles) -> dict[str, float]:
     """Tiles of each product for a multiprocessor, where warps with roles share them."""
     if products.aligned.spans is None:
         return {}
-    spans = int((products.aligned.spans[:, 2] >= 0).sum()) / processors_of(products.x.device)
+    spans = int((products.aligned.spans[:, 2] >= 0).sum()) / num_sms(products.x.device)
     shape = products.layer.shape
     return {"up_waves": spans * -(-shape.size // tiles.gate_up.columns),
             "down_waves": spans * -(-shape.hidden // tiles.down.columns)}

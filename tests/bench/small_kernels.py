@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton
-from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
+from ...kernels.decode_plan import DecodePlan, plan_decode, num_sms
 from ...kernels.forms import HeadNorms
 from ...kernels.fresh_rows import FreshRows
 from ...kernels.greatest import greatest
@@ -113,7 +113,7 @@ class Batch:
     def _attend(self, layer: int, q: torch.Tensor, fresh: FreshRows | None = None) -> torch.Tensor:
         settled = self._plan is not None
         if self._plan is None:
-            self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, processors_of(self._device),
+            self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, num_sms(self._device),
                                      self._context, **self.pieces)
         return paged_decode(q, self._pool[:, layer, 0], self._pool[:, layer, 1], self._indptr, self._indices,
                             self._last, self.shape.dim**-0.5, self._plan, self.tile, settled=settled, fresh=fresh)

@@ -70,7 +70,7 @@ def of(*sizes: int) -> torch.Tensor:
 
 def attention(requests: int, length: int) -> Callable[[], object]:
     """Decode attention of Llama-3-8B's heads, as an engine plans it."""
-    from ...kernels.decode_plan import plan_decode, processors_of
+    from ...kernels.decode_plan import plan_decode, num_sms
     from ...kernels.paged_decode import paged_decode, pieces_of
 
     page, count = 16, length // 16
@@ -78,7 +78,7 @@ def attention(requests: int, length: int) -> Callable[[], object]:
     ends = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * count
     order = torch.randperm(requests * count, device="cuda").int()
     last = torch.full((requests,), page, device="cuda", dtype=torch.int32)
-    plan = plan_decode(ends, last, page, 8, processors_of(q.device), length, **pieces_of(128, 2, 2, requests * 8))
+    plan = plan_decode(ends, last, page, 8, num_sms(q.device), length, **pieces_of(128, 2, 2, requests * 8))
     return lambda: paged_decode(q, pool[:, 0], pool[:, 1], ends, order, last, 128**-0.5, plan, settled=True)
 
 

@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import plan_decode, processors_of
+from ...kernels.decode_plan import plan_decode, num_sms
 from ...kernels.paged_decode import paged_decode, pieces_of
 from ...kernels.paged_prefill import paged_prefill, plan_prefill
 from . import ceilings
@@ -43,7 +43,7 @@ class Sequences:
     def decode(self, window: int | None, sinks: torch.Tensor | None) -> float:
         """Seconds of a layer."""
         def step() -> None:
-            plan = plan_decode(self.table[0], self.table[2], PAGE, KV_HEADS, processors_of(CUDA), self.length,
+            plan = plan_decode(self.table[0], self.table[2], PAGE, KV_HEADS, num_sms(CUDA), self.length,
                                **pieces_of(DIM, 2, 2, self.count * KV_HEADS), window=window)
             for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], *self.table, DIM**-0.5, plan,

@@ -37,7 +37,7 @@ def test_what_is_off_is_said(others, hopper, said):
 
 def test_one_warning_at_most(monkeypatch, caplog):
     monkeypatch.setattr(torch.version, "cuda", "13.9")
-    monkeypatch.setattr(stack, "on_hopper", lambda device: True)
+    monkeypatch.setattr(stack, "is_hopper", lambda device: True)
     stack.warn_of_stack(torch.device("cpu"))
     assert not caplog.records
     stack.warn_of_stack(torch.device("cuda"))

@@ -8,7 +8,8 @@ import torch
 
 from baton.kernels import reference
 from baton.kernels.decode_plan import plan_decode
-from baton.kernels.paged_decode import TILE, paged_decode, takes_warpgroups
+from baton.kernels.paged_decode import paged_decode, takes_warpgroups
+from baton.kernels.tuning.attention import DecodeTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
@@ -54,10 +55,10 @@ def test_attention_equals_plain_torch(heads, kv_heads, page, dtype, lengths, pro
     """As near as the kernel that takes all else, and the same bits in each replay."""
     q, k, v, table = batch_of(heads, kv_heads, page, dtype, lengths)
     assert takes_warpgroups(q, k)
-    plan = plan_decode(table[0], table[2], page, kv_heads, processors, max(lengths), programs=programs, shortest=128,
-                       turns=2)
+    plan = plan_decode(table[0], table[2], page, kv_heads, processors, max(lengths), programs_per_sm=programs,
+                       min_tokens=128, max_rounds=2)
     graph, got = captured(lambda: paged_decode(q, k, v, *table, scale, plan, settled=settled))
-    twin = paged_decode(q, k, v, *table, scale, plan, TILE)
+    twin = paged_decode(q, k, v, *table, scale, plan, DecodeTile())
     rows = torch.arange(len(lengths) + 1)
     want = reference.paged_attention(q.float(), k.float().nan_to_num(), v.float().nan_to_num(), rows, *table, scale)
     assert not torch.equal(got, twin)

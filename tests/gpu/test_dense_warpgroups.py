@@ -7,11 +7,14 @@ import torch
 
 from baton.common.distributed.pending import PendingProduct
 from baton.kernels import reference
-from baton.kernels.dense_matmul import dense_matmul
-from baton.kernels.dense_tiles import TALL, USUAL, gated_tile
+from baton.kernels.dense_matmul import activation_tile, dense_matmul
+from baton.kernels.tuning.gemm import WarpSpecializedTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
+
+
+TALL, USUAL = WarpSpecializedTile(192, 3, 11), WarpSpecializedTile(128, 4, 16)
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -49,9 +52,9 @@ def test_a_product_equals_torchs(rows, columns, depth, dtype, gated, tile):
 def test_gates_and_ups_end_in_the_activation(rows):
     torch.manual_seed(0)
     x, weight = random(rows, 1024, dtype=torch.bfloat16), random(2 * 14336, 1024, dtype=torch.bfloat16, scale=1 / 32)
-    assert gated_tile(x, weight) is not None
+    assert activation_tile(x, weight) is not None
     near(dense_matmul(x, weight, gated=True), reference.silu_and_mul(x.float() @ weight.float().T))
-    assert gated_tile(x[:, 1:], weight[:, 1:]) is None, "no tile begins there"
+    assert activation_tile(x[:, 1:], weight[:, 1:]) is None, "no tile begins there"
 
 
 def test_a_product_is_added_to_the_residual_as_it_is_made():

@@ -19,7 +19,7 @@ from baton.kernels import reference
 from baton.kernels.forms import ExpertBiases, Scales
 from baton.kernels.moe_experts import moe_experts
 from baton.kernels.moe_sorted import takes_warpgroups
-from baton.kernels.moe_tiles import default_tiles, warpgroup_tiles
+from baton.kernels.tuning.moe import default_tiles, warp_specialized_tiles
 from baton.tests.common.moe_rank import TOKENS
 from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 from baton.tests.common.small_moe import FAMILIES, save_moe
@@ -101,7 +101,7 @@ def test_warp_groups_equal_the_twin(tokens, num_places, hidden, size, dtype, lim
         gate_up, down = ((matrix * 100).to(dtype) for matrix in (gate_up, down))
         scales = Scales(*(torch.rand(n, rows // 128, depth // 128, generator=generator, device="cuda") * 0.01
                           for n, rows, depth in shapes), "block")
-    tiles, biases = warpgroup_tiles(dtype), None
+    tiles, biases = warp_specialized_tiles(dtype), None
     if limit:
         biases = ExpertBiases(*(torch.randn(shape[:2], generator=generator, device="cuda").to(given)
                                 for shape in shapes))

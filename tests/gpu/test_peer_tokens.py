@@ -12,13 +12,14 @@ from baton.kernels import reference
 from baton.kernels.forms import Float8Rows, Scales
 from baton.kernels.moe_experts import moe_experts, moe_products
 from baton.kernels.peer_areas import GROUP, Areas, PeerAreas
-from baton.kernels.peer_tokens import Launch, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.peer_tokens import peer_combine, peer_dispatch, peer_parts
+from baton.kernels.tuning.all_to_all import CopyLaunch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PATIENCE = 1 << 20
 PLACES, CHOICES = 16, 8
-FEW = Launch(16, 8192, 16)
+FEW = CopyLaunch(16, 8192, 16)
 """All ranks' programs have to find room at once."""
 
 

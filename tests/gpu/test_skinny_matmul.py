@@ -11,7 +11,7 @@ from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_quantize import quantize
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
-from baton.kernels.streamed_tiles import StreamedTile
+from baton.kernels.tuning.gemm import PersistentTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -95,8 +95,8 @@ def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
 
 hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
                             reason="needs a Hopper GPU")
-STREAMED = [StreamedTile(64, 1, 64, 8), StreamedTile(64, 2, 64, 12), StreamedTile(64, 2, 128, 4, 2),
-            StreamedTile(128, 4, 64, 5), StreamedTile(64, 4, 64, 8)]
+STREAMED = [PersistentTile(64, 1, 64, 8), PersistentTile(64, 2, 64, 12), PersistentTile(64, 2, 128, 4, 2),
+            PersistentTile(128, 4, 64, 5), PersistentTile(64, 4, 64, 8)]
 
 
 @hopper

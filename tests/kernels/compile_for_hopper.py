@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from . import hopper_cases
+from .h200 import policy_of_h200
 
 
 class Compiler:
@@ -40,11 +41,14 @@ class Compiler:
         triton.runtime.driver.set_active(SimpleNamespace(
             get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
             get_current_stream=lambda device: 0))
+        policy = policy_of_h200(runs_gluon=False)  # cases name the tiles of kernels written in Gluon
         for name, module in list(sys.modules.items()):
             if name.startswith("baton.kernels.") and hasattr(module, "runs_triton"):
                 module.runs_triton = lambda tensor: True
             if name.startswith("baton.kernels.") and hasattr(module, "pdl"):
                 module.pdl = lambda tensor: {"PDL": True, "launch_pdl": True}
+            if name.startswith("baton.kernels.") and hasattr(module, "policy_of"):
+                module.policy_of = lambda device: policy
 
     def _compile(self, kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         known = {id(made) for _, made in self.found}

@@ -164,7 +164,7 @@ def test_attention(dim, stored, dtype, atol, rtol):
     scale = dim**-0.5 * 0.25
     want = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, scale, 0.5)
     for processors in (1, 100):
-        plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64)
+        plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), min_tokens=64)
         got = paged_decode(q, *pool, *table, scale, plan, v_scale=0.5)
         torch.testing.assert_close(got, want, atol=4 * atol, rtol=4 * rtol)
     indptr = np.array([0, 1, 6, 40], np.int32)

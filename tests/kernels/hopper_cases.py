@@ -17,7 +17,6 @@ import torch
 from baton.kernels.copy_blocks import copy_blocks
 from baton.kernels.decode_plan import DecodePlan, plan_decode
 from baton.kernels.decode_warpgroups import launch_warpgroups
-from baton.kernels.dense_tiles import DenseTile
 from baton.kernels.dense_warpgroups import dense_product
 from baton.kernels.draw import draw
 from baton.kernels.forms import ExpertBiases, Float8Form, HeadNorms, Scales
@@ -33,9 +32,8 @@ from baton.kernels.mla_decode import mla_decode
 from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
 from baton.kernels.mla_rope_and_store import mla_rope_and_store
 from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tiles, warpgroup_tiles
 from baton.kernels.moe_topk import moe_topk
-from baton.kernels.paged_decode import paged_decode, pieces_of
+from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.peer_areas import Areas, PeerAreas
 from baton.kernels.peer_rows import peer_norm_gather, peer_scatter_norm
@@ -47,14 +45,15 @@ from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.scale_by_sinks import scale_by_sinks
 from baton.kernels.silu_and_mul import silu_and_mul
 from baton.kernels.skinny_matmul import skinny_matmul
-from baton.kernels.split_tiles import SplitTile
 from baton.kernels.split_warpgroups import split_matmul, split_pieces
-from baton.kernels.streamed_tiles import StreamedTile, streamed_tile
+from baton.kernels.tuning.gemm import PersistentTile, SplitKTile, WarpSpecializedTile
+from baton.kernels.tuning.moe import Tiles, warp_specialized_tiles
 from baton.kernels.widen_pages import widen_pages
+
+from .h200 import H200, NUM_SMS
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 META = torch.device("meta")
-PROCESSORS = 132
 PAGE, PAGES, LAYERS = 16, 64, 4
 
 
@@ -78,8 +77,8 @@ def int64(*shape: int) -> torch.Tensor:
     return of(*shape, dtype=torch.int64)
 
 
-def plan(requests: int, kv_heads: int, **pieces: int | None) -> DecodePlan:
-    return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, PROCESSORS, 8192, **pieces)
+def plan(requests: int, kv_heads: int, **splits: int | None) -> DecodePlan:
+    return plan_decode(int32(requests + 1), int32(requests), PAGE, kv_heads, NUM_SMS, 8192, **splits)
 
 
 def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +87,7 @@ def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     return pages[:, 1, 0], pages[:, 1, 1]
 
 
-def split(rows: int, out: int, tile: SplitTile, gated: bool = False) -> object:
+def split(rows: int, out: int, tile: SplitKTile, gated: bool = False) -> object:
     return split_matmul(of(rows, 4096), of(out, 4096), tile, gated=gated)
 
 
@@ -113,18 +112,19 @@ def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
     q, k, v = of(requests, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
     fresh = FreshRows(k, v, fp32(8192, dim), int64(requests), weights) if takes_in else None
-    pieces = pieces_of(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
+    splits = H200.attention.decode_splits(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
-                 dim**-0.5, plan(requests, kv_heads, **pieces, window=window),
+                 dim**-0.5, plan(requests, kv_heads, **splits._asdict(), window=window),
                  v_scale=0.5 if cache else 1.0, settled=settled, window=window, sinks=fp32(heads) if sinks else None,
                  fresh=fresh)
 
 
 def many_heads(requests: int, heads: int, kv_heads: int, dtype: torch.dtype, settled: bool = True) -> None:
+    splits = H200.attention.decode_splits(128, 2, 2, requests * kv_heads)._asdict()
     outs = of(requests, heads, 128, dtype=dtype), fp32(requests + 66, heads, 128), fp32(requests + 66, heads)
     launch_warpgroups(of(requests, heads + 2 * kv_heads, 128, dtype=dtype)[:, :heads], *pool(kv_heads, 128, dtype),
                       int32(requests + 1), int32(requests * 8), int32(requests), 128**-0.5,
-                      plan(requests, kv_heads, **pieces_of(128, 2, 2, requests * kv_heads)), 1.0, settled, outs)
+                      plan(requests, kv_heads, **splits), 1.0, settled, outs)
 
 
 def prefill_heads(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -196,7 +196,7 @@ def by_rows(rows: int, out: int, width: int) -> None:
 
 
 def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool = False,
-             tile: StreamedTile | None = None) -> None:
+             tile: PersistentTile | None = None) -> None:
     if float8:
         skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(rows, 1), scale=fp32(out), dtype=BF16)
     else:
@@ -204,7 +204,7 @@ def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool 
 
 
 def many_rows(rows: int, out: int, width: int, gated: bool = False, dtype: torch.dtype = BF16, tall: int = 192) -> None:
-    tile = DenseTile(tall, 3 if tall == 192 else 4, 16)
+    tile = WarpSpecializedTile(tall, 3 if tall == 192 else 4, 16)
     dense_product(of(rows, width, dtype=dtype), of(out, width, dtype=dtype), tile, gated=gated)
 
 
@@ -317,10 +317,11 @@ CASES: dict[str, Callable[[], object]] = {
     "moe_experts Qwen3, 400 tokens": lambda: experts(400, 128, 2048, 768, 8),
     "moe_experts Qwen3, 1000 tokens": lambda: experts(1000, 128, 2048, 768, 8),
     "moe_experts Qwen3, 8192 tokens": lambda: experts(8192, 128, 2048, 768, 8),
-    "moe_experts Qwen3, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
-    "moe_experts float16, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, FP16, tiles=warpgroup_tiles(FP16)),
+    "moe_experts Qwen3, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, tiles=warp_specialized_tiles(BF16)),
+    "moe_experts float16, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, FP16,
+                                                           tiles=warp_specialized_tiles(FP16)),
     "moe_experts float8, by warp groups": lambda: experts(8192, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768),
-                                                          tiles=warpgroup_tiles(FP8)),
+                                                          tiles=warp_specialized_tiles(FP8)),
     "moe_experts V2-Lite, 7 tokens": lambda: experts(7, 64, 2048, 1408, 6),
     "moe_experts V2-Lite, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6),
     "moe_experts float8 by blocks, 7 tokens": lambda: experts(7, 128, 2048, 768, 8, BF16, by_block(128, 2048, 768)),
@@ -376,12 +377,12 @@ CASES: dict[str, Callable[[], object]] = {
     "skinny_matmul 7 rows, narrow": lambda: few_rows(7, 1024, 2048),
     "skinny_matmul 7 rows, odd width": lambda: few_rows(7, 4096, 4100),
     "skinny_matmul 30 rows": lambda: few_rows(30, 4096, 14336),
-    "skinny_matmul 7 rows, streamed": lambda: few_rows(7, 4096, 4096, tile=streamed_tile(7, 4096, 4096)),
+    "skinny_matmul 7 rows, streamed": lambda: few_rows(7, 4096, 4096, tile=H200.gemm.persistent(7, 4096, 4096)),
     "skinny_matmul 7 rows, streamed and gated": lambda: few_rows(7, 28672, 4096, gated=True,
-                                                                 tile=streamed_tile(7, 28672, 4096)),
+                                                                 tile=H200.gemm.persistent(7, 28672, 4096)),
     "skinny_matmul 30 rows, streamed and gated": lambda: few_rows(30, 28672, 4096, gated=True,
-                                                                  tile=streamed_tile(30, 28672, 4096)),
-    "skinny_matmul 60 rows, streamed": lambda: few_rows(60, 4096, 14336, tile=streamed_tile(60, 4096, 14336)),
+                                                                  tile=H200.gemm.persistent(30, 28672, 4096)),
+    "skinny_matmul 60 rows, streamed": lambda: few_rows(60, 4096, 14336, tile=H200.gemm.persistent(60, 4096, 14336)),
     "skinny_matmul 7 rows of float8": lambda: few_rows(7, 4096, 4096, True),
     "skinny_matmul 7 rows of float8, wide": lambda: few_rows(7, 28672, 4096, True),
     "skinny_matmul 7 rows of float8, narrow": lambda: few_rows(7, 1024, 2048, True),
@@ -417,10 +418,10 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
-    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitTile(256, 64, 64, 4), True),
+    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitKTile(256, 64, 64, 4), True),
     "joined_rmsnorm of 4": lambda: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(200, 4096)),
-    "split_matmul 128 rows": lambda: split(128, 128256, SplitTile(128, 128, 64, 4)),
-    "split_pieces 256 rows": lambda: split_pieces(of(256, 4096), of(4096, 4096), SplitTile(256, 64, 64, 4, 4)),
+    "split_matmul 128 rows": lambda: split(128, 128256, SplitKTile(128, 128, 64, 4)),
+    "split_pieces 256 rows": lambda: split_pieces(of(256, 4096), of(4096, 4096), SplitKTile(256, 64, 64, 4, 4)),
     "copy_blocks 24 bytes": lambda: copied(7, 24),
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
@@ -458,15 +459,16 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "mla_prefill V2-Lite, merges": lambda n: prefill_latents(n * 128, 16, BF16, True),
     "moe_topk Qwen3": lambda n: route(n, 128, BF16),
     "moe_experts Qwen3, 7 tokens": lambda n: experts(n, 128, 2048, 768, 8),
-    "moe_experts Qwen3, by warp groups": lambda n: experts(8192 + n, 128, 2048, 768, 8, tiles=warpgroup_tiles(BF16)),
+    "moe_experts Qwen3, by warp groups": lambda n: experts(8192 + n, 128, 2048, 768, 8,
+                                                           tiles=warp_specialized_tiles(BF16)),
     "moe_experts float8 by rows, 8192 tokens": lambda n: experts(8192 + n, 128, 2048, 768, 8, BF16,
                                                                  by_row(128, 2048, 768)),
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
     "dense_product Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
     "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
-    "split_pieces 256 rows": lambda n: split_pieces(of(200 + n, 4096), of(4096, 4096), SplitTile(256, 64, 64, 4, 4)),
+    "split_pieces 256 rows": lambda n: split_pieces(of(200 + n, 4096), of(4096, 4096), SplitKTile(256, 64, 64, 4, 4)),
     "joined_rmsnorm of 4": lambda n: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(n, 4096)),
-    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitTile(256, 64, 64, 4), True),
+    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitKTile(256, 64, 64, 4), True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
     "greatest of bfloat16": lambda n: greatest(of(n, 128256), int64(n)),
     "draw, truncated": lambda n: drawn(of(n, 128256), True),

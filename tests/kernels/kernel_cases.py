@@ -13,11 +13,12 @@ from baton.kernels.forms import HeadNorms
 from baton.kernels.fresh_rows import FreshRows
 from baton.kernels.gather_rows import gather_rows
 from baton.kernels.greatest import greatest
-from baton.kernels.paged_decode import paged_decode, tile_of
+from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.rmsnorm import rmsnorm
 from baton.kernels.rope_and_store import rope_and_store
 from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.tuning.policy import policy_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -150,8 +151,8 @@ def test_paged_decode(heads, kv_heads, dim, page_size, processors, dtype, atol, 
     q = random(len(lengths), heads + 2, dim, dtype=dtype)[:, :heads]
     rows = torch.arange(len(lengths) + 1)
     want = reference.paged_attention(q, *pool, rows, *table, dim**-0.5)
-    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
-                       programs=1 if processors == 1 else 8)
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), min_tokens=64,
+                       programs_per_sm=1 if processors == 1 else 8)
     counts = plan.firsts.diff().tolist()
     assert max(counts) > 16 if processors > 1 else max(counts) <= 2
     found = paged_decode(q, *pool, *table, dim**-0.5, plan, settled=GPU)
@@ -170,18 +171,19 @@ def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, proce
     turns = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
     positions = torch.tensor(lengths, device=DEVICE) - 1
     norms = HeadNorms(random(dim, dtype=dtype, seed=8), random(dim, dtype=dtype, seed=9), 1e-5) if norm else None
-    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
-                       programs=1 if processors == 1 else 8, window=window)
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), min_tokens=64,
+                       programs_per_sm=1 if processors == 1 else 8, window=window)
     results = []
-    tile = tile_of(dim, dtype.itemsize, dtype.itemsize, len(lengths) * kv_heads)
+    attention = policy_of(torch.device(DEVICE)).attention
+    tile = attention.decode(dim, dtype.itemsize, dtype.itemsize, len(lengths) * kv_heads)
     for fresh in ("late", "early", None):
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in
                    fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
         pool = [x.clone() for x in paged_pool(600, kv_heads, page_size, dim, dtype)]
         rows = FreshRows(k, v, turns, positions, norms)
         if fresh:
-            found = paged_decode(q, *pool, *table, dim**-0.5, plan, tile._replace(late=fresh == "late"), settled=True,
-                                 window=window, fresh=rows)
+            found = paged_decode(q, *pool, *table, dim**-0.5, plan, tile._replace(waits_late=fresh == "late"),
+                                 settled=True, window=window, fresh=rows)
         else:
             reference.rope_and_store(q, k, v, *pool, table[1][table[0][1:] - 1].long(), table[2].long() - 1, turns,
                                      positions, norms=norms)
@@ -217,7 +219,7 @@ def test_plan_of_a_decode_batch(lengths, kv_heads, processors):
 def test_a_plan_cuts_mixed_lengths_finer(lengths, pieces):
     """66 programs run at once: where one turn of them would wait for the longest, pieces are about half as long."""
     indptr, _, last = page_table(lengths, 16, sum(lengths))
-    how = {"programs": 4, "shortest": 128, "turns": 2}
+    how = {"programs_per_sm": 4, "min_tokens": 128, "max_rounds": 2}
     made = plan_decode(indptr, last, 16, 8, 132, max(lengths), **how)
     owners, firsts = torch.full_like(made.owners, -1), torch.empty_like(made.firsts)
     reference.plan_decode(indptr, last, owners, firsts, 16, 66, 128, 2)

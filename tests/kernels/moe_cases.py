@@ -11,8 +11,8 @@ from baton.kernels import reference
 from baton.kernels.forms import Scales
 from baton.kernels.moe_align import moe_align, num_blocks_of
 from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tile, Tiles
 from baton.kernels.moe_topk import moe_topk
+from baton.kernels.tuning.moe import Tile, Tiles
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
 
 __all__ = ["pytestmark"]

@@ -9,7 +9,8 @@ import torch
 from baton.kernels import _triton, reference
 from baton.kernels.forms import Float8Rows
 from baton.kernels.peer_areas import GROUP, Areas, PeerAreas
-from baton.kernels.peer_tokens import Launch, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.peer_tokens import peer_combine, peer_dispatch, peer_parts
+from baton.kernels.tuning.all_to_all import CopyLaunch
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 PLACES, CHOICES = 4, 3
@@ -59,7 +60,7 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
     for rank in range(size):
         ranks.one(rank, 0, 2, lambda peers, rank=rank: peer_dispatch(
             rows[rank], numbers[rank], weights[rank], ranks.most, PLACES, peers, patience=1,
-            launch=Launch(2, 2 * _triton.triton.next_power_of_2(min(width, 2048)), 4)))
+            launch=CopyLaunch(2, 2 * _triton.triton.next_power_of_2(min(width, 2048)), 4)))
     parts = []
     for rank, peers in enumerate(ranks.all):
         places, scored = peers.choices(ranks.most)
@@ -76,7 +77,7 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
         made = torch.randn(places.numel(), width).half()
         positions = torch.randperm(places.numel(), dtype=torch.int32) if rank % 2 else None
         ranks.one(rank, 1, 5, lambda peers, made=made, positions=positions: peer_combine(
-            made, positions, ranks.most, PLACES, peers, patience=1, launch=Launch(5, 2048, 4)))
+            made, positions, ranks.most, PLACES, peers, patience=1, launch=CopyLaunch(5, 2048, 4)))
         parts.append(reference.peer_combine(made, positions, places, scored, PLACES).view(size, ranks.most, width))
     for rank, peers in enumerate(ranks.all):
         count = ranks.counts[rank]
@@ -95,7 +96,7 @@ def test_rows_go_only_where_they_have_an_expert():
     ranks = Ranks(2, 64)
     rows, numbers, weights = given(ranks, 64)
     ranks.one(0, 0, 2, lambda peers: peer_dispatch(rows[0], numbers[0], weights[0], ranks.most, PLACES, peers,
-                                                   patience=1, launch=Launch(2, 128, 4)))
+                                                   patience=1, launch=CopyLaunch(2, 128, 4)))
     for rank in range(2):
         found = ranks.all[rank].tokens(ranks.most)[:ranks.counts[0]]
         wanted = (numbers[0] // PLACES == rank).any(1)

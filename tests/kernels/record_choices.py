@@ -19,10 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from . import hopper_cases as hopper
-from .hopper_cases import BF16, FP8, FP16, FP32, by_block, by_row, fp8, fp32, int32, int64, of
+from baton.kernels.tuning import policy
 
-H200, NUM_SMS = "NVIDIA H200", 132
+from . import hopper_cases as hopper
+from .h200 import FACTS, NUM_SMS, policy_of_h200
+from .hopper_cases import BF16, FP8, FP16, FP32, META, by_block, by_row, fp8, fp32, int32, int64, of
+
 CHOSEN = ("band", "pieces", "num_warps", "num_stages", "maxnreg")
 """What a launcher chooses beside the grid, a kernel's constants and the boxes of its descriptors."""
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "linear", "_scaled_mm", "_scaled_mm_v2")
@@ -72,9 +74,8 @@ def emulate(device: str, num_sms: int) -> None:
     """Every tensor is on a Hopper GPU of this name from now on."""
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     torch.version.cuda = "13.0"
-    answers = {"runs_triton": True, "runs_gluon": True, "on_hopper": True, "is_hopper": True,
-               "processors_of": num_sms, "num_sms": num_sms, "device_name": device, "_in_graph": True,
-               "better_plan": None}
+    answers = {"runs_triton": True, "runs_gluon": True, "is_hopper": True, "num_sms": num_sms,
+               "policy_of": policy_of_h200(device, num_sms)}
     for name, module in list(sys.modules.items()):
         if name.startswith("baton.kernels."):
             for function, answer in answers.items():
@@ -94,7 +95,7 @@ FEW_ROWS = [1, 16, 64, 128, 256, 2048]
 
 
 def dense_cases() -> dict[str, Callable[[], object]]:
-    from baton.kernels.dense_matmul import adds_products, dense_matmul, normed_product
+    from baton.kernels.dense_matmul import dense_matmul, fuses_residual, normed_product
 
     def dense(rows: int, out: int, width: int, dtype: torch.dtype = BF16, gated: bool = False,
               bias: bool = False) -> None:
@@ -103,7 +104,7 @@ def dense_cases() -> dict[str, Callable[[], object]]:
 
     def normed(rows: int, out: int, width: int) -> None:
         x, weight = of(rows, width), of(out, width)
-        if adds_products(x, weight):
+        if fuses_residual(x, weight):
             normed_product(of(rows, out), x, weight, of(out), 1e-5)
 
     cases: dict[str, Callable[[], object]] = {}
@@ -153,7 +154,7 @@ def attention_cases() -> dict[str, Callable[[], object]]:
                     continue
                 many = (requests, heads, kv_heads, dim, dtype, cache)
                 cases[f"decode {name} {dtype} {cache}"] = lambda m=many: hopper.decode_heads(*m)
-                cases[f"decode pieces {name} {dtype} {cache}"] = lambda m=many: decode_pieces(*m)
+                cases[f"decode splits {name} {dtype} {cache}"] = lambda m=many: decode_splits(*m)
             both = (requests, heads, kv_heads, dim, BF16)
             cases[f"decode window {name}"] = lambda m=both: hopper.decode_heads(*m, window=128, sinks=True)
             cases[f"decode current rows {name}"] = lambda m=both: hopper.decode_heads(*m, takes_in=True, norms=True)
@@ -164,7 +165,7 @@ def attention_cases() -> dict[str, Callable[[], object]]:
     for heads in (8, 16, 32, 128):
         for dtype, cache in ((BF16, None), (BF16, FP8), (FP32, None)):
             cases[f"MLA decode {heads} {dtype} {cache}"] = lambda m=(7, heads, dtype, cache): hopper.decode_latents(*m)
-            cases[f"MLA pieces {heads} {dtype}"] = lambda m=(heads, dtype.itemsize): mla_pieces(*m)
+            cases[f"MLA splits {heads} {dtype}"] = lambda m=(heads, dtype.itemsize): mla_splits(*m)
         cases[f"MLA prefill {heads}"] = lambda h=heads: hopper.prefill_latents(1000, h, BF16, True)
     for rows in (1, 16, 17, 33, 256, 257):
         cases[f"per head {rows}"] = lambda r=rows: per_head_matmul(of(r, 16, 192)[..., :128], of(16, 128, 512))
@@ -172,19 +173,17 @@ def attention_cases() -> dict[str, Callable[[], object]]:
     return cases
 
 
-def decode_pieces(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
+def decode_splits(requests: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
                   cache: torch.dtype | None) -> str:
     """How a step is cut, and whether attention takes the step's own rows in."""
-    from baton.kernels import paged_decode
+    facts = dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads
+    attention = policy.policy_of(META).attention
+    return f"{attention.decode_splits(*facts)} stores_current_kv={attention.stores_current_kv(*facts)}"
 
-    facts = (dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
-    return f"{paged_decode.pieces_of(*facts)} takes_rows_in={paged_decode.takes_rows_in(*facts)}"
 
-
-def mla_pieces(heads: int, itemsize: int) -> str:
-    from baton.kernels import mla_decode
-
-    return f"{mla_decode.pieces_of(heads, itemsize)} {mla_decode.head_block(heads, itemsize)}"
+def mla_splits(heads: int, itemsize: int) -> str:
+    attention = policy.policy_of(META).attention
+    return f"{attention.mla_splits(heads, itemsize)} {attention.mla_head_block(heads, itemsize)}"
 
 
 def expert_cases() -> dict[str, Callable[[], object]]:
@@ -221,7 +220,7 @@ def other_cases() -> dict[str, Callable[[], object]]:
     return cases
 
 
-def record(device: str = H200, num_sms: int = NUM_SMS) -> dict[str, Any]:
+def record(device: str = FACTS.name, num_sms: int = NUM_SMS) -> dict[str, Any]:
     """The content of ``h200_choices.json``, for a Hopper GPU of any name."""
     cases = dense_cases() | float8_cases() | attention_cases() | expert_cases() | other_cases()
     from baton.kernels import dense_warpgroups, moe_warpgroups, split_warpgroups, streamed_matmul  # noqa: F401
@@ -235,7 +234,7 @@ def record(device: str = H200, num_sms: int = NUM_SMS) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default=H200, help="torch's name of the GPU")
+    parser.add_argument("--device", default=FACTS.name, help="torch's name of the GPU")
     parser.add_argument("--num-sms", type=int, default=NUM_SMS)
     args = parser.parse_args()
     made = record(args.device, args.num_sms)

@@ -10,7 +10,8 @@ import torch
 from baton.kernels.forms import Float8Form
 from baton.kernels.fp8_block_matmul import _with_whole_rows
 from baton.kernels.fp8_quantize import quantize, quantize_groups
-from baton.kernels.fp8_tiles import tile_for
+
+from .h200 import H200
 
 MOST_SHARED = 227 << 10
 
@@ -18,11 +19,11 @@ MOST_SHARED = 227 << 10
 def test_tiles_fit_and_spread():
     for by, rows, out, width in itertools.product(("row", "block"), (1, 64, 65, 128, 129, 8192),
                                                   (16, 576, 4096, 6144, 28672), (16, 512, 4096, 14336)):
-        tile = tile_for(by, rows, out, width)
+        tile = H200.float8.tile(by, rows, out, width)
         assert (tile.rows + tile.columns) * tile.depth * tile.stages < MOST_SHARED
         assert by == "row" or tile.depth == 128  # a step has one scale
         columns, steps = -(-out // tile.columns), -(-width // tile.depth)
-        assert tile.pieces == 1 or (columns * tile.pieces <= 2 * 132 and steps // tile.pieces >= 16)
+        assert tile.splits == 1 or (columns * tile.splits <= 2 * 132 and steps // tile.splits >= 16)
 
 
 @pytest.mark.parametrize("rows", [1, 6, 8])

@@ -11,10 +11,10 @@ from baton.kernels import reference
 from baton.kernels.decode_plan import plan_decode
 from baton.kernels.forms import ExpertBiases
 from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tile, Tiles
 from baton.kernels.paged_decode import paged_decode
 from baton.kernels.paged_prefill import paged_prefill, plan_prefill
 from baton.kernels.scale_by_sinks import scale_by_sinks
+from baton.kernels.tuning.moe import Tile, Tiles
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, paged_pool, pytestmark, random
 from baton.tests.kernels.moe_cases import choices_of
 
@@ -37,8 +37,8 @@ def test_paged_decode(heads, kv_heads, dim, page_size, processors, window, sinks
     pool = paged_pool(800, kv_heads, page_size, dim, torch.float32)
     q, given = random(len(lengths), heads, dim, dtype=torch.float32), sinks_of(heads, sinks)
     want = reference.paged_attention(q, *pool, torch.arange(len(lengths) + 1), *table, dim**-0.5, 1.0, window, given)
-    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), shortest=64,
-                       programs=1 if processors == 1 else 8, window=window)
+    plan = plan_decode(table[0], table[2], page_size, kv_heads, processors, max(lengths), min_tokens=64,
+                       programs_per_sm=1 if processors == 1 else 8, window=window)
     owners, firsts = torch.full_like(plan.owners, -1), torch.empty_like(plan.firsts)
     wanted = max(1, (1 if processors == 1 else 8) * processors // kv_heads)
     reference.plan_decode(table[0], table[2], owners, firsts, page_size, wanted, 64, window=window)
