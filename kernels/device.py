@@ -39,7 +39,8 @@ def shared_bytes(device: torch.device) -> int:
     """The most shared memory that one program of a GPU can have."""
     if device.type != "cuda":
         return _HOPPER_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def test_contents(wheel):
                       "kvtransfer", "prefill", "decode", "router"}
     assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/dashboard.html",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
-    assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tiles").rglob("*.json")} <= set(names)
+    assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tuning").rglob("*.json")} <= set(names)
 
 
 def test_metadata(wheel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,6 +27,10 @@ class Planned(Protocol):
         batch's tensors, of sequences up to so many tokens. Only backends that can decode under capture take it. It is
         called twice: before the run that warms up, and before the one that is captured.
         """
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        """Compile what prompts may take: calls ``compute_prompt``, which plans and computes a prompt of one row by this
+        backend, once for each kernel that prompts are shared out to."""
 
     @property
     def attends_ends(self) -> bool:

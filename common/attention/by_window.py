@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,6 +21,10 @@ class LayersBackend:
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         for backend in self._backends:
             backend.plan(batch, max_length)
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        for backend in self._backends:
+            backend.warm_up(compute_prompt)
 
     def refresh(self, batch: ForwardBatch) -> None:
         for backend in self._backends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -60,10 +61,9 @@ class FlashInferBackend:
         self._whole: Any = BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", backend="fa3") if fa3 and stored == dtype else None
         self._pages = torch.empty(0, dtype=torch.int32, device=device)  # of the planned batch
-        self._most_pages = _WIDE_BYTES // (
+        self._max_widened_pages = _WIDE_BYTES // (
             2 * layout.num_kv_heads * layout.page_size * layout.head_dim * dtype.itemsize)
         self._long_prompts = TritonBackend(pool, num_heads, window) if self._widens else None
-        self._warmed = False
         self._captured: dict[int, Any] = {}  # by batch size
         self._captured_plans: torch.Tensor | None = None
         self._wrapper: Any = None
@@ -80,11 +80,17 @@ class FlashInferBackend:
         else:
             self._plan_prompts(batch)
 
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
+        if self._long_prompts is not None:
+            max_pages, self._max_widened_pages = self._max_widened_pages, 0  # every prompt is a long one
+            try:
+                compute_prompt()
+            finally:
+                self._max_widened_pages = max_pages
+
     def _plan_prompts(self, batch: ForwardBatch) -> None:
-        # The first batch is a server's warm-up, and the second: both ways are compiled.
-        ours = not self._warmed or batch.kv_indptr_cpu[-1] > self._most_pages
-        self._warmed = True
-        if self._long_prompts is not None and ours:
+        if self._long_prompts is not None and batch.kv_indptr_cpu[-1] > self._max_widened_pages:
             self._wrapper = None
             self._long_prompts.plan(batch)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,9 @@ class MLAFlashInferBackend:
         if batch.num_reqs not in self._captured:
             self._captured[batch.num_reqs] = self._over_tensors_of(batch)
         self.refresh(batch)
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
 
     def refresh(self, batch: ForwardBatch) -> None:
         self._plan(self._captured[batch.num_reqs], batch)

@@ -6,6 +6,7 @@ layer, ``[pages * layers, page_size * latent_dim]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +57,9 @@ class MLATorchBackend:
         mask = torch.from_numpy(tokens < lengths[requests][:, None])[:, None, None].to(device)
         return _Bucket(torch.from_numpy(requests).to(device), torch.from_numpy(padded).to(device), mask,
                        lengths[requests].tolist())
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
 
     def refresh(self, batch: ForwardBatch) -> None:
         raise AssertionError("this backend is never captured")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch.nn.functional import linear
@@ -65,6 +67,9 @@ class MLATritonBackend:
         else:
             self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
                                               page_size, self._most_tokens, batch.input_ids.device)
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
 
     def refresh(self, batch: ForwardBatch) -> None:
         """Nothing: the plan is made on the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ class SplitBackend:
     def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
         self._chosen = self._decode if batch.is_decode else self._prefill
         self._chosen.plan(batch, max_length)
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        self._prefill.warm_up(compute_prompt)
 
     def refresh(self, batch: ForwardBatch) -> None:
         self._decode.refresh(batch)

@@ -7,6 +7,7 @@ scaled_dot_product_attention takes. The pool's memory is seen as rows of one pag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +75,9 @@ class TorchBackend:
                 seen &= tokens >= lengths[requests][:, None] - self._window
             mask = torch.from_numpy(seen)[:, None, None].to(device)
         return _Bucket(torch.from_numpy(requests).to(device), rows, mask, lengths[requests].tolist())
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
 
     def refresh(self, batch: ForwardBatch) -> None:
         raise AssertionError("this backend is never captured")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -41,6 +43,9 @@ class TritonBackend:
             self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * self._pool.layout.page_size
         else:
             self._blocks = plan_prefill(batch.qo_indptr_cpu, self._group, batch.input_ids.device)
+
+    def warm_up(self, compute_prompt: Callable[[], None]) -> None:
+        compute_prompt()
 
     def refresh(self, batch: ForwardBatch) -> None:
         """Nothing: the plan is made on the device."""

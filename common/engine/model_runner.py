@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -131,13 +131,18 @@ class ModelRunner:
         embeds, groups = self._config.model.is_embedding, self._parallel.dp_size
         compute = self.hidden if embeds else self.forward
         many = min(_MANY_ROWS, self.spec.context_length)
-        steps = [(1, False), (many, False)] + ([] if embeds else [(1, True)])
-        for done, (rows, is_decode) in enumerate(steps, 1):
+
+        def step(rows: int, is_decode: bool = False) -> None:
             self._begin(Turn([rows] * groups, [1] * groups, steady=is_decode))
             row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
-            batch = build_forward_batch([row], self.layout.page_size, self.device, is_decode)
-            compute(batch)
+            compute(build_forward_batch([row], self.layout.page_size, self.device, is_decode))
             torch.cuda.synchronize(self.device)
+
+        steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(1)), lambda: step(many)]
+        if not embeds:
+            steps.append(lambda: step(1, is_decode=True))
+        for done, run in enumerate(steps, 1):
+            run()
             progress("warming up kernels", done / len(steps))
 
     def _capture_all(self, progress: Progress) -> None:

@@ -24,13 +24,14 @@ import torch
 
 from ...common.config.moe import MoESpec
 from ...kernels import reference
-from ...kernels.decode_plan import num_sms
+from ...kernels.device import device_name, num_sms
 from ...kernels.fp8_quantize import quantize_groups
 from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import SCALE_GROUP
 from ...kernels.moe_sorted import takes_warpgroups
-from ...kernels.moe_tiles import Tiles, device_name, tiles_for
 from ...kernels.moe_topk import moe_topk
+from ...kernels.tuning.moe import Tiles
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .moe_shapes import SHAPES, Layer, Shape, micros
 from .tune_moe import DEVICE, Products, compile_all
@@ -110,7 +111,7 @@ def _loop_us(layer: Layer, draws: list) -> float:
 
 def _tiles(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """What ``moe_experts`` takes."""
-    return tiles_for(tokens, shape.experts, shape.hidden, shape.size, shape.top_k, dtype, device_name(device),
+    return policy_of(device).moe.tiles(tokens, shape.experts, shape.hidden, shape.size, shape.top_k, dtype,
                      takes_warpgroups(device, shape.hidden, shape.size, dtype))
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.dense_tiles import DenseTile
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.silu_and_mul import silu_and_mul
+from ...kernels.tuning.gemm import WarpSpecializedTile
 from . import ceilings
 from .host_profile import Clocks
 
@@ -53,7 +53,7 @@ def way(words: str) -> Step:
 
     def by_warpgroups(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from ...kernels.dense_warpgroups import dense_product  # not there without Triton
-        return dense_product(x, weight, DenseTile(rows, 3 if rows == 192 else 4, band), gated=gated)
+        return dense_product(x, weight, WarpSpecializedTile(rows, 3 if rows == 192 else 4, band), gated=gated)
 
     other = by_warpgroups if "all" in flags else linear
 

@@ -28,13 +28,14 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton, reference
+from ...kernels.device import device_name
 from ...kernels.forms import Float8Form
 from ...kernels.fp8_matmul import fp8_matmul
 from ...kernels.fp8_quantize import quantize
-from ...kernels.moe_tiles import device_name
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.skinny_matmul import skinny_matmul
-from ...kernels.skinny_tiles import SkinnyTile, tile_for
+from ...kernels.tuning.gemm import SmallMTile
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .moe_shapes import micros
 
@@ -81,7 +82,7 @@ class Case:
     def floor(self, rows: int, copy: float) -> float:
         return (self.bytes + 2 * rows * (self.width + self.out)) / copy / 1e6
 
-    def run(self, x: Inputs, w: torch.Tensor, tile: SkinnyTile) -> torch.Tensor:
+    def run(self, x: Inputs, w: torch.Tensor, tile: SmallMTile) -> torch.Tensor:
         return skinny_matmul(x.values, w, x_scale=x.scale, scale=self.scale, dtype=WIDE, tile=tile)
 
     def others(self, x: Inputs, w: torch.Tensor) -> torch.Tensor:
@@ -109,13 +110,13 @@ AHEAD = (0, 16 << 10)
 _FEWEST = 100 if DEVICE == "cuda" else 10  # programs
 
 
-def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SkinnyTile]:
+def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SmallMTile]:
     """Beside the chosen one."""
     alone = rows == 1 and kind == "bf16"
-    chosen = tile_for(rows, out, width, dtype_of(kind))
+    chosen = policy_of(torch.device(DEVICE)).gemm.small_m(rows, out, width, dtype_of(kind))
     for columns, depth, warps, stages in FORMS_OF_ONE if alone else FORMS[kind]:
         for pieces, ahead in itertools.product((1,) if alone else (1, 2, 4, 8), AHEAD):
-            tile = SkinnyTile(columns, depth, pieces, warps, stages, ahead)
+            tile = SmallMTile(columns, depth, pieces, warps, stages, ahead)
             programs = -(-out // columns) * pieces
             if tile != chosen and programs >= _FEWEST and (pieces == 1 or (
                     programs <= 600 and width // depth >= 2 * pieces)):
@@ -129,7 +130,7 @@ class Job:
     kind: str
     layer: str
     rows: int
-    tiles: list[SkinnyTile]
+    tiles: list[SmallMTile]
 
 
 def jobs(kinds: list[str], layers: list[str], rows: list[int] | None, sweep: bool) -> list[Job]:
@@ -138,7 +139,8 @@ def jobs(kinds: list[str], layers: list[str], rows: list[int] | None, sweep: boo
         width, out = SHAPES[layer]
         for count in rows or ROWS[kind]:
             others = candidates(kind, count, width, out) if sweep else ()
-            found.append(Job(kind, layer, count, [tile_for(count, out, width, dtype_of(kind)), *others]))
+            chosen = policy_of(torch.device(DEVICE)).gemm.small_m(count, out, width, dtype_of(kind))
+            found.append(Job(kind, layer, count, [chosen, *others]))
     return found
 
 
@@ -148,7 +150,7 @@ class Variant:
 
     kind: str
     rows: int
-    tile: SkinnyTile
+    tile: SmallMTile
 
 
 def variants(todo: list[Job]) -> list[Variant]:

@@ -21,15 +21,18 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton
-from ...kernels.decode_plan import DecodePlan, plan_decode, num_sms
+from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.device import num_sms
 from ...kernels.forms import HeadNorms
 from ...kernels.fresh_rows import FreshRows
 from ...kernels.greatest import greatest
 from ...kernels.joined_rmsnorm import joined_rmsnorm
-from ...kernels.paged_decode import Tile, paged_decode, pieces_of
+from ...kernels.paged_decode import paged_decode
 from ...kernels.rmsnorm import rmsnorm
 from ...kernels.rope_and_store import rope_and_store
 from ...kernels.silu_and_mul import silu_and_mul
+from ...kernels.tuning.attention import DecodeTile
+from ...kernels.tuning.policy import policy_of
 from . import ceilings
 from .device_time import run_seconds
 
@@ -62,7 +65,7 @@ class Batch:
 
     times: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda name, x, w: linear(x, w))
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(lambda x, w: silu_and_mul(linear(x, w)))
-    tile: Tile | None = None
+    tile: DecodeTile | None = None
     takes_in = True  # whether attention turns and stores the rows, in place of a kernel before it
 
     def __init__(self, shape: Shape, rows: int, context: int, device: str = "cuda"):
@@ -85,7 +88,8 @@ class Batch:
         self._positions = torch.full((rows,), context - 1, device=device)
         self._cos_sin = torch.rand(context, shape.dim, device=device)
         self._context = context
-        self.pieces = pieces_of(shape.dim, 2, 2, rows * shape.kv_heads)
+        self.pieces = policy_of(torch.device("cuda", 0)).attention.decode_splits(
+            shape.dim, 2, 2, rows * shape.kv_heads)._asdict()
         self._plan: DecodePlan | None = None
         self._products = [[self._random(out, wide) * 0.02 for out, wide in (
             (self._fused.shape[1], shape.hidden), (shape.hidden, shape.heads * shape.dim),

@@ -1,7 +1,7 @@
 """Finds the fastest tiles of layers of experts and writes them into the table of this device.
 
     python -m baton.tests.bench.tune_moe [--shapes qwen3-30b-a3b,...] [--dtypes bfloat16,float8_e4m3fn]
-        [--tokens 1,16,...] [--folder kernels/tiles]
+        [--tokens 1,16,...] [--folder kernels/tuning]
 
 What other runs have found for other shapes or counts stays in the table, which is written after each count. All
 candidates are compiled first, by as many processes as there are cores; one shape's kernels serve the others.
@@ -19,14 +19,15 @@ from pathlib import Path
 
 import torch
 
-from ...kernels import moe_tiles
+from ...kernels.device import device_name
 from ...kernels.fp8_quantize import quantize_groups
 from ...kernels.moe_align import Alignment, moe_align
 from ...kernels.moe_experts import moe_experts
 from ...kernels.moe_gemm import moe_gemm
 from ...kernels.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
 from ...kernels.moe_sum import moe_sum
-from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, file_of, shape_key, to_json, warpgroup_tiles
+from ...kernels.tuning.moe import Tile, Tiles, default_tiles, shape_key, warp_specialized_tiles
+from ...kernels.tuning.policy import FOLDER, file_of, policy_of, write_moe_tiles
 from .moe_shapes import SHAPES, Layer, Shape, micros
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -61,7 +62,7 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
 
 
 def warpgroup_candidates(dtype: torch.dtype, gated: bool) -> list[Tile]:
-    tiles = warpgroup_tiles(dtype, 16)
+    tiles = warp_specialized_tiles(dtype, 16)
     return [tiles.gate_up if gated else tiles.down] if takes_warpgroups(DEVICE, 256, 128, dtype) else []
 
 
@@ -221,16 +222,14 @@ def main() -> None:
     parser.add_argument("--dtypes", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--tokens", default="1,16,64,256,1024,2048,4096,8192")
     parser.add_argument("--most-rows", type=int, default=128)
-    parser.add_argument("--folder", type=Path, default=moe_tiles.FOLDER)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--verbose", action="store_true", help="each product's time by each number of rows in a block")
     args = parser.parse_args()
     name, dtypes = device_name(DEVICE), args.dtypes.split(",")
     if DEVICE.type == "cuda":
         limits = {SHAPES[shape].gate_limit for shape in args.shapes.split(",")}
         compile_all(all_candidates(dtypes, args.most_rows, limits))
-    measured = dict(moe_tiles.table(name))
-    args.folder.mkdir(exist_ok=True, parents=True)
-    file = file_of(args.folder, name)
+    measured = dict(policy_of(DEVICE).moe.numbers.tiles)
     for dtype, shape_name in ((getattr(torch, dtype), shape) for dtype in dtypes for shape in args.shapes.split(",")):
         shape = SHAPES[shape_name]
         layer = Layer(shape, dtype, DEVICE.type)
@@ -239,8 +238,8 @@ def main() -> None:
         measured[key] = dict(measured.get(key, {}))
         for tokens in map(int, args.tokens.split(",")):
             measured[key][tokens] = tune(layer, tokens, args.most_rows, args.verbose)
-            file.write_text(to_json(measured))
-    print(f"written to {file}")
+            write_moe_tiles(name, measured, args.folder)
+    print(f"written to {file_of(name, args.folder)}")
 
 
 if __name__ == "__main__":
