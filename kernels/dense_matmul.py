@@ -1,8 +1,9 @@
 """Multiplies with a weight of the rows' own type: by our kernels where they are faster, else by cuBLAS.
 
-Rows of 65 to 128 are split_warpgroups.py's in eager runs and CUDA graphs alike, although the host takes 72 us for such
-a launch and 13 for cuBLAS's: decode steps and prompts of that size are captured unless that is disabled, and then
-replay it for nothing, and a choice by capture would let eager runs compute other sums than graphs do.
+Products of 65 to 128 rows are split_warpgroups.py's in eager runs and CUDA graphs alike, although the host takes 72 us
+to launch one and 13 us for cuBLAS's. Decode steps of that size are captured, and so are prompts wherever launching
+takes longer than computing, so that the host seldom pays that; if capture decided, eager runs would compute other sums
+than graphs do.
 """
 
 from __future__ import annotations

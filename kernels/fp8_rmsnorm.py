@@ -1,6 +1,6 @@
-"""Root-mean-square norm, with the residual addition before it, whose result is float8 at once.
+"""Fuses root-mean-square norm, and the residual addition before it, with quantizing the result to float8.
 
-A layer whose weights are float8 then reads its input from memory once, and has a launch less.
+A layer whose weights are float8 then reads its input from memory once, and has one launch less.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _fp8_rmsnorm_kernel(x_ptr, residual_ptr, sum_ptr, q_ptr, scale_ptr, weight_p
 
 def fp8_rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Float8Form,
                 residual: torch.Tensor | None = None) -> tuple[Float8Rows, torch.Tensor]:
-    """``quantize`` of ``rmsnorm``'s first result, and its second; see there. ``x`` is ``[T, width]``."""
+    """``(quantize(normed, form), total)`` of ``rmsnorm``'s results ``(normed, total)``. ``x`` is ``[T, width]``."""
     if not runs_triton(x):
         normed, total = reference.rmsnorm(x, weight, eps, residual)
         return quantize(normed, form), total

@@ -1,5 +1,5 @@
-"""Product of two float8 matrices with a scale a row, or one for all: of many rows ``torch._scaled_mm``, of few our
-kernel, which keeps all of a GPU busy with reading the weights."""
+"""Multiplies two float8 matrices with a scale for each row or one for all: many rows by ``torch._scaled_mm``, few by
+our kernels, which keep the whole GPU reading weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
 
 @lru_cache
 def compile_tiles(out: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what products of few rows with such a matrix take, so that no request waits for it."""
+    """Compile the kernels of few rows for such a weight, so that no request waits for the compiler."""
     weight = torch.zeros((out, width), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.zeros(out, dtype=torch.float32, device=device)
     for rows in (1, 17, 65):

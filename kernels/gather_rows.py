@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers: an embedding.
+"""Gathers rows of a table by their numbers: an embedding.
 
 torch's kernel for few rows takes 8 us for eight rows of 8 KiB on an H200, where a step's first product waits for it.
 """
@@ -22,7 +22,7 @@ def _gather_rows_kernel(table_ptr, row_ptr, y_ptr, width, CHUNK: tl.constexpr):
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``table[rows]`` [T, width], of a contiguous ``table`` [R, width] and ``rows`` [T] int64, each of them in it."""
+    """``table[rows]`` [T, width], of a contiguous ``table`` [R, width] and ``rows`` [T] int64, all within the table."""
     if not runs_triton(table):
         return torch.nn.functional.embedding(rows, table)
     width = table.shape[1]

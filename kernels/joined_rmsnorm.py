@@ -1,4 +1,4 @@
-"""The norm behind a product that has left its sums in pieces: it adds them up as it reads them."""
+"""Reduces the partial sums of a split product and norms the result in one kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _joined_rmsnorm_kernel(part_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, e
     made = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(PIECES):
         made += tl.load(part_ptr + tl.cast(piece, tl.int64) * piece_values + place, inside, other=0.0).to(tl.float32)
-    # Rounded as a product's result.
+    # Rounded as a product's result is.
     x = made.to(sum_ptr.dtype.element_ty) + tl.load(residual_ptr + place, inside, other=0.0)
     tl.store(sum_ptr + place, x, inside)
     tl.store(y_ptr + place, normed(x, weight, eps, width), inside)

@@ -1,4 +1,4 @@
-"""A token's experts by its router logits: scores, groups, the best, and their weights, in one kernel."""
+"""Chooses each token's experts by its router logits: scores, groups, top-k and weights in one kernel."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def moe_topk(logits: torch.Tensor, bias: torch.Tensor | None, how: Choice,
              live: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """``(expert ids [T, top_k] int64, weights [T, top_k] float32)``, the best first.
 
-    Rows where ``live`` [T] (of any type) is 0 have the id -1, which no rank holds: they are no tokens. ``first`` is
-    taken from all ids: those of a rank's own experts then begin with 0.
+    Rows where ``live`` [T] (of any type) is 0 are padding and get the id -1, which no rank has. ``first`` is subtracted
+    from all ids: those of a rank's own experts then begin with 0.
 
     ``logits`` [T, experts]; a token chooses by its scores plus ``bias`` [experts] float32 and weighs by the scores
     alone (DeepSeek-V3's balancing without a loss, arXiv:2412.19437, 2.1.2).

@@ -1,4 +1,4 @@
-"""Float8 keys and values of a prompt's pages in the model's type, one page behind the other."""
+"""Dequantizes the float8 keys and values of a prompt's pages into one contiguous buffer of the model's type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 @triton.jit
 def _widen_pages_kernel(k_ptr, v_ptr, ids_ptr, out_ptr, stride_page, stride_head, size, heads, k_scale, v_scale,
                         BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One head's keys or values of a page, ``size`` of them beside each other."""
+    """Converts one head's keys or values of a page, ``size`` contiguous ones."""
     place = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
     head = which % heads

@@ -25,7 +25,7 @@ from . import hopper_cases as hopper
 from .h200 import FACTS, NUM_SMS, policy_of_h200
 from .hopper_cases import BF16, FP8, FP16, FP32, META, by_block, by_row, fp8, fp32, int32, int64, of
 
-CHOSEN = ("band", "pieces", "num_warps", "num_stages", "maxnreg")
+CHOSEN = ("band", "splits", "num_warps", "num_stages", "maxnreg")
 """What a launcher chooses beside the grid, a kernel's constants and the boxes of its descriptors."""
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "linear", "_scaled_mm", "_scaled_mm_v2")
 

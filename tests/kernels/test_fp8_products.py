@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.kernels.forms import Float8Form
-from baton.kernels.fp8_block_matmul import _with_whole_rows
+from baton.kernels.fp8_block_matmul import _with_padded_rows
 from baton.kernels.fp8_quantize import quantize, quantize_groups
 
 from .h200 import H200
@@ -33,9 +33,9 @@ def test_rows_that_were_quantized_have_room_for_whole_fours(rows):
     given = quantize(x, Float8Form(128))
     values, scale = quantize_groups(x, 128)
     for q, s in ((given.values, given.scale), (values, scale)):
-        whole, whole_scale = _with_whole_rows(q, s)
+        whole, whole_scale = _with_padded_rows(q, s)
         assert whole.shape[0] == whole_scale.shape[0] == -(-rows // 4) * 4
         assert whole_scale.stride() == (1, len(whole)) and whole.is_contiguous()
         assert torch.equal(whole[:rows].float(), values.float()) and torch.equal(whole_scale[:rows], scale)
-    taken, _ = _with_whole_rows(given.values, given.scale)
+    taken, _ = _with_padded_rows(given.values, given.scale)
     assert taken.data_ptr() == given.values.data_ptr()
