@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .common.api.errors import ConfigError
-from .common.cluster import Part, ask, run_parts, say
+from .common.cluster import ClusterProcess, ask, run_parts, say
 from .common.config.addresses import check_free
 from .common.config.cli import flag, parse, to_argv
 from .common.config.command import command
@@ -30,8 +30,8 @@ from .common.config.server import (
     StorageArgs,
 )
 from .common.obs.logging import check_folder, setup_logging
-from .router.compat import co_launched
 from .router.config import RouterConfig
+from .router.sglang_flags import co_launched
 
 
 @command("launch_server")
@@ -43,7 +43,7 @@ def launch_server(argv: Sequence[str] | None = None) -> None:
     elif config.mode == "decode":
         from .decode.launch import run
     else:
-        from .common.engine.launch import run
+        from .common.serving.unified_server import run
     sys.exit(run(config))
 
 
@@ -121,7 +121,7 @@ def _run(config: ClusterConfig, folder: Path, of_router: Sequence[str]) -> int:
     return run_parts(parts, lambda: _greet(config), config.logs)
 
 
-def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> list[Part]:
+def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> list[ClusterProcess]:
     """The processes of a cluster: servers share the GPUs evenly, each memory share shrinking where they overlap."""
     args = config.cluster
     logs = Path(config.logs.log_dir or ".")
@@ -149,11 +149,12 @@ def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[st
         url = f"http://127.0.0.1:{port}"
         name = f"{role}-{index - args.prefill if role == 'decode' else index}"
         module = ["baton.launch", "server"] if role == "server" else [f"baton.{role}.launch"]
-        parts.append(Part(name, [sys.executable, "-m", *module, *flags], url, logs / f"{name}.log"))
+        parts.append(ClusterProcess(name, [sys.executable, "-m", *module, *flags], url, logs / f"{name}.log"))
         router += {"server": [url], "prefill": ["--prefill", url, str(bootstrap)], "decode": ["--decode", url]}[role]
     front = f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}"
-    parts.append(Part("router", [sys.executable, "-m", "baton.router.launch", *router, *of_log, *router_flags], front,
-                      logs / "router.log", "/readiness"))
+    parts.append(ClusterProcess("router",
+                                [sys.executable, "-m", "baton.router.launch", *router, *of_log, *router_flags], front,
+                                logs / "router.log", "/readiness"))
     return parts
 
 

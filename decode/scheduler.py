@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from ..common.api.errors import ServingError, TransferFailed
 from ..common.distributed.tp import TPGroup
-from ..common.engine.req import Req
-from ..common.engine.unified import UnifiedScheduler
-from ..kvtransfer.receiver import KVReceiver
-from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
-from ..kvtransfer.states import Phase
+from ..common.engine.unified_scheduler import UnifiedScheduler
+from ..common.request.req import Req
+from ..kvtransfer.protocol.states import Phase
+from ..kvtransfer.receiver.kv_receiver import KVReceiver
+from ..kvtransfer.requests import Progress, TransferRequest, TransferStatus, TransferTable
 from .peers import PrefillPeers
 
 
@@ -26,10 +26,10 @@ class DecodeScheduler:
         self.batcher = unified.batcher
         self.ledger = unified.ledger
         self.receiver = receiver
-        self.rooms = Rooms(receiver, tp)
+        self.rooms = TransferTable(receiver, tp)
         self.peers = PrefillPeers(receiver)
         self.arrived = self.batcher.make_queue()
-        self._begun: list[Half] = []  # in this step
+        self._begun: list[TransferRequest] = []  # in this step
 
     @property
     def idle(self) -> bool:
@@ -57,10 +57,10 @@ class DecodeScheduler:
 
     @property
     def gauges(self) -> dict[str, float]:
-        receiving = [half for half in self.rooms if half.stage is Stage.RECEIVING]
+        receiving = [half for half in self.rooms if half.stage is TransferStatus.RECEIVING]
         meeting = sum(self.receiver.phase(half.room) is Phase.RESERVING for half in receiving)
         return {"kv_transfers_meeting": meeting, "kv_transfers_moving": len(receiving) - meeting,
-                "kv_transfers_draining": self.rooms.count(Stage.DRAINING)}
+                "kv_transfers_draining": self.rooms.count(TransferStatus.DRAINING)}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
@@ -119,12 +119,12 @@ class DecodeScheduler:
             self.batcher.finish(req, keep=False)
             self.ledger.fail(req, error)
         else:
-            self.rooms.open(req, Stage.RECEIVING)
+            self.rooms.open(req, TransferStatus.RECEIVING)
             self.batcher.expect(req)
 
     def _advance(self, progress: Progress) -> None:
         half = progress.half
-        if half.stage is Stage.DRAINING:
+        if half.stage is TransferStatus.DRAINING:
             if progress.settled:
                 if progress.phase is Phase.DONE:  # it was aborted when all had arrived
                     self.receiver.taken(half.room)
@@ -135,7 +135,7 @@ class DecodeScheduler:
         elif progress.settled:
             self._start(half)
 
-    def _fail(self, half: Half, error: ServingError) -> None:
+    def _fail(self, half: TransferRequest, error: ServingError) -> None:
         self.rooms.abort(half, error)
         self.ledger.fail(half.req, error)
 
@@ -146,7 +146,7 @@ class DecodeScheduler:
             self.rooms.close(half)
         self._begun.clear()
 
-    def _start(self, half: Half) -> None:
+    def _start(self, half: TransferRequest) -> None:
         """Cache and first token are here: the request decodes from now on."""
         req = half.req
         result = self.receiver.result(half.room)

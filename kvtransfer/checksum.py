@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .backends.base import Region
-from .lanes import expand
+from .protocol.reshard import expand
 
 Extent = Literal["sampled", "full", "off"]
 

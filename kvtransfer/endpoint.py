@@ -14,7 +14,7 @@ from ..common.api.errors import ConfigError
 from ..common.api.identity import ModelIdentity
 from ..common.kvcache.layout import KVLayout
 from .backends.base import Backend, Region
-from .messages import MAX_MESSAGE_BYTES, RankInfo
+from .protocol.messages import MAX_MESSAGE_BYTES, RankInfo
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,

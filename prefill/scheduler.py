@@ -14,37 +14,37 @@ from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import Agreeing
-from ..common.engine.batcher import Batcher
-from ..common.engine.executor import Executor, Step
-from ..common.engine.ledger import Ledger
-from ..common.engine.req import Req
-from ..common.engine.stage_executor import StageExecutor, StageStep
-from ..common.engine.stage_pipeline import pipeline_of
-from ..kvtransfer.messages import PrefillResult, RankInfo
-from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
-from ..kvtransfer.sender import KVSender
-from ..kvtransfer.states import Phase
-from .departures import Departures
-from .kept import KeptPrompts
-from .pace import most_together
+from ..common.execution.executor import Executor, StepOutput
+from ..common.execution.pp_executor import PPExecutor, PPStep
+from ..common.execution.pp_pipeline import pipeline_of
+from ..common.request.req import Req
+from ..common.scheduler.batcher import Batcher
+from ..common.scheduler.request_tracker import RequestTracker
+from ..kvtransfer.protocol.messages import PrefillResult, RankInfo
+from ..kvtransfer.protocol.states import Phase
+from ..kvtransfer.requests import Progress, TransferRequest, TransferStatus, TransferTable
+from ..kvtransfer.sender.kv_sender import KVSender
+from .kv_push import KVPush
 from .peers import DecodePeers
+from .retained_prompts import RetainedPrompts
+from .step_size import most_together
 
 
 class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that each request's room leads to."""
 
-    def __init__(self, batcher: Batcher, executor: Executor | StageExecutor, ledger: Ledger, sender: KVSender,
+    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, ledger: RequestTracker, sender: KVSender,
                  group: Agreeing, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
                  kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
         self.ledger = ledger
         self.sender = sender
-        self.rooms = Rooms(sender, group)
-        self._departures = Departures(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
+        self.rooms = TransferTable(sender, group)
+        self._departures = KVPush(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
         self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
-        self._kept = KeptPrompts(batcher.cache, sender, group, kv_retain_seconds)
+        self._kept = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
         self.peers = DecodePeers(sender, self._kept, register)
         self._now = 0.0
 
@@ -62,11 +62,11 @@ class PrefillScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.batcher.waiting) + self.rooms.count(Stage.MEETING)
+        return len(self.batcher.waiting) + self.rooms.count(TransferStatus.MEETING)
 
     @property
     def num_transferring(self) -> int:
-        return self.rooms.count(Stage.SENDING) + self.rooms.count(Stage.DRAINING)
+        return self.rooms.count(TransferStatus.SENDING) + self.rooms.count(TransferStatus.DRAINING)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -75,9 +75,9 @@ class PrefillScheduler:
     @property
     def gauges(self) -> dict[str, float]:
         queued, in_flight = self.sender.writes_waiting
-        return {"kv_transfers_meeting": self.rooms.count(Stage.MEETING),
-                "kv_transfers_moving": self.rooms.count(Stage.SENDING),
-                "kv_transfers_draining": self.rooms.count(Stage.DRAINING),
+        return {"kv_transfers_meeting": self.rooms.count(TransferStatus.MEETING),
+                "kv_transfers_moving": self.rooms.count(TransferStatus.SENDING),
+                "kv_transfers_draining": self.rooms.count(TransferStatus.DRAINING),
                 "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_kept": len(self._kept)}
 
     def add(self, req: Req) -> None:
@@ -87,7 +87,7 @@ class PrefillScheduler:
                 param="bootstrap_room")
         self.sender.expect(req.bootstrap.room, req.prompt_digest, req.num_prompt_tokens)
         self._kept.drop(req.bootstrap.room)
-        self.rooms.open(req, Stage.MEETING)
+        self.rooms.open(req, TransferStatus.MEETING)
 
     def abort(self, req: Req, error: ServingError) -> None:
         half = self.rooms.of(req)
@@ -118,7 +118,7 @@ class PrefillScheduler:
 
     def _advance(self, progress: Progress) -> None:
         half = progress.half
-        if half.stage is Stage.DRAINING:
+        if half.stage is TransferStatus.DRAINING:
             if progress.settled:
                 self._let_go(half)
         elif progress.failing:
@@ -126,17 +126,17 @@ class PrefillScheduler:
             self.abort(half.req, error)
             self._kept.failed(half.room, self._now, wanted=not progress.aborted)
             self.ledger.fail(half.req, error)
-        elif half.stage is Stage.MEETING and progress.phase >= Phase.RESERVED:
+        elif half.stage is TransferStatus.MEETING and progress.phase >= Phase.RESERVED:
             half.req.mark("meeting")
             self._begin(half)
-        elif half.stage is Stage.SENDING and progress.settled:
+        elif half.stage is TransferStatus.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[half.room]
             self._let_go(half)
             self.ledger.gain(half.req, token_ids, logprobs)
 
-    def _begin(self, half: Half) -> None:
+    def _begin(self, half: TransferRequest) -> None:
         """Both halves have met: compute the prompt, or send what an attempt before this one has computed."""
-        half.stage = Stage.COMPUTING
+        half.stage = TransferStatus.COMPUTING
         req = half.req
         if (result := self._kept.reuse(req)) is None:
             self.batcher.waiting.append(req)
@@ -147,33 +147,33 @@ class PrefillScheduler:
         self._departures.computed_before(half.room, req.hold.ids.copy())
         self._hand_over(half, req.take(result.token_id), result)
 
-    def _take_in(self, step: Step | StageStep) -> None:
+    def _take_in(self, step: StepOutput | PPStep) -> None:
         for gain in step.gains():
             half = self.rooms.of(gain.req)
-            if half is not None and half.stage is Stage.COMPUTING and gain.error is not None:
+            if half is not None and half.stage is TransferStatus.COMPUTING and gain.error is not None:
                 self.abort(gain.req, gain.error)
                 self.ledger.fail(gain.req, gain.error)
-            elif half is not None and half.stage is Stage.COMPUTING:
+            elif half is not None and half.stage is TransferStatus.COMPUTING:
                 self.batcher.detach([gain.req])
                 req = gain.req
                 hidden = None if req.hidden is None else req.hidden.take()
                 self._hand_over(half, req.take_pending(gain.token_id), PrefillResult(
                     gain.token_id, req.num_cached_tokens, gain.logprobs, req.prompt_logprobs, hidden))
 
-    def _hand_over(self, half: Half, token_ids: list[int], result: PrefillResult) -> None:
+    def _hand_over(self, half: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """The prompt is computed: the first token follows its pages."""
         req = half.req
-        half.stage = Stage.SENDING
+        half.stage = TransferStatus.SENDING
         req.mark("prefill")
         self._first_tokens[half.room] = (token_ids, result.logprobs)
         req.finish = req.finish or Finish("length")
         self._kept.add(half.room, req, result)
         self.sender.finish(half.room, result)
 
-    def _let_go(self, half: Half) -> None:
+    def _let_go(self, half: TransferRequest) -> None:
         """No write can touch the pages any more: what was computed stays in the prefix cache."""
         self._first_tokens.pop(half.room, None)
-        if half.stage is Stage.SENDING:
+        if half.stage is TransferStatus.SENDING:
             self.rooms.close(half, forget=lambda room: self._kept.done(room, self._now))
         else:
             self.rooms.close(half)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import DecodePlan, plan_decode
+from ...kernels.arguments import HeadNorms
+from ...kernels.attention.current_kv import CurrentKV
+from ...kernels.attention.decode_plan import DecodePlan, plan_decode
+from ...kernels.attention.paged_decode import paged_decode
+from ...kernels.attention.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ...kernels.device import num_sms
-from ...kernels.forms import HeadNorms
-from ...kernels.fresh_rows import FreshRows
-from ...kernels.paged_decode import paged_decode
-from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
 from ...kernels.tuning.policy import policy_of
-from ..engine.forward_batch import ForwardBatch
+from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, store
 
@@ -57,7 +57,7 @@ class TritonBackend:
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         settled = batch.is_decode and self._plan is not None
         if batch.is_decode and cos_sin is not None and self._takes_in(q):
-            return self._attend(layer, q, sinks, settled, FreshRows(k, v, cos_sin, batch.positions, norms))
+            return self._attend(layer, q, sinks, settled, CurrentKV(k, v, cos_sin, batch.positions, norms))
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
         return self._attend(layer, q, sinks, settled)
 
@@ -79,7 +79,7 @@ class TritonBackend:
                                                                          pages.element_size(), heads)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, settled: bool = False,
-                fresh: FreshRows | None = None) -> torch.Tensor:
+                fresh: CurrentKV | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         k_pages, v_pages = self._pool.layer(layer)

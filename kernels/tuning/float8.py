@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..arguments import By
 from ..device import DeviceFacts
-from ..forms import By
 
 
 class Fp8Tile(NamedTuple):

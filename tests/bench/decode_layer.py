@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.decode_plan import plan_decode
-from ...kernels.dense_matmul import split_product
+from ...kernels.attention.current_kv import CurrentKV
+from ...kernels.attention.decode_plan import plan_decode
+from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.device import num_sms
-from ...kernels.fresh_rows import FreshRows
-from ...kernels.paged_decode import paged_decode
-from ...kernels.silu_and_mul import silu_and_mul
-from ...kernels.skinny_matmul import skinny_matmul
-from ...kernels.split_warpgroups import split_matmul, split_pieces
+from ...kernels.gemm.dense_matmul import split_product
+from ...kernels.gemm.small_m_matmul import skinny_matmul
+from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ...kernels.tuning.attention import DecodeTile
 from ...kernels.tuning.gemm import PersistentTile, SmallMTile, SplitKTile
 from ...kernels.tuning.policy import policy_of
@@ -252,7 +252,7 @@ def compile_attention(tile: DecodeTile, device: str = "cuda") -> None:
     indptr = torch.tensor([0, 4], dtype=torch.int32, device=device)
     q, k, v = pool.new_zeros(1, 48, 128).split([32, 8, 8], 1)
     last = torch.full((1,), 16, dtype=torch.int32, device=device)
-    fresh = FreshRows(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
+    fresh = CurrentKV(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
     plan = plan_decode(indptr, last, 16, 8, num_sms(pool.device), 2048, **attention_splits(8))
     for early, rows in pairs((False, True), (None, fresh)):
         paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=early, fresh=rows)

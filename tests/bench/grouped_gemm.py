@@ -25,11 +25,11 @@ import torch
 from ...common.config.moe import MoESpec
 from ...kernels import reference
 from ...kernels.device import device_name, num_sms
-from ...kernels.fp8_quantize import quantize_groups
-from ...kernels.moe_experts import moe_experts
-from ...kernels.moe_gemm import SCALE_GROUP
-from ...kernels.moe_sorted import takes_warpgroups
-from ...kernels.moe_topk import moe_topk
+from ...kernels.moe.moe_experts import moe_experts
+from ...kernels.moe.moe_gemm import SCALE_GROUP
+from ...kernels.moe.moe_sorted import takes_warpgroups
+from ...kernels.moe.moe_topk import moe_topk
+from ...kernels.rowwise.fp8_quantize import quantize_groups
 from ...kernels.tuning.moe import Tiles
 from ...kernels.tuning.policy import policy_of
 from . import ceilings

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import plan_decode
-from ...kernels.paged_decode import paged_decode
+from ...kernels.attention.decode_plan import plan_decode
+from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.tuning.attention import DecodeTile
 from ...kernels.tuning.policy import policy_of
 from . import ceilings

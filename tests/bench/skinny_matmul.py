@@ -28,12 +28,12 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton, reference
+from ...kernels.arguments import Float8Format
 from ...kernels.device import device_name
-from ...kernels.forms import Float8Form
-from ...kernels.fp8_matmul import fp8_matmul
-from ...kernels.fp8_quantize import quantize
-from ...kernels.rmsnorm import rmsnorm
-from ...kernels.skinny_matmul import skinny_matmul
+from ...kernels.float8.fp8_matmul import fp8_matmul
+from ...kernels.gemm.small_m_matmul import skinny_matmul
+from ...kernels.rowwise.fp8_quantize import quantize
+from ...kernels.rowwise.rmsnorm import rmsnorm
 from ...kernels.tuning.gemm import SmallMTile
 from ...kernels.tuning.policy import policy_of
 from . import ceilings
@@ -73,7 +73,7 @@ class Case:
         x = torch.randn(rows, self.width, device=DEVICE, dtype=WIDE)
         if self.kind == "bf16":
             return Inputs(x, None)
-        given = quantize(x, Float8Form(self.width))
+        given = quantize(x, Float8Format(self.width))
         return Inputs(given.values, given.scale)
 
     def wanted(self, x: Inputs) -> torch.Tensor:

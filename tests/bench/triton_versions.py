@@ -33,11 +33,11 @@ CALLS, REPEATS = 16, 20
 
 def cases() -> dict[str, Callable[[], object]]:
     """Calls on the GPU by a name: those of kernels in Gluon, then of Triton's own that a decode step spends most in."""
-    from ...kernels.dense_warpgroups import dense_product
-    from ...kernels.moe_experts import moe_experts
-    from ...kernels.rmsnorm import rmsnorm
-    from ...kernels.skinny_matmul import skinny_matmul
-    from ...kernels.split_warpgroups import split_matmul, split_pieces
+    from ...kernels.gemm.dense_warp_specialized import dense_product
+    from ...kernels.gemm.small_m_matmul import skinny_matmul
+    from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+    from ...kernels.moe.moe_experts import moe_experts
+    from ...kernels.rowwise.rmsnorm import rmsnorm
     from ...kernels.tuning.gemm import SplitKTile
     from ...kernels.tuning.moe import warp_specialized_tiles
     from ...kernels.tuning.policy import policy_of
@@ -70,8 +70,8 @@ def of(*sizes: int) -> torch.Tensor:
 
 def attention(requests: int, length: int) -> Callable[[], object]:
     """Decode attention of Llama-3-8B's heads, as an engine plans it."""
-    from ...kernels.decode_plan import plan_decode
-    from ...kernels.paged_decode import paged_decode
+    from ...kernels.attention.decode_plan import plan_decode
+    from ...kernels.attention.paged_decode import paged_decode
     from ...kernels.tuning.policy import policy_of
 
     page, count = 16, length // 16

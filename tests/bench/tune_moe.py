@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from ...kernels.device import device_name
-from ...kernels.fp8_quantize import quantize_groups
-from ...kernels.moe_align import Alignment, moe_align
-from ...kernels.moe_experts import moe_experts
-from ...kernels.moe_gemm import moe_gemm
-from ...kernels.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
-from ...kernels.moe_sum import moe_sum
+from ...kernels.moe.moe_align import Alignment, moe_align
+from ...kernels.moe.moe_experts import moe_experts
+from ...kernels.moe.moe_gemm import moe_gemm
+from ...kernels.moe.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
+from ...kernels.moe.moe_sum import moe_sum
+from ...kernels.rowwise.fp8_quantize import quantize_groups
 from ...kernels.tuning.moe import Tile, Tiles, default_tiles, shape_key, warp_specialized_tiles
 from ...kernels.tuning.policy import FOLDER, file_of, policy_of, write_moe_tiles
 from .moe_shapes import SHAPES, Layer, Shape, micros

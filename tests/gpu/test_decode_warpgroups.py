@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.decode_plan import plan_decode
-from baton.kernels.paged_decode import paged_decode, takes_warpgroups
+from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.paged_decode import paged_decode, takes_warpgroups
 from baton.kernels.tuning.attention import DecodeTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(

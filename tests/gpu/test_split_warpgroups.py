@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton.kernels import dense_matmul, reference
-from baton.kernels.joined_rmsnorm import joined_rmsnorm
-from baton.kernels.rmsnorm import rmsnorm
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels import reference
+from baton.kernels.gemm import dense_matmul
+from baton.kernels.rowwise.rmsnorm import rmsnorm
+from baton.kernels.rowwise.silu_and_mul import silu_and_mul
+from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
 from baton.kernels.tuning.gemm import SplitKTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -28,7 +29,7 @@ def random(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 
 def product(*args, **kw):
-    from baton.kernels.split_warpgroups import split_matmul  # not there without Triton
+    from baton.kernels.gemm.split_k_warp_specialized import split_matmul  # not there without Triton
     return split_matmul(*args, **kw)
 
 
@@ -57,7 +58,7 @@ def test_products_equal_torch(out, width, tile):
 @pytest.mark.parametrize("out,width", [(4096, 4096), (4096, 14336), (1088, 256)])
 def test_a_norm_adds_up_what_a_product_left(out, width, tile, dtype):
     """Of pieces of many steps and of one, and of tiles of which half is there; the same bits each time."""
-    from baton.kernels.split_warpgroups import split_pieces
+    from baton.kernels.gemm.split_k_warp_specialized import split_pieces
     weight, whole = random(out, width, seed=1) * width**-0.5, random(tile.rows, width)
     gain = random(out, seed=3)
     for rows in (65, tile.rows - 3, tile.rows):

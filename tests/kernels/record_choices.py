@@ -95,7 +95,7 @@ FEW_ROWS = [1, 16, 64, 128, 256, 2048]
 
 
 def dense_cases() -> dict[str, Callable[[], object]]:
-    from baton.kernels.dense_matmul import dense_matmul, fuses_residual, normed_product
+    from baton.kernels.gemm.dense_matmul import dense_matmul, fuses_residual, normed_product
 
     def dense(rows: int, out: int, width: int, dtype: torch.dtype = BF16, gated: bool = False,
               bias: bool = False) -> None:
@@ -126,7 +126,7 @@ def dense_cases() -> dict[str, Callable[[], object]]:
 
 
 def float8_cases() -> dict[str, Callable[[], object]]:
-    from baton.kernels.fp8_scaled_matmul import scaled_matmul
+    from baton.kernels.float8.fp8_scaled_matmul import scaled_matmul
 
     def scaled(rows: int, out: int, width: int) -> None:
         scaled_matmul(fp8(rows, width), fp32(rows, 1), fp8(out, width), fp32(out), BF16)
@@ -142,7 +142,7 @@ def float8_cases() -> dict[str, Callable[[], object]]:
 
 
 def attention_cases() -> dict[str, Callable[[], object]]:
-    from baton.kernels.per_head_matmul import per_head_matmul
+    from baton.kernels.attention.per_head_matmul import per_head_matmul
 
     cases: dict[str, Callable[[], object]] = {}
     for model, heads, kv_heads, dim in (("Llama-3-8B", 32, 8, 128), ("Qwen3-30B", 32, 4, 128), ("gpt-oss", 64, 8, 64),
@@ -223,7 +223,8 @@ def other_cases() -> dict[str, Callable[[], object]]:
 def record(device: str = FACTS.name, num_sms: int = NUM_SMS) -> dict[str, Any]:
     """The content of ``h200_choices.json``, for a Hopper GPU of any name."""
     cases = dense_cases() | float8_cases() | attention_cases() | expert_cases() | other_cases()
-    from baton.kernels import dense_warpgroups, moe_warpgroups, split_warpgroups, streamed_matmul  # noqa: F401
+    from baton.kernels.gemm import dense_warp_specialized, persistent_matmul, split_k_warp_specialized
+    from baton.kernels.moe import moe_warp_specialized  # noqa: F401
 
     emulate(device, num_sms)
     recorder, launches = Recorder(), dict[str, int]()

@@ -9,10 +9,10 @@ import torch
 
 from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
-from baton.kernels.forms import Float8Form
-from baton.kernels.fp8_quantize import quantize
-from baton.kernels.joined_rmsnorm import joined_rmsnorm
-from baton.kernels.skinny_matmul import skinny_matmul
+from baton.kernels.arguments import Float8Format
+from baton.kernels.gemm.small_m_matmul import skinny_matmul
+from baton.kernels.rowwise.fp8_quantize import quantize
+from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
 from baton.kernels.tuning.gemm import SmallMTile
 from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, pytestmark, random
 
@@ -25,7 +25,7 @@ def product_of(kind: str, rows: int, out: int, width: int, dtype: torch.dtype) -
     wide, x = random(out, width, dtype=torch.float32, seed=1), random(rows, width + 16, dtype=dtype)[:, :width]
     if kind == "plain":
         return {"x": x, "weight": wide.to(dtype)}
-    given = quantize(x, Float8Form(width, torch.full((1,), 0.01, device=DEVICE) if kind == "one" else None))
+    given = quantize(x, Float8Format(width, torch.full((1,), 0.01, device=DEVICE) if kind == "one" else None))
     weight, scale = quantize_channels(wide)
     return {"x": given.values, "x_scale": given.scale, "weight": weight, "dtype": dtype,
             "scale": scale if kind == "row" else scale[:1].clone()}

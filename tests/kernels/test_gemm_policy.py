@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton.kernels import dense_matmul, reference
+from baton.kernels import reference
+from baton.kernels.gemm import dense_matmul
 from baton.kernels.tuning.gemm import BatchedSplits, SplitKTile
 
 from .h200 import H200, policy_of_h200

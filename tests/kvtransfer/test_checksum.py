@@ -9,7 +9,7 @@ import torch
 from baton.common.api.errors import TransferFailed
 from baton.kvtransfer.backends.base import Region
 from baton.kvtransfer.checksum import SAMPLES, Checksum, extent_of, make_checksum, places_of
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.conftest import BACKENDS
 
 

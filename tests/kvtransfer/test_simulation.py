@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.kvtransfer import receiving, recv_state, sending, states
-from baton.kvtransfer.states import Event, Phase
-from baton.kvtransfer.timing import Timing
+from baton.kvtransfer.protocol import states
+from baton.kvtransfer.protocol.states import Event, Phase
+from baton.kvtransfer.protocol.timing import Timing
+from baton.kvtransfer.receiver import receiver_core, receiver_state
+from baton.kvtransfer.sender import sender_core
 from baton.tests.kvtransfer.simulation import COMMON, RARE, SHAPES, World, run_seed
 
 
@@ -36,14 +38,14 @@ def free_at_abort(monkeypatch):
 
 def settle_with_writes_in_flight(monkeypatch, phase):
     """Prefill takes the writes of rooms in ``phase`` for ended."""
-    settle = sending.SenderCore._settle
+    settle = sender_core.SenderCore._settle
 
     def early(self, half, now):
         in_flight, half.in_flight = half.in_flight, 0 if half.phase is phase else half.in_flight
         settle(self, half, now)
         half.in_flight = in_flight
 
-    monkeypatch.setattr(sending.SenderCore, "_settle", early)
+    monkeypatch.setattr(sender_core.SenderCore, "_settle", early)
 
 
 def stop_before_writes_have_ended(monkeypatch):
@@ -57,34 +59,34 @@ def result_before_writes_have_ended(monkeypatch):
 
 def no_quarantine(monkeypatch):
     """What is cut off counts as quiet at once."""
-    broken = receiving.ReceiverCore._break
-    monkeypatch.setattr(receiving.ReceiverCore, "_break",
+    broken = receiver_core.ReceiverCore._break
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_break",
                         lambda self, link, error, now, *, quiet_at: broken(self, link, error, now, quiet_at=now))
 
 
 def no_time_for_what_lingers(monkeypatch):
     """Decode trusts in writes that were given up, whatever the backend says of them."""
-    begin = receiving.ReceiverCore.__init__
-    monkeypatch.setattr(receiving.ReceiverCore, "__init__",
+    begin = receiver_core.ReceiverCore.__init__
+    monkeypatch.setattr(receiver_core.ReceiverCore, "__init__",
                         lambda self, *args, lingering, **named: begin(self, *args, **named))
 
 
 def no_lease(monkeypatch):
     """Prefill writes for as long as it likes after it was last heard, and gives up no session."""
     monkeypatch.setattr(Timing, "lease", property(lambda self: 1e9))
-    tick = sending.SenderCore.tick
+    tick = sender_core.SenderCore.tick
 
     def patient(self, now, stalled=0.0):
         for session in self.sessions.open.values():
             session.confirmed = now
         tick(self, now, stalled)
 
-    monkeypatch.setattr(sending.SenderCore, "tick", patient)
+    monkeypatch.setattr(sender_core.SenderCore, "tick", patient)
 
 
 def one_result_is_enough(monkeypatch):
     """Decode does not wait for the other prefill ranks that it has lanes from."""
-    quiet = receiving.ReceiverCore._quiet
+    quiet = receiver_core.ReceiverCore._quiet
 
     def hasty(self, half, link_id, now):
         if half.phase is Phase.RESERVED:
@@ -93,49 +95,49 @@ def one_result_is_enough(monkeypatch):
             half.writers.pending = {link_id: None}
         quiet(self, half, link_id, now)
 
-    monkeypatch.setattr(receiving.ReceiverCore, "_quiet", hasty)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_quiet", hasty)
 
 
 def any_stamp_will_do(monkeypatch):
     """A result of the room's use before counts for this one."""
-    about = receiving.ReceiverCore._about_room
+    about = receiver_core.ReceiverCore._about_room
 
     def trusting(self, link, message, now):
         if (half := link.rooms.get(message.room)) is not None and type(message).__name__ == "Stopped":
             message = type(message)(message.room, half.reserve.stamp)
         about(self, link, message, now)
 
-    monkeypatch.setattr(receiving.ReceiverCore, "_about_room", trusting)
-    peer_abort = sending.SenderCore._peer_abort
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_about_room", trusting)
+    peer_abort = sender_core.SenderCore._peer_abort
 
     def twice(self, session, abort, now):
         peer_abort(self, session, abort, now)
-        self.sessions.send(session.id, sending.m.Stopped(abort.room, abort.stamp))
+        self.sessions.send(session.id, sender_core.m.Stopped(abort.room, abort.stamp))
 
-    monkeypatch.setattr(sending.SenderCore, "_peer_abort", twice)
+    monkeypatch.setattr(sender_core.SenderCore, "_peer_abort", twice)
 
 
 def taken_by_anybody(monkeypatch):
     """Prefill takes decode's word on one request for another's."""
-    monkeypatch.setattr(sending.SenderCore, "taken", lambda self, room: True)
+    monkeypatch.setattr(sender_core.SenderCore, "taken", lambda self, room: True)
 
 
 def bells_are_believed_before_they_ring(monkeypatch):
     """Decode takes a bell's announcement for its ringing."""
-    monkeypatch.setattr(recv_state.RecvRoom, "landed", lambda self, bells: [
+    monkeypatch.setattr(receiver_state.RecvRoom, "landed", lambda self, bells: [
         (link_id, self.landings.pop(link_id)) for link_id in list(self.landings)])
 
 
 def deaf_to_failure(monkeypatch):
     """Decode hears of no failure at prefill, and waits."""
-    about = receiving.ReceiverCore._about_room
+    about = receiver_core.ReceiverCore._about_room
 
     def deaf(self, link, message, now):
         if type(message).__name__ == "Result":
             about(self, link, message, now)
 
-    monkeypatch.setattr(receiving.ReceiverCore, "_about_room", deaf)
-    monkeypatch.setattr(receiving.ReceiverCore, "_check_deadlines", lambda self, half, now: None)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_about_room", deaf)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_check_deadlines", lambda self, half, now: None)
 
 
 @pytest.mark.parametrize("break_a_rule", [

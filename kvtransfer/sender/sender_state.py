@@ -1,0 +1,151 @@
+"""What a sender knows: its sessions, rooms, destinations and writes, and the effects that its core asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...common.api.errors import ServingError
+from ..checksum import Extent
+from ..notices import Warn
+from ..protocol import messages as m
+from ..protocol.reshard import ReshardPlan
+from ..protocol.states import SENDER, Event, Phase, step
+
+
+@dataclass
+class Session:
+    """One connection from one rank of a receiver; ``lane`` is what of our pages goes there."""
+
+    id: bytes
+    info: m.RankInfo
+    lane: ReshardPlan
+    num_pages: int
+    confirmed: float
+    checksum: Extent = "off"
+    spare_page: int | None = None  # of the receiver's
+    peer: Any = None
+    lease: float = 0.0  # until when writes may be posted
+    stamp: int = -1  # of the last Reserve
+    rooms: dict[int, SendRoom] = field(default_factory=dict)
+
+    def confirm(self, sent: float, now: float, lease: float) -> None:
+        """The Pong to a Ping of time ``sent`` has come; from then on writes may be posted for ``lease``."""
+        sent = min(sent, now)
+        self.confirmed = max(self.confirmed, sent)
+        self.lease = max(self.lease, sent + lease)
+
+
+@dataclass
+class SendRoom:
+    room: int
+    prompt_digest: int
+    num_prompt_tokens: int
+    began: float
+    deadline: float
+    computed: float = 0.0  # when nothing was left to do but to wait for writes
+    phase: Phase = Phase.RESERVING
+    error: ServingError | None = None
+    destinations: tuple[Destination, ...] = ()  # one for each decode rank that has a lane from here
+    result: m.PrefillResult | None = None
+    queued: int = 0
+    in_flight: int = 0
+    announced: bool = False  # that the last writes are on their way
+    untaken: set[tuple[bytes, int]] = field(default_factory=set)  # session and stamp of each destination without Taken
+
+    def differs(self, destination: Destination) -> str | None:
+        """Why the destination is for another prompt than this; None: it is for this one."""
+        ours, theirs = self.num_prompt_tokens, destination.num_prompt_tokens
+        if (self.prompt_digest, ours) == (destination.prompt_digest, theirs):
+            return None
+        return (f"prefill and decode read different prompts ({ours} and {theirs} tokens); both need the same "
+                f"tokenizer, chat template and request")
+
+    def join(self, destinations: list[Destination]) -> None:
+        self.destinations = tuple(destinations)
+        for destination in destinations:
+            destination.session.rooms[self.room] = self
+            self.untaken.add((destination.session.id, destination.stamp))
+        self.phase = step(SENDER, self.phase, Event.JOIN)
+
+
+@dataclass(eq=False)
+class Destination:
+    """A Reserve that arrived, and where from. ``checksum`` is of the pages that were written to it so far."""
+
+    session: Session
+    room: int
+    stamp: int
+    prompt_digest: int
+    num_prompt_tokens: int
+    first_page: int
+    page_ids: np.ndarray
+    deadline: float
+    checksum: int = 0
+
+    @classmethod
+    def of(cls, session: Session, reserve: m.Reserve, deadline: float) -> Destination:
+        try:
+            page_ids = m.unpack_page_ids(reserve.page_ids)
+        except ValueError:
+            page_ids = np.empty(0, dtype=np.int64)
+        return cls(session, reserve.room, reserve.stamp, reserve.prompt_digest, reserve.num_prompt_tokens,
+                   reserve.first_page, page_ids, deadline)
+
+    @property
+    def rank(self) -> int:
+        return self.session.info.rank
+
+    @property
+    def flaw(self) -> str | None:
+        """Why nothing can be written there: it has too few or too many pages, or such as the receiver does not have."""
+        pages = self.session.info.layout.pages_for(self.num_prompt_tokens)
+        ids, first = self.page_ids, self.first_page
+        if not 0 <= first <= pages or len(ids) != pages - first:
+            return f"decode's reservation has {len(ids)} pages from page {first} on for a prompt of {pages} pages"
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.session.num_pages):
+            return f"decode's reservation names pages outside its pool of {self.session.num_pages}"
+        return None
+
+
+class Write(NamedTuple):
+    """Pages of one layer group on their way, or their parts; to be posted once ``ready`` (a CUDA event or None) has
+    happened.
+
+    ``first`` is the place in the prompt of the first of them.
+    """
+
+    room: SendRoom
+    destination: Destination
+    group: int
+    first: int
+    src_ids: np.ndarray
+    dst_ids: np.ndarray
+    ready: Any
+
+    @property
+    def session(self) -> Session:
+        return self.destination.session
+
+
+class Send(NamedTuple):
+    session: bytes
+    message: m.ToReceiver
+
+
+class Admit(NamedTuple):
+    """Connect the backend to a new session's memory, then call ``admitted`` or ``rejected``."""
+
+    session: Session
+    metadata: bytes
+
+
+class Dismiss(NamedTuple):
+    """Tear down the backend's connection. Its pending writes fail, and must be reported with ``written``."""
+
+    session: Session
+
+
+Effect = Send | Admit | Dismiss | Warn
