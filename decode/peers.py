@@ -30,7 +30,7 @@ class PrefillPeers:
             self._receiver.connect(address)
         self._asked.setdefault(address, []).append(message.seq)
 
-    def outcomes(self) -> list[Done]:
+    def take_results(self) -> list[Done]:
         found: list[Done] = []
         for address in list(self._asked):
             if (trial := self._receiver.connected(address)) is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..common.engine.rank import EngineParts, run_rank
+from ..common.engine.rank_spec import RankSpec
 from ..common.engine.unified_scheduler import UnifiedScheduler
-from ..common.engine_client.rank_processes import RankSpec
 from ..kvtransfer.backends import make_backend
 from ..kvtransfer.receiver.kv_receiver import KVReceiver
 from .scheduler import DecodeScheduler
@@ -23,5 +23,5 @@ def _make_scheduler(parts: EngineParts) -> DecodeScheduler:
         model=runner.model, server=config.http.shown_url, spare_page=runner.spare_page,
         num_pages=runner.pool.num_pages, regions=runner.pool.regions(),
         backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
-    unified = UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap)
+    unified = UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
     return DecodeScheduler(unified, receiver, tp)

@@ -57,10 +57,10 @@ class RetainedPrompts:
     def add(self, room: int, req: Req, result: PrefillResult) -> None:
         """``req`` is computed and its transfer under way. Hidden states and embeddings in place of tokens are not kept:
         the ones are large, and the radix tree knows pages by their tokens."""
-        assert req.hold is not None
-        if self._seconds == 0 or req.hold.node is None or req.hidden is not None:
+        assert req.page_table is not None
+        if self._seconds == 0 or req.page_table.node is None or req.hidden is not None:
             return
-        tail = req.hold.tail or self._cache.keep_tail(req.hold, req.prompt)
+        tail = req.page_table.partial_page or self._cache.keep_partial_page(req.page_table, req.prompt)
         self._kept[room] = RetainedPrompt(req.prompt, _asked(req), tail, result, next(self._numbers))
 
     def failed(self, room: int, now: float, *, wanted: bool) -> None:
@@ -87,11 +87,11 @@ class RetainedPrompts:
             return None
         if not np.array_equal(kept.prompt, req.prompt) or kept.asked != _asked(req):
             return None
-        if (hold := self._cache.begin_whole(req.prompt, kept.tail)) is None:
+        if (hold := self._cache.match_full_prompt(req.prompt, kept.tail)) is None:
             self.drop(room)
             return None
         self._remove(room)
-        req.hold = hold
+        req.page_table = hold
         self.num_reused += 1
         return msgspec.structs.replace(kept.result, num_cached_tokens=req.num_prompt_tokens)
 
@@ -100,7 +100,7 @@ class RetainedPrompts:
         if (kept := self._kept.get(room)) is not None:
             self._remove(room)
             if kept.tail is not None:
-                self._cache.drop_tail(kept.tail)
+                self._cache.drop_partial_page(kept.tail)
 
     def clear(self) -> None:
         """Forget all: their first tokens, and what is in their pages, are of other weights than the next attempt's."""

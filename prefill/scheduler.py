@@ -33,12 +33,12 @@ from .step_size import most_together
 class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that each request's room leads to."""
 
-    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, ledger: RequestTracker, sender: KVSender,
+    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, sender: KVSender,
                  group: Agreeing, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
                  kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
-        self.ledger = ledger
+        self.tracker = tracker
         self.sender = sender
         self.rooms = TransferTable(sender, group)
         self._departures = KVPush(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
@@ -92,7 +92,7 @@ class PrefillScheduler:
     def abort(self, req: Req, error: ServingError) -> None:
         half = self.rooms.of(req)
         assert half is not None
-        self.batcher.detach([req])
+        self.batcher.remove([req])
         self.rooms.abort(half, error)
         # A client that left may be the router, which tries again with another decode server.
         self._kept.failed(half.room, self._now, wanted=not isinstance(error, AbortRequested))
@@ -125,14 +125,14 @@ class PrefillScheduler:
             error = self.rooms.error_of(half)
             self.abort(half.req, error)
             self._kept.failed(half.room, self._now, wanted=not progress.aborted)
-            self.ledger.fail(half.req, error)
+            self.tracker.fail(half.req, error)
         elif half.stage is TransferStatus.MEETING and progress.phase >= Phase.RESERVED:
             half.req.mark("meeting")
             self._begin(half)
         elif half.stage is TransferStatus.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[half.room]
             self._let_go(half)
-            self.ledger.gain(half.req, token_ids, logprobs)
+            self.tracker.add_output(half.req, token_ids, logprobs)
 
     def _begin(self, half: TransferRequest) -> None:
         """Both halves have met: compute the prompt, or send what an attempt before this one has computed."""
@@ -141,23 +141,23 @@ class PrefillScheduler:
         if (result := self._kept.reuse(req)) is None:
             self.batcher.waiting.append(req)
             return
-        assert req.hold is not None
+        assert req.page_table is not None
         req.num_computed_tokens = req.num_cached_tokens = req.num_prompt_tokens
         req.prompt_logprobs = result.prompt_logprobs
-        self._departures.computed_before(half.room, req.hold.ids.copy())
-        self._hand_over(half, req.take(result.token_id), result)
+        self._departures.computed_before(half.room, req.page_table.ids.copy())
+        self._hand_over(half, req.append_token(result.token_id), result)
 
     def _take_in(self, step: StepOutput | PPStep) -> None:
         for gain in step.gains():
             half = self.rooms.of(gain.req)
             if half is not None and half.stage is TransferStatus.COMPUTING and gain.error is not None:
                 self.abort(gain.req, gain.error)
-                self.ledger.fail(gain.req, gain.error)
+                self.tracker.fail(gain.req, gain.error)
             elif half is not None and half.stage is TransferStatus.COMPUTING:
-                self.batcher.detach([gain.req])
+                self.batcher.remove([gain.req])
                 req = gain.req
                 hidden = None if req.hidden is None else req.hidden.take()
-                self._hand_over(half, req.take_pending(gain.token_id), PrefillResult(
+                self._hand_over(half, req.append_pending(gain.token_id), PrefillResult(
                     gain.token_id, req.num_cached_tokens, gain.logprobs, req.prompt_logprobs, hidden))
 
     def _hand_over(self, half: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:

@@ -175,7 +175,8 @@ class RequestHandler:
             if stored_objects.is_list(request):
                 self._answer(connection, request, await stored_objects.listed(self._dispatcher, self._home, request))
                 return
-            kept = await stored_objects.find(self._dispatcher, self._home, request, stored_objects.described_at(request))
+            kept = await stored_objects.find(self._dispatcher, self._home, request,
+                                             stored_objects.described_at(request))
             if kept is not None:
                 request.group = None  # Whatever its model is.
             self._begin(connection, request, None, kept or self._keeper_of(request), pair=False)

@@ -38,7 +38,7 @@ def test_contents(wheel):
     inside = {name.split("/")[1] for name in names if name.startswith("baton/")}
     assert inside == {"py.typed", "__init__.py", "launch.py", "offline.py", "bench.py", "common", "kernels",
                       "kvtransfer", "prefill", "decode", "router"}
-    assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/dashboard.html",
+    assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/monitoring/dashboard.html",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
     assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tuning").rglob("*.json")} <= set(names)
 

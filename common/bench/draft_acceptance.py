@@ -19,7 +19,7 @@ from ..config.model import load_model_spec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..engine.rank import join_groups
-from ..engine_client.rank_processes import RankSpec
+from ..engine.rank_spec import RankSpec
 from ..forward.forward_batch import Row, build_forward_batch
 from ..runner.model_runner import ModelRunner
 from ..runner.mtp import MTPDraftLayers

@@ -14,7 +14,7 @@ from typing import Any
 from ..api.errors import ConfigError
 from ..config.cli import parse
 from ..config.model import load_model_spec
-from ..engine.garbage_collector import settle_collector
+from ..engine.garbage_collector import freeze_collector
 from .client.hand_engine import HandEngine
 from .command import reported
 from .one_batch_args import BenchOneBatch
@@ -88,7 +88,7 @@ def run(config: BenchOneBatch) -> int:
     check_writable(args.output_file, "--output-file")
     _check_lengths(config)
     engine = HandEngine(config.server)
-    settle_collector()
+    freeze_collector()
     try:
         print(f"{config.model.model_path} on {engine.device}, {engine.dtype}, {args.repeat} runs a case")
         print(f"{'batch':>6}{'input':>8}{'output':>8}{'prefill ms':>13}{'tok/s':>11}{'step p50 ms':>14}{'p99 ms':>9}"

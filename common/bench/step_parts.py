@@ -28,10 +28,10 @@ _KERNELS = (
 """The first that matches; what none does is other: embedding, activation, copies."""
 
 _FILES = (
-    ("attention", ("common/attention/", "kernels/attention/rope_and_store.py", "kernels/mla_")),
+    ("attention", ("common/attention/", "kernels/attention/")),
     ("norm", ("common/layers/norm.py",)),
     ("GEMM", ("common/layers/linear.py", "common/layers/vocab.py", "common/layers/moe", "common/quantization/",
-              "kernels/moe_")),
+              "kernels/gemm/", "kernels/float8/", "kernels/moe/")),
     ("sampling", ("common/sampling/sampler.py", "common/sampling/penalties.py", "common/sampling/gumbel_noise.py")),
     ("other", ("common/layers/", "common/models/")),
 )

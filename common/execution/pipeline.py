@@ -36,9 +36,9 @@ class Pipeline:
         before, self.in_flight = self.in_flight, None
         if batch is not None:
             if self._rate is not None:
-                self._rate.begin(0 if batch.is_decode or batch.num_riding else batch.num_tokens)
+                self._rate.begin(0 if batch.is_decode or batch.num_decode_rows else batch.num_tokens)
             self.in_flight = self._executor.launch(batch, after_group)
-            self._batcher.launched(batch)
+            self._batcher.mark_launched(batch)
         else:
             self._executor.accompany()
         if before is not None:

@@ -37,7 +37,7 @@ class PPPipeline:
         """Launch ``batch``, if there is one, and take in results; False where there was neither."""
         if batch is not None:
             self._steps.append(self._executor.launch(batch, after_group))
-            self._batcher.launched(batch)
+            self._batcher.mark_launched(batch)
         count, ready = len(self._steps), self._executor.line.ready
         while self._steps and (len(self._steps) >= self._depth or self._steps[0].number < ready):
             self._take_in(self._steps.popleft())

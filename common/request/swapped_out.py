@@ -1,4 +1,4 @@
-"""What a retracted request has in host memory."""
+"""Pages of a retracted request in host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SwappedOut:
-    """Host slots that hold the pages of a request's first ``num_tokens`` tokens."""
+    """Host slots with the pages of a request's first ``num_tokens`` tokens."""
 
     slots: np.ndarray
     num_tokens: int

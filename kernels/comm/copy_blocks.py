@@ -44,7 +44,7 @@ def _copy_blocks_kernel(src_address, dst_address, ids_ptr, count, words, ROWS: t
 
 
 class BlockShape(NamedTuple):
-    """The tiling of blocks of one size: ``words`` of ``word_bytes`` each, and tiles of ``rows`` blocks by ``columns``."""
+    """The tiling of blocks of one size: ``words`` of ``word_bytes`` each, tiles of ``rows`` blocks by ``columns``."""
 
     words: int
     word_bytes: int

@@ -45,7 +45,7 @@ class SharedTexts(TextPages):
 
     def learn(self, blocks: list[int], size: int, pages: PromptPages) -> None:
         super().learn(blocks, size, pages)
-        told = [word for pair in pages.told for word in pair]
+        told = [word for pair in pages.hashes for word in pair]
         self._ring.write(self._kind, size, len(blocks), [pages.pages, pages.page_size, *blocks, *told])
 
     def heard(self, words: list[int], size: int, count: int) -> None:

@@ -7,8 +7,11 @@ from os import urandom
 
 import msgspec
 
-from ..workers.models import Group
 from .upstream_answer import AnswerHead
+
+Group = str | None
+"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
+None: all workers."""
 
 
 class Request(msgspec.Struct, gc=False, eq=False):

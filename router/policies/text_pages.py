@@ -69,10 +69,10 @@ class TextPages:
 
     def learn(self, blocks: list[int], size: int, pages: PromptPages) -> None:
         """Take in the pages of a text of ``size`` bytes."""
-        if not pages.told or not size or not 0 < pages.pages <= _MOST or pages.told[0][0] < 1:
+        if not pages.hashes or not size or not 0 < pages.pages <= _MOST or pages.hashes[0][0] < 1:
             return
         self.bytes_per_page += (size / pages.pages - self.bytes_per_page) * 0.05
-        told = dict(pages.told)
+        told = dict(pages.hashes)
         numbers = list(told)
         for index, block in enumerate(blocks):
             last = index == len(blocks) - 1

@@ -16,13 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...common.api.errors import NotFound
+from ..net.request import Group
 
 if TYPE_CHECKING:
     from .registry import Worker
-
-Group = str | None
-"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
-None: all workers."""
 
 
 class ModelNotFound(NotFound):

@@ -18,7 +18,7 @@ import torch
 
 from ...common.bench.client.hand_engine import HandEngine
 from ...common.bench.one_batch import once
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 from . import ceilings, dummy_engine
 
 STEPS, WARM_UP = 60, 10
@@ -44,7 +44,7 @@ def main() -> None:
     copy = ceilings.copy_tb_s()
     rows = []
     engine = dummy_engine.make(tokens=640_000, max_running=256)
-    settle_collector()
+    freeze_collector()
     for batch in map(int, args.batches.split(",")):
         row = measure(engine, batch, args.context)
         weights = 15.0e9  # bytes a step reads: all but the embedding table

@@ -31,7 +31,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ...common.bench.client.hand_engine import HandEngine
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 from . import dummy_engine
 from .host_parts import PARTS, watch, watch_classes
 
@@ -268,7 +268,7 @@ def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict
 
 def closed_loop(engine: HandEngine, length: int, users: int, steps: int, clocks: Clocks) -> dict[str, Any]:
     """``users`` ask for one token each and ask again at once."""
-    live = engine._parts.ledger.live
+    live = engine._parts.tracker.live
 
     def refill() -> None:
         while len(live) < users:
@@ -376,7 +376,7 @@ def main() -> None:
     length, wide, steps = (64, 20, 8) if tiny else (4096, 256, 40)
     engine = dummy_engine.make(20_000 if tiny else 330_000, wide, sizes=(1, 64, wide), **make)
     watch(engine._scheduler, engine._parts)
-    settle_collector()
+    freeze_collector()
     print(f"engine after {time.perf_counter() - born:.1f} s; threads of Python {threading.enumerate()}", flush=True)
     many = 16 if tiny else 40
     attempt(f"lives {wide}", lambda: lives(engine, wide, 40 if tiny else 1024, 20 if tiny else 90))
@@ -392,7 +392,7 @@ def main() -> None:
         shape: dict[str, Any] = {"shape": dummy_engine.TINY if tiny else dummy_engine.QWEN3_06B}
         small = dummy_engine.make(20_000, 8, sizes=(1,), **(make | shape))
         watch(small._scheduler, small._parts)
-        settle_collector()
+        freeze_collector()
         return decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B")
 
     attempt("small", of_the_small_one)

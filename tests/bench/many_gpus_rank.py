@@ -26,7 +26,7 @@ from ...common.distributed.expert_share import ExpertShare
 from ...common.distributed.parallel import BESIDE_CTAS, Parallel, group_beside
 from ...common.distributed.peer_all_reduce import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 from . import ceilings
 from .many_gpus import setting_flags, shape_of
 from .many_gpus_profile import Kernel, advanced, exchange_times, host_times, kernels_of, longest
@@ -196,7 +196,7 @@ def answered(batches: list[int]) -> int:
 
 def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> dict[str, Any]:
     driven, stages = build(case, args, world)
-    settle_collector()
+    freeze_collector()
     began, some = time.perf_counter(), max(args.prompts // 4, args.gpus)
     try:
         driven.prefill(some, args.length)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ...common.bench.client.hand_engine import HandEngine
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 from ...common.forward.forward_batch import Row, build_forward_batch
 from ...common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
 from ...kernels.rowwise.rmsnorm import rmsnorm
@@ -147,7 +147,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     counts = [int(count) for count in args.tokens.split(",")]
     engine = dummy_engine.make(2 * max(counts) + 64, 8, shape=shape, sizes=(1,), device="cuda" if cuda else "cpu")
-    settle_collector()
+    freeze_collector()
     result: dict[str, Any] = {}
     runner = engine._parts.runner
     sizes = [int(size) for size in args.sizes.split(",") if size]

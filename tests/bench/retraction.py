@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.scheduler.preemption.copy_rates import link_rate
+from ...common.scheduler.preemption.copy_rates import measure_link_bandwidth
 from ...common.tinychat import CHECKPOINT
 from ..helpers.hand_driven import Engine
 from .relay import LLAMA_8B
@@ -47,8 +47,8 @@ def run(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     engine.run()
     batcher = engine.scheduler.batcher
     swap = batcher.swap
-    return {"seconds": time.perf_counter() - began, "retracted": batcher.num_retracted,
-            "saved": 0 if swap is None else swap.num_saved}
+    return {"seconds": time.perf_counter() - began, "retracted": batcher.retraction.num_retracted,
+            "saved": 0 if swap is None else swap.num_swapped_out}
 
 
 def prefill_rate(engine: Engine, num_tokens: int) -> float:
@@ -82,7 +82,7 @@ def main() -> None:
             del engine
             if device == "cuda":
                 torch.cuda.empty_cache()
-    link = link_rate(torch.device(device))
+    link = measure_link_bandwidth(torch.device(device))
     print(f"ceilings: {link / 1e9:.1f} GB/s to and from host memory, {rate:.0f} prompt tokens/s; a token is "
           f"{page_bytes // PAGE} bytes: copied both ways in {2e6 * page_bytes / PAGE / link:.1f} us, computed in "
           f"{1e6 / rate:.1f} us")

@@ -209,10 +209,10 @@ def host_of(url: str) -> str:
 
 def server_families() -> dict[str, set[str]]:
     """The servers' metrics with their labels: a server of any role has a part of them."""
-    ledger = RequestTracker(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
-                            max_requests=1, timeout=1.0)
+    tracker = RequestTracker(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
+                    max_requests=1, timeout=1.0)
     cores: list[Any] = [ReceiverCore(None, None, 1), SenderCore(None, None)]  # type: ignore[arg-type]
-    counters = {name: 1.0 for part in (ledger, *cores) for name in part.counters}
+    counters = {name: 1.0 for part in (tracker, *cores) for name in part.counters}
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one
     counters["kv_transfers_broken_silent"] = 1.0
     sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))

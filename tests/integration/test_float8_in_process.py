@@ -17,7 +17,7 @@ TASKS = ["capitals", "sums", "spell"]
 
 
 def make_unified(parts):
-    return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
+    return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=False)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def troubles(rows: list[dict[str, Any]]) -> list[str]:
 def test_every_kernel_compiles_and_serves_batches_of_other_sizes():
     rows = compiled(hopper_cases.FEW, timeout=280)
     assert not troubles(rows)
-    written = {name for file in KERNELS.glob("*.py") for name in re.findall(r"def (_\w+_kernel)\(", file.read_text())}
+    written = {name for file in KERNELS.rglob("*.py") for name in re.findall(r"def (_\w+_kernel)\(", file.read_text())}
     assert {row["kernel"] for row in rows} == written, "give it a case in hopper_cases.py, and a place in FEW"
 
 

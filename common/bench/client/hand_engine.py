@@ -16,8 +16,8 @@ from ...api.sampling import SamplingParams
 from ...config.server import ServerConfig
 from ...distributed.parallel import Parallel
 from ...engine.rank import EngineParts, build_parts, join_groups, unified_scheduler
+from ...engine.rank_spec import RankSpec
 from ...engine.unified_scheduler import UnifiedScheduler
-from ...engine_client.rank_processes import RankSpec
 from ...execution.executor import Executor
 from ...runner.cuda_graphs.piecewise_graphs import Recorded
 
@@ -70,7 +70,7 @@ class HandEngine:
         for _ in range(batch):
             self._count += 1
             ids = random.Random(self._count).choices(range(vocab), k=input_len)
-            req = self._parts.ledger.accept(Generate(f"bench-{self._count}", ids, sampling), time.monotonic())
+            req = self._parts.tracker.accept(Generate(f"bench-{self._count}", ids, sampling), time.monotonic())
             if req is None:
                 raise ConfigError(f"{input_len} + {output_len} tokens cannot be run: {self._refused[-1].message}")
             self._scheduler.add(req)
@@ -92,14 +92,14 @@ class HandEngine:
     def step(self) -> bool:
         """One turn of a server's loop; False where there was nothing to do."""
         busy = self._scheduler.step(time.monotonic())
-        self._parts.ledger.flush()
+        self._parts.tracker.flush()
         return busy
 
     def finish(self) -> None:
         """Run until no request is left, and forget their pages."""
         while self.step():
             pass
-        assert self._scheduler.idle and not self._parts.ledger.live
+        assert self._scheduler.idle and not self._parts.tracker.live
         self._parts.batcher.cache.flush()
 
     def synchronize(self) -> None:

@@ -66,9 +66,9 @@ def test_an_engine_notes_its_steps_and_which_it_told_of(tmp_path):
     trace = EngineTrace(tmp_path)
     scheduler = bench.scheduler
     scheduler.settle()
-    bench.ledger.flush()
+    bench.tracker.flush()
     scheduler._pipeline._executor = trace.executor(scheduler._pipeline._executor)
-    trace.watch(scheduler, bench.ledger)
+    trace.watch(scheduler, bench.tracker)
     while not scheduler.idle:
         bench.step()
     scheduler.close()

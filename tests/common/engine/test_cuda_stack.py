@@ -12,7 +12,7 @@ from baton.common.engine import cuda_stack
 from baton.common.engine.cuda_stack import COMPILED, MEASURED, notes_of
 from baton.kernels._triton import GLUON_VERSIONS, compiles_gluon
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PINS = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "requirements/cuda.txt").read_text(), re.MULTILINE))
 HERE = {"torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0", "flashinfer": "0.6.11", "nixl": "1.5.1"}
 

@@ -14,7 +14,7 @@ from baton.common.serving import server
 
 async def test_a_front_settles_once_all_is_loaded(monkeypatch) -> None:
     settle = Mock()
-    monkeypatch.setattr(server, "settle_collector", settle)
+    monkeypatch.setattr(server, "freeze_collector", settle)
     host = SimpleNamespace(ready=asyncio.Event())
     task = asyncio.create_task(server._Server(host)._settle())
     await asyncio.sleep(0)
@@ -27,8 +27,8 @@ async def test_a_front_settles_once_all_is_loaded(monkeypatch) -> None:
 def test_what_is_loaded_is_not_walked_and_tokens_set_off_no_full_collection() -> None:
     code = """
 import gc
-from baton.common.engine.garbage_collector import settle_collector
-settle_collector()
+from baton.common.engine.garbage_collector import freeze_collector
+freeze_collector()
 assert gc.get_freeze_count() > 5000 and gc.get_count()[0] < 1000
 before = gc.get_stats()[2]["collections"]
 kept = [[i] for i in range(100_000)]  # as a hundred steps of a thousand streams

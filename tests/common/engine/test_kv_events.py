@@ -35,7 +35,12 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from baton.common.engine.kv_event_publisher import HEARTBEAT_SECONDS, KEPT_BATCHES, KVEventPublisher, start_publisher
+from baton.common.engine.kv_event_publisher import (
+    HEARTBEAT_SECONDS,
+    REPLAY_BUFFER_BATCHES,
+    KVEventPublisher,
+    start_publisher,
+)
 from baton.common.kvcache.manager import KVCacheManager
 from baton.tests.helpers.ports import free_ports
 
@@ -137,14 +142,14 @@ def test_equal_hashes_mean_equal_prefixes(tokens, cut, page_size):
 
 
 @pytest.mark.parametrize("pages", [0, 1, 63, 64, 65, 1000])
-def test_told_pages_are_spread_and_end_with_the_last(pages):
+def test_encoded_pages_are_spread_and_end_with_the_last(pages):
     tokens = list(range(pages * PAGE + 2))
     found = decode_pages(encode_pages(tokens, PAGE))
     hashes = page_hashes(tokens, PAGE)
     assert (found.pages, found.page_size) == (pages, PAGE)
-    assert found.told == [(page, hashes[page - 1]) for page, _ in found.told]
-    assert min(pages, 32) <= len(found.told) <= 65
-    assert not pages or found.told[-1][0] == pages
+    assert found.hashes == [(page, hashes[page - 1]) for page, _ in found.hashes]
+    assert min(pages, 32) <= len(found.hashes) <= 65
+    assert not pages or found.hashes[-1][0] == pages
     assert len(encode_pages(tokens, PAGE)) < 2048
 
 
@@ -237,9 +242,9 @@ class Followed:
     def compute(self, tokens) -> None:
         """Run a request through the cache."""
         array = np.array(tokens, np.int32)
-        hold = self.manager.begin(array, len(array))
-        assert self.manager.grow(hold, len(array))
-        self.manager.release(hold, array)
+        table = self.manager.match_prefix(array, len(array))
+        assert self.manager.allocate_slots(table, len(array))
+        self.manager.release(table, array)
 
     def close(self) -> None:
         self.publisher.close()
@@ -312,9 +317,9 @@ def test_numbers_of_another_life_get_a_snapshot(followed):
 
 
 def test_batches_are_kept_in_bounds(followed):
-    for _ in range(KEPT_BATCHES + 50):
+    for _ in range(REPLAY_BUFFER_BATCHES + 50):
         followed.flush(HEARTBEAT_SECONDS)
-    assert len(followed.publisher._kept) == KEPT_BATCHES
+    assert len(followed.publisher._replay_buffer) == REPLAY_BUFFER_BATCHES
 
 
 def test_silence_is_broken_by_heartbeats(followed):

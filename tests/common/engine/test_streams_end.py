@@ -18,13 +18,13 @@ def test_the_engine_tells_last_tokens_before_it_frees_pages():
     def take(message):
         assert isinstance(message, OutputBatch)
         if any(output.finish for output in message.items):
-            told.append((len(message.items), batcher.cache.num_held, len(batcher.running)))
+            told.append((len(message.items), batcher.cache.num_allocated, len(batcher.running)))
 
-    engine._parts.ledger._send = take
+    engine._parts.tracker._send = take
     engine.start(4, 20, 10)
     engine.finish()
     assert told == [(4, 4 * 2, 4)]
-    assert batcher.cache.num_held == 0 and batcher.cache.num_free == batcher.cache.num_pages
+    assert batcher.cache.num_allocated == 0 and batcher.cache.num_free == batcher.cache.num_pages
 
 
 class Ending:

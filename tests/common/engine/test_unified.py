@@ -65,7 +65,7 @@ def test_retraction_loses_nothing(checkpoint, prompts, expected, overlap):
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt)
     assert tokens_of(engine.run()) == expected
-    assert engine.scheduler.batcher.num_retracted > 0, "the pool was meant to be too small for all"
+    assert engine.scheduler.batcher.retraction.num_retracted > 0, "the pool was meant to be too small for all"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -127,9 +127,9 @@ def test_abort_at_any_stage_frees_pages(checkpoint, prompts, overlap):
         engine.scheduler.step(0.0)
         engine.scheduler.settle()
         req = reqs.pop(0)
-        if req.rid in engine.ledger.live:
+        if req.rid in engine.tracker.live:
             engine.scheduler.abort(req, None)
-            engine.ledger.drop(req)
+            engine.tracker.drop(req)
     engine.run()
 
 

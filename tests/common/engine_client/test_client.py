@@ -18,9 +18,10 @@ from baton.common.api.messages import Failed, Finish, Generate, Loading, Output,
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
+from baton.common.engine.rank_spec import RankSpec
 from baton.common.engine_client.client import EngineClient
 from baton.common.engine_client.output_stream import OutputStream
-from baton.common.engine_client.rank_processes import RankProcesses, RankSpec
+from baton.common.engine_client.rank_processes import RankProcesses
 from baton.tests.helpers.fake_engine import EOS, Seed, rank_main
 
 

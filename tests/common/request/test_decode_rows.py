@@ -48,8 +48,8 @@ def test_pages_that_do_not_cover_a_row_are_noticed():
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_bench_of_host_time_runs_real_steps(sampled):
     bench = Bench(batch=3, context=20, steps=10, sampled=sampled)
-    counted = bench.ledger.counters["generation_tokens"]
+    counted = bench.tracker.counters["generation_tokens"]
     bench.step()
-    assert bench.ledger.counters["generation_tokens"] == counted + 3
+    assert bench.tracker.counters["generation_tokens"] == counted + 3
     assert {item.rid for item in bench.sent.items} == {"0", "1", "2"}
     assert sampled or all(item.token_ids == [7] for item in bench.sent.items)

@@ -106,7 +106,7 @@ def alone(checkpoint):
 
 def always_swap(engine):
     """As if host memory cost nothing, so that what is retracted goes there whatever this machine measures."""
-    engine.scheduler.batcher.swap._link_rate = 1e18
+    engine.scheduler.batcher.swap._link_bandwidth = 1e18
     return engine
 
 
@@ -119,17 +119,17 @@ def drive(engine, requests, seed, *, abort_share=0.0):
             rid, prompt, options = queue.pop(0)
             live[rid] = engine.start(rid, prompt, **options)
         engine.scheduler.step(0.0)
-        engine.ledger.flush()
+        engine.tracker.flush()
         batcher = engine.scheduler.batcher
         assert len(batcher.running) + len(batcher.prefilling) <= batcher.args.max_running_requests
-        if rng.random() < abort_share and engine.ledger.live:
+        if rng.random() < abort_share and engine.tracker.live:
             engine.scheduler.settle()
-            if engine.ledger.live:
-                req = engine.ledger.live[rng.choice(sorted(engine.ledger.live))]
+            if engine.tracker.live:
+                req = engine.tracker.live[rng.choice(sorted(engine.tracker.live))]
                 engine.scheduler.abort(req, Aborted("gone"))
-                engine.ledger.fail(req, Aborted("gone"))
+                engine.tracker.fail(req, Aborted("gone"))
                 aborted.add(req.rid)
-    engine.ledger.flush()
+    engine.tracker.flush()
     failed = [message.rid for message in engine.sent if isinstance(message, Failed)]
     assert sorted(failed) == sorted(aborted), "each aborted request is told once, and no other one fails"
     messages = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
@@ -173,8 +173,8 @@ def test_tokens_do_not_depend_on_the_schedule(checkpoint, alone, options):
     swaps = "retract_host_memory_gb" in options.get("schedule", {})
     batcher = check(checkpoint, alone, options, seed=4, count=30, abort_share=0.03, swaps=swaps)
     small = "max_total_tokens" in options
-    assert (batcher.num_retracted > 0) == small, "a small pool is meant to see retractions"
-    assert not swaps or batcher.swap.num_saved == batcher.num_retracted
+    assert (batcher.retraction.num_retracted > 0) == small, "a small pool is meant to see retractions"
+    assert not swaps or batcher.swap.num_swapped_out == batcher.retraction.num_retracted
 
 
 @pytest.mark.slow
@@ -244,10 +244,10 @@ def test_who_gives_way_loses_nothing(checkpoint, alone, overlap, host):
     for rid, prompt, options in low + urgent:
         assert found[rid] == alone(rid, prompt, options)
     batcher = engine.scheduler.batcher
-    assert 1 <= batcher.num_preempted <= 3
-    assert (batcher.swap.num_saved if host else 0) == (batcher.num_retracted if host else 0)
+    assert 1 <= batcher.retraction.num_preempted <= 3
+    assert (batcher.swap.num_swapped_out if host else 0) == (batcher.retraction.num_retracted if host else 0)
     order = [item.rid for item in items if item.finish is not None]
-    assert sorted(order[-batcher.num_preempted:])[0].startswith("low"), "who gave way ends behind"
+    assert sorted(order[-batcher.retraction.num_preempted:])[0].startswith("low"), "who gave way ends behind"
     cached = {item.rid: item.num_cached_tokens for item in items}
     assert max(cached[rid] for rid, _, _ in low) <= 40, "its own pages, found again, are no cache hit"
 
@@ -265,7 +265,7 @@ def test_a_prompt_that_gives_way_halfway_keeps_its_logprobs(checkpoint, alone):
         engine.scheduler.step(0.0)
         engine.start("same", prompt, max_new_tokens=2, fields={"priority": 1})
         found = took(engine.run())
-        assert engine.scheduler.batcher.num_preempted == 1
+        assert engine.scheduler.batcher.retraction.num_preempted == 1
         assert found["asks"] == alone("asks", prompt, options) and len(found["asks"].prompt_logprobs) == len(prompt)
 
 
@@ -291,7 +291,7 @@ def test_pages_come_back_from_host_memory(checkpoint, alone, overlap):
         computed.append(0 if batch.is_decode else batch.num_tokens), launch(batch, *rest))[1]
     found = took(engine.run())
     batcher = engine.scheduler.batcher
-    assert batcher.num_retracted == batcher.swap.num_saved > 0
+    assert batcher.retraction.num_retracted == batcher.swap.num_swapped_out > 0
     assert sum(computed) == 6 * 20, "no prompt was computed twice, without a prefix cache too"
     for rid, prompt, given in requests:
         assert found[rid] == alone(rid, prompt, given)
@@ -300,9 +300,9 @@ def test_pages_come_back_from_host_memory(checkpoint, alone, overlap):
 def test_what_is_cheaper_computed_is_not_copied(checkpoint):
     engine, _ = fill_and_retract(checkpoint)
     swap = engine.scheduler.batcher.swap
-    swap._link_rate = 1.0
+    swap._link_bandwidth = 1.0
     engine.run()
-    assert engine.scheduler.batcher.num_retracted > 0 and swap.num_saved == 0
+    assert engine.scheduler.batcher.retraction.num_retracted > 0 and swap.num_swapped_out == 0
     assert swap.prefill_rate.tokens_per_second > 0
 
 
@@ -311,8 +311,8 @@ def test_host_memory_that_is_full_is_no_harm(checkpoint, alone):
     swap = always_swap(engine).scheduler.batcher.swap
     taken = swap.host._slots.allocate(swap.host.num_pages - 12)  # room for one request, not for two
     while engine.scheduler.step(0.0):
-        engine.ledger.flush()
-    assert engine.scheduler.batcher.num_retracted > swap.num_saved > 0
+        engine.tracker.flush()
+    assert engine.scheduler.batcher.retraction.num_retracted > swap.num_swapped_out > 0
     swap.host.free(taken)
     found = took(engine.run())
     assert all(found[rid] == alone(rid, prompt, given) for rid, prompt, given in requests)
@@ -321,14 +321,14 @@ def test_host_memory_that_is_full_is_no_harm(checkpoint, alone):
 def test_requests_aborted_while_swapped_out_leave_nothing(checkpoint):
     engine, _ = fill_and_retract(checkpoint, overlap=True)
     batcher = always_swap(engine).scheduler.batcher
-    while not any(req.saved for req in batcher.waiting):
+    while not any(req.swapped_out for req in batcher.waiting):
         assert engine.scheduler.step(0.0)
-    assert batcher.swap.host.num_held > 0
+    assert batcher.swap.host.num_allocated > 0
     engine.scheduler.settle()
-    for req in [req for req in batcher.waiting if req.saved]:
+    for req in [req for req in batcher.waiting if req.swapped_out]:
         engine.scheduler.abort(req, None)
-        engine.ledger.drop(req)
-    assert batcher.swap.host.num_held == 0
+        engine.tracker.drop(req)
+    assert batcher.swap.host.num_allocated == 0
     engine.run()
 
 

@@ -375,9 +375,9 @@ class Publishing:
 
     def compute(self, tokens: list[int]) -> None:
         array = np.array(tokens, np.int32)
-        hold = self.cache.begin(array, len(array))
-        assert self.cache.grow(hold, len(array))
-        self.cache.release(hold, array)
+        table = self.cache.match_prefix(array, len(array))
+        assert self.cache.allocate_slots(table, len(array))
+        self.cache.release(table, array)
 
     def stop(self) -> None:
         self.task.cancel()
@@ -449,7 +449,7 @@ async def test_a_missed_batch_is_fetched(worker, router, publishing, script):
 
 
 async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat, publishing, script):
-    """The second time a chat comes, its text leads to the worker that holds its pages."""
+    """The second time a chat comes, its text leads to the worker that tables its pages."""
     caches = [publishing() for _ in range(3)]
     text, tokens = words(1, 600)
 
