@@ -63,11 +63,11 @@ class AttentionBackend(Planned, Protocol):
 
 def store(pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
           cos_sin: torch.Tensor | None, norms: HeadNorms | None,
-          settled: bool = False, turn_keys: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first half of ``run``, equal for every backend; returns the layer's key and value pages. ``settled`` and
-    ``turn_keys`` are as in ``rope_and_store``."""
+          inputs_ready: bool = False, rope_keys_in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first half of ``run``, equal for every backend; returns the layer's key and value pages. ``inputs_ready`` and
+    ``rope_keys_in_place`` are as in ``rope_and_store``."""
     k_pages, v_pages = pool.layer(layer)
     k_scale, v_scale = pool.layout.scales_of(layer)
     rope_and_store(q, k, v, k_pages, v_pages, batch.page_of_token, batch.offset_in_page, cos_sin,
-                   batch.positions, k_scale, v_scale, norms, settled, turn_keys)
+                   batch.positions, k_scale, v_scale, norms, inputs_ready, rope_keys_in_place)
     return k_pages, v_pages

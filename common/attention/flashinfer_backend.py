@@ -16,7 +16,7 @@ from flashinfer import (
 )
 
 from ...kernels.arguments import HeadNorms
-from ...kernels.attention.dequantize_pages import widen_pages
+from ...kernels.attention.dequantize_pages import dequantize_pages
 from ...kernels.attention.scale_by_sinks import scale_by_sinks
 from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
@@ -154,7 +154,7 @@ class FlashInferBackend:
         if self._wrapper is None and self._long_prompts is not None:
             return self._long_prompts.run(layer, q, k, v, cos_sin, norms, sinks)
         whole = self._wrapper is self._whole
-        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms, turn_keys=whole)
+        pages = store(self._pool, self._batch, layer, q, k, v, cos_sin, norms, rope_keys_in_place=whole)
         held = (k, v) if whole else pages
         given = self._batch.heads
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if given is None else given.view(q.shape)
@@ -177,7 +177,7 @@ class FlashInferBackend:
             return
         k_scale, v_scale = self._pool.layout.scales_of(layer)
         if self._widens and self._wrapper is self._prefill:
-            wide = widen_pages(*pages, self._pages, q.dtype, k_scale, v_scale)
+            wide = dequantize_pages(*pages, self._pages, q.dtype, k_scale, v_scale)
             self._wrapper.run(q, (wide[:, 0], wide[:, 1]), **into)
             return
         # A scale of values is a kernel of its own behind the attention.

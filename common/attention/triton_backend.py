@@ -55,11 +55,11 @@ class TritonBackend:
         batch = self._batch
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
-        settled = batch.is_decode and self._plan is not None
+        inputs_ready = batch.is_decode and self._plan is not None
         if batch.is_decode and cos_sin is not None and self._takes_in(q):
-            return self._attend(layer, q, sinks, settled, CurrentKV(k, v, cos_sin, batch.positions, norms))
-        store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
-        return self._attend(layer, q, sinks, settled)
+            return self._attend(layer, q, sinks, inputs_ready, CurrentKV(k, v, cos_sin, batch.positions, norms))
+        store(self._pool, batch, layer, q, k, v, cos_sin, norms, inputs_ready)
+        return self._attend(layer, q, sinks, inputs_ready)
 
     def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                  cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
@@ -78,8 +78,8 @@ class TritonBackend:
         return pages.dtype == q.dtype and self._policy.stores_current_kv(q.shape[-1], q.element_size(),
                                                                          pages.element_size(), heads)
 
-    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, settled: bool = False,
-                fresh: CurrentKV | None = None) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, inputs_ready: bool = False,
+                current_kv: CurrentKV | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         k_pages, v_pages = self._pool.layer(layer)
@@ -93,7 +93,7 @@ class TritonBackend:
                 self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size, kv_heads,
                                          self._num_sms, self._longest, **splits._asdict(), window=self._window)
             return paged_decode(q, k_pages, v_pages, *table, self._scale * k_scale, self._plan, v_scale=v_scale,
-                                settled=settled, window=self._window, sinks=sinks, fresh=fresh)
+                                inputs_ready=inputs_ready, window=self._window, sinks=sinks, current_kv=current_kv)
         assert self._blocks is not None
         return paged_prefill(q, k_pages, v_pages, self._blocks, batch.qo_indptr, *table, self._scale * k_scale, v_scale,
                              self._window, sinks)

@@ -10,7 +10,7 @@ import torch
 
 from ...kernels._triton import AVAILABLE
 from ...kernels.arguments import Float8Rows
-from ...kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
+from ...kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
 from ...kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
 from .dispatch_buffers import DispatchBuffers
 from .tp import TPGroup
@@ -80,9 +80,9 @@ class AllToAllExchange:
         assert self._shared is not None
         peers, most = self._shared.peers, self._most
         numbers = numbers.contiguous()
-        peer_dispatch(x.contiguous(), numbers, weights.contiguous(), most, places, peers)
+        all_to_all_dispatch(x.contiguous(), numbers, weights.contiguous(), most, places, peers)
         made, positions = products(peers.tokens(most), peers.choices(most)[0])
-        peer_combine(made, positions, most, places, peers)
+        all_to_all_combine(made, positions, most, places, peers)
         return DeferredCombine(numbers, places, peers, more)
 
 
@@ -98,7 +98,7 @@ class DeferredCombine:
 
     def total(self) -> torch.Tensor:
         """``[T, hidden]``"""
-        return peer_parts(self.numbers, self.places, self.peers, self.more)[0]
+        return reduce_combined(self.numbers, self.places, self.peers, self.more)[0]
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         return self.total()[index]
@@ -107,7 +107,7 @@ class DeferredCombine:
 
     def normed(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(total + residual) * weight, total + residual)``"""
-        total, y = peer_parts(self.numbers, self.places, self.peers, self.more, residual, weight, eps)
+        total, y = reduce_combined(self.numbers, self.places, self.peers, self.more, residual, weight, eps)
         assert y is not None
         return y, total
 
@@ -125,13 +125,13 @@ def _tried(peers: PeerAreas) -> str | None:
         weights = torch.ones(rows, areas.choices, device=device)
         back = torch.arange(areas.ranks * rows * areas.choices, dtype=torch.int32, device=device)
         for positions in (None, back):  # which are two kernels
-            peer_dispatch(x, numbers, weights, rows, 1, peers, patience=_TRIAL_PATIENCE)
+            all_to_all_dispatch(x, numbers, weights, rows, 1, peers, patience=_TRIAL_PATIENCE)
             came = peers.tokens(rows)
             if isinstance(came, Float8Rows):
                 came = came.values.float() * came.scale.repeat_interleave(GROUP, 1)[:, :areas.width]
             made = came.to(areas.dtype).repeat_interleave(areas.choices, 0)
-            peer_combine(made, positions, rows, 1, peers, patience=_TRIAL_PATIENCE)
-            total = peer_parts(numbers, 1, peers)[0].float() / areas.choices
+            all_to_all_combine(made, positions, rows, 1, peers, patience=_TRIAL_PATIENCE)
+            total = reduce_combined(numbers, 1, peers)[0].float() / areas.choices
             if not torch.allclose(total, x.float(), atol=0.1, rtol=0.1):
                 return "rows came back wrong"
     except Exception as error:  # whatever a compiler does on a machine that nobody has seen

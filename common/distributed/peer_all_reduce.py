@@ -64,16 +64,16 @@ class PeerAllReduce:
 
     def sum(self, tensor: torch.Tensor, patience: int = kernel.FOREVER) -> None:
         """Sum ``tensor``, which ``takes`` took, in place."""
-        kernel.peer_sum(tensor, self.shared, two_shots=self._in_two(tensor), patience=patience)
+        kernel.all_reduce(tensor, self.shared, two_shots=self._in_two(tensor), patience=patience)
 
     def takes_rows(self, rows: torch.Tensor) -> bool:
         count, width = rows.shape
-        return self.takes(rows) and kernel.rows_a_program(count, width, self.shared.slots) is not None
+        return self.takes(rows) and kernel.rows_per_program(count, width, self.shared.slots) is not None
 
     def sum_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                    patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden], which ``takes_rows`` took."""
-        return kernel.peer_sum_norm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
+        return kernel.all_reduce_rmsnorm(rows, residual, weight, eps, self.shared, two_shots=self._in_two(rows),
                                     patience=patience)
 
     def warm_up(self, width: int, dtype: torch.dtype) -> None:
@@ -92,14 +92,14 @@ class PeerAllReduce:
 
     def scatter_sum(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
         """This rank's part of the sum of ``rows`` [ranks * n, ...], which ``scatters`` took."""
-        return kernel.peer_scatter(rows, self.shared, patience=patience)
+        return kernel.reduce_scatter(rows, self.shared, patience=patience)
 
     def gathers(self, rows: torch.Tensor) -> bool:
         return self._takes(rows, rows.nbytes * (self._size - 1))
 
     def gather(self, rows: torch.Tensor, patience: int = kernel.FOREVER) -> torch.Tensor:
         """The ranks' ``rows`` [n, ...], which ``gathers`` took, to ``[ranks * n, ...]``."""
-        return kernel.peer_gather(rows, self.shared, patience=patience)
+        return kernel.all_gather(rows, self.shared, patience=patience)
 
     def meets(self, rows: torch.Tensor) -> bool:
         fits = gather_scatter_norm.rows_fit
@@ -108,7 +108,7 @@ class PeerAllReduce:
     def gather_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                       patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """The norms of all ranks' ``rows + residual`` [ranks * n, hidden] and this rank's sum, of what ``meets``."""
-        return gather_scatter_norm.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared,
+        return gather_scatter_norm.rmsnorm_all_gather(rows.contiguous(), residual, weight, eps, self.shared,
                                                     patience=patience)
 
     def scatter_normed(self, rows: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor,
@@ -117,7 +117,7 @@ class PeerAllReduce:
         """The norm and the total of this rank's part of the sum of ``rows + more`` [ranks * n, hidden], and
         ``residual``, which ``meets``."""
         more = None if more is None else more.contiguous()
-        return gather_scatter_norm.peer_scatter_norm(rows.contiguous(), more, residual, weight, eps, self.shared,
+        return gather_scatter_norm.reduce_scatter_rmsnorm(rows.contiguous(), more, residual, weight, eps, self.shared,
                                            patience=patience)
 
     def _in_two(self, tensor: torch.Tensor) -> bool:
@@ -170,7 +170,7 @@ def _fewest_rows(width: int, slots: int) -> list[int]:
     """For which programs take one row each, for which two, and so on."""
     found: dict[int, int] = {}
     rows = 1
-    while (each := kernel.rows_a_program(rows, width, slots)) is not None:
+    while (each := kernel.rows_per_program(rows, width, slots)) is not None:
         found.setdefault(each, rows)
         rows *= 2
     return sorted(found.values())

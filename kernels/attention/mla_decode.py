@@ -1,8 +1,8 @@
-"""Multi-head latent attention of one query row a request over its pages of latents, cut along the sequence into pieces.
+"""Multi-head latent attention of one query row a request over its pages of latents, split along the sequence.
 
 In the absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1.2) every query head is compared with the latents
 themselves, and its result is a mean of latents: one shared vector of a token is key and value of all heads. A program
-takes a block of heads, and loads each latent once for both products. Pieces are as in paged_decode.py.
+takes a block of heads, and loads each latent once for both products. Splits are those of paged_decode.py.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..tuning.attention import DecodeTile
 from ..tuning.policy import policy_of
-from .decode_plan import DecodePlan, span_of
-from .merge_splits import join_pieces
+from .decode_plan import DecodePlan, split_range
+from .merge_splits import merge_splits
 from .mla_decode_narrow import _mla_decode_narrow_kernel
 
 
 @triton.jit(do_not_specialize=["requests"])
 def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_indptr_ptr, kv_indices_ptr,
-                       last_page_len_ptr, owners_ptr, firsts_ptr, requests, scale_log2, page_scale, q_stride_t,
-                       q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads, PAGE: tl.constexpr,
-                       RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-                       BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PDL: tl.constexpr):
+                       last_page_len_ptr, request_of_split_ptr, split_indptr_ptr, requests, scale_log2, page_scale,
+                       q_stride_t, q_stride_h, qr_stride_t, qr_stride_h, stride_page, stride_slot, num_heads,
+                       PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
+                       BLOCK_ROPE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+                       PDL: tl.constexpr):
     start_next(PDL)
     wait_for_last(PDL)
-    piece = tl.program_id(0)
-    if piece >= tl.load(firsts_ptr + requests):
+    split = tl.program_id(0)
+    if split >= tl.load(split_indptr_ptr + requests):
         return
-    request, pieces, first_page, begin, end = span_of(piece, owners_ptr, firsts_ptr, kv_indptr_ptr, last_page_len_ptr,
-                                                      PAGE, BLOCK_TOKENS)
+    request, splits, first_page, begin, end = split_range(split, request_of_split_ptr, split_indptr_ptr, kv_indptr_ptr,
+                                                          last_page_len_ptr, PAGE, BLOCK_TOKENS)
 
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, BLOCK_RANK)
@@ -63,11 +64,11 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
         top = new_top
     result = acc / total[:, None] * page_scale
     kept = real & (dim < RANK)[None, :]
-    if pieces == 1:
+    if splits == 1:
         row = request * num_heads + heads
         tl.store(out_ptr + row[:, None] * RANK + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
     else:
-        row = piece.to(tl.int64) * num_heads + heads
+        row = split.to(tl.int64) * num_heads + heads
         tl.store(lse_ptr + row, top + tl.log2(total), heads < num_heads)
         tl.store(part_ptr + row[:, None] * RANK + dim[None, :], result, kept)
 
@@ -80,7 +81,7 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
 
     ``q`` [B, H, L] and ``q_rope`` [B, H, R], views contiguous in their last dimension; ``pages`` one layer of a pool
     of latents [pages, page_size, L + R]; the page table in FlashInfer's form (int32). ``plan`` is of the same table,
-    its pieces no shorter than ``tile.tokens`` (by default 32). Pages may be of another type than ``q``, and hold
+    its splits no shorter than ``tile.tokens`` (by default 32). Pages may be of another type than ``q``, and hold
     latents and keys over ``page_scale``.
     """
     if not runs_triton(q):
@@ -91,23 +92,22 @@ def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_in
     width = q_rope.shape[2]
     out = torch.empty((requests, num_heads, rank), dtype=q.dtype, device=q.device)
     parts = lses = out
-    most = requests
-    if plan.joins:
-        most = len(plan.owners)
-        parts = torch.empty((most, num_heads, rank), dtype=torch.float32, device=q.device)
-        lses = torch.empty((most, num_heads), dtype=torch.float32, device=q.device)
+    max_splits = requests
+    if plan.needs_merge:
+        max_splits = len(plan.request_of_split)
+        parts = torch.empty((max_splits, num_heads, rank), dtype=torch.float32, device=q.device)
+        lses = torch.empty((max_splits, num_heads), dtype=torch.float32, device=q.device)
     policy = policy_of(q.device).attention
     block_heads = policy.mla_head_block(num_heads, q.element_size())
     tile = tile or policy.mla_decode(num_heads, q.element_size())
     narrow = policy.mla_is_narrow(num_heads, q.element_size())
     kernel = _mla_decode_narrow_kernel if narrow else _mla_decode_kernel
-    kernel[(most, triton.cdiv(num_heads, block_heads))](
-        q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.owners, plan.firsts, requests,
-        scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1), q_rope.stride(0),
-        q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank, ROPE=width,
-        BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
-        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
-        **pdl(q))
-    if plan.joins:
-        join_pieces(parts, lses, out, plan)
+    kernel[(max_splits, triton.cdiv(num_heads, block_heads))](
+        q, q_rope, pages, out, parts, lses, kv_indptr, kv_indices, kv_last_page_len, plan.request_of_split,
+        plan.split_indptr, requests, scale * page_scale * 1.4426950408889634, page_scale, q.stride(0), q.stride(1),
+        q_rope.stride(0), q_rope.stride(1), pages.stride(0), pages.stride(1), num_heads, PAGE=pages.shape[1], RANK=rank,
+        ROPE=width, BLOCK_RANK=max(16, triton.next_power_of_2(rank)), BLOCK_ROPE=max(16, triton.next_power_of_2(width)),
+        BLOCK_HEADS=block_heads, BLOCK_TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **pdl(q))
+    if plan.needs_merge:
+        merge_splits(parts, lses, out, plan)
     return out

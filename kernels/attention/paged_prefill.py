@@ -19,11 +19,11 @@ BLOCK_ROWS = 128
 
 
 @triton.jit
-def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, kv_indices_ptr, first_page,
-            stride_page, stride_slot, scale_log2, MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-            BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
-    """Take tokens ``[begin, end)`` into the running softmax; row r sees those below ``visible[r]``, of these with
-    ``WINDOW`` the last so many."""
+def _add_tokens(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, kv_indices_ptr, first_page,
+                stride_page, stride_slot, scale_log2, MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+                BLOCK_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Add tokens ``[begin, end)`` to the running softmax; row r sees those below ``visible[r]``, with ``WINDOW`` only
+    the last ``WINDOW`` of them."""
     dim = tl.arange(0, BLOCK_DIM)
     for start in range(begin, end, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
@@ -50,7 +50,7 @@ def _absorb(q, acc, top, total, begin, end, visible, k_pages_ptr, v_pages_ptr, k
     return acc, top, total
 
 
-# The row of ``row`` in plan_prefill's table is aligned for a quarter of the batches: the others would compile anew.
+# The row of ``row`` in plan_prefill's table is aligned for a quarter of the batches: the others would recompile.
 @triton.jit(do_not_specialize_on_alignment=["block_row_ptr"])
 def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, block_request_ptr, block_row_ptr,
                           qo_indptr_ptr, kv_indptr_ptr, kv_indices_ptr, last_page_len_ptr, scale_log2, v_scale,
@@ -74,7 +74,7 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
     head = kv_head * GROUP + row % GROUP
     place = (first_token + token).to(tl.int64)
     q = tl.load(q_ptr + (place * q_stride_t + head * q_stride_h)[:, None] + dim[None, :], inside, other=0.0)
-    # Rows beyond the request's last see what that one sees, so that no row is left without a key (0 / 0).
+    # Rows after the request's last see what that one sees, so that no row is without a key (0 / 0).
     visible = length - count + tl.minimum(token, count - 1) + 1
     seen_by_all = (length - count + first_row // GROUP + 1) // BLOCK_TOKENS * BLOCK_TOKENS
     seen_by_last = length - count + tl.minimum((first_row + BLOCK_ROWS - 1) // GROUP, count - 1) + 1
@@ -94,13 +94,13 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
         first_begin = tl.maximum(length - count + first_row // GROUP + 1 - WINDOW, 0) // BLOCK_TOKENS * BLOCK_TOKENS
         last_begin = tl.cdiv(tl.maximum(seen_by_last - WINDOW, 0), BLOCK_TOKENS) * BLOCK_TOKENS
         begin = tl.minimum(last_begin, seen_by_all)
-        acc, top, total = _absorb(q, acc, top, total, first_begin, begin, visible, k_pages_ptr, v_pages_ptr,
+        acc, top, total = _add_tokens(q, acc, top, total, first_begin, begin, visible, k_pages_ptr, v_pages_ptr,
                                   kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
                                   BLOCK_DIM, BLOCK_TOKENS, WINDOW)
-    acc, top, total = _absorb(q, acc, top, total, begin, seen_by_all, visible, k_pages_ptr, v_pages_ptr,
+    acc, top, total = _add_tokens(q, acc, top, total, begin, seen_by_all, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, False, PAGE, DIM,
                               BLOCK_DIM, BLOCK_TOKENS, WINDOW)
-    acc, top, total = _absorb(q, acc, top, total, seen_by_all, seen_by_last, visible, k_pages_ptr, v_pages_ptr,
+    acc, top, total = _add_tokens(q, acc, top, total, seen_by_all, seen_by_last, visible, k_pages_ptr, v_pages_ptr,
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
                               BLOCK_DIM, BLOCK_TOKENS, WINDOW)
     out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
@@ -109,7 +109,7 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
 
 @dataclass(frozen=True)
 class PrefillBlocks:
-    """Which rows each program takes: block i starts at packed row ``row[i]`` of request ``request[i]`` (int32)."""
+    """The rows of each program: block i starts at packed row ``row[i]`` of request ``request[i]`` (int32)."""
 
     request: torch.Tensor
     row: torch.Tensor
@@ -136,8 +136,8 @@ def paged_prefill(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     ``q`` [T, Hq, D], contiguous in D; request b owns rows ``qo_indptr[b]:qo_indptr[b+1]``; ``k_pages`` and
     ``v_pages`` one layer of the pool with equal strides [pages, Hkv, page_size, D]; the page table in FlashInfer's
     form (int32). Query heads ``[h * Hq / Hkv, (h + 1) * Hq / Hkv)`` share KV head h. Pages may be of another type than
-    ``q``. With ``window`` a row sees the last so many tokens up to its own. ``sinks`` [Hq] float32 are logits that join
-    each head's softmax without a value.
+    ``q``. With ``window`` a row sees the last ``window`` tokens up to its own. ``sinks`` [Hq] float32 are logits that
+    join each head's softmax without a value.
     """
     if not runs_triton(q):
         return reference.paged_attention(q, k_pages, v_pages, qo_indptr, kv_indptr, kv_indices, kv_last_page_len,

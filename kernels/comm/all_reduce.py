@@ -107,8 +107,8 @@ def _two_shots(x_ptr, buffers, place, first, width, count, patience, RANK: tl.co
 
 
 @triton.jit(do_not_specialize=["patience"])
-def _peer_sum_kernel(x_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
-                     TWO_SHOTS: tl.constexpr, SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+def _all_reduce_kernel(x_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+                       TWO_SHOTS: tl.constexpr, SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
     slot = tl.program_id(0)
     turn = tl.load(turns_ptr + slot)
     place = (slot * 2 + turn % 2) * WORLD * SLOT_SIZE
@@ -125,9 +125,9 @@ def _peer_sum_kernel(x_ptr, buffers, turns_ptr, count, patience, RANK: tl.conste
 
 
 @triton.jit(do_not_specialize=["patience"])
-def _peer_sum_norm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, buffers, turns_ptr, width, count, eps,
-                          patience, RANK: tl.constexpr, WORLD: tl.constexpr, TWO_SHOTS: tl.constexpr,
-                          SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+def _all_reduce_rmsnorm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, buffers, turns_ptr, width, count, eps,
+                               patience, RANK: tl.constexpr, WORLD: tl.constexpr, TWO_SHOTS: tl.constexpr,
+                               SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
     slot = tl.program_id(0)
     first = slot * ROWS
     column = tl.arange(0, BLOCK)[None, :]
@@ -155,8 +155,8 @@ def _peer_sum_norm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, buffe
 
 
 @triton.jit(do_not_specialize=["patience"])
-def _peer_scatter_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
-                         SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+def _reduce_scatter_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+                           SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
     slot = tl.program_id(0)
     turn = tl.load(turns_ptr + slot)
     place = (slot * 2 + turn % 2) * WORLD * SLOT_SIZE
@@ -180,8 +180,8 @@ def _peer_scatter_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK
 
 
 @triton.jit(do_not_specialize=["patience"])
-def _peer_gather_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
-                        SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
+def _all_gather_kernel(x_ptr, y_ptr, buffers, turns_ptr, count, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+                       SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr):
     slot = tl.program_id(0)
     turn = tl.load(turns_ptr + slot)
     place = (slot * 2 + turn % 2) * WORLD * SLOT_SIZE
@@ -223,7 +223,7 @@ def buffer_values(ranks: int, slots: int = SLOTS) -> int:
     return slots * 2 * ranks * SLOT
 
 
-def peer_sum(x: torch.Tensor, peers: Peers, *, two_shots: bool = False, patience: int = FOREVER) -> None:
+def all_reduce(x: torch.Tensor, peers: Peers, *, two_shots: bool = False, patience: int = FOREVER) -> None:
     """Sum ``x``, contiguous, in bfloat16 or float16 and of equal size on every rank, over the ranks; in place.
 
     It has ``SLOT`` values for each slot at most. All ranks make the same calls in one order, on one stream each. With
@@ -231,7 +231,7 @@ def peer_sum(x: torch.Tensor, peers: Peers, *, two_shots: bool = False, patience
     """
     count = x.numel()
     block = _block(count, peers)
-    _peer_sum_kernel[(-(-count // block),)](
+    _all_reduce_kernel[(-(-count // block),)](
         x, peers.buffers, peers.turns, count, patience, RANK=peers.rank, WORLD=peers.size, TWO_SHOTS=two_shots,
         SLOT_SIZE=SLOT, BLOCK=block, NOTHING=EMPTY, num_warps=16)
 
@@ -242,8 +242,8 @@ def _block(count: int, peers: Peers) -> int:
     return _BLOCK if count <= peers.slots * _BLOCK else SLOT
 
 
-def rows_a_program(rows: int, width: int, slots: int = SLOTS) -> int | None:
-    """How many rows each program of ``peer_sum_norm`` takes, which have so many ``slots``; None where so many rows do
+def rows_per_program(rows: int, width: int, slots: int = SLOTS) -> int | None:
+    """Rows of each program of ``all_reduce_rmsnorm``, of which there are at most ``slots``; None where so many rows do
     not fit."""
     block = triton.next_power_of_2(width)
     most, wanted = SLOT // block, triton.next_power_of_2(-(-rows // SLOTS))
@@ -252,40 +252,40 @@ def rows_a_program(rows: int, width: int, slots: int = SLOTS) -> int | None:
     return wanted if 0 < wanted <= most else None
 
 
-def peer_sum_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers, *,
-                  two_shots: bool = False, patience: int = FOREVER,
-                  each: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(norm(sum + residual) * weight, sum + residual)`` of the sum of ``x`` over the ranks; see ``peer_sum``.
+def all_reduce_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers, *,
+                       two_shots: bool = False, patience: int = FOREVER,
+                       each: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(norm(sum + residual) * weight, sum + residual)`` of the sum of ``x`` over the ranks; see ``all_reduce``.
 
-    ``x`` and ``residual`` are ``[T, width]``, contiguous, as many rows as ``rows_a_program`` has an answer for;
+    ``x`` and ``residual`` are ``[T, width]``, contiguous, as many rows as ``rows_per_program`` has an answer for;
     ``residual`` and ``weight`` [width] are equal on all ranks. ``each``: rows of a program, in place of that answer.
     """
     rows, width = x.shape
-    each = each or rows_a_program(rows, width, peers.slots)
+    each = each or rows_per_program(rows, width, peers.slots)
     assert each is not None and 0 < -(-rows // each) <= peers.slots
     assert x.is_contiguous() and residual.is_contiguous() and x.dtype.itemsize == 2
     block = triton.next_power_of_2(width)
     y, total = torch.empty_like(x), torch.empty_like(x)
-    _peer_sum_norm_kernel[(-(-rows // each),)](
+    _all_reduce_rmsnorm_kernel[(-(-rows // each),)](
         x, residual, weight, total, y, peers.buffers, peers.turns, width, x.numel(), eps, patience, RANK=peers.rank,
         WORLD=peers.size, TWO_SHOTS=two_shots, SLOT_SIZE=SLOT, ROWS=each, BLOCK=block, NOTHING=EMPTY,
         num_warps=max(1, min(16, each * block // 256)))
     return y, total
 
 
-def peer_scatter(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> torch.Tensor:
-    """``[ranks * n, a]`` of each rank, summed over the ranks; this rank's ``[n, a]`` of that. See ``peer_sum``."""
+def reduce_scatter(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> torch.Tensor:
+    """``[ranks * n, a]`` of each rank, summed over the ranks; this rank's ``[n, a]`` of that. See ``all_reduce``."""
     y = x.new_empty(x.shape[0] // peers.size, *x.shape[1:])
     assert x.is_contiguous() and y.numel() * peers.size == x.numel()
-    _over_blocks(_peer_scatter_kernel, x, y, y.numel(), peers, patience)
+    _over_blocks(_reduce_scatter_kernel, x, y, y.numel(), peers, patience)
     return y
 
 
-def peer_gather(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> torch.Tensor:
-    """``[n, a]`` of each rank to ``[ranks * n, a]``, in their order; zeros lose their sign. See ``peer_sum``."""
+def all_gather(x: torch.Tensor, peers: Peers, *, patience: int = FOREVER) -> torch.Tensor:
+    """``[n, a]`` of each rank to ``[ranks * n, a]``, in their order; zeros lose their sign. See ``all_reduce``."""
     y = x.new_empty(x.shape[0] * peers.size, *x.shape[1:])
     assert x.is_contiguous()
-    _over_blocks(_peer_gather_kernel, x, y, x.numel(), peers, patience)
+    _over_blocks(_all_gather_kernel, x, y, x.numel(), peers, patience)
     return y
 
 

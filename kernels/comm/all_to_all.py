@@ -51,10 +51,10 @@ def _meet(bases_ptr, turn, patience, RANK: tl.constexpr, WORLD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "most", "patience"])
-def _peer_dispatch_kernel(x_ptr, numbers_ptr, weights_ptr, bases_ptr, rows, most, width, places, to_places, to_weights,
-                          to_scales, to_tokens, largest, least, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
-                          CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                          GROUP_SIZE: tl.constexpr, SENT: tl.constexpr):
+def _all_to_all_dispatch_kernel(x_ptr, numbers_ptr, weights_ptr, bases_ptr, rows, most, width, places, to_places,
+                                to_weights, to_scales, to_tokens, largest, least, patience, RANK: tl.constexpr,
+                                WORLD: tl.constexpr, CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr,
+                                ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr, SENT: tl.constexpr):
     choice = tl.arange(0, BLOCK_CHOICES)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(most, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
@@ -99,9 +99,9 @@ def _peer_dispatch_kernel(x_ptr, numbers_ptr, weights_ptr, bases_ptr, rows, most
 
 
 @triton.jit(do_not_specialize=["most", "part", "patience"])
-def _peer_combine_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr, bases_ptr, most, part, width, places,
-                         to_parts, patience, RANK: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
-                         BLOCK: tl.constexpr):
+def _all_to_all_combine_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr, bases_ptr, most, part, width, places,
+                               to_parts, patience, RANK: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
+                               BLOCK: tl.constexpr):
     across = tl.cdiv(width, BLOCK)
     for tile in range(tl.program_id(0), most * WORLD * across, tl.num_programs(0)):
         owner = (RANK + 1 + tile) % WORLD  # all links at once
@@ -127,8 +127,8 @@ def _peer_combine_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr, bases
 
 
 @triton.jit
-def _peer_total(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, column, inside, WORLD: tl.constexpr,
-                CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def _combined_sum(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, column, inside, WORLD: tl.constexpr,
+                  CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of what the ranks of the row's experts have made of it, in their order, and ``more`` of it."""
     choice = tl.arange(0, BLOCK_CHOICES)
     number = tl.load(numbers_ptr + row * CHOICES + choice, choice < CHOICES, other=-1)
@@ -143,14 +143,14 @@ def _peer_total(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, colu
 
 
 @triton.jit(do_not_specialize=["part"])
-def _peer_parts_kernel(parts_ptr, more_ptr, numbers_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, part, width,
-                       places, eps, WORLD: tl.constexpr, CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr,
-                       BLOCK: tl.constexpr):
+def _reduce_combined_kernel(parts_ptr, more_ptr, numbers_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, part, width,
+                            places, eps, WORLD: tl.constexpr, CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr,
+                            BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = row * width + column
-    total = _peer_total(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, column, inside, WORLD, CHOICES,
+    total = _combined_sum(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, column, inside, WORLD, CHOICES,
                         BLOCK_CHOICES, BLOCK).to(total_ptr.dtype.element_ty)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + at, inside, other=0.0)
@@ -162,8 +162,8 @@ def _peer_parts_kernel(parts_ptr, more_ptr, numbers_ptr, residual_ptr, weight_pt
         tl.store(y_ptr + at, (wide * scale).to(total.dtype) * weight, inside)  # rounded first, as in rmsnorm
 
 
-def peer_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, most: int, places: int,
-                  peers: PeerAreas, *, patience: int = FOREVER, launch: CopyLaunch | None = None) -> None:
+def all_to_all_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, most: int, places: int,
+                        peers: PeerAreas, *, patience: int = FOREVER, launch: CopyLaunch | None = None) -> None:
     """Bring rows ``x`` [n, width] to the ranks of their experts, with ``weights`` [n, K] float32; the ranks have
     ``peers.choices`` and ``peers.tokens`` when it is done.
 
@@ -178,7 +178,7 @@ def peer_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor,
     launch = launch or (policy.float8_dispatch if areas.float8 else policy.dispatch)
     block = min(2048, triton.next_power_of_2(areas.width))
     rows = max(1, launch.tile_values // block)
-    _peer_dispatch_kernel[(max(1, min(launch.programs, -(-most // rows))),)](
+    _all_to_all_dispatch_kernel[(max(1, min(launch.programs, -(-most // rows))),)](
         x, numbers, weights, peers.bases, len(x), most, areas.width, places, areas.places, areas.weights, areas.scales,
         areas.tokens, FP8_LARGEST, FP8_LEAST, patience, RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices,
         BLOCK_CHOICES=triton.next_power_of_2(areas.choices), ROWS=rows, BLOCK=block,
@@ -190,24 +190,24 @@ def _word(dtype: torch.dtype) -> Any:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def peer_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, places: int, peers: PeerAreas, *,
-                 patience: int = FOREVER, launch: CopyLaunch | None = None) -> None:
+def all_to_all_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, places: int, peers: PeerAreas, *,
+                       patience: int = FOREVER, launch: CopyLaunch | None = None) -> None:
     """Bring this rank's part of every token that has come, ``moe_sum``'s of ``made`` and ``positions``, to where the
-    token is from; ``peer_parts`` then has them all."""
+    token is from; ``reduce_combined`` then has them all."""
     areas = peers.areas
     ids, weights = peers.choices(most)
     assert made.is_contiguous() and made.dtype == peers.dtype and made.shape[1] == areas.width
     launch = launch or policy_of(made.device).all_to_all.combine
     block = min(launch.tile_values, triton.next_power_of_2(areas.width))
-    _peer_combine_kernel[(max(1, min(launch.programs, areas.ranks * most)),)](
+    _all_to_all_combine_kernel[(max(1, min(launch.programs, areas.ranks * most)),)](
         made, ids, weights, positions, peers.bases, most, areas.rows, areas.width, places, areas.parts, patience,
         RANK=peers.rank, WORLD=areas.ranks, CHOICES=areas.choices, BLOCK=block,
         num_warps=launch.num_warps)
 
 
-def peer_parts(numbers: torch.Tensor, places: int, peers: PeerAreas, more: torch.Tensor | None = None,
-               residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
-               eps: float = 0.0) -> tuple[torch.Tensor, torch.Tensor | None]:
+def reduce_combined(numbers: torch.Tensor, places: int, peers: PeerAreas, more: torch.Tensor | None = None,
+                    residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+                    eps: float = 0.0) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(total, norm(total) * weight)`` of the sums ``[n, width]`` of what all ranks have made of this one's tokens in
     the last combine, of ``more`` and, rounded behind that, of ``residual`` [n, width], where there are any; the norm
     with a ``weight`` [width]. ``numbers`` [n, K] are those of the dispatch."""
@@ -218,7 +218,7 @@ def peer_parts(numbers: torch.Tensor, places: int, peers: PeerAreas, more: torch
     block = triton.next_power_of_2(areas.width)
     if len(total):
         parts = peers.view(areas.parts, areas.slots, areas.width, dtype=peers.dtype)
-        _peer_parts_kernel[(len(total),)](
+        _reduce_combined_kernel[(len(total),)](
             parts, more, numbers, residual, weight, total, y, areas.rows, areas.width, places, eps, WORLD=areas.ranks,
             CHOICES=areas.choices, BLOCK_CHOICES=triton.next_power_of_2(areas.choices), BLOCK=block,
             num_warps=max(1, min(16, block // 256)))

@@ -6,8 +6,8 @@ that the row came from, which adds them up in the ranks' order, in float32, and 
 ranks, not to those of its experts alone. With 8 of 128 experts a token 99.6 % of that would be sent between two ranks
 anyhow, 90 % between four and 66 % between eight; in return no rank has to be told which rows come, and where to.
 
-The protocol is peer_sum's: what has not arrived is a negative zero, row r of every rank has slot r, and slots have two
-places that take turns. So ranks without tokens send as many rows as the others, which say nothing.
+The protocol is all_reduce's: what has not arrived is a negative zero, row r of every rank has slot r, and slots are
+double-buffered. So ranks without tokens send as many rows as the others, with arbitrary values.
 
 Programs wait for their like on other ranks alone, and start in their order: so those that have no room yet hold up
 nobody who holds up them. The kernel behind starts when all of them run.
@@ -39,9 +39,9 @@ def _summand(x_ptr, more_ptr, at, inside):
 
 
 @triton.jit(do_not_specialize=["rows", "patience"])
-def _peer_norm_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows, width, eps,
-                             patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
-                             BLOCK: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr):
+def _rmsnorm_all_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows, width, eps,
+                               patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
+                               BLOCK: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -66,9 +66,10 @@ def _peer_norm_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, 
 
 
 @triton.jit(do_not_specialize=["rows", "patience"])
-def _peer_scatter_norm_kernel(x_ptr, more_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr, rows,
-                              width, eps, patience, RANK: tl.constexpr, WORLD: tl.constexpr, SLOT_SIZE: tl.constexpr,
-                              BLOCK: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr):
+def _reduce_scatter_rmsnorm_kernel(x_ptr, more_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, buffers, turns_ptr,
+                                   rows, width, eps, patience, RANK: tl.constexpr, WORLD: tl.constexpr,
+                                   SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, NOTHING: tl.constexpr,
+                                   PDL: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -103,27 +104,27 @@ def rows_fit(rows: int, width: int, peers: Peers) -> bool:
     return 0 < rows <= peers.slots and width <= SLOT
 
 
-def peer_norm_gather(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers, *,
-                     patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+def rmsnorm_all_gather(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: Peers, *,
+                       patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
     """``(norm(x + residual) * weight`` of all ranks' rows ``[ranks * n, width]``, in the ranks' order, and this rank's
     ``x + residual)``.
 
     ``x`` and ``residual`` [n, width] are this rank's, contiguous, in bfloat16 or float16, n equal on every rank; they
-    must be such that ``rows_fit``; ``weight`` [width]. Zeros of the norm lose their sign. See ``peer_sum``.
+    must be such that ``rows_fit``; ``weight`` [width]. Zeros of the norm lose their sign. See ``all_reduce``.
     """
     y, total = x.new_empty(len(x) * peers.size, x.shape[1]), torch.empty_like(x)
-    _launch(_peer_norm_gather_kernel, (x, residual, weight, total, y), residual, eps, peers, patience)
+    _launch(_rmsnorm_all_gather_kernel, (x, residual, weight, total, y), residual, eps, peers, patience)
     return y, total
 
 
-def peer_scatter_norm(x: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
-                      eps: float, peers: Peers, *, patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+def reduce_scatter_rmsnorm(x: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor,
+                           eps: float, peers: Peers, *, patience: int = FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
     """``(norm(sum + residual) * weight, sum + residual)`` of this rank's rows ``[n, width]`` of the sum over the ranks
     of ``x + more`` [ranks * n, width], where there is ``more``. ``residual`` [n, width]; otherwise as
-    ``peer_norm_gather``."""
+    ``rmsnorm_all_gather``."""
     assert len(x) == len(residual) * peers.size and (more is None or more.shape == x.shape)
     y, total = torch.empty_like(residual), torch.empty_like(residual)
-    _launch(_peer_scatter_norm_kernel, (x, more, residual, weight, total, y), residual, eps, peers, patience)
+    _launch(_reduce_scatter_rmsnorm_kernel, (x, more, residual, weight, total, y), residual, eps, peers, patience)
     return y, total
 
 

@@ -9,7 +9,7 @@ import torch
 
 from .. import reference
 from .._triton import runs_triton
-from ..gemm.small_m_matmul import skinny_matmul
+from ..gemm.small_m_matmul import small_m_matmul
 from ..tuning.policy import policy_of
 from .fp8_matmul import fp8_matmul
 
@@ -28,7 +28,7 @@ def scaled_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, 
         return torch.empty((0, out), dtype=dtype, device=x.device)
     policy = policy_of(x.device)
     if rows <= policy.gemm.small_m_max_rows(*weight.shape, weight.itemsize):
-        return skinny_matmul(x, weight, x_scale=x_scale, scale=weight_scale, dtype=dtype)
+        return small_m_matmul(x, weight, x_scale=x_scale, scale=weight_scale, dtype=dtype)
     if rows <= policy.float8.numbers.max_rows and runs_triton(x):
         return fp8_matmul(x, x_scale, weight, weight_scale, "row", dtype)
     if x_scale.numel() != 1 or weight_scale.numel() != 1:

@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 from ..rowwise.rmsnorm import rmsnorm
 from ..rowwise.silu_and_mul import silu_and_mul
-from ..rowwise.split_k_rmsnorm import joined_rmsnorm
+from ..rowwise.split_k_rmsnorm import split_k_rmsnorm
 from ..tuning.gemm import BatchedSplits, SplitKTile, WarpSpecializedTile
 from ..tuning.policy import policy_of
-from .small_m_matmul import skinny_matmul
+from .small_m_matmul import small_m_matmul
 
 
 def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
@@ -28,11 +28,11 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     policy, rows = policy_of(weight.device).gemm, len(x)
     out, width = weight.shape
     if rows <= policy.small_m_max_rows(out, width, weight.itemsize) and x.stride(-1) == 1:
-        return skinny_matmul(x, weight, bias, gated=gated)
+        return small_m_matmul(x, weight, bias, gated=gated)
     if bias is None:
         split = policy.split_k(rows, out, width, weight.itemsize)
         if split is not None and _has_aligned_rows(x):
-            return _split_k().split_matmul(x, weight, split, gated=gated)
+            return _split_k().split_k_matmul(x, weight, split, gated=gated)
         fused = activation_tile(x, weight) if gated else None
         if fused is not None:
             return _activated(x, weight, fused)
@@ -55,8 +55,8 @@ def activation_tile(x: torch.Tensor, weight: torch.Tensor) -> WarpSpecializedTil
 
 
 def _activated(x: torch.Tensor, weight: torch.Tensor, tile: WarpSpecializedTile) -> torch.Tensor:
-    from .dense_warp_specialized import dense_product  # not there without Triton
-    return dense_product(x, weight, tile, gated=True)
+    from .dense_warp_specialized import warp_specialized_matmul  # not there without Triton
+    return warp_specialized_matmul(x, weight, tile, gated=True)
 
 
 def _split_k() -> ModuleType:
@@ -65,13 +65,13 @@ def _split_k() -> ModuleType:
 
 
 def fuses_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``normed_product`` is the faster way to what ``dense_matmul`` makes and the norm of a sum after it."""
+    """Whether ``matmul_rmsnorm`` is the faster way to what ``dense_matmul`` makes and the norm of a sum after it."""
     if not x.is_cuda or weight.itemsize != 2:
         return False
     return policy_of(weight.device).gemm.adds_residual(len(x)) or _fused_reduce(x, weight) is not None
 
 
-def normed_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor,
+def matmul_rmsnorm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor,
                    eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``rmsnorm`` with ``gain`` of ``total = residual + x @ weight.T`` [T, out], and ``total``. ``residual`` is
     contiguous, and used up."""
@@ -79,7 +79,7 @@ def normed_product(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     if isinstance(splits, SplitKTile):
         return _reduced(residual, x, weight, gain, eps, splits)
     if splits is not None:
-        return joined_rmsnorm(split_product(x, weight, splits.splits), gain, eps, residual)
+        return split_k_rmsnorm(split_product(x, weight, splits.splits), gain, eps, residual)
     residual.addmm_(x, weight.T)  # rounded once
     return rmsnorm(residual, gain, eps)
 
@@ -101,7 +101,7 @@ def _reduced(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gain
              tile: SplitKTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial sums are rounded as the summands of tensor-parallel ranks are: in float32 they would take longer to
     travel than the split gains."""
-    return joined_rmsnorm(_split_k().split_pieces(x, weight, tile, x.dtype), gain, eps, residual)
+    return split_k_rmsnorm(_split_k().split_k_partials(x, weight, tile, x.dtype), gain, eps, residual)
 
 
 def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
@@ -110,7 +110,7 @@ def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
     numbers = policy.numbers
     for rows in (1, 2, 9, 17, 33):
         if rows <= policy.small_m_max_rows(out, width, weight.itemsize):
-            skinny_matmul(weight.new_zeros((rows, width)), weight, gated=gated)
+            small_m_matmul(weight.new_zeros((rows, width)), weight, gated=gated)
     if gated and policy.fuses_activation(out, width, weight.itemsize) and weight.is_contiguous():
         for tile in (numbers.warp_specialized.tall, numbers.warp_specialized.usual):
             _activated(weight.new_zeros((1, width)), weight, tile)
@@ -118,6 +118,6 @@ def compile_tiles(weight: torch.Tensor, *, gated: bool = False) -> None:
         x = weight.new_zeros((rows, width))
         split = policy.split_k(rows, out, width, weight.itemsize)
         if split is not None:
-            _split_k().split_matmul(x, weight, split, gated=gated)
+            _split_k().split_k_matmul(x, weight, split, gated=gated)
         elif _fused_reduce(x, weight) is not None and not gated:
-            normed_product(weight.new_zeros((rows, out)), x, weight, weight.new_zeros(out), 1.0)
+            matmul_rmsnorm(weight.new_zeros((rows, out)), x, weight, weight.new_zeros(out), 1.0)

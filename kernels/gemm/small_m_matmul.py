@@ -80,11 +80,11 @@ def _one_row_matmul_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, out, width, biased, WH
 
 # ``rows`` changes with every step: specialized on 1 and on multiples of 16 it would compile while requests wait.
 @triton.jit(do_not_specialize=["rows", "x_scale_step", "splits", "biased"])
-def _skinny_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr, rows, out,
-                          width, x_stride, x_scale_step, scale_step, splits, biased, SCALED: tl.constexpr,
-                          WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-                          REDUCES: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, FETCH: tl.constexpr,
-                          SPANS: tl.constexpr, SPAN_VALUES: tl.constexpr, PDL: tl.constexpr):
+def _small_m_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, partial_ptr, counter_ptr, rows, out,
+                           width, x_stride, x_scale_step, scale_step, splits, biased, SCALED: tl.constexpr,
+                           WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                           REDUCES: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, FETCH: tl.constexpr,
+                           SPANS: tl.constexpr, SPAN_VALUES: tl.constexpr, PDL: tl.constexpr):
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -134,10 +134,10 @@ def _skinny_matmul_kernel(x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr,
             tl.store(y_ptr + offset, acc.to(y_ptr.dtype.element_ty), stored)
 
 
-def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
-                  x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
-                  dtype: torch.dtype | None = None, tile: SmallMTile | PersistentTile | None = None,
-                  gated: bool = False) -> torch.Tensor:
+def small_m_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+                   x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
+                   dtype: torch.dtype | None = None, tile: SmallMTile | PersistentTile | None = None,
+                   gated: bool = False) -> torch.Tensor:
     """``x @ weight.T + bias``: ``[T, out]`` in ``dtype`` (that of ``x`` without it), summed in float32; or
     ``silu_and_mul`` of that, ``[T, out / 2]``, where it is ``gated``.
 
@@ -146,7 +146,7 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     ``tile`` replaces the policy's.
     """
     if not runs_triton(x):
-        y = reference.skinny_matmul(x, weight, bias, x_scale=x_scale, scale=scale, dtype=dtype)
+        y = reference.small_m_matmul(x, weight, bias, x_scale=x_scale, scale=scale, dtype=dtype)
         return reference.silu_and_mul(y) if gated else y
     (rows, width), out = x.shape, weight.shape[0]
     y = torch.empty((rows, out // 2 if gated else out), dtype=dtype or x.dtype, device=x.device)
@@ -159,9 +159,9 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         tile = policy.small_m(rows, out, width, weight.dtype)
     assert x.stride(1) == 1 and x.dtype == weight.dtype
     if isinstance(tile, PersistentTile):
-        from .persistent_matmul import streamed_matmul  # not there without Triton
+        from .persistent_matmul import persistent_matmul  # not there without Triton
 
-        return streamed_matmul(x, weight, bias, tile, gated)
+        return persistent_matmul(x, weight, bias, tile, gated)
     columns = triton.cdiv(out, tile.columns)
     spans = max(1, 32 * tile.warps // tile.columns)
     bytes_each = tile.prefetch_bytes // tile.columns // spans
@@ -178,7 +178,7 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         _one_row_matmul_kernel[(columns,)](x, weight, biases, y, out, width, int(bias is not None), **options)
         return y
     partials = torch.empty((tile.splits, rows, out), dtype=torch.float32, device=x.device) if tile.splits > 1 else y
-    _skinny_matmul_kernel[(columns, tile.splits)](
+    _small_m_matmul_kernel[(columns, tile.splits)](
         x, x if x_scale is None else x_scale, weight, weight if scale is None else scale, biases, y, partials,
         split_counters(x.device), rows, out, width, x.stride(0), int(x_scale is not None and x_scale.numel() > 1),
         int(scale is not None and scale.numel() > 1), tile.splits, int(bias is not None),

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
-def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def tma_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describes tiles of ``matrix`` [R, C], contiguous in its columns; swizzled in shared memory over 128 bytes, or
     over a row where that is less."""
     layout = gl.NVMMASharedLayout(min(128, columns * matrix.itemsize), 8 * matrix.itemsize, 2)

@@ -12,7 +12,7 @@ from ..tuning.moe import Tiles
 from ..tuning.policy import policy_of
 from .moe_align import Alignment, moe_align
 from .moe_gemm import SCALE_GROUP, moe_gemm
-from .moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
+from .moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, supports_warp_specialized
 from .moe_sum import moe_sum
 
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -94,7 +94,8 @@ def _tiles_of(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, choice
     """What ``moe_tiles`` has for this layer. Warp groups know of float8 only scales by blocks, and of tokens whose
     rows begin at whole 16 bytes."""
     hidden, size, dtype = x.shape[1], down.shape[2], gate_up.dtype
-    warpgroups = (scales is None or scales.by == "block") and takes_warpgroups(x.device, hidden, size, dtype) and (
+    warpgroups = (scales is None or scales.by == "block") and supports_warp_specialized(x.device, hidden, size,
+                                                                                        dtype) and (
         x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0)
     return policy_of(x.device).moe.tiles(len(x), len(gate_up), hidden, size, choices, dtype, warpgroups)
 

@@ -174,7 +174,7 @@ def fits(tile: Tile, depth: int, columns: int, by_block: bool) -> bool:
         not by_block or (tile.depth == SCALE_GROUP and tile.columns <= most_columns))
 
 
-def takes_warpgroups(device: torch.device, hidden: int, size: int, dtype: torch.dtype) -> bool:
+def supports_warp_specialized(device: torch.device, hidden: int, size: int, dtype: torch.dtype) -> bool:
     """Whether products by warps with roles run there, and have whole steps of a layer with these sizes."""
     if dtype.itemsize == 1:
         return runs_gluon(device) and hidden % (2 * SCALE_GROUP) == 0 and size % SCALE_GROUP == 0

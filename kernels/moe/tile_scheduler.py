@@ -1,7 +1,8 @@
-"""How programs of warps with roles share the tiles of a grouped product: each takes the next one that nobody has.
+"""Shares the tiles of a grouped product among persistent programs: each takes the next one that is free.
 
-``work``: ``(rows, spans, choices in all, number of spans, column blocks, band)``, of a ``moe_align.Alignment`` with
-blocks of 64 rows. ``turning``: the counter in global memory, and what the loading group tells the others of it.
+``work`` is ``(rows, spans, choices in all, number of spans, column blocks, band)`` of a ``moe_align.Alignment`` with
+blocks of 64 rows. ``scheduler`` is the counter in global memory, and the shared memory and barriers by which the
+loading group passes tiles to the others.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from .._gluon import async_load
 from ..device import num_sms
 
 STEP_BYTES = gl.constexpr(128)
-"""Depth of a step: as wide as the tensor memory accelerator's swizzle."""
+"""Depth of a step: as wide as TMA's swizzle."""
 REGISTERS_AT_START = 168
-"""Of each of 384 threads; then the groups that multiply have more, and the one that loads fewer."""
+"""Registers of each of 384 threads; then the groups that multiply have more, and the one that loads fewer."""
 
 
 @gluon.jit
 def tile_at(tile, work, COLUMNS: gl.constexpr):
-    """``(first row, first column, place, blocks of 64 rows)``; behind the last tile the place is -1.
+    """``(first row, first column, expert, blocks of 64 rows)``; after the last tile the expert is -1.
 
     A band of spans, before the next columns, keeps an expert's matrix cached."""
     spans_ptr, num_spans, column_blocks, band = work[1], work[3], work[4], work[5]
@@ -39,8 +40,8 @@ def tile_at(tile, work, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def give_turn(turning, turn, work):
-    """The next tile that nobody has, which the multiplying groups are told too. Whoever takes the last turn leaves the
-    counter at zero, for the next product."""
+    """Takes the next free tile and passes it to the multiplying groups. The program that takes the last one resets the
+    counter to zero for the next product."""
     next_ptr, turns, said, heard = turning
     taken = gl.atomic_add(next_ptr, 1, sem="relaxed")
     if taken == work[3] * work[4] - 1:
@@ -74,7 +75,7 @@ def turning_of(next_ptr):
 
 @gluon.jit
 def choices_of(work, row, blocks, BLOCK: gl.constexpr, DEPTH: gl.constexpr):
-    """Of the rows of one of a tile's blocks, which may have fewer."""
+    """Loads the choices of the rows of one of a tile's blocks; ones of a missing block are 2147483647."""
     layout: gl.constexpr = gl.BlockedLayout([1, DEPTH // 8], [4, 8], [4, 1], [1, 0])
     each = row + 64 * BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
     return gl.load(work[0] + each, mask=blocks > BLOCK, other=2147483647)
@@ -82,14 +83,14 @@ def choices_of(work, row, blocks, BLOCK: gl.constexpr, DEPTH: gl.constexpr):
 
 @gluon.jit
 def token_of(choice, total, given):
-    """-1 where a row is padding."""
+    """The token of a choice, -1 where a row is padding."""
     return gl.where(choice < total, choice // given[2], -1)
 
 
 @gluon.jit
 def gather(given, token, start, to, DEPTH: gl.constexpr):
-    """A step of 64 rows' ``token_of`` by the loading group's threads, ``given`` ``(pointer, stride, choices)``.
-    Padding costs no traffic."""
+    """Loads a step of 64 rows by the loading group's threads, of the tokens that ``token_of`` gives; ``given`` is
+    ``(pointer, stride, choices)``. Padding costs no traffic."""
     layout: gl.constexpr = gl.BlockedLayout([1, DEPTH // 8], [4, 8], [4, 1], [1, 0])
     a_ptr, a_stride, choices = given
     depth = start + gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
@@ -98,5 +99,5 @@ def gather(given, token, start, to, DEPTH: gl.constexpr):
 
 
 def programs_for(device: torch.device, tiles: int) -> int:
-    """They stay on their multiprocessors."""
+    """The number of persistent programs: one an SM, and no more than tiles."""
     return min(num_sms(device), tiles)

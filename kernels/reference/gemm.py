@@ -19,10 +19,10 @@ def block_matmul(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w
     return (wide @ (weight.float() * scale).T).to(dtype)
 
 
-def skinny_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
-                  x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
-                  dtype: torch.dtype | None = None) -> torch.Tensor:
-    """See ``kernels.skinny_matmul.skinny_matmul``."""
+def small_m_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+                   x_scale: torch.Tensor | None = None, scale: torch.Tensor | None = None,
+                   dtype: torch.dtype | None = None) -> torch.Tensor:
+    """See ``kernels.small_m_matmul.small_m_matmul``."""
     y = x.float() @ weight.float().T
     if x_scale is not None and scale is not None:
         y = y * x_scale * scale

@@ -29,7 +29,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
-def greatest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``kernels.greatest.greatest``."""
+def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``kernels.argmax.argmax``."""
     columns = x.argmax(-1)
     return x.gather(-1, columns[:, None])[:, 0].float(), columns

@@ -9,8 +9,8 @@ from .rmsnorm import normed, rmsnorm
 
 
 @triton.jit
-def _joined_rmsnorm_kernel(part_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, eps, piece_values, width,
-                           PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _split_k_rmsnorm_kernel(part_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, eps, piece_values, width,
+                            PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -27,8 +27,8 @@ def _joined_rmsnorm_kernel(part_ptr, residual_ptr, sum_ptr, y_ptr, weight_ptr, e
     tl.store(y_ptr + place, normed(x, weight, eps, width), inside)
 
 
-def joined_rmsnorm(parts: torch.Tensor, weight: torch.Tensor, eps: float,
-                   residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_k_rmsnorm(parts: torch.Tensor, weight: torch.Tensor, eps: float,
+                    residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``rmsnorm`` of the sum in float32 over ``parts`` [pieces, rows, width], contiguous, of which the first T rows
     count, with ``residual`` [T, width], contiguous: ``(normed, x + residual)`` in its type."""
     if not runs_triton(residual):
@@ -36,7 +36,7 @@ def joined_rmsnorm(parts: torch.Tensor, weight: torch.Tensor, eps: float,
     (rows, width), block = residual.shape, triton.next_power_of_2(residual.shape[1])
     y, total = torch.empty_like(residual), torch.empty_like(residual)
     if rows:
-        _joined_rmsnorm_kernel[(rows,)](
+        _split_k_rmsnorm_kernel[(rows,)](
             parts, residual, total, y, weight, eps, parts[0].numel(), width, PIECES=len(parts), BLOCK=block,
             num_warps=max(1, min(16, block // 512)), **pdl(residual))
     return y, total

@@ -24,8 +24,7 @@ def _argmax_of(values, columns, width):
 
 
 @triton.jit
-def _greatest_of_chunks_kernel(x_ptr, stride_row, top_ptr, index_ptr, width, BLOCK: tl.constexpr,
-                               PDL: tl.constexpr):
+def _argmax_of_chunks_kernel(x_ptr, stride_row, top_ptr, index_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     start_next(PDL)
@@ -40,8 +39,8 @@ def _greatest_of_chunks_kernel(x_ptr, stride_row, top_ptr, index_ptr, width, BLO
 
 
 @triton.jit
-def _greatest_kernel(top_ptr, index_ptr, value_ptr, column_ptr, copy_ptr, chunks, width, BLOCK: tl.constexpr,
-                     PDL: tl.constexpr):
+def _argmax_kernel(top_ptr, index_ptr, value_ptr, column_ptr, copy_ptr, chunks, width, BLOCK: tl.constexpr,
+                   PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start_next(PDL)
     wait_for_last(PDL)
@@ -54,12 +53,12 @@ def _greatest_kernel(top_ptr, index_ptr, value_ptr, column_ptr, copy_ptr, chunks
     tl.store(copy_ptr + row, column.to(tl.int64))
 
 
-def greatest(x: torch.Tensor, copy: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def argmax(x: torch.Tensor, copy: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``(values [R] float32, columns [R] int64)`` of ``x`` [R, width] of 16 or 32 bits, contiguous in its rows: what
     ``x.max(-1)`` gives, and of equal values the first column. They are also written to ``copy`` [R] int64, where the
     next step reads its tokens."""
     if not runs_triton(x):
-        values, columns = reference.greatest(x)
+        values, columns = reference.argmax(x)
         if copy is not None:
             copy.copy_(columns)
         return values, columns
@@ -71,8 +70,8 @@ def greatest(x: torch.Tensor, copy: torch.Tensor | None = None) -> tuple[torch.T
     top = torch.empty((rows, chunks), dtype=torch.float32, device=x.device)
     index = torch.empty((rows, chunks), dtype=torch.int32, device=x.device)
     if rows:
-        _greatest_of_chunks_kernel[(rows, chunks)](x, x.stride(0), top, index, width, BLOCK=block, num_warps=8,
+        _argmax_of_chunks_kernel[(rows, chunks)](x, x.stride(0), top, index, width, BLOCK=block, num_warps=8,
                                                    **pdl(x))
-        _greatest_kernel[(rows,)](top, index, values, columns, columns if copy is None else copy, chunks, width,
+        _argmax_kernel[(rows,)](top, index, values, columns, columns if copy is None else copy, chunks, width,
                                   BLOCK=triton.next_power_of_2(chunks), num_warps=1, **pdl(x))
     return values, columns

@@ -17,7 +17,7 @@ from .._triton import tl, triton
 _SEARCH_BLOCK = 4096
 _CHUNK = 1024
 INTS, FLOATS = 4, 3
-"""Rows of ``draw``'s parameters: row, seed, position, top_k; then temperature, top_p, log of min_p."""
+"""Rows of ``sample``'s parameters: row, seed, position, top_k; then temperature, top_p, log of min_p."""
 
 # SplitMix64: the noise of common/sampling/gumbel_noise.py, bit by bit.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -218,8 +218,8 @@ def _truncate_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, flo
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["floats_ptr"])
-def _draw_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, best_ptr, count, vocab,
-                 TRUNCATES: tl.constexpr, BLOCK: tl.constexpr):
+def _sample_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_ptr, last_ptr, best_ptr, count, vocab,
+                   TRUNCATES: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -244,7 +244,7 @@ def _draw_kernel(logits_ptr, stride_row, peak_ptr, ints_ptr, floats_ptr, floor_p
         tl.atomic_max(best_ptr + place, word)
 
 
-def draw(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
+def sample(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, truncates: bool) -> torch.Tensor:
     """Tokens ``[n]`` int64 drawn from n of the rows of ``logits`` [R, vocab] of 16 or 32 bits, which is not changed.
 
     ``peaks`` [R] float32 are the rows' greatest logits. ``params`` [7, n] int64 are each draw's row, seed, position and
@@ -261,7 +261,7 @@ def draw(logits: torch.Tensor, peaks: torch.Tensor, params: torch.Tensor, trunca
         lasts = torch.empty(count, dtype=torch.int32, device=logits.device)
         _truncate_kernel[(count,)](logits, logits.stride(0), peaks, ints, floats, floors, lasts, count, vocab,
                                    BLOCK=_SEARCH_BLOCK, num_warps=16)
-    _draw_kernel[(count, triton.cdiv(vocab, _CHUNK))](
+    _sample_kernel[(count, triton.cdiv(vocab, _CHUNK))](
         logits, logits.stride(0), peaks, ints, floats, floors, lasts, best, count, vocab, TRUNCATES=truncates,
         BLOCK=_CHUNK, num_warps=4)
     return 0x7FFFFFFF - (best & 0xFFFFFFFF)

@@ -4,7 +4,7 @@ Few rows (small-M) are bound by reading the weight: every SM has to read all the
 cores' rate and the card's power bound a product, and cuBLAS is taken unless it can be fused with what follows.
 
 The rules were measured on an H200 over the layers of Llama-3-8B and Qwen3-0.6B (``python -m
-baton.tests.bench.skinny_matmul --sweep``, ``baton.tests.bench.decode_layer``).
+baton.tests.bench.small_m_matmul --sweep``, ``baton.tests.bench.decode_layer``).
 """
 
 from __future__ import annotations

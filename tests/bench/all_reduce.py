@@ -24,7 +24,7 @@ import torch.multiprocessing
 
 from ...common.distributed.peer_all_reduce import connect, slots_for
 from ...common.distributed.tp import TPGroup, init_tp
-from ...kernels.comm.all_reduce import SLOT, Peers, peer_sum, peer_sum_norm, rows_a_program
+from ...kernels.comm.all_reduce import SLOT, Peers, all_reduce, all_reduce_rmsnorm, rows_per_program
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from .device_time import run_seconds
 
@@ -64,10 +64,10 @@ def ways(group: TPGroup, peers: Peers | None, rows: int, width: int) -> dict[str
         if peers is None or (two_shots and peers.size & (peers.size - 1)):
             continue
         if rows * width <= peers.slots * SLOT:
-            found[name] = partial(peer_sum, peers=peers, two_shots=two_shots)
-        if rows_a_program(rows, width, peers.slots) is not None:
-            found[f"{name} with norm"] = partial(peer_sum_norm, residual=residual, weight=weight, eps=1e-5, peers=peers,
-                                                 two_shots=two_shots)
+            found[name] = partial(all_reduce, peers=peers, two_shots=two_shots)
+        if rows_per_program(rows, width, peers.slots) is not None:
+            found[f"{name} with norm"] = partial(all_reduce_rmsnorm, residual=residual, weight=weight, eps=1e-5,
+                                                 peers=peers, two_shots=two_shots)
     return found
 
 

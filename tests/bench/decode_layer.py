@@ -30,8 +30,8 @@ from ...kernels.attention.decode_plan import plan_decode
 from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.device import num_sms
 from ...kernels.gemm.dense_matmul import split_product
-from ...kernels.gemm.small_m_matmul import skinny_matmul
-from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+from ...kernels.gemm.small_m_matmul import small_m_matmul
+from ...kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ...kernels.tuning.attention import DecodeTile
 from ...kernels.tuning.gemm import PersistentTile, SmallMTile, SplitKTile
@@ -46,7 +46,7 @@ KIB = 1024
 Ways = dict[str, Any]
 """Of a part of the layer how it is computed: a product's tile, Splits, or None for what torch takes of cuBLAS's;
 ``gated``: whether the activation is part of the product; ``attention``: its tile, and what its plan is told;
-``takes_in``: see Batch."""
+``stores_current_kv``: see Batch."""
 
 
 class Left(NamedTuple):
@@ -159,11 +159,11 @@ def product(tile: SmallMTile | PersistentTile | SplitKTile | Left | Splits | Non
     if isinstance(tile, Splits):
         return split_product(x, weight, tile.splits)
     if isinstance(tile, Left):
-        return split_pieces(x, weight, tile.tile, tile.dtype)
+        return split_k_partials(x, weight, tile.tile, tile.dtype)
     if isinstance(tile, SplitKTile):
-        return split_matmul(x, weight, tile, gated=gated)
+        return split_k_matmul(x, weight, tile, gated=gated)
     if tile is not None:
-        return skinny_matmul(x, weight, tile=tile, gated=gated)
+        return small_m_matmul(x, weight, tile=tile, gated=gated)
     return silu_and_mul(linear(x, weight)) if gated else linear(x, weight)
 
 
@@ -172,7 +172,7 @@ def apply(batch: Batch, ways: Ways) -> None:
     one, tile = ways["gated"], ways["gate_up"]
     batch.gated = lambda x, w: product(tile, True, x, w) if one else silu_and_mul(product(tile, False, x, w))
     batch.tile, batch.pieces = ways["attention"]
-    batch.takes_in = ways["takes_in"]
+    batch.stores_current_kv = ways["stores_current_kv"]
 
 
 def micros(batch: Batch, ways: Ways) -> float:
@@ -233,7 +233,7 @@ def usual_ways(rows: int) -> Ways:
         few = POLICY.gemm.small_m(rows, *shape, torch.bfloat16) if rows <= POLICY.gemm.small_m_max_rows(
             *shape, 2) else None
         ways[name] = POLICY.gemm.is_persistent(*shape, 2) and POLICY.gemm.persistent(rows, *shape) or few
-    return ways | {"gated": True, "takes_in": POLICY.attention.stores_current_kv(128, 2, 2, rows * 8),
+    return ways | {"gated": True, "stores_current_kv": POLICY.attention.stores_current_kv(128, 2, 2, rows * 8),
                    "attention": (None, attention_splits(rows * 8))}
 
 
@@ -252,10 +252,11 @@ def compile_attention(tile: DecodeTile, device: str = "cuda") -> None:
     indptr = torch.tensor([0, 4], dtype=torch.int32, device=device)
     q, k, v = pool.new_zeros(1, 48, 128).split([32, 8, 8], 1)
     last = torch.full((1,), 16, dtype=torch.int32, device=device)
-    fresh = CurrentKV(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
+    current_kv = CurrentKV(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
     plan = plan_decode(indptr, last, 16, 8, num_sms(pool.device), 2048, **attention_splits(8))
-    for early, rows in pairs((False, True), (None, fresh)):
-        paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=early, fresh=rows)
+    for early, rows in pairs((False, True), (None, current_kv)):
+        paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, inputs_ready=early,
+                     current_kv=rows)
 
 
 def build(todo: list[Job]) -> list[str]:
@@ -306,8 +307,8 @@ def search(rows: int, context: int, copy: float, seconds: float) -> dict[str, An
     options = candidates(rows)
     found = Search(batch, rows, usual_ways(rows), time.monotonic() + seconds)
     before = found.best
-    options["gated"] = options["takes_in"] = [False, True]
-    for name in ("gate_up", "down", "qkv", "o", "attention", "gated", "takes_in"):
+    options["gated"] = options["stores_current_kv"] = [False, True]
+    for name in ("gate_up", "down", "qkv", "o", "attention", "gated", "stores_current_kv"):
         options[name] = [found.ways[name], *found.part(name, options[name])]
     for name in ("gate_up", "down", "qkv", "o"):  # once more, beside what has been found since
         found.part(name, options[name])

@@ -27,7 +27,7 @@ from ...kernels import reference
 from ...kernels.device import device_name, num_sms
 from ...kernels.moe.moe_experts import moe_experts
 from ...kernels.moe.moe_gemm import SCALE_GROUP
-from ...kernels.moe.moe_sorted import takes_warpgroups
+from ...kernels.moe.moe_sorted import supports_warp_specialized
 from ...kernels.moe.moe_topk import moe_topk
 from ...kernels.rowwise.fp8_quantize import quantize_groups
 from ...kernels.tuning.moe import Tiles
@@ -112,7 +112,7 @@ def _loop_us(layer: Layer, draws: list) -> float:
 def _tiles(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """What ``moe_experts`` takes."""
     return policy_of(device).moe.tiles(tokens, shape.experts, shape.hidden, shape.size, shape.top_k, dtype,
-                     takes_warpgroups(device, shape.hidden, shape.size, dtype))
+                     supports_warp_specialized(device, shape.hidden, shape.size, dtype))
 
 
 def _compile(shapes: list[str], tokens: list[int], dtype: str) -> None:

@@ -70,7 +70,7 @@ class Case:
             plan = plan_decode(self.indptr, self.last, PAGE, self.kv_heads, num_sms, 1 << 17, **splits)
             for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], self.indptr, self.indices,
-                             self.last, DIM**-0.5, plan, tile, settled=layer > 0)
+                             self.last, DIM**-0.5, plan, tile, inputs_ready=layer > 0)
 
         step()
         torch.cuda.synchronize()

@@ -52,8 +52,8 @@ def way(words: str) -> Step:
     flags = named.split("+")
 
     def by_warpgroups(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> torch.Tensor:
-        from ...kernels.gemm.dense_warp_specialized import dense_product  # not there without Triton
-        return dense_product(x, weight, WarpSpecializedTile(rows, 3 if rows == 192 else 4, band), gated=gated)
+        from ...kernels.gemm.dense_warp_specialized import warp_specialized_matmul  # not there without Triton
+        return warp_specialized_matmul(x, weight, WarpSpecializedTile(rows, 3 if rows == 192 else 4, band), gated=gated)
 
     other = by_warpgroups if "all" in flags else linear
 

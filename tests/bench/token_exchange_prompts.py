@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ...common.distributed.dispatch_buffers import DispatchBuffers
 from ...common.distributed.parallel import Parallel
-from ...kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
+from ...kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
 from ...kernels.comm.dispatch_buffers import Areas, PeerAreas
 from ...kernels.moe.moe_sum import moe_sum
 from ...kernels.rowwise.rmsnorm import rmsnorm
@@ -93,13 +93,14 @@ class Layer:
             return {"dispatch float8": found["dispatch"]}
         return found | timed(self._group.barrier, {
             "sum": lambda: moe_sum(made, ids, self._places, weights, positions, self.every),
-            "parts": lambda: peer_parts(self.numbers, self._places, peers, None, self.residual, self.weight, 1e-5)})
+            "parts": lambda: reduce_combined(self.numbers, self._places, peers, None, self.residual, self.weight,
+                                             1e-5)})
 
     def _dispatch(self, peers: PeerAreas) -> None:
-        peer_dispatch(self.x, self.numbers, self.weights, self._rows, self._places, peers)
+        all_to_all_dispatch(self.x, self.numbers, self.weights, self._rows, self._places, peers)
 
     def _combine(self, peers: PeerAreas, made: torch.Tensor, positions: torch.Tensor) -> None:
-        peer_combine(made, positions, self._rows, self._places, peers)
+        all_to_all_combine(made, positions, self._rows, self._places, peers)
 
 
 def timed(barrier: Callable[[], None], works: dict[str, Callable[[], object]]) -> dict[str, float]:

@@ -26,16 +26,16 @@ TESTS = Path(__file__).parent.parent / "gpu"
 PYTEST = ["-m", "pytest", "-q", "-W", "ignore", "--maxfail", "4", "-p", "no:cacheprovider", "-o", "addopts=",
           "--import-mode=importlib"]
 GLUON = [*(str(TESTS / f"test_{name}_warpgroups.py") for name in ("decode", "dense", "split")),
-         f"{TESTS}/test_skinny_matmul.py::test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number",
+         f"{TESTS}/test_small_m_matmul.py::test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number",
          f"{TESTS}/test_moe.py::test_warp_groups_equal_the_twin"]
 CALLS, REPEATS = 16, 20
 
 
 def cases() -> dict[str, Callable[[], object]]:
     """Calls on the GPU by a name: those of kernels in Gluon, then of Triton's own that a decode step spends most in."""
-    from ...kernels.gemm.dense_warp_specialized import dense_product
-    from ...kernels.gemm.small_m_matmul import skinny_matmul
-    from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+    from ...kernels.gemm.dense_warp_specialized import warp_specialized_matmul
+    from ...kernels.gemm.small_m_matmul import small_m_matmul
+    from ...kernels.gemm.split_k_warp_specialized import split_k_matmul, split_k_partials
     from ...kernels.moe.moe_experts import moe_experts
     from ...kernels.rowwise.rmsnorm import rmsnorm
     from ...kernels.tuning.gemm import SplitKTile
@@ -50,10 +50,11 @@ def cases() -> dict[str, Callable[[], object]]:
     tokens, own = of(8192, 2048), of(8192, 128).float()
     places, weights = own.topk(8).indices, torch.rand(8192, 8, device="cuda")
     return {
-        "dense, 8,192 rows, gated": lambda: dense_product(many, up, gemm.numbers.warp_specialized.tall, gated=True),
-        "split, 128 rows, gated": lambda: split_matmul(some, up, SplitKTile(128, 64, 64, 4), gated=True),
-        "split, 128 rows, pieces": lambda: split_pieces(some, down, SplitKTile(128, 64, 64, 6, 4)),
-        "streamed, 8 rows, gated": lambda: skinny_matmul(few, up, gated=True, tile=gemm.persistent(8, 28672, 4096)),
+        "dense, 8,192 rows, gated": lambda: warp_specialized_matmul(many, up, gemm.numbers.warp_specialized.tall,
+                                                                    gated=True),
+        "split, 128 rows, gated": lambda: split_k_matmul(some, up, SplitKTile(128, 64, 64, 4), gated=True),
+        "split, 128 rows, pieces": lambda: split_k_partials(some, down, SplitKTile(128, 64, 64, 6, 4)),
+        "streamed, 8 rows, gated": lambda: small_m_matmul(few, up, gated=True, tile=gemm.persistent(8, 28672, 4096)),
         "experts, 8,192 tokens": lambda: moe_experts(tokens, gate_up, back, places, weights, None,
                                                      warp_specialized_tiles(torch.bfloat16)),
         "attention, 256 of 2,048": attention(256, 2048),
@@ -82,7 +83,7 @@ def attention(requests: int, length: int) -> Callable[[], object]:
     policy = policy_of(q.device)
     splits = policy.attention.decode_splits(128, 2, 2, requests * 8)._asdict()
     plan = plan_decode(ends, last, page, 8, policy.facts.num_sms, length, **splits)
-    return lambda: paged_decode(q, pool[:, 0], pool[:, 1], ends, order, last, 128**-0.5, plan, settled=True)
+    return lambda: paged_decode(q, pool[:, 0], pool[:, 1], ends, order, last, 128**-0.5, plan, inputs_ready=True)
 
 
 def microseconds() -> dict[str, float]:

@@ -23,7 +23,7 @@ from ...kernels.device import device_name
 from ...kernels.moe.moe_align import Alignment, moe_align
 from ...kernels.moe.moe_experts import moe_experts
 from ...kernels.moe.moe_gemm import moe_gemm
-from ...kernels.moe.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
+from ...kernels.moe.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, supports_warp_specialized
 from ...kernels.moe.moe_sum import moe_sum
 from ...kernels.rowwise.fp8_quantize import quantize_groups
 from ...kernels.tuning.moe import Tile, Tiles, default_tiles, shape_key, warp_specialized_tiles
@@ -63,7 +63,7 @@ def candidates(rows: int, dtype: torch.dtype, gated: bool) -> Iterator[Tile]:
 
 def warpgroup_candidates(dtype: torch.dtype, gated: bool) -> list[Tile]:
     tiles = warp_specialized_tiles(dtype, 16)
-    return [tiles.gate_up if gated else tiles.down] if takes_warpgroups(DEVICE, 256, 128, dtype) else []
+    return [tiles.gate_up if gated else tiles.down] if supports_warp_specialized(DEVICE, 256, 128, dtype) else []
 
 
 def suits(tile: Tile, depth: int, layer: Layer) -> bool:

@@ -51,7 +51,7 @@ class Sequences:
                                **splits, window=window)
             for layer in range(self.layers):
                 paged_decode(self.q, self.pool[:, layer, 0], self.pool[:, layer, 1], *self.table, DIM**-0.5, plan,
-                             settled=layer > 0, window=window, sinks=sinks)
+                             inputs_ready=layer > 0, window=window, sinks=sinks)
 
         return statistics.median(run_seconds(captured(step), 9)) / self.layers
 

@@ -28,7 +28,7 @@ def test_splits_and_their_norm(rows):
     assert policy_of(x.device).gemm.fused_reduce(rows, 4096, 14336, 2) == BatchedSplits(2)
     assert dense_matmul.fuses_residual(x, weight)
     made = x.float() @ weight.float().T
-    for got, want in zip(dense_matmul.normed_product(residual, x, weight, gain, 1e-5),
+    for got, want in zip(dense_matmul.matmul_rmsnorm(residual, x, weight, gain, 1e-5),
                          reference.rmsnorm(made.bfloat16(), gain, 1e-5, residual)):
         assert (got.float() - want.float()).norm() <= 0.006 * want.float().norm()
 
@@ -43,7 +43,7 @@ def test_a_captured_layer_equals_one_by_hand():
         rows, total = x, residual
         for _ in range(3):
             y = dense_matmul.dense_matmul(rows, gate_up, gated=True)
-            rows, total = dense_matmul.normed_product(total, y, down, gain, 1e-5)
+            rows, total = dense_matmul.matmul_rmsnorm(total, y, down, gain, 1e-5)
         return rows
 
     want = layer()

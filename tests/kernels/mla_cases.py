@@ -82,8 +82,8 @@ def test_per_head_matmul(rows, heads, depth, columns, dtype):
 
 
 @cases("heads,rank,rope", SHAPES, 128)
-@pytest.mark.parametrize("processors", [1, 100])
-def test_decode(heads, rank, rope, page_size, processors, dtype, atol, rtol):
+@pytest.mark.parametrize("num_sms", [1, 100])
+def test_decode(heads, rank, rope, page_size, num_sms, dtype, atol, rtol):
     """One piece a request, and with many processors several of the longer ones."""
     lengths = [1, 31, 32, 33, 150]
     table = page_table(lengths, page_size, PAGES)
@@ -92,9 +92,9 @@ def test_decode(heads, rank, rope, page_size, processors, dtype, atol, rtol):
     q_rope = random(len(lengths), heads, 5 + rope, dtype=dtype, seed=1)[..., 5:]
     scale = (rank + rope) ** -0.5
     want = reference.mla_attention(q, q_rope, pages, torch.arange(len(lengths) + 1), *table, scale)
-    plan = plan_decode(table[0], table[2], page_size, 1, processors, max(lengths), min_tokens=32,
-                       programs_per_sm=1 if processors == 1 else 8)
-    assert (plan.firsts[-1] > len(lengths)) == (processors > 1)
+    plan = plan_decode(table[0], table[2], page_size, 1, num_sms, max(lengths), min_tokens=32,
+                       programs_per_sm=1 if num_sms == 1 else 8)
+    assert (plan.split_indptr[-1] > len(lengths)) == (num_sms > 1)
     torch.testing.assert_close(mla_decode(q, q_rope, pages, *table, scale, plan), want, atol=atol, rtol=rtol)
 
 

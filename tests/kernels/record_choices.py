@@ -96,7 +96,7 @@ FEW_ROWS = [1, 16, 64, 128, 256, 2048]
 
 
 def dense_cases() -> dict[str, Callable[[], object]]:
-    from baton.kernels.gemm.dense_matmul import dense_matmul, fuses_residual, normed_product
+    from baton.kernels.gemm.dense_matmul import dense_matmul, fuses_residual, matmul_rmsnorm
 
     def dense(rows: int, out: int, width: int, dtype: torch.dtype = BF16, gated: bool = False,
               bias: bool = False) -> None:
@@ -106,7 +106,7 @@ def dense_cases() -> dict[str, Callable[[], object]]:
     def normed(rows: int, out: int, width: int) -> None:
         x, weight = of(rows, width), of(out, width)
         if fuses_residual(x, weight):
-            normed_product(of(rows, out), x, weight, of(out), 1e-5)
+            matmul_rmsnorm(of(rows, out), x, weight, of(out), 1e-5)
 
     cases: dict[str, Callable[[], object]] = {}
     for shapes, counts in ((LLAMA_8B, ROWS), (OTHERS, ROWS[::2] + [128, 8192])):
@@ -158,8 +158,9 @@ def attention_cases() -> dict[str, Callable[[], object]]:
                 cases[f"decode splits {name} {dtype} {cache}"] = lambda m=many: decode_splits(*m)
             both = (requests, heads, kv_heads, dim, BF16)
             cases[f"decode window {name}"] = lambda m=both: hopper.decode_heads(*m, window=128, sinks=True)
-            cases[f"decode current rows {name}"] = lambda m=both: hopper.decode_heads(*m, takes_in=True, norms=True)
-            cases[f"decode unsettled {name}"] = lambda m=both: hopper.decode_heads(*m, settled=False)
+            cases[f"decode current rows {name}"] = lambda m=both: hopper.decode_heads(*m, stores_current_kv=True,
+                                                                                      norms=True)
+            cases[f"decode inputs not ready {name}"] = lambda m=both: hopper.decode_heads(*m, inputs_ready=False)
         for dtype, cache in ((BF16, None), (BF16, FP8), (FP32, None)):
             cases[f"prefill {model} {dtype} {cache}"] = (
                 lambda m=(1000, heads, kv_heads, dim, dtype, cache): hopper.prefill_heads(*m))
@@ -208,9 +209,10 @@ def other_cases() -> dict[str, Callable[[], object]]:
     cases: dict[str, Callable[[], object]] = {
         name: call for name, call in hopper.CASES.items()
         if name.startswith(("rmsnorm", "fp8_rmsnorm", "quantize", "rope", "mla_rope", "silu", "moe_topk", "copy",
-                            "widen", "gather", "peer", "joined", "split", "scale_by"))}
+                            "dequantize", "gather", "all_reduce", "reduce_scatter", "all_gather", "rmsnorm_all",
+                            "all_to_all", "split_k", "scale_by"))}
     for rows in (1, 8, 100, 256):
-        cases[f"argmax {rows}"] = lambda r=rows: hopper.greatest(fp32(r, 128256), int64(r))
+        cases[f"argmax {rows}"] = lambda r=rows: hopper.argmax(fp32(r, 128256), int64(r))
         cases[f"sample {rows}"] = lambda r=rows: hopper.drawn(fp32(r, 128256), True)
     for tokens in (1, 64, 1000, 8192):
         for float8 in (False, True):

@@ -83,8 +83,8 @@ def test_every_case_compiles():
 
 
 def test_what_does_not_compile_is_told():
-    rows = [{"case": "draw", "error": "CompilationError: at 3:5"},
-            {"case": "draw", "kernel": "_draw_kernel", "shared": MOST_SHARED + 1, "spilled": 0},
-            {"case": "draw", "kernel": "_draw_kernel", "shared": 0, "spilled": hopper_cases.MOST_SPILLED + 1},
-            {"case": "draw", "kernel": "_draw_kernel", "shared": 0, "spilled": 0, "size": 3}]
+    rows = [{"case": "sample", "error": "CompilationError: at 3:5"},
+            {"case": "sample", "kernel": "_sample_kernel", "shared": MOST_SHARED + 1, "spilled": 0},
+            {"case": "sample", "kernel": "_sample_kernel", "shared": 0, "spilled": hopper_cases.MOST_SPILLED + 1},
+            {"case": "sample", "kernel": "_sample_kernel", "shared": 0, "spilled": 0, "size": 3}]
     assert len(troubles(rows)) == 4

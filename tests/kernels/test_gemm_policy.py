@@ -91,7 +91,7 @@ def test_few_tiles_are_split(rows, width):
 def test_others_are_the_librarys(hopper, monkeypatch, x, weight):
     """Of fewer or more rows, of sizes or strides that the loads do not take, of small weights, of wider types."""
     monkeypatch.setattr(dense_matmul, "linear", lambda *given: "library")
-    monkeypatch.setattr(dense_matmul, "skinny_matmul", lambda *given, **how: "library")
+    monkeypatch.setattr(dense_matmul, "small_m_matmul", lambda *given, **how: "library")
     assert dense_matmul.dense_matmul(x, weight) == "library"
     assert dense_matmul._fused_reduce(x, weight) is None
 
@@ -108,14 +108,14 @@ def test_products_are_split(monkeypatch):
         return torch.stack(parts).to(dtype)
 
     tile = SplitKTile(128, 64, 64, 6, 2)
-    split = SimpleNamespace(split_matmul=lambda x, weight, tile, gated: ("split", gated), split_pieces=partials)
+    split = SimpleNamespace(split_k_matmul=lambda x, weight, tile, gated: ("split", gated), split_k_partials=partials)
     gemm = SimpleNamespace(split_k=lambda *shape: tile, fused_reduce=lambda *shape: tile,
                            small_m_max_rows=lambda *shape: 0)
     monkeypatch.setattr(dense_matmul, "_split_k", lambda: split)
     monkeypatch.setattr(dense_matmul, "policy_of", lambda device: SimpleNamespace(gemm=gemm))
     x, weight, gain, residual = torch.randn(70, 64), torch.randn(8, 64), torch.randn(8), torch.randn(70, 8)
     want = reference.rmsnorm(linear(x, weight), gain, 1e-5, residual)
-    for got, wanted in zip(dense_matmul.normed_product(residual, x, weight, gain, 1e-5), want):
+    for got, wanted in zip(dense_matmul.matmul_rmsnorm(residual, x, weight, gain, 1e-5), want):
         torch.testing.assert_close(got, wanted)
     assert dense_matmul.dense_matmul(x, weight, gated=True) == ("split", True)
     assert torch.equal(dense_matmul.dense_matmul(x, weight, gain), linear(x, weight, gain)), "a bias is not added"
@@ -147,7 +147,7 @@ def test_a_norm_adds_up_the_splits(monkeypatch):
     torch.testing.assert_close(dense_matmul.split_product(x, weight, 2).sum(0), linear(x, weight))
     want = reference.rmsnorm(linear(x, weight), gain, 1e-5, residual)
     monkeypatch.setattr(dense_matmul, "_fused_reduce", lambda x, weight: BatchedSplits(2))
-    for got, wanted in zip(dense_matmul.normed_product(residual.clone(), x, weight, gain, 1e-5), want):
+    for got, wanted in zip(dense_matmul.matmul_rmsnorm(residual.clone(), x, weight, gain, 1e-5), want):
         torch.testing.assert_close(got, wanted)
 
 

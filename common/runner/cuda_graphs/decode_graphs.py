@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....kernels.sampling.argmax import greatest
+from ....kernels.sampling.argmax import argmax
 from ...attention.base import Planned
 from ...forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
 from ...models.causal_lm import CausalLM
@@ -137,7 +137,7 @@ class DecodeGraphs:
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
             batch.live = batch.page_of_token != self._scratch_page
             logits = model.forward(batch, attention, lambda layer: None)
-            return logits, greatest(logits, batch.input_ids)[1]
+            return logits, argmax(logits, batch.input_ids)[1]
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -10,9 +10,9 @@ import torch
 from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
 from baton.kernels.arguments import Float8Format
-from baton.kernels.gemm.small_m_matmul import skinny_matmul
+from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.rowwise.fp8_quantize import quantize
-from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
+from baton.kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
 from baton.kernels.tuning.gemm import SmallMTile
 from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, pytestmark, random
 
@@ -21,7 +21,7 @@ KINDS = ["plain", "row", "one"]
 
 
 def product_of(kind: str, rows: int, out: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``skinny_matmul`` takes, ``x`` in a wider row."""
+    """What ``small_m_matmul`` takes, ``x`` in a wider row."""
     wide, x = random(out, width, dtype=torch.float32, seed=1), random(rows, width + 16, dtype=dtype)[:, :width]
     if kind == "plain":
         return {"x": x, "weight": wide.to(dtype)}
@@ -40,7 +40,7 @@ def test_products_equal_the_twin(rows, out, width, kind, dtype, atol, rtol):
     if GPU and kind != "plain":  # tensor cores add up float8 products with 14 bits
         atol, rtol = 0.05, 1e-2
     for tile, some in ((None, None), (SmallMTile(16, 128, 3, 4, 3, 4096), bias), (SmallMTile(32, 64, 1, 4, 3), bias)):
-        got, want = skinny_matmul(bias=some, tile=tile, **held), reference.skinny_matmul(bias=some, **held)
+        got, want = small_m_matmul(bias=some, tile=tile, **held), reference.small_m_matmul(bias=some, **held)
         torch.testing.assert_close(got, want, atol=atol * width**0.5, rtol=rtol)
 
 
@@ -48,7 +48,7 @@ def test_products_equal_the_twin(rows, out, width, kind, dtype, atol, rtol):
 def test_a_row_does_not_depend_on_those_beside_it(kind):
     held = product_of(kind, 16, 40, 256, torch.float16)
     fewer = {name: held[name][3:5] for name in ("x", "x_scale") if name in held and len(held[name]) == 16}
-    assert torch.equal(skinny_matmul(**held)[3:5], skinny_matmul(**{**held, **fewer}))
+    assert torch.equal(small_m_matmul(**held)[3:5], small_m_matmul(**{**held, **fewer}))
 
 
 @each_dtype
@@ -57,14 +57,14 @@ def test_gates_beside_ups_end_in_the_activation(rows, out, width, dtype, atol, r
     """As by a kernel behind the product; of whole tiles and of others, in pieces and without."""
     held, bias = product_of("plain", rows, out, width, dtype), random(out, dtype=dtype, seed=2)
     for tile in (None, SmallMTile(16, 128, 3, 4, 3, 4096), SmallMTile(32, 64, 1, 4, 3)):
-        got = skinny_matmul(bias=bias, tile=tile, gated=True, **held)
-        want = reference.silu_and_mul(skinny_matmul(bias=bias, tile=tile, **held))
+        got = small_m_matmul(bias=bias, tile=tile, gated=True, **held)
+        want = reference.silu_and_mul(small_m_matmul(bias=bias, tile=tile, **held))
         assert got.shape == (rows, out // 2)
         torch.testing.assert_close(got, want, atol=atol * width, rtol=rtol)
 
 
 def test_no_rows():
-    assert skinny_matmul(**product_of("row", 0, 32, 64, torch.float16)).shape == (0, 32)
+    assert small_m_matmul(**product_of("row", 0, 32, 64, torch.float16)).shape == (0, 32)
 
 
 @each_dtype
@@ -74,5 +74,5 @@ def test_a_norm_adds_up_pieces(rows, width, dtype, atol, rtol):
     parts = random(3, 5, width, dtype=torch.float32)
     residual, gain = random(rows, width, dtype=dtype, seed=1), random(width, dtype=dtype, seed=2)
     want = reference.rmsnorm(parts.sum(0)[:rows].to(dtype), gain, 1e-6, residual)
-    for got, wanted in zip(joined_rmsnorm(parts, gain, 1e-6, residual), want):
+    for got, wanted in zip(split_k_rmsnorm(parts, gain, 1e-6, residual), want):
         torch.testing.assert_close(got, wanted, atol=4 * atol, rtol=rtol)

@@ -13,11 +13,11 @@ from baton.kernels.comm.all_reduce import (
     EMPTY,
     SLOTS,
     Peers,
+    all_gather,
+    all_reduce,
+    all_reduce_rmsnorm,
     buffer_values,
-    peer_gather,
-    peer_scatter,
-    peer_sum,
-    peer_sum_norm,
+    reduce_scatter,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -61,7 +61,7 @@ def test_sums(size, two_shots):
 
     def sum_all(ranks: Ranks, rank: int, patience: int, given: list[torch.Tensor] | None = None) -> None:
         for x in given or [torch.zeros(count, dtype=torch.bfloat16, device="cuda") for count in counts]:
-            peer_sum(x, ranks.peers[rank], two_shots=two_shots, patience=patience)
+            all_reduce(x, ranks.peers[rank], two_shots=two_shots, patience=patience)
 
     warm_up(size, sum_all)
     ranks = Ranks(size)
@@ -70,7 +70,7 @@ def test_sums(size, two_shots):
     torch.cuda.synchronize()
     ranks.run(lambda rank: sum_all(ranks, rank, PATIENCE, sums[rank]))
     for i in range(60):
-        wanted = reference.peer_sum([own[i] for own in parts])
+        wanted = reference.all_reduce([own[i] for own in parts])
         assert all(torch.equal(own[i], wanted) for own in sums), (i, counts[i % 6])
     assert all(bool((buffer == EMPTY).all()) for buffer in ranks.peers[0].buffers)
 
@@ -82,8 +82,8 @@ def test_norms_of_sums(size, two_shots, rows, width):
     residual = torch.randn(rows, width, device="cuda").bfloat16()
 
     def norm(ranks: Ranks, rank: int, patience: int, x: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        return peer_sum_norm(torch.zeros_like(residual) if x is None else x, residual, weight, 1e-5, ranks.peers[rank],
-                             two_shots=two_shots, patience=patience)
+        return all_reduce_rmsnorm(torch.zeros_like(residual) if x is None else x, residual, weight, 1e-5,
+                                  ranks.peers[rank], two_shots=two_shots, patience=patience)
 
     warm_up(size, norm)
     ranks = Ranks(size)
@@ -92,7 +92,7 @@ def test_norms_of_sums(size, two_shots, rows, width):
     torch.cuda.synchronize()
     ranks.run(lambda rank: found[rank].extend(norm(ranks, rank, PATIENCE, x) for x in parts[rank]))
     for i in range(20):
-        wanted, total = reference.peer_sum_norm([own[i] for own in parts], residual, weight, 1e-5)
+        wanted, total = reference.all_reduce_rmsnorm([own[i] for own in parts], residual, weight, 1e-5)
         for own in found:
             assert torch.equal(own[i][1], total)
             assert torch.allclose(own[i][0].float(), wanted.float(), atol=2e-2, rtol=2e-2)
@@ -104,15 +104,15 @@ def test_rows_come_together_and_part(size):
     parts = [torch.randn(60, 4096, device="cuda").bfloat16() for _ in range(size)]
 
     def meet(ranks: Ranks, rank: int, patience: int) -> tuple[torch.Tensor, torch.Tensor]:
-        gathered = peer_gather(parts[rank], ranks.peers[rank], patience=patience)
-        return gathered, peer_scatter(gathered, ranks.peers[rank], patience=patience)
+        gathered = all_gather(parts[rank], ranks.peers[rank], patience=patience)
+        return gathered, reduce_scatter(gathered, ranks.peers[rank], patience=patience)
 
     warm_up(size, meet)
     ranks = Ranks(size)
     found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(size)]
     ranks.run(lambda rank: found[rank].extend(meet(ranks, rank, PATIENCE) for _ in range(9)))
     for rank, own in enumerate(found):
-        wanted = reference.peer_sum([parts[rank]] * size)
+        wanted = reference.all_reduce([parts[rank]] * size)
         assert all(torch.equal(gathered, torch.cat(parts)) and torch.equal(summed, wanted) for gathered, summed in own)
 
 
@@ -125,7 +125,7 @@ def test_graphs_take_turns_with_other_sums():
 
     def sum_all(ranks: Ranks, rank: int, patience: int) -> None:
         for x in [*static[rank], beside[rank]]:
-            peer_sum(x, ranks.peers[rank], patience=patience)
+            all_reduce(x, ranks.peers[rank], patience=patience)
 
     warm_up(size, sum_all)
     graphs, results = [], []
@@ -134,7 +134,7 @@ def test_graphs_take_turns_with_other_sums():
         with torch.cuda.graph(graph):
             results.append([x.clone() for x in static[rank]])
             for x in results[-1]:
-                peer_sum(x, ranks.peers[rank], patience=PATIENCE)
+                all_reduce(x, ranks.peers[rank], patience=PATIENCE)
         graphs.append(graph)
     torch.cuda.synchronize()
 
@@ -143,7 +143,7 @@ def test_graphs_take_turns_with_other_sums():
             x.fill_(value + rank)
         graphs[rank].replay()
         if value % 3 == 0:
-            peer_sum(beside[rank].fill_(1.0), ranks.peers[rank], patience=PATIENCE)
+            all_reduce(beside[rank].fill_(1.0), ranks.peers[rank], patience=PATIENCE)
 
     for value in range(9):
         ranks.run(lambda rank, value=value: turn(rank, value))

@@ -1,5 +1,5 @@
 """Tokens to their experts and back with all ranks on the GPUs that there are, each on a stream of its own; see
-test_peer_sum.py. With two GPUs the ranks take turns on them, so that rows cross the link."""
+test_all_reduce.py. With two GPUs the ranks take turns on them, so that rows cross the link."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from baton.kernels import reference
 from baton.kernels.arguments import Float8Rows, Scales
-from baton.kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
+from baton.kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
 from baton.kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
 from baton.kernels.moe.moe_experts import moe_experts, moe_products
 from baton.kernels.tuning.all_to_all import CopyLaunch
@@ -64,13 +64,13 @@ class Ranks:
 
     def exchange(self, rank: int, patience: int = PATIENCE) -> tuple[torch.Tensor, ...]:
         peers, most = self.peers[rank], self.most
-        peer_dispatch(self.rows[rank], self.numbers[rank], self.weights[rank], most, PLACES, peers, patience=patience,
-                      launch=FEW)
+        all_to_all_dispatch(self.rows[rank], self.numbers[rank], self.weights[rank], most, PLACES, peers,
+                            patience=patience, launch=FEW)
         tokens, (places, _) = peers.tokens(most), peers.choices(most)
         came = (places.clone(), *((tokens.values.clone(), tokens.scale.clone()) if isinstance(tokens, Float8Rows)
                                   else (tokens.clone(),)))
-        peer_combine(self.made[rank], None, most, PLACES, peers, patience=patience, launch=FEW)
-        return (peer_parts(self.numbers[rank], PLACES, peers)[0], *came)
+        all_to_all_combine(self.made[rank], None, most, PLACES, peers, patience=patience, launch=FEW)
+        return (reduce_combined(self.numbers[rank], PLACES, peers)[0], *came)
 
 
 def made(counts: list[int], width: int, float8: bool, gpus: int) -> Ranks:
@@ -98,7 +98,7 @@ def test_tokens_go_to_their_experts_and_come_back(counts, width, float8, gpus):
                          for own in ranks.weights])
     parts = []
     for rank, own in enumerate(found):
-        wanted, ids = reference.peer_dispatch(rows, numbers, ranks.most, PLACES, rank)
+        wanted, ids = reference.all_to_all_dispatch(rows, numbers, ranks.most, PLACES, rank)
         some = (ids >= 0).any(1)
         for _, places, *tokens in own:
             assert torch.equal(places.cpu(), ids)
@@ -109,10 +109,10 @@ def test_tokens_go_to_their_experts_and_come_back(counts, width, float8, gpus):
                 assert torch.allclose(back, values.float() * scale.repeat_interleave(GROUP, 1)[:, :width], rtol=0.13)
             else:
                 assert torch.equal(tokens[0].cpu()[some], wanted[some])
-        parts.append(reference.peer_combine(ranks.made[rank].cpu(), None, ids, weights, PLACES)
+        parts.append(reference.all_to_all_combine(ranks.made[rank].cpu(), None, ids, weights, PLACES)
                      .view(len(counts), ranks.most, width))
     for rank, own in enumerate(found):
-        whole = reference.peer_sum([part[rank, :counts[rank]] for part in parts])
+        whole = reference.all_reduce([part[rank, :counts[rank]] for part in parts])
         for total, *_ in own:
             assert torch.allclose(total.cpu().float(), whole.float(), atol=3e-2, rtol=2e-2)
     assert not any(peers.view(0, 64, dtype=torch.int32).any() for peers in ranks.peers), "counters are zeros again"
@@ -133,8 +133,8 @@ def test_experts_compute_what_comes_where_it_lies(counts, float8):
     else:
         gate_up, down = gate_up.bfloat16(), down.bfloat16()
     ranks.synchronize()
-    ranks.run(lambda rank: peer_dispatch(ranks.rows[rank], ranks.numbers[rank], ranks.weights[rank], ranks.most, PLACES,
-                                         ranks.peers[rank], patience=PATIENCE, launch=FEW))
+    ranks.run(lambda rank: all_to_all_dispatch(ranks.rows[rank], ranks.numbers[rank], ranks.weights[rank], ranks.most,
+                                               PLACES, ranks.peers[rank], patience=PATIENCE, launch=FEW))
     products = []
     for rank, peers in enumerate(ranks.peers):  # kernels are compiled, which no rank may wait for
         held = slice(rank * PLACES, (rank + 1) * PLACES)
@@ -142,10 +142,10 @@ def test_experts_compute_what_comes_where_it_lies(counts, float8):
         products.append(moe_products(peers.tokens(ranks.most), gate_up[held], down[held], peers.choices(ranks.most)[0],
                                      part))
     ranks.synchronize()
-    ranks.run(lambda rank: peer_combine(*products[rank], ranks.most, PLACES, ranks.peers[rank], patience=PATIENCE,
+    ranks.run(lambda rank: all_to_all_combine(*products[rank], ranks.most, PLACES, ranks.peers[rank], patience=PATIENCE,
                                         launch=FEW))
     for rank, peers in enumerate(ranks.peers):
-        found = peer_parts(ranks.numbers[rank], PLACES, peers)[0].float()
+        found = reduce_combined(ranks.numbers[rank], PLACES, peers)[0].float()
         wanted = moe_experts(ranks.rows[rank], gate_up, down, ranks.numbers[rank], ranks.weights[rank], scales).float()
         assert (found - wanted).norm() <= 0.01 * wanted.norm()
 

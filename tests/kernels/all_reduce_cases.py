@@ -12,12 +12,12 @@ from baton.kernels.comm.all_reduce import (
     SLOT,
     SLOTS,
     Peers,
+    all_gather,
+    all_reduce,
+    all_reduce_rmsnorm,
     buffer_values,
-    peer_gather,
-    peer_scatter,
-    peer_sum,
-    peer_sum_norm,
-    rows_a_program,
+    reduce_scatter,
+    rows_per_program,
 )
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -65,8 +65,8 @@ def test_one_shot(rank, size, turns, count):
         for source in range(size):
             fakes.area(rank, slot, source)[max(0, count - slot * 4096):] = EMPTY
     x = parts[rank].clone()
-    peer_sum(x, fakes.peers, patience=1)
-    assert torch.equal(x, reference.peer_sum(parts))
+    all_reduce(x, fakes.peers, patience=1)
+    assert torch.equal(x, reference.all_reduce(parts))
     programs = len(padded[0])
     assert fakes.peers.turns[:programs].tolist() == [turns + 1] * programs
     assert fakes.peers.turns[programs:].tolist() == [turns] * (SLOTS - programs)
@@ -84,8 +84,8 @@ def test_two_shots_sum_the_own_share_and_take_the_others_as_they_come():
     theirs = torch.full((2048,), 3.0).half()  # the other's share as it has summed it up
     fakes.area(rank, 0, 0)[2048:4096] = theirs.view(torch.int16)
     x = parts[rank].clone()
-    peer_sum(x, fakes.peers, two_shots=True, patience=1)
-    own = reference.peer_sum(parts)[2048:]
+    all_reduce(x, fakes.peers, two_shots=True, patience=1)
+    own = reference.all_reduce(parts)[2048:]
     assert torch.equal(x[2048:], own) and torch.equal(x[:2048], theirs)
     assert torch.equal(fakes.area(0, 0, rank)[:2048].view(torch.float16), parts[rank][:2048])
     assert torch.equal(fakes.area(0, 0, rank)[2048:4096].view(torch.float16), own)
@@ -98,11 +98,11 @@ def test_norm_of_a_sum(rows, width, rank, size):
     parts, residual = parts_of(size, rows, width), torch.randn(rows, width).half()
     weight = torch.rand(width).half()
     fakes = Fakes(rank, size)
-    tile = rows_a_program(rows, width)
+    tile = rows_per_program(rows, width)
     assert tile == (2 if rows > SLOTS else 1)
     fakes.arrived(parts, tile)
-    y, total = peer_sum_norm(parts[rank], residual, weight, 1e-5, fakes.peers, patience=1)
-    wanted, wanted_total = reference.peer_sum_norm(parts, residual, weight, 1e-5)
+    y, total = all_reduce_rmsnorm(parts[rank], residual, weight, 1e-5, fakes.peers, patience=1)
+    wanted, wanted_total = reference.all_reduce_rmsnorm(parts, residual, weight, 1e-5)
     assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
     assert fakes.is_empty
 
@@ -112,12 +112,12 @@ def test_norm_of_a_sum_in_two_shots():
     parts, residual = parts_of(size, rows, width), torch.randn(rows, width).half()
     weight = torch.rand(width).half()
     fakes = Fakes(rank, size)
-    whole = reference.peer_sum(parts)
+    whole = reference.all_reduce(parts)
     for slot in range(rows):
         fakes.area(rank, slot, 1)[:64] = parts[1][slot, :64].view(torch.int16)
         fakes.area(rank, slot, 1)[64:96] = whole[slot, 64:].view(torch.int16)
-    y, total = peer_sum_norm(parts[rank], residual, weight, 1e-5, fakes.peers, two_shots=True, patience=1)
-    wanted, wanted_total = reference.peer_sum_norm(parts, residual, weight, 1e-5)
+    y, total = all_reduce_rmsnorm(parts[rank], residual, weight, 1e-5, fakes.peers, two_shots=True, patience=1)
+    wanted, wanted_total = reference.all_reduce_rmsnorm(parts, residual, weight, 1e-5)
     assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
     assert fakes.is_empty
 
@@ -134,7 +134,7 @@ def test_a_rank_gathers_all_rows(rank, size, turns):
     parts = parts_of(size, 50, 100)
     fakes = Fakes(rank, size, turns)
     arrived_blocks(fakes, parts)
-    assert torch.equal(peer_gather(parts[rank], fakes.peers, patience=1), torch.cat(parts))
+    assert torch.equal(all_gather(parts[rank], fakes.peers, patience=1), torch.cat(parts))
     sent = torch.cat([fakes.area(rank - 1, slot, rank)[:4096] for slot in range(2)])[:5000]
     assert torch.equal(sent.view(torch.float16).view(50, 100), parts[rank])
     assert fakes.is_empty and fakes.peers.turns[:3].tolist() == [turns + 1, turns + 1, turns]
@@ -145,8 +145,8 @@ def test_a_rank_sums_its_rows(rank, size, turns):
     parts = parts_of(size, 50 * size, 100)
     fakes = Fakes(rank, size, turns)
     arrived_blocks(fakes, [part[50 * rank:50 * rank + 50] for part in parts])
-    assert torch.equal(peer_scatter(parts[rank], fakes.peers, patience=1),
-                       reference.peer_sum(parts)[50 * rank:50 * rank + 50])
+    assert torch.equal(reduce_scatter(parts[rank], fakes.peers, patience=1),
+                       reference.all_reduce(parts)[50 * rank:50 * rank + 50])
     sent = torch.cat([fakes.area(0, slot, rank)[:4096] for slot in range(2)])[:5000]
     assert torch.equal(sent.view(torch.float16).view(50, 100), parts[rank][:50])
     assert fakes.is_empty and fakes.peers.turns[:3].tolist() == [turns + 1, turns + 1, turns]
@@ -156,37 +156,37 @@ def test_programs_take_more_where_slots_are_few():
     parts = parts_of(2, 150, 96)  # 14,400 values, for two slots
     fakes = Fakes(1, 2, slots=2)
     arrived_blocks(fakes, parts, SLOT)
-    assert torch.equal(peer_gather(parts[1], fakes.peers, patience=1), torch.cat(parts))
+    assert torch.equal(all_gather(parts[1], fakes.peers, patience=1), torch.cat(parts))
     assert fakes.is_empty and fakes.peers.turns.tolist() == [1, 1]
     fakes = Fakes(1, 2, slots=2)
     arrived_blocks(fakes, parts, SLOT)
     x = parts[1].clone()
-    peer_sum(x, fakes.peers, patience=1)
-    assert torch.equal(x, reference.peer_sum(parts)) and fakes.is_empty
+    all_reduce(x, fakes.peers, patience=1)
+    assert torch.equal(x, reference.all_reduce(parts)) and fakes.is_empty
 
 
 def test_norms_of_many_rows_take_more_slots():
     rows, width = SLOTS + 4, 4096  # two rows a program, had they no more slots
-    assert rows_a_program(rows, width) == 2 and rows_a_program(rows, width, rows) == 1
+    assert rows_per_program(rows, width) == 2 and rows_per_program(rows, width, rows) == 1
     parts, residual, weight = parts_of(2, rows, width), torch.randn(rows, width).half(), torch.rand(width).half()
     fakes = Fakes(0, 2, slots=rows)
     fakes.arrived(parts, 1)
-    y, total = peer_sum_norm(parts[0], residual, weight, 1e-5, fakes.peers, patience=1)
-    wanted, wanted_total = reference.peer_sum_norm(parts, residual, weight, 1e-5)
+    y, total = all_reduce_rmsnorm(parts[0], residual, weight, 1e-5, fakes.peers, patience=1)
+    wanted, wanted_total = reference.all_reduce_rmsnorm(parts, residual, weight, 1e-5)
     assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
     assert fakes.is_empty and fakes.peers.turns.tolist() == [1] * rows
 
 
 def test_rows_of_a_program():
     """Of small sums as few programs as ever; larger ones have 4,096 values a program until slots are few."""
-    assert [rows_a_program(rows, 2048, 2048) for rows in (1, 128, 256, 512, 4096, 8192)] == [1, 1, 2, 2, 2, 4]
-    assert [rows_a_program(rows, 4096, 2048) for rows in (128, 256, 2048, 4096, 4097)] == [1, 1, 1, 2, None]
+    assert [rows_per_program(rows, 2048, 2048) for rows in (1, 128, 256, 512, 4096, 8192)] == [1, 1, 2, 2, 2, 4]
+    assert [rows_per_program(rows, 4096, 2048) for rows in (128, 256, 2048, 4096, 4097)] == [1, 1, 1, 2, None]
 
 
 def test_rows_that_do_not_fit():
-    assert rows_a_program(SLOTS, SLOT) == 1
-    assert rows_a_program(SLOTS + 1, SLOT) is None and rows_a_program(1, SLOT + 8) is None
+    assert rows_per_program(SLOTS, SLOT) == 1
+    assert rows_per_program(SLOTS + 1, SLOT) is None and rows_per_program(1, SLOT + 8) is None
 
 
 def test_waiting_for_a_peer_that_never_comes_ends_in_a_trial():
-    peer_sum(torch.ones(8).half(), Fakes(0, 2).peers, patience=3)
+    all_reduce(torch.ones(8).half(), Fakes(0, 2).peers, patience=3)

@@ -36,16 +36,16 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_a_product_equals_torchs(rows, columns, depth, dtype, gated, tile):
     """Whole tiles and parts of them, in rows, columns and depth; the same bits each time; no row's result depends on
     the others."""
-    from baton.kernels.gemm.dense_warp_specialized import dense_product  # not there without Triton
+    from baton.kernels.gemm.dense_warp_specialized import warp_specialized_matmul  # not there without Triton
     torch.manual_seed(0)
     x, weight = random(rows, depth, dtype=dtype), random(columns * (1 + gated), depth, dtype=dtype, scale=depth**-0.5)
-    got = dense_product(x, weight, tile, gated=gated)
+    got = warp_specialized_matmul(x, weight, tile, gated=gated)
     want = x.float() @ weight.float().T
     assert got.dtype == dtype
     near(got, reference.silu_and_mul(want) if gated else want)
     for _ in range(3):
-        assert torch.equal(dense_product(x, weight, tile, gated=gated), got)
-    assert torch.equal(dense_product(x[rows // 2:], weight, tile, gated=gated), got[rows // 2:])
+        assert torch.equal(warp_specialized_matmul(x, weight, tile, gated=gated), got)
+    assert torch.equal(warp_specialized_matmul(x[rows // 2:], weight, tile, gated=gated), got[rows // 2:])
 
 
 @pytest.mark.parametrize("rows", [1024, 2048, 8192])

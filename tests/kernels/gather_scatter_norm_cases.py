@@ -8,8 +8,8 @@ import torch
 
 from baton.kernels import _triton, reference
 from baton.kernels.comm.all_reduce import SLOT
-from baton.kernels.comm.gather_scatter_norm import peer_norm_gather, peer_scatter_norm, rows_fit
-from baton.tests.kernels.peer_sum_cases import Fakes, parts_of
+from baton.kernels.comm.gather_scatter_norm import reduce_scatter_rmsnorm, rmsnorm_all_gather, rows_fit
+from baton.tests.kernels.all_reduce_cases import Fakes, parts_of
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 RANKS = [(0, 2, 0), (1, 2, 3), (2, 4, 1), (7, 8, 0)]
@@ -36,10 +36,10 @@ def check_turns(fakes: Fakes, turns: int, rows: int) -> None:
 def test_rows_meet_behind_the_norm(rank, size, turns, rows, width):
     parts, residuals = parts_of(size, rows, width), parts_of(size, rows, width)[::-1]
     weight = torch.rand(width).half()
-    wanted, totals = reference.peer_norm_gather(parts, residuals, weight, 1e-5)
+    wanted, totals = reference.rmsnorm_all_gather(parts, residuals, weight, 1e-5)
     fakes = Fakes(rank, size, turns)
     arrived(fakes, list(wanted.chunk(size)))
-    y, total = peer_norm_gather(parts[rank], residuals[rank], weight, 1e-5, fakes.peers, patience=1)
+    y, total = rmsnorm_all_gather(parts[rank], residuals[rank], weight, 1e-5, fakes.peers, patience=1)
     assert torch.equal(total, totals[rank]) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
     for other in set(range(size)) - {rank}:
         assert torch.equal(sent(fakes, other, rows, width), y.chunk(size)[rank]), "all ranks have the same bits"
@@ -55,8 +55,8 @@ def test_rows_part_and_are_normed(rank, size, turns, rows, width, in_two):
     weight = torch.rand(width).half()
     fakes = Fakes(rank, size, turns)
     arrived(fakes, [part.chunk(size)[rank] for part in parts])
-    y, total = peer_scatter_norm(own, more, residual, weight, 1e-5, fakes.peers, patience=1)
-    wanted, wanted_total = reference.peer_scatter_norm(parts, residual, weight, 1e-5, rank)
+    y, total = reduce_scatter_rmsnorm(own, more, residual, weight, 1e-5, fakes.peers, patience=1)
+    wanted, wanted_total = reference.reduce_scatter_rmsnorm(parts, residual, weight, 1e-5, rank)
     assert torch.equal(total, wanted_total) and torch.allclose(y, wanted, atol=2e-3, rtol=2e-3)
     for other in set(range(size)) - {rank}:
         assert torch.equal(sent(fakes, other, rows, width), parts[rank].chunk(size)[other])
@@ -66,7 +66,7 @@ def test_rows_part_and_are_normed(rank, size, turns, rows, width, in_two):
 def test_a_row_of_zeros_arrives():
     """Its norm is zeros, whose sign the weight may turn: a negative zero would never be seen to arrive."""
     fakes, zeros = Fakes(0, 2), torch.zeros(1, 64).half()
-    y, _ = peer_norm_gather(zeros, zeros, -torch.ones(64).half(), 1e-5, fakes.peers, patience=3)
+    y, _ = rmsnorm_all_gather(zeros, zeros, -torch.ones(64).half(), 1e-5, fakes.peers, patience=3)
     assert not sent(fakes, 1, 1, 64).view(torch.int16).any() and not y[:1].view(torch.int16).any()
 
 

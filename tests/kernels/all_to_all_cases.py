@@ -8,7 +8,7 @@ import torch
 
 from baton.kernels import _triton, reference
 from baton.kernels.arguments import Float8Rows
-from baton.kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
+from baton.kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
 from baton.kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
 from baton.kernels.tuning.all_to_all import CopyLaunch
 
@@ -58,13 +58,13 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
     ranks = Ranks(size, width, float8=float8)
     rows, numbers, weights = given(ranks, width)
     for rank in range(size):
-        ranks.one(rank, 0, 2, lambda peers, rank=rank: peer_dispatch(
+        ranks.one(rank, 0, 2, lambda peers, rank=rank: all_to_all_dispatch(
             rows[rank], numbers[rank], weights[rank], ranks.most, PLACES, peers, patience=1,
             launch=CopyLaunch(2, 2 * _triton.triton.next_power_of_2(min(width, 2048)), 4)))
     parts = []
     for rank, peers in enumerate(ranks.all):
         places, scored = peers.choices(ranks.most)
-        wanted, ids = reference.peer_dispatch(rows, numbers, ranks.most, PLACES, rank)
+        wanted, ids = reference.all_to_all_dispatch(rows, numbers, ranks.most, PLACES, rank)
         assert torch.equal(places, ids)
         found = peers.tokens(ranks.most)
         some = (ids >= 0).any(1)
@@ -76,18 +76,19 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
             assert torch.equal(found[some], wanted[some])
         made = torch.randn(places.numel(), width).half()
         positions = torch.randperm(places.numel(), dtype=torch.int32) if rank % 2 else None
-        ranks.one(rank, 1, 5, lambda peers, made=made, positions=positions: peer_combine(
+        ranks.one(rank, 1, 5, lambda peers, made=made, positions=positions: all_to_all_combine(
             made, positions, ranks.most, PLACES, peers, patience=1, launch=CopyLaunch(5, 2048, 4)))
-        parts.append(reference.peer_combine(made, positions, places, scored, PLACES).view(size, ranks.most, width))
+        combined = reference.all_to_all_combine(made, positions, places, scored, PLACES)
+        parts.append(combined.view(size, ranks.most, width))
     for rank, peers in enumerate(ranks.all):
         count = ranks.counts[rank]
         residual, more, weight = torch.randn(count, width).half(), torch.randn(count, width).half(), torch.rand(width)
         own = [part[rank, :count] for part in parts]
-        total, none = peer_parts(numbers[rank], PLACES, peers)
-        assert none is None and torch.equal(total, reference.peer_sum(own))
-        total, y = peer_parts(numbers[rank], PLACES, peers, more, residual, weight.half(), 1e-5)
+        total, none = reduce_combined(numbers[rank], PLACES, peers)
+        assert none is None and torch.equal(total, reference.all_reduce(own))
+        total, y = reduce_combined(numbers[rank], PLACES, peers, more, residual, weight.half(), 1e-5)
         assert y is not None
-        normed, summed = reference.peer_sum_norm([*own, more], residual, weight.half(), 1e-5)
+        normed, summed = reference.all_reduce_rmsnorm([*own, more], residual, weight.half(), 1e-5)
         assert torch.equal(total, summed) and torch.allclose(y, normed, atol=2e-3, rtol=2e-3)
 
 
@@ -95,7 +96,7 @@ def test_rows_go_only_where_they_have_an_expert():
     """What no expert of a rank asks for is not written there."""
     ranks = Ranks(2, 64)
     rows, numbers, weights = given(ranks, 64)
-    ranks.one(0, 0, 2, lambda peers: peer_dispatch(rows[0], numbers[0], weights[0], ranks.most, PLACES, peers,
+    ranks.one(0, 0, 2, lambda peers: all_to_all_dispatch(rows[0], numbers[0], weights[0], ranks.most, PLACES, peers,
                                                    patience=1, launch=CopyLaunch(2, 128, 4)))
     for rank in range(2):
         found = ranks.all[rank].tokens(ranks.most)[:ranks.counts[0]]

@@ -8,7 +8,7 @@ import torch
 from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
 from baton.kernels.arguments import Float8Format
-from baton.kernels.gemm.small_m_matmul import skinny_matmul
+from baton.kernels.gemm.small_m_matmul import small_m_matmul
 from baton.kernels.rowwise.fp8_quantize import quantize
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 from baton.kernels.tuning.gemm import PersistentTile
@@ -42,7 +42,7 @@ class Weight:
             self.scale = self.scale[:1].clone()
             self.form = Float8Format(width, torch.full((1,), 0.01, device=CUDA))
 
-    def times(self, x: torch.Tensor, bias: torch.Tensor | None = None, op=skinny_matmul) -> torch.Tensor:
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None = None, op=small_m_matmul) -> torch.Tensor:
         values, scale = (x, None) if self.form is None else quantize(x, self.form)[:2]
         return op(values, self.weight, bias, x_scale=scale, scale=self.scale, dtype=x.dtype)
 
@@ -55,7 +55,7 @@ def test_products_equal_torch_and_rows_do_not_depend_on_their_number(kind, width
     two = weight.times(x[:2], bias)
     for rows in (1, 2, 7, 16, 17, 32, 33, 64):
         got = weight.times(x[:rows], bias)
-        want = weight.times(x[:rows], bias, reference.skinny_matmul)
+        want = weight.times(x[:rows], bias, reference.small_m_matmul)
         assert rms(got - want) < 0.01 * rms(want)
         if 2 <= rows <= 16:
             assert torch.equal(got[:2], two)
@@ -66,9 +66,9 @@ def test_products_equal_torch_and_rows_do_not_depend_on_their_number(kind, width
 def test_the_activation_is_the_one_of_a_kernel_behind(width, size, rows):
     weight = random(2 * size, width, seed=1).mul(width**-0.5).bfloat16()
     x, bias = random(rows, width).bfloat16(), random(2 * size, seed=2).bfloat16()
-    got = skinny_matmul(x, weight, bias, gated=True)
-    assert torch.equal(got, silu_and_mul(skinny_matmul(x, weight, bias)))
-    want = reference.silu_and_mul(reference.skinny_matmul(x, weight, bias))
+    got = small_m_matmul(x, weight, bias, gated=True)
+    assert torch.equal(got, silu_and_mul(small_m_matmul(x, weight, bias)))
+    want = reference.silu_and_mul(reference.small_m_matmul(x, weight, bias))
     assert rms(got - want) < 0.01 * rms(want)
 
 
@@ -106,13 +106,13 @@ def test_streamed_products_equal_torch_and_rows_do_not_depend_on_their_number(wi
     """Of whole tiles and of others, of fewer steps than are under way, and ending in the activation."""
     weight = random(out, width, seed=1).mul(width**-0.5).bfloat16()
     x, bias = random(32, width).bfloat16(), random(out, seed=2).bfloat16()
-    two = skinny_matmul(x[:2], weight, bias, tile=tile)
+    two = small_m_matmul(x[:2], weight, bias, tile=tile)
     for rows in (1, 2, 7, 8, 9, 16, 32):
-        got = skinny_matmul(x[:rows], weight, bias, tile=tile)
-        want = reference.skinny_matmul(x[:rows], weight, bias)
+        got = small_m_matmul(x[:rows], weight, bias, tile=tile)
+        want = reference.small_m_matmul(x[:rows], weight, bias)
         assert rms(got - want) < 0.01 * rms(want)
         assert torch.equal(got[:2], two[:rows])
-        assert torch.equal(skinny_matmul(x[:rows], weight, bias, tile=tile, gated=True), silu_and_mul(got))
+        assert torch.equal(small_m_matmul(x[:rows], weight, bias, tile=tile, gated=True), silu_and_mul(got))
 
 
 @hopper
@@ -123,13 +123,13 @@ def test_streamed_products_in_a_chain_equal_launches_one_by_one(rows, tile):
     weights = [random(4096, 4096, seed=seed).div(64).bfloat16() for seed in range(4)] * 6
     want = x = random(rows, 4096).bfloat16()
     for weight in weights:
-        want = skinny_matmul(want, weight, tile=tile)
+        want = small_m_matmul(want, weight, tile=tile)
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = x
         for weight in weights:
-            got = skinny_matmul(got, weight, tile=tile)
+            got = small_m_matmul(got, weight, tile=tile)
     for _ in range(10):
         got.zero_()
         graph.replay()

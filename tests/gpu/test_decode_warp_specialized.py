@@ -8,7 +8,7 @@ import torch
 
 from baton.kernels import reference
 from baton.kernels.attention.decode_plan import plan_decode
-from baton.kernels.attention.paged_decode import paged_decode, takes_warpgroups
+from baton.kernels.attention.paged_decode import paged_decode, supports_warp_specialized
 from baton.kernels.tuning.attention import DecodeTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -44,20 +44,20 @@ def captured(work) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     return graph, out
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("inputs_ready", [False, True])
 @pytest.mark.parametrize("processors,programs,scale", [(1, 1, SCALE), (132, 4, SCALE), (132, 4, 1.0)],
                          ids=["whole requests", "pieces", "scores that outgrow each other"])
 @pytest.mark.parametrize("heads,kv_heads,page,dtype,lengths", [
     (32, 8, 16, torch.bfloat16, [1, 63, 64, 65, 200, 1300, 2048] * 12),
     (32, 4, 16, torch.float16, [5, 128, 700, 3000] * 24),
     (16, 8, 32, torch.bfloat16, [2048, 31, 33] * 12), (48, 3, 64, torch.bfloat16, [1, 127, 64, 1001] * 24)])
-def test_attention_equals_plain_torch(heads, kv_heads, page, dtype, lengths, processors, programs, scale, settled):
+def test_attention_equals_plain_torch(heads, kv_heads, page, dtype, lengths, num_sms, programs, scale, inputs_ready):
     """As near as the kernel that takes all else, and the same bits in each replay."""
     q, k, v, table = batch_of(heads, kv_heads, page, dtype, lengths)
-    assert takes_warpgroups(q, k)
-    plan = plan_decode(table[0], table[2], page, kv_heads, processors, max(lengths), programs_per_sm=programs,
+    assert supports_warp_specialized(q, k)
+    plan = plan_decode(table[0], table[2], page, kv_heads, num_sms, max(lengths), programs_per_sm=programs,
                        min_tokens=128, max_rounds=2)
-    graph, got = captured(lambda: paged_decode(q, k, v, *table, scale, plan, settled=settled))
+    graph, got = captured(lambda: paged_decode(q, k, v, *table, scale, plan, inputs_ready=inputs_ready))
     twin = paged_decode(q, k, v, *table, scale, plan, DecodeTile())
     rows = torch.arange(len(lengths) + 1)
     want = reference.paged_attention(q.float(), k.float().nan_to_num(), v.float().nan_to_num(), rows, *table, scale)
@@ -70,7 +70,7 @@ def test_attention_equals_plain_torch(heads, kv_heads, page, dtype, lengths, pro
 
 def test_what_it_does_not_take():
     q, k, _, _ = batch_of(32, 8, 16, torch.bfloat16, [100] * 34)
-    assert takes_warpgroups(q, k) and not takes_warpgroups(q[:33], k)
-    assert not takes_warpgroups(q, k.to(torch.float8_e4m3fn))
-    assert not takes_warpgroups(q[..., :64], k[..., :64])
-    assert not takes_warpgroups(q, k[..., :8, :])
+    assert supports_warp_specialized(q, k) and not supports_warp_specialized(q[:33], k)
+    assert not supports_warp_specialized(q, k.to(torch.float8_e4m3fn))
+    assert not supports_warp_specialized(q[..., :64], k[..., :64])
+    assert not supports_warp_specialized(q, k[..., :8, :])

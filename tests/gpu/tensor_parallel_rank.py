@@ -1,5 +1,5 @@
-"""One rank of test_tensor_parallel.py: ``peer_rank.py RANK SIZE INIT_METHOD OUT PART CHECKPOINT``; OUT gets what it
-saw."""
+"""One rank of test_tensor_parallel.py: ``tensor_parallel_rank.py RANK SIZE INIT_METHOD OUT PART CHECKPOINT``; OUT gets
+what it saw."""
 
 from __future__ import annotations
 

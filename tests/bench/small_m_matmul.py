@@ -1,6 +1,6 @@
 """Time of products of few rows: our kernel by its tiles, beside cuBLAS and what the machine can do at most.
 
-    python -m baton.tests.bench.skinny_matmul [--sweep] [--rows 1,4,8] [--kinds bf16,row] [--shapes "8b o,8b down"]
+    python -m baton.tests.bench.small_m_matmul [--sweep] [--rows 1,4,8] [--kinds bf16,row] [--shapes "8b o,8b down"]
         [--seconds 600] [--output figures.json]
 
 ``floor``: weights, input and output at the rate of a copy, measured in the same run. Products run as CUDA graphs, each
@@ -31,7 +31,7 @@ from ...kernels import _triton, reference
 from ...kernels.arguments import Float8Format
 from ...kernels.device import device_name
 from ...kernels.float8.fp8_matmul import fp8_matmul
-from ...kernels.gemm.small_m_matmul import skinny_matmul
+from ...kernels.gemm.small_m_matmul import small_m_matmul
 from ...kernels.rowwise.fp8_quantize import quantize
 from ...kernels.rowwise.rmsnorm import rmsnorm
 from ...kernels.tuning.gemm import SmallMTile
@@ -77,13 +77,14 @@ class Case:
         return Inputs(given.values, given.scale)
 
     def wanted(self, x: Inputs) -> torch.Tensor:
-        return reference.skinny_matmul(x.values, self.weights[0], x_scale=x.scale, scale=self.scale, dtype=WIDE).float()
+        made = reference.small_m_matmul(x.values, self.weights[0], x_scale=x.scale, scale=self.scale, dtype=WIDE)
+        return made.float()
 
     def floor(self, rows: int, copy: float) -> float:
         return (self.bytes + 2 * rows * (self.width + self.out)) / copy / 1e6
 
     def run(self, x: Inputs, w: torch.Tensor, tile: SmallMTile) -> torch.Tensor:
-        return skinny_matmul(x.values, w, x_scale=x.scale, scale=self.scale, dtype=WIDE, tile=tile)
+        return small_m_matmul(x.values, w, x_scale=x.scale, scale=self.scale, dtype=WIDE, tile=tile)
 
     def others(self, x: Inputs, w: torch.Tensor) -> torch.Tensor:
         if x.scale is None or self.scale is None:

@@ -10,7 +10,7 @@ from baton.kernels import reference
 from baton.kernels.gemm import dense_matmul
 from baton.kernels.rowwise.rmsnorm import rmsnorm
 from baton.kernels.rowwise.silu_and_mul import silu_and_mul
-from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
+from baton.kernels.rowwise.split_k_rmsnorm import split_k_rmsnorm
 from baton.kernels.tuning.gemm import SplitKTile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
@@ -29,8 +29,8 @@ def random(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 
 def product(*args, **kw):
-    from baton.kernels.gemm.split_k_warp_specialized import split_matmul  # not there without Triton
-    return split_matmul(*args, **kw)
+    from baton.kernels.gemm.split_k_warp_specialized import split_k_matmul  # not there without Triton
+    return split_k_matmul(*args, **kw)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=told)
@@ -58,20 +58,20 @@ def test_products_equal_torch(out, width, tile):
 @pytest.mark.parametrize("out,width", [(4096, 4096), (4096, 14336), (1088, 256)])
 def test_a_norm_adds_up_what_a_product_left(out, width, tile, dtype):
     """Of pieces of many steps and of one, and of tiles of which half is there; the same bits each time."""
-    from baton.kernels.gemm.split_k_warp_specialized import split_pieces
+    from baton.kernels.gemm.split_k_warp_specialized import split_k_partials
     weight, whole = random(out, width, seed=1) * width**-0.5, random(tile.rows, width)
     gain = random(out, seed=3)
     for rows in (65, tile.rows - 3, tile.rows):
         x, residual = whole[:rows], random(rows, out, seed=2)
-        parts = split_pieces(x, weight, tile, dtype)
+        parts = split_k_partials(x, weight, tile, dtype)
         assert parts.shape == (tile.splits, tile.rows, out)
         made = linear(x.float(), weight.float())
         assert (parts.float().sum(0)[:rows] - made).norm() <= (1e-3 if dtype == torch.float32 else 4e-3) * made.norm()
         want = reference.rmsnorm(made.bfloat16(), gain, 1e-5, residual)
-        for a, b in zip(joined_rmsnorm(parts, gain, 1e-5, residual), want):
+        for a, b in zip(split_k_rmsnorm(parts, gain, 1e-5, residual), want):
             assert (a.float() - b.float()).norm() <= 0.006 * b.float().norm()
         for _ in range(5):
-            assert torch.equal(split_pieces(x, weight, tile, dtype)[:, :rows], parts[:, :rows])
+            assert torch.equal(split_k_partials(x, weight, tile, dtype)[:, :rows], parts[:, :rows])
 
 
 @pytest.mark.parametrize("tile", TILES, ids=told)
@@ -109,7 +109,7 @@ def test_products_of_a_layer_are_split_in_graphs_and_by_hand(rows):
     def layer() -> tuple[torch.Tensor, torch.Tensor]:
         y = dense_matmul.dense_matmul(x, gate_up, gated=True)
         if dense_matmul.fuses_residual(y, down):
-            return dense_matmul.normed_product(residual, y, down, gain, 1e-5)
+            return dense_matmul.matmul_rmsnorm(residual, y, down, gain, 1e-5)
         return rmsnorm(dense_matmul.dense_matmul(y, down), gain, 1e-5, residual)
 
     want = layer()

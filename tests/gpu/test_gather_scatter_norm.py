@@ -1,4 +1,4 @@
-"""Dispatch and combine through peers' memory with all ranks on one GPU; see test_peer_sum.py."""
+"""Dispatch and combine through peers' memory with all ranks on one GPU; see test_all_reduce.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from baton.kernels import reference
 from baton.kernels.comm.all_reduce import EMPTY
-from baton.kernels.comm.gather_scatter_norm import peer_norm_gather, peer_scatter_norm
-from baton.tests.gpu.test_peer_sum import PATIENCE, Ranks, warm_up
+from baton.kernels.comm.gather_scatter_norm import reduce_scatter_rmsnorm, rmsnorm_all_gather
+from baton.tests.gpu.test_all_reduce import PATIENCE, Ranks, warm_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -24,16 +24,16 @@ def test_rows_meet_and_part(size, rows, width):
 
     def meet(ranks: Ranks, rank: int, patience: int) -> tuple[torch.Tensor, ...]:
         peers = ranks.peers[rank]
-        met = peer_norm_gather(parts[rank], residuals[rank], weight, 1e-5, peers, patience=patience)
-        return *met, *peer_scatter_norm(summands[rank], None, met[1], weight, 1e-5, peers, patience=patience)
+        met = rmsnorm_all_gather(parts[rank], residuals[rank], weight, 1e-5, peers, patience=patience)
+        return *met, *reduce_scatter_rmsnorm(summands[rank], None, met[1], weight, 1e-5, peers, patience=patience)
 
     warm_up(size, meet)
     ranks = Ranks(size)
     found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(size)]
     ranks.run(lambda rank: found[rank].extend(meet(ranks, rank, PATIENCE) for _ in range(9)))
-    wanted, totals = reference.peer_norm_gather(parts, residuals, weight, 1e-5)
+    wanted, totals = reference.rmsnorm_all_gather(parts, residuals, weight, 1e-5)
     for rank, own in enumerate(found):
-        normed, summed = reference.peer_scatter_norm(summands, totals[rank], weight, 1e-5, rank)
+        normed, summed = reference.reduce_scatter_rmsnorm(summands, totals[rank], weight, 1e-5, rank)
         for met, total, y, whole in own:
             assert torch.equal(total, totals[rank]) and torch.equal(whole, summed)
             assert torch.equal(met, found[0][0][0]), "ranks differ"
