@@ -42,7 +42,7 @@ def _columns(tile, out, COLUMNS: tl.constexpr, GATED: tl.constexpr):
 @triton.jit
 def _gated(values, ROWS: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
     """``[ROWS, PAIRS]`` of ``[ROWS, 2 * PAIRS]`` values, rounded to DTYPE first: a separate kernel would read these."""
-    gate, up = tl.spans(tl.reshape(values.to(DTYPE), (ROWS, PAIRS, 2)))
+    gate, up = tl.split(tl.reshape(values.to(DTYPE), (ROWS, PAIRS, 2)))
     return silu_times(gate.to(tl.float32), up.to(tl.float32))
 
 
