@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...common.distributed.dispatch_buffers import DispatchBuffers
 from ...common.distributed.parallel import Parallel
 from ...kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
-from ...kernels.comm.dispatch_buffers import Areas, PeerAreas
+from ...kernels.comm.dispatch_buffers import DispatchLayout, DispatchMemory
 from ...kernels.moe.moe_sum import moe_sum
 from ...kernels.rowwise.rmsnorm import rmsnorm
 
@@ -77,8 +77,8 @@ class Layer:
 
     def _by_peers(self, float8: bool) -> dict[str, float]:
         assert self._group.device_group is not None
-        areas = Areas(self._group.size, self._rows, self.x.shape[1], CHOICES, float8, self.x.dtype)
-        shared = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
+        layout = DispatchLayout(self._group.size, self._rows, self.x.shape[1], CHOICES, float8, self.x.dtype)
+        shared = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, layout)
         peers, n = shared.peers, self._rows
         ids, weights = peers.choices(n)
         self._dispatch(peers)
@@ -96,10 +96,10 @@ class Layer:
             "parts": lambda: reduce_combined(self.numbers, self._places, peers, None, self.residual, self.weight,
                                              1e-5)})
 
-    def _dispatch(self, peers: PeerAreas) -> None:
+    def _dispatch(self, peers: DispatchMemory) -> None:
         all_to_all_dispatch(self.x, self.numbers, self.weights, self._rows, self._places, peers)
 
-    def _combine(self, peers: PeerAreas, made: torch.Tensor, positions: torch.Tensor) -> None:
+    def _combine(self, peers: DispatchMemory, made: torch.Tensor, positions: torch.Tensor) -> None:
         all_to_all_combine(made, positions, self._rows, self._places, peers)
 
 

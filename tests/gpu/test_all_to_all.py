@@ -11,13 +11,13 @@ import torch
 from baton.kernels import reference
 from baton.kernels.arguments import Float8Rows, Scales
 from baton.kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
-from baton.kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
+from baton.kernels.comm.dispatch_buffers import GROUP, DispatchLayout, DispatchMemory
 from baton.kernels.moe.moe_experts import moe_experts, moe_products
 from baton.kernels.tuning.all_to_all import CopyLaunch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-PATIENCE = 1 << 20
+MAX_POLLS = 1 << 20
 PLACES, CHOICES = 16, 8
 FEW = CopyLaunch(16, 8192, 16)
 """All ranks' programs have to find room at once."""
@@ -30,9 +30,9 @@ class Ranks:
         for device in range(1, gpus):  # a copy lets either GPU see the other's memory
             for to, source in ((0, device), (device, 0)):
                 torch.zeros(1, device=f"cuda:{to}").copy_(torch.zeros(1, device=f"cuda:{source}"))
-        areas = Areas(len(counts), self.most + 3, width, CHOICES, float8)
-        buffers = [torch.zeros(areas.nbytes, dtype=torch.uint8, device=device) for device in self.devices]
-        self.peers = [PeerAreas(rank, areas, own, torch.tensor([each.data_ptr() for each in buffers],
+        layout = DispatchLayout(len(counts), self.most + 3, width, CHOICES, float8)
+        buffers = [torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for device in self.devices]
+        self.peers = [DispatchMemory(rank, layout, own, torch.tensor([each.data_ptr() for each in buffers],
                                                                device=own.device)) for rank, own in enumerate(buffers)]
         self.streams = [torch.cuda.Stream(device) for device in self.devices]
         for device, stream in zip(self.devices, self.streams):  # what is asked of the driver may wait for kernels
@@ -62,14 +62,14 @@ class Ranks:
                 work(rank)
         self.synchronize()
 
-    def exchange(self, rank: int, patience: int = PATIENCE) -> tuple[torch.Tensor, ...]:
+    def exchange(self, rank: int, max_polls: int = MAX_POLLS) -> tuple[torch.Tensor, ...]:
         peers, most = self.peers[rank], self.most
         all_to_all_dispatch(self.rows[rank], self.numbers[rank], self.weights[rank], most, PLACES, peers,
-                            patience=patience, launch=FEW)
+                            max_polls=max_polls, launch=FEW)
         tokens, (places, _) = peers.tokens(most), peers.choices(most)
         came = (places.clone(), *((tokens.values.clone(), tokens.scale.clone()) if isinstance(tokens, Float8Rows)
                                   else (tokens.clone(),)))
-        all_to_all_combine(self.made[rank], None, most, PLACES, peers, patience=patience, launch=FEW)
+        all_to_all_combine(self.made[rank], None, most, PLACES, peers, max_polls=max_polls, launch=FEW)
         return (reduce_combined(self.numbers[rank], PLACES, peers)[0], *came)
 
 
@@ -134,7 +134,7 @@ def test_experts_compute_what_comes_where_it_lies(counts, float8):
         gate_up, down = gate_up.bfloat16(), down.bfloat16()
     ranks.synchronize()
     ranks.run(lambda rank: all_to_all_dispatch(ranks.rows[rank], ranks.numbers[rank], ranks.weights[rank], ranks.most,
-                                               PLACES, ranks.peers[rank], patience=PATIENCE, launch=FEW))
+                                               PLACES, ranks.peers[rank], max_polls=MAX_POLLS, launch=FEW))
     products = []
     for rank, peers in enumerate(ranks.peers):  # kernels are compiled, which no rank may wait for
         held = slice(rank * PLACES, (rank + 1) * PLACES)
@@ -142,8 +142,8 @@ def test_experts_compute_what_comes_where_it_lies(counts, float8):
         products.append(moe_products(peers.tokens(ranks.most), gate_up[held], down[held], peers.choices(ranks.most)[0],
                                      part))
     ranks.synchronize()
-    ranks.run(lambda rank: all_to_all_combine(*products[rank], ranks.most, PLACES, ranks.peers[rank], patience=PATIENCE,
-                                        launch=FEW))
+    ranks.run(lambda rank: all_to_all_combine(*products[rank], ranks.most, PLACES, ranks.peers[rank],
+                                              max_polls=MAX_POLLS, launch=FEW))
     for rank, peers in enumerate(ranks.peers):
         found = reduce_combined(ranks.numbers[rank], PLACES, peers)[0].float()
         wanted = moe_experts(ranks.rows[rank], gate_up, down, ranks.numbers[rank], ranks.weights[rank], scales).float()
@@ -159,11 +159,11 @@ def test_a_graph_holds_an_exchange():
             results.append([ranks.exchange(rank)[0] for _ in range(3)])
         graphs.append(graph)
     torch.cuda.synchronize()
-    for turn in range(4):
+    for phase in range(4):
         for own in ranks.made:
-            own.fill_(turn)
+            own.fill_(phase)
         torch.cuda.synchronize()
         ranks.run(lambda rank: graphs[rank].replay())
         for rank, own in enumerate(results):
-            wanted = turn * ranks.weights[rank].sum(1, keepdim=True).expand(-1, 2048)
+            wanted = phase * ranks.weights[rank].sum(1, keepdim=True).expand(-1, 2048)
             assert all(torch.allclose(total.float(), wanted, atol=3e-2, rtol=2e-2) for total in own)

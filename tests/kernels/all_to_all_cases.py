@@ -9,7 +9,7 @@ import torch
 from baton.kernels import _triton, reference
 from baton.kernels.arguments import Float8Rows
 from baton.kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
-from baton.kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
+from baton.kernels.comm.dispatch_buffers import GROUP, DispatchLayout, DispatchMemory
 from baton.kernels.tuning.all_to_all import CopyLaunch
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -21,24 +21,24 @@ class Ranks:
     """Of one process, one after the other: to each all others have come before it looks."""
 
     def __init__(self, size: int, width: int, *, float8: bool = False):
-        areas = Areas(size, max(COUNTS[size]) + 2, width, CHOICES, float8, torch.float16)
-        buffers = [torch.zeros(areas.nbytes, dtype=torch.uint8) for _ in range(size)]
+        layout = DispatchLayout(size, max(COUNTS[size]) + 2, width, CHOICES, float8, torch.float16)
+        buffers = [torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(size)]
         bases = torch.tensor([buffer.data_ptr() for buffer in buffers])
-        self.all = [PeerAreas(rank, areas, buffer, bases) for rank, buffer in enumerate(buffers)]
+        self.all = [DispatchMemory(rank, layout, buffer, bases) for rank, buffer in enumerate(buffers)]
         self.counts, self.most = COUNTS[size], max(COUNTS[size])
 
     def counters(self, rank: int) -> torch.Tensor:
         return self.all[rank].view(0, 2, len(self.all), dtype=torch.int32)
 
-    def one(self, rank: int, turn: int, programs: int, work) -> None:
+    def one(self, rank: int, phase: int, programs: int, work) -> None:
         """``work`` of a rank, which finds the others and is found by them."""
         others = torch.arange(len(self.all)) != rank
-        self.counters(rank)[turn, others] = programs
+        self.counters(rank)[phase, others] = programs
         work(self.all[rank])
-        assert not self.counters(rank)[turn].any(), "the next turn finds them empty"
+        assert not self.counters(rank)[phase].any(), "the next turn finds them empty"
         for other in others.nonzero()[:, 0].tolist():
-            assert self.counters(other)[turn, rank] == programs
-            self.counters(other)[turn, rank] = 0
+            assert self.counters(other)[phase, rank] == programs
+            self.counters(other)[phase, rank] = 0
 
 
 def given(ranks: Ranks, width: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -59,7 +59,7 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
     rows, numbers, weights = given(ranks, width)
     for rank in range(size):
         ranks.one(rank, 0, 2, lambda peers, rank=rank: all_to_all_dispatch(
-            rows[rank], numbers[rank], weights[rank], ranks.most, PLACES, peers, patience=1,
+            rows[rank], numbers[rank], weights[rank], ranks.most, PLACES, peers, max_polls=1,
             launch=CopyLaunch(2, 2 * _triton.triton.next_power_of_2(min(width, 2048)), 4)))
     parts = []
     for rank, peers in enumerate(ranks.all):
@@ -77,7 +77,7 @@ def test_tokens_go_to_their_experts_and_come_back(size, width, float8):
         made = torch.randn(places.numel(), width).half()
         positions = torch.randperm(places.numel(), dtype=torch.int32) if rank % 2 else None
         ranks.one(rank, 1, 5, lambda peers, made=made, positions=positions: all_to_all_combine(
-            made, positions, ranks.most, PLACES, peers, patience=1, launch=CopyLaunch(5, 2048, 4)))
+            made, positions, ranks.most, PLACES, peers, max_polls=1, launch=CopyLaunch(5, 2048, 4)))
         combined = reference.all_to_all_combine(made, positions, places, scored, PLACES)
         parts.append(combined.view(size, ranks.most, width))
     for rank, peers in enumerate(ranks.all):
@@ -97,7 +97,7 @@ def test_rows_go_only_where_they_have_an_expert():
     ranks = Ranks(2, 64)
     rows, numbers, weights = given(ranks, 64)
     ranks.one(0, 0, 2, lambda peers: all_to_all_dispatch(rows[0], numbers[0], weights[0], ranks.most, PLACES, peers,
-                                                   patience=1, launch=CopyLaunch(2, 128, 4)))
+                                                   max_polls=1, launch=CopyLaunch(2, 128, 4)))
     for rank in range(2):
         found = ranks.all[rank].tokens(ranks.most)[:ranks.counts[0]]
         wanted = (numbers[0] // PLACES == rank).any(1)

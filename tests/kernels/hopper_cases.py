@@ -28,8 +28,8 @@ from baton.kernels.attention.per_head_matmul import per_head_matmul
 from baton.kernels.attention.rope_and_store import rope_and_store
 from baton.kernels.attention.scale_by_sinks import scale_by_sinks
 from baton.kernels.comm.all_reduce import (
-    SLOTS,
-    Peers,
+    MIN_SLOTS,
+    PeerBuffers,
     all_gather,
     all_reduce,
     all_reduce_rmsnorm,
@@ -38,7 +38,7 @@ from baton.kernels.comm.all_reduce import (
 )
 from baton.kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
 from baton.kernels.comm.copy_blocks import copy_blocks
-from baton.kernels.comm.dispatch_buffers import Areas, PeerAreas
+from baton.kernels.comm.dispatch_buffers import DispatchLayout, DispatchMemory
 from baton.kernels.comm.gather_scatter_norm import reduce_scatter_rmsnorm, rmsnorm_all_gather
 from baton.kernels.float8.fp8_block_matmul import block_matmul
 from baton.kernels.float8.fp8_matmul import fp8_matmul
@@ -238,8 +238,8 @@ def met_and_normed(tokens: int, width: int, world: int) -> None:
 
 
 def exchanged(tokens: int, width: int, world: int, float8: bool = False, choices: int = 8) -> None:
-    areas = Areas(world, 8192, width, choices, float8)
-    peers, most = PeerAreas(1, areas, of(areas.nbytes, dtype=torch.uint8), int64(world)), tokens + 1
+    layout = DispatchLayout(world, 8192, width, choices, float8)
+    peers, most = DispatchMemory(1, layout, of(layout.nbytes, dtype=torch.uint8), int64(world)), tokens + 1
     numbers, rows = int64(tokens, choices), of(tokens, width)
     all_to_all_dispatch(rows, numbers, fp32(tokens, choices), most, 128 // world, peers)
     for positions in (None, int32(world * most * choices)):
@@ -249,8 +249,8 @@ def exchanged(tokens: int, width: int, world: int, float8: bool = False, choices
         reduce_combined(numbers, 128 // world, peers, more, rows, of(width), 1e-5)
 
 
-def peers(world: int) -> Peers:
-    return Peers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(SLOTS))
+def peers(world: int) -> PeerBuffers:
+    return PeerBuffers(1, tuple(of(buffer_values(world), dtype=torch.int16) for _ in range(world)), int32(MIN_SLOTS))
 
 
 def copied(count: int, block_bytes: int) -> None:
@@ -410,8 +410,8 @@ CASES: dict[str, Callable[[], object]] = {
     "all_reduce_rmsnorm 5120 of 2": lambda: summed_and_normed(7, 5120, 2, False),
     "all_reduce_rmsnorm 2048 of 2, 200 rows": lambda: summed_and_normed(200, 2048, 2, False),
     "all_reduce_rmsnorm 2048 of 2, 512 rows": lambda: summed_and_normed(512, 2048, 2, False),
-    "all_reduce of 2, most values": lambda: summed(2 * SLOTS, 2, BF16, False),
-    "all_gather and reduce_scatter of 2, most values": lambda: met(2 * SLOTS, 2),
+    "all_reduce of 2, most values": lambda: summed(2 * MIN_SLOTS, 2, BF16, False),
+    "all_gather and reduce_scatter of 2, most values": lambda: met(2 * MIN_SLOTS, 2),
     "all_reduce_rmsnorm 8192 of 8": lambda: summed_and_normed(7, 8192, 8, False),
     "all_reduce_rmsnorm 4096 of 4, two shots": lambda: summed_and_normed(7, 4096, 4, True),
     "all_reduce_rmsnorm 8192 of 8, two shots": lambda: summed_and_normed(7, 8192, 8, True),
