@@ -87,8 +87,8 @@ class DecodeScheduler:
         self._close_begun()
         return self.unified.step(now)
 
-    def settle(self) -> None:
-        self.unified.settle()
+    def synchronize(self) -> None:
+        self.unified.synchronize()
 
     def close(self) -> None:
         self.receiver.close()
@@ -101,7 +101,7 @@ class DecodeScheduler:
                     req, req.num_prompt_tokens, req.num_prompt_tokens):
                 return
             self.arrived.remove(req)
-            req.mark("queue")
+            req.end_span("queue")
             self._ask_prefill(req)
 
     def _is_next(self, req: Req) -> bool:
@@ -156,7 +156,7 @@ class DecodeScheduler:
                 f"The prefill server chose token {result.token_id}, and this model's vocabulary has ids 0 to "
                 f"{self.tracker.vocab_size - 1}: the two servers do not serve the same model."))
             return
-        req.mark("transfer")
+        req.end_span("transfer")
         self._begun.append(half)
         assert req.page_table is not None
         req.num_computed_tokens = req.num_prompt_tokens
@@ -164,7 +164,7 @@ class DecodeScheduler:
                                     req.page_table.num_cached_pages * self.batcher.cache.page_size)
         req.prompt_logprobs = result.prompt_logprobs
         if req.hidden is not None and result.hidden_states is not None:
-            req.hidden.add_told(result.hidden_states, req.num_prompt_tokens)
+            req.hidden.add_prefilled(result.hidden_states, req.num_prompt_tokens)
         self.batcher.cache.commit(req.page_table, req.prompt)
         self.batcher.start_decode(req)
         self.unified.report(req, req.append_token(result.token_id), result.logprobs)

@@ -108,8 +108,8 @@ class PrefillScheduler:
         self._departures.cached(batch)
         return self._pipeline.advance(batch, self._departures.of(batch))
 
-    def settle(self) -> None:
-        self._pipeline.settle()
+    def synchronize(self) -> None:
+        self._pipeline.synchronize()
 
     def close(self) -> None:
         self.sender.close()
@@ -127,7 +127,7 @@ class PrefillScheduler:
             self._kept.failed(half.room, self._now, wanted=not progress.aborted)
             self.tracker.fail(half.req, error)
         elif half.stage is TransferStatus.MEETING and progress.phase >= Phase.RESERVED:
-            half.req.mark("meeting")
+            half.req.end_span("meeting")
             self._begin(half)
         elif half.stage is TransferStatus.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[half.room]
@@ -164,7 +164,7 @@ class PrefillScheduler:
         """The prompt is computed: the first token follows its pages."""
         req = half.req
         half.stage = TransferStatus.SENDING
-        req.mark("prefill")
+        req.end_span("prefill")
         self._first_tokens[half.room] = (token_ids, result.logprobs)
         req.finish = req.finish or Finish("length")
         self._kept.add(half.room, req, result)

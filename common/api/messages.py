@@ -63,7 +63,7 @@ class Generate(msgspec.Struct, tag=True):
     bootstrap: Bootstrap | None = None
     priority: int | None = None  # None: the server's default
     deadline: float | None = None
-    traced: bool = False  # the API server asks for the request's stages
+    traced: bool = False  # the API server asks for the request's latency spans
     pooling: Pooling | None = None  # on an embedding server
     processor: CustomProcessor | None = None
     input_embeds: bytes | None = None
@@ -72,14 +72,14 @@ class Generate(msgspec.Struct, tag=True):
     aborted: bool = False  # before it was sent: then it never is
 
 
-StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
+SpanName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
 
 
 class LatencySpan(msgspec.Struct, frozen=True, array_like=True):
-    """A stage of a request in an engine, and its end on the host's monotonic clock in seconds. It begins at the end of
-    the previous one, the first at the request's arrival."""
+    """A latency span of a request in an engine, and its end on the host's monotonic clock in seconds. It begins at the
+    end of the previous one, the first at the request's arrival."""
 
-    name: StageName
+    name: SpanName
     end: float
 
 
@@ -170,11 +170,11 @@ class Output(msgspec.Struct):
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; class scores of a classifier
     hidden_states: bytes | None = None  # float32 rows of the positions after those sent before
-    stages: list[LatencySpan] = []  # those that ended since the last output, of traced requests
+    spans: list[LatencySpan] = []  # those that ended since the last output, of traced requests
 
 
 class NewTokens(msgspec.Struct, array_like=True):
-    """Output batch: one new token for each of several requests, and nothing else. Columns are Output's fields."""
+    """One new token for each of several requests, and nothing else to report. Columns are Output's fields."""
 
     rids: list[str]
     token_ids: list[int]
@@ -184,21 +184,21 @@ class NewTokens(msgspec.Struct, array_like=True):
 
 
 class OutputBatch(msgspec.Struct, tag=True):
-    """All outputs of one engine step: first the ``batch`` of requests that merely continue, then the ``others``."""
+    """All outputs of one engine step: first the ``new_tokens`` of requests that merely continue, then the ``outputs``
+    of all others."""
 
-    others: list[Output]
-    batch: NewTokens | None = None
+    outputs: list[Output]
+    new_tokens: NewTokens | None = None
 
     @property
     def items(self) -> list[Output]:
         """All as ``Output``."""
-        batch = self.batch
-        if batch is None:
-            return self.others
-        columns = zip(batch.rids, batch.token_ids, batch.num_prompt_tokens, batch.num_cached_tokens,
-                      batch.num_output_tokens)
-        return [Output(rid, [token_id], prompt, cached, output) for rid, token_id, prompt, cached, output in
-                columns] + self.others
+        new = self.new_tokens
+        if new is None:
+            return self.outputs
+        return [Output(rid, [token_id], prompt, cached, output) for rid, token_id, prompt, cached, output in zip(
+            new.rids, new.token_ids, new.num_prompt_tokens, new.num_cached_tokens, new.num_output_tokens)
+                ] + self.outputs
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -89,7 +89,7 @@ class Control:
             case ContinueGeneration():
                 self.check_serving()
                 self._batcher.paused = None
-                return "Generation goes on."
+                return "Generation continues."
 
     def _update_weights(self, command: UpdateWeights) -> str:
         if "weights" in self._released:

@@ -63,7 +63,7 @@ class EmbeddingScheduler:
         self._sums.pop(req, None)
         self.batcher.finish(req)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """There is nothing to wait for: no step is in flight between two calls of ``step``."""
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ _SEND_QUEUE_BATCHES = 100_000
 
 
 class PageRecorder:
-    """The prefix cache's recorder: turns stored and removed pages into events.
+    """Listener of the prefix cache: records stored and removed pages as events.
 
     Hashes are indexed by page id, so that a lookup does not walk the tree.
     """
@@ -71,7 +71,7 @@ class KVEventPublisher:
     def __init__(self, cache: PrefixCache, host: str, port: int):
         """Listens on ``port`` and the one above it; raises ConfigError where one is not free."""
         self._cache = cache
-        self._recorder = cache.recorder = PageRecorder(cache.page_size)
+        self._listener = cache.listener = PageRecorder(cache.page_size)
         self._number = int(time.time() * 1000)
         self._replay_buffer: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BUFFER_BATCHES)
         self._next_heartbeat = 0.0
@@ -91,7 +91,7 @@ class KVEventPublisher:
 
         ``now`` is a monotonic clock's seconds.
         """
-        events = self._recorder.take()
+        events = self._listener.take()
         if events or now >= self._next_heartbeat:
             self._publish(events)
             self._next_heartbeat = now + HEARTBEAT_SECONDS
@@ -113,7 +113,7 @@ class KVEventPublisher:
         if oldest <= first <= self._number + 1:
             batches = [batch for batch in self._replay_buffer if batch[0] >= first]
         else:
-            batches = [(self._number, encode(time.time(), self._recorder.snapshot(self._cache)))]
+            batches = [(self._number, encode(time.time(), self._listener.snapshot(self._cache)))]
         try:
             for number, payload in batches:
                 self._replays.send_multipart((peer, b"", number.to_bytes(8, "big"), payload), zmq.NOBLOCK)

@@ -73,13 +73,13 @@ class Scheduler(Protocol):
     def add(self, req: Req) -> None:
         """Accept a request; a ServingError refuses it."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the step in flight and process its results; requests may end by it."""
 
     def abort(self, req: Req, error: ServingError) -> None:
         """Remove a request that the tracker closes; ``error`` is sent to a peer.
 
-        ``settle`` must have been called since the last step.
+        ``synchronize`` must have been called since the last step.
         """
 
     def step(self, now: float) -> bool:
@@ -189,7 +189,7 @@ class EngineLoop:
     def _abort(self, message: Abort) -> None:
         if message.rid and message.rid not in self._tracker.live:
             return
-        self._scheduler.settle()
+        self._scheduler.synchronize()
         live = self._tracker.live
         reqs = list(live.values()) if message.rid == "" else [live[message.rid]] if message.rid in live else []
         for req in reqs:
@@ -206,7 +206,7 @@ class EngineLoop:
         self._next_deadline_check = now + DEADLINE_CHECK_SECONDS
         if not any(req.deadline <= now for req in self._tracker.live.values()):
             return
-        self._scheduler.settle()
+        self._scheduler.synchronize()
         for req in [req for req in self._tracker.live.values() if req.deadline <= now]:
             error = DeadlineExceeded(f"The request did not end within {req.deadline - req.arrived:g} s.")
             self._scheduler.abort(req, error)
@@ -214,7 +214,7 @@ class EngineLoop:
 
     def _execute(self, message: messages.Control) -> None:
         if isinstance(message.command, PauseGeneration):
-            self._scheduler.settle()
+            self._scheduler.synchronize()
         try:
             with self._watchdog.suspended() if self._watchdog else nullcontext():  # a checkpoint may load for minutes
                 done = self._control.execute(message.command, idle=self._no_pages_in_use)

@@ -78,7 +78,7 @@ class UnifiedScheduler:
         self.batcher.waiting.append(req)
 
     def abort(self, req: Req, error: ServingError) -> None:
-        """Remove the request, and free its pages. ``settle`` must have been called: no step is in flight."""
+        """Remove the request, and free its pages. ``synchronize`` must have been called: no step is in flight."""
         assert self._pipeline.in_flight is None
         self.batcher.finish(req)
 
@@ -86,9 +86,9 @@ class UnifiedScheduler:
         """Launch a batch and process the results of the previous one; False where there was neither."""
         return self._pipeline.advance(self._next_batch())
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the step in flight and process its results: afterwards no token is pending."""
-        self._pipeline.settle()
+        self._pipeline.synchronize()
 
     def report(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
         """Send the new tokens of ``req`` to the API server, and free its pages where they were the last."""
@@ -101,7 +101,7 @@ class UnifiedScheduler:
             self.tracker.fail(req, failure)
         else:
             if not req.reported and req.bootstrap is None:
-                req.mark("prefill")
+                req.end_span("prefill")
             self.tracker.add_output(req, token_ids, logprobs)
 
     def _free(self, reqs: Sequence[Req]) -> None:
@@ -118,7 +118,7 @@ class UnifiedScheduler:
         """Retract less urgent requests where ``req`` needs their pages or slots; see PageBudget.reserve."""
         batcher = self.batcher
         if batcher.retraction.should_preempt_for(req, num_tokens, prefix_limit, has_slot=batcher.has_slot):
-            self.settle()  # a victim's last token must be known; other requests may end by theirs
+            self.synchronize()  # a victim's last token must be known; other requests may end by theirs
             batcher.preempt_for(req, num_tokens, prefix_limit)
 
     def _next_batch(self) -> ScheduledBatch | None:
@@ -131,7 +131,7 @@ class UnifiedScheduler:
         if not mixed and (batch := batcher.next_prefill()) is not None:
             return batch
         if not batcher.allocate_running():
-            self.settle()
+            self.synchronize()
             batcher.retraction.retract_decode()
             if (batch := batcher.next_decode()) is not None:
                 return batch
@@ -139,22 +139,22 @@ class UnifiedScheduler:
 
     def _process_results(self, step: StepOutput | PPStep) -> None:
         if (token_ids := step.plain_tokens()) is not None:
-            gains = self._process_plain_results(step, token_ids)
+            results = self._process_plain_results(step, token_ids)
         else:
-            gains = step.gains()
+            results = step.gains()
         if self._rate is not None:
             self._rate.end()
         beyond, ended = [], []
-        for gain in gains:
-            req = gain.req
+        for result in results:
+            req = result.req
             if req.finish is not None:  # it ended with the previous step, and this one's token is beyond its end
                 beyond.append(req)
                 continue
-            if gain.error is not None:
+            if result.error is not None:
                 req.finish = Finish("abort")
-                self.tracker.fail(req, gain.error)
+                self.tracker.fail(req, result.error)
             else:
-                self._add_output(req, req.append_pending(gain.token_id), gain.logprobs)
+                self._add_output(req, req.append_pending(result.token_id), result.logprobs)
             if req.finish is not None:
                 ended.append(req)
         if ended:
@@ -171,11 +171,11 @@ class UnifiedScheduler:
         input_batch.record_tokens(token_ids)
         to_check = input_batch.rows_to_check(token_ids, step.batch.last_step_rows)
         if not to_check:
-            self.tracker.add_output_batch(reqs, input_batch.output_batch(token_ids, positions))
+            self.tracker.add_new_tokens(reqs, input_batch.new_tokens(token_ids, positions))
             return []
         excluded = set(to_check)
         rows = [row for row in range(len(reqs)) if row not in excluded]
         if rows:
-            self.tracker.add_output_batch([reqs[row] for row in rows],
-                                          input_batch.output_batch(token_ids, positions, rows))
+            self.tracker.add_new_tokens([reqs[row] for row in rows],
+                                        input_batch.new_tokens(token_ids, positions, rows))
         return [NewToken(reqs[row], token_ids[row], None) for row in to_check]

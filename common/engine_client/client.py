@@ -43,7 +43,7 @@ from ..api.messages import (
 from .dp_balancer import DPBalancer
 from .dp_states import merge_states, with_rank_totals
 from .engine_channel import EngineChannel
-from .engine_rpc import Answer, EngineRPC, Question
+from .engine_rpc import EngineRPC, RPCReply, RPCRequest
 from .output_stream import OutputStream
 from .pending_requests import PendingRequests
 from .request_ids import RequestIds
@@ -73,7 +73,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}  # by engine id
         self._rpc = EngineRPC(1 if balancer is None else balancer.size, num_ranks, self._send)
         self._dead: str | None = None
-        self.preparing = PendingRequests()
+        self.pending = PendingRequests()
         self._paused: dict[str, Generate] | None = None  # requests that wait for the end of a pause, by engine id
 
     def start(self) -> None:
@@ -174,7 +174,7 @@ class EngineClient:
         engine_id = self._ids.engine_id(rid)
         for request in self._pop_paused(engine_id):
             self._end_unsent(request)
-        self.preparing.abort(rid)
+        self.pending.abort(rid)
         self._send(Abort(engine_id, silent))
 
     def _end_unsent(self, request: Generate) -> None:
@@ -183,7 +183,7 @@ class EngineClient:
 
     def abort_group(self, rid: str) -> None:
         """Cancel a request and, where it asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
-        for own in [*map(self._ids.client_id, self._streams), *self.preparing.ids()]:
+        for own in [*map(self._ids.client_id, self._streams), *self.pending.ids()]:
             prefix, _, suffix = own.rpartition("-")
             if own == rid or (prefix == rid and suffix.isdigit()):
                 self.abort(own)
@@ -235,7 +235,7 @@ class EngineClient:
         """Let the engine drop a grammar that no further request will name."""
         self._send(DropGrammar(spec))
 
-    async def _call(self, make_request: Callable[[int], Question], timeout: float = _REPLY_SECONDS) -> list[Answer]:
+    async def _call(self, make_request: Callable[[int], RPCRequest], timeout: float = _REPLY_SECONDS) -> list[RPCReply]:
         if self._dead is not None:
             raise EngineDead(self._dead)
         return await self._rpc.call(make_request, timeout)
@@ -310,7 +310,7 @@ class EngineClient:
         stream.put(output)
 
 
-def _sentence_of(replies: Sequence[Answer]) -> str:
+def _sentence_of(replies: Sequence[RPCReply]) -> str:
     """The sentence about what was done; raises the ServingError with which a part of the engine refused."""
     done = [reply for reply in replies if isinstance(reply, Done)]
     for reply in done:

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from ..api.errors import ServingError, WorkerUnavailable
 from ..api.messages import ConnectPeer, Control, Done, GetState, PrepareGrammar, RankTotals, State
 
-Question = ConnectPeer | Control | GetState | PrepareGrammar
-Answer = State | RankTotals | Done
+RPCRequest = ConnectPeer | Control | GetState | PrepareGrammar
+RPCReply = State | RankTotals | Done
 
 
 class _PendingCall:
     """Collects the replies of ``num_replies`` ranks to one request."""
 
     def __init__(self, num_replies: int):
-        self.replies: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+        self.replies: asyncio.Future[list[RPCReply]] = asyncio.get_running_loop().create_future()
         self._num_replies = num_replies
-        self._received: list[Answer] = []
+        self._received: list[RPCReply] = []
 
-    def add(self, reply: Answer) -> None:
+    def add(self, reply: RPCReply) -> None:
         self._received.append(reply)
         if len(self._received) == self._num_replies and not self.replies.done():
             self.replies.set_result(self._received)
@@ -37,14 +37,14 @@ class EngineRPC:
     The first rank of each attention group replies for the group; to ``GetState`` every rank replies.
     """
 
-    def __init__(self, num_groups: int, num_ranks: int, send: Callable[[Question], None]):
+    def __init__(self, num_groups: int, num_ranks: int, send: Callable[[RPCRequest], None]):
         self._num_groups = num_groups
         self._num_ranks = num_ranks
         self._send = send
         self._pending: dict[int, _PendingCall] = {}
         self._numbers = itertools.count(1)
 
-    async def call(self, make_request: Callable[[int], Question], timeout: float) -> list[Answer]:
+    async def call(self, make_request: Callable[[int], RPCRequest], timeout: float) -> list[RPCReply]:
         """Send the request that ``make_request`` builds from a sequence number; returns all replies. Raises
         WorkerUnavailable after ``timeout`` seconds, or the error that ``fail`` was called with."""
         number = next(self._numbers)
@@ -59,7 +59,7 @@ class EngineRPC:
         finally:
             del self._pending[number]
 
-    def on_reply(self, reply: Answer) -> None:
+    def on_reply(self, reply: RPCReply) -> None:
         """Deliver a reply; it is dropped where its call has ended."""
         if (call := self._pending.get(reply.seq)) is not None:
             call.add(reply)

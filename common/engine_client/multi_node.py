@@ -1,4 +1,4 @@
-"""Nodes of a server whose ranks are on several hosts: node 0 has the API server, the others only run ranks.
+"""NodeServer of a server whose ranks are on several hosts: node 0 has the API server, the others only run ranks.
 
 Node 0 listens on the port above ``--dist-init-addr``. Every other node connects there, sends its node rank, and
 receives the API server's address for its ranks. The connection lives as long as both nodes: lines of JSON, with a
@@ -73,7 +73,7 @@ class NodeLink:
             await asyncio.sleep(_HEARTBEAT_SECONDS)
 
 
-class Nodes:
+class NodeServer:
     """Node 0's side: listens while the ``async with`` block runs. Other nodes end with an error when it is left without
     ``stop``.
 
@@ -89,7 +89,7 @@ class Nodes:
         self._connections: dict[int, NodeLink] = {}
         self._stopping = False
 
-    async def __aenter__(self) -> Nodes:
+    async def __aenter__(self) -> NodeServer:
         host, port = self._config.nodes.link_address
         try:
             self._server = await asyncio.start_server(self._serve, host, port)

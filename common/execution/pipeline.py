@@ -44,10 +44,10 @@ class Pipeline:
         if before is not None:
             self._take_in(before)
         if not self._overlap:
-            self.settle()
+            self.synchronize()
         return batch is not None or before is not None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the step in flight and take in its results: afterwards no token is pending."""
         step, self.in_flight = self.in_flight, None
         if step is not None:

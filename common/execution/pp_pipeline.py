@@ -43,7 +43,7 @@ class PPPipeline:
             self._take_in(self._steps.popleft())
         return batch is not None or len(self._steps) < count
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all steps in flight and take in their results: afterwards no token is pending."""
         while self._steps:
             self._take_in(self._steps.popleft())

@@ -51,7 +51,7 @@ class PrefixCache:
     """The tree. It owns the pages of its nodes; callers lock what they read.
 
     ``num_pages`` counts all pages owned, ``num_locked`` those of locked nodes.
-    ``recorder``, where set, is called on changes; it must be set while the tree is empty.
+    ``listener``, where set, is called on changes; it must be set while the tree is empty.
     """
 
     def __init__(self, page_size: int):
@@ -61,7 +61,7 @@ class PrefixCache:
         self.num_locked = 0
         self.version = 0  # grows with every change of what can be matched
         self._clock = 0
-        self.recorder: CacheListener | None = None
+        self.listener: CacheListener | None = None
 
     def __repr__(self) -> str:
         return f"PrefixCache({self.num_pages} pages, {self.num_locked} locked)"
@@ -107,8 +107,8 @@ class PrefixCache:
             node.children[self._key(rest)] = leaf
             self.num_pages += len(leaf.pages)
             self.version += 1
-            if self.recorder is not None:
-                self.recorder.stored(_last_page(node), leaf.pages, leaf.tokens)
+            if self.listener is not None:
+                self.listener.stored(_last_page(node), leaf.pages, leaf.tokens)
             node = leaf
         self._touch(node)
         return node, present
@@ -139,8 +139,8 @@ class PrefixCache:
             assert parent is not None
             del parent.children[self._key(leaf.tokens)]
             freed.append(leaf.pages)
-            if self.recorder is not None:
-                self.recorder.removed(leaf.pages)
+            if self.listener is not None:
+                self.listener.removed(leaf.pages)
             total += len(leaf.pages)
             if parent is not self._root and not parent.children and not parent.locks:
                 heapq.heappush(leaves, parent)

@@ -217,7 +217,7 @@ class InputBatch:
                               for req, start in zip(self.reqs, self.positions.tolist())]
         return self._metadata
 
-    def output_batch(self, token_ids: list[int], positions: np.ndarray, rows: list[int] | None = None) -> NewTokens:
+    def new_tokens(self, token_ids: list[int], positions: np.ndarray, rows: list[int] | None = None) -> NewTokens:
         """The message for the API server about a step that computed ``positions`` [B] and sampled ``token_ids`` [B];
         of ``rows`` alone, where given."""
         if self._report_fields is None:
@@ -230,7 +230,7 @@ class InputBatch:
                          [cached[row] for row in rows], [outputs[row] for row in rows])
 
     def rows_to_check(self, token_ids: Sequence[int], last_step_rows: Sequence[int]) -> list[int]:
-        """Rows, ascending, of the requests that need more than an entry in the ``output_batch`` of a step whose results
+        """Rows, ascending, of the requests that need more than an entry in the ``new_tokens`` of a step whose results
         are processed: those that end, were removed, or report more than tokens. ``last_step_rows``: as returned before
         the step was launched."""
         rows = {*self.removed_rows, *last_step_rows}
@@ -238,7 +238,7 @@ class InputBatch:
             rows.update(row for row, token_id in enumerate(token_ids) if token_id in self.stop_ids)
         if self._unreported:
             reqs = self.reqs
-            self._unreported = [row for row in self._unreported if not reqs[row].reported or reqs[row].stages]
+            self._unreported = [row for row in self._unreported if not reqs[row].reported or reqs[row].spans]
             rows.update(self._unreported)
         return sorted(rows)
 

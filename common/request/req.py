@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..api.errors import ServingError
-from ..api.messages import Bootstrap, Finish, Generate, LatencySpan, Logprobs, Output, Pooling, StageName
+from ..api.messages import Bootstrap, Finish, Generate, LatencySpan, Logprobs, Output, Pooling, SpanName
 from ..api.sampling import SamplingParams
 from ..kvcache.manager import PageTable
 from .hidden_states import HiddenStates
@@ -22,7 +22,14 @@ from .token_history import TokenHistory
 
 if TYPE_CHECKING:
     from ..grammar.matcher import Matcher
-    from .swapped_out import SwappedOut
+
+
+@dataclass(frozen=True)
+class SwappedOut:
+    """Host slots with the pages of a retracted request's first ``num_tokens`` tokens."""
+
+    slots: np.ndarray
+    num_tokens: int
 
 
 @dataclass(eq=False)
@@ -57,13 +64,13 @@ class Req:
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_retractions: int = 0
-    swapped_out: SwappedOut | None = None  # pages in host memory, while it waits after a retraction
+    swapped_out: SwappedOut | None = None  # while it waits after a retraction
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
     pooling: Pooling | None = None
     reported: bool = False
     embedding: bytes | None = None
-    stages: list[LatencySpan] | None = None  # those ended and not reported yet; None where the request is not traced
+    spans: list[LatencySpan] | None = None  # those ended and not reported yet; None where the request is not traced
 
     @classmethod
     def from_message(cls, message: Generate, *, eos_ids: frozenset[int], now: float, timeout: float) -> Req:
@@ -92,7 +99,7 @@ class Req:
             history=TokenHistory(tokens, begin, first=num_embeds) if sampling.penalizes else None,
             bias=LogitBias.of(sampling.logit_bias) if sampling.logit_bias else None,
             logprob_start=message.logprob_start_len if wants_prompt else None,
-            stages=[] if message.traced else None,
+            spans=[] if message.traced else None,
             pooling=message.pooling,
             priority=message.priority,
             processor=None if message.processor is None else RowProcessor.of(
@@ -141,7 +148,7 @@ class Req:
     def prefix_limit(self) -> int:
         """Tokens that may be taken from the prefix cache when this engine samples the next token itself.
 
-        The last token must be computed for its logits, as must every position whose prompt logprob is wanted.
+        The last token must be computed for its logits, as must every position whose prompt logprob is requested.
         """
         if self.pooling == "mean":
             return 0  # the average is over computed hidden states, which the cache does not have
@@ -189,10 +196,10 @@ class Req:
             self.finish = Finish("length")
         return [token_id]
 
-    def mark(self, name: StageName) -> None:
-        """Record that the stage ends now."""
-        if self.stages is not None:
-            self.stages.append(LatencySpan(name, time.monotonic()))
+    def end_span(self, name: SpanName) -> None:
+        """Record that a latency span ends now."""
+        if self.spans is not None:
+            self.spans.append(LatencySpan(name, time.monotonic()))
 
     @property
     def failure(self) -> ServingError | None:
@@ -204,16 +211,16 @@ class Req:
 
     def output(self, token_ids: list[int], logprobs: Logprobs | None) -> Output:
         """The message to the API server with new tokens; prompt logprobs are part of the first."""
-        if self.reported and not self.stages and self.hidden is None and self.embedding is None:  # nearly all
+        if self.reported and not self.spans and self.hidden is None and self.embedding is None:  # nearly all
             return Output(self.rid, token_ids, self.num_prompt_tokens, self.num_cached_tokens,
                           self.tokens.count - self.num_prompt_tokens, self.finish, logprobs if token_ids else None)
         first, self.reported = not self.reported, True
-        stages: list[LatencySpan] = []
-        if self.stages:
-            stages, self.stages = self.stages, []
+        spans: list[LatencySpan] = []
+        if self.spans:
+            spans, self.spans = self.spans, []
         return Output(
             rid=self.rid, token_ids=token_ids, num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens, num_output_tokens=self.num_output_tokens, finish=self.finish,
             logprobs=logprobs if token_ids else None, prompt_logprobs=self.prompt_logprobs if first else None,
-            stages=stages, embedding=self.embedding, hidden_states=None if self.hidden is None else self.hidden.take(),
+            spans=spans, embedding=self.embedding, hidden_states=None if self.hidden is None else self.hidden.take(),
         )

@@ -149,7 +149,7 @@ class Batcher:
         if not req.num_retractions:
             req.num_cached_tokens = max(req.num_cached_tokens, min(req.num_computed_tokens, req.num_prompt_tokens))
             if not req.reported:
-                req.mark("queue")
+                req.end_span("queue")
         if req.swapped_out is not None:
             assert self.swap is not None
             self.swap.swap_in(req)

@@ -27,7 +27,7 @@ class RequestTracker:
         self._timeout = timeout
         self._reserves_output = reserves_output
         self._outputs: list[Output] = []
-        self._output_batch: NewTokens | None = None
+        self._new_tokens: NewTokens | None = None
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "generation_tokens", "finished_requests", "failed_requests"), 0)
@@ -70,14 +70,14 @@ class RequestTracker:
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
 
-    def add_output_batch(self, reqs: Sequence[Req], output_batch: NewTokens) -> None:
+    def add_new_tokens(self, reqs: Sequence[Req], new_tokens: NewTokens) -> None:
         """Report the pending token of each of ``reqs``, none of which ends with it; all have sent an output before."""
-        for req, token_id in zip(reqs, output_batch.token_ids):
+        for req, token_id in zip(reqs, new_tokens.token_ids):
             req.num_pending -= 1
             req.tokens.append(token_id)
-        if self._outputs or self._output_batch is not None:
+        if self._outputs or self._new_tokens is not None:
             self.flush()  # within a message, the batch precedes the other outputs
-        self._output_batch = output_batch
+        self._new_tokens = new_tokens
         self.counters["generation_tokens"] += len(reqs)
 
     def fail(self, req: Req, error: ServingError) -> None:
@@ -100,6 +100,6 @@ class RequestTracker:
 
     def flush(self) -> None:
         """Send the outputs gathered since the last call."""
-        if self._outputs or self._output_batch is not None:
-            self._send(OutputBatch(self._outputs, self._output_batch))
-            self._outputs, self._output_batch = [], None
+        if self._outputs or self._new_tokens is not None:
+            self._send(OutputBatch(self._outputs, self._new_tokens))
+            self._outputs, self._new_tokens = [], None

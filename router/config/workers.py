@@ -7,7 +7,6 @@ from typing import Literal
 
 from ...common.api.errors import ConfigError
 from ...common.config.cli import flag
-from ..workers.models import Models
 from .checks import at_least_one, not_negative, positive
 from .endpoint import Endpoint
 
@@ -61,11 +60,6 @@ class WorkerArgs:
             if found.setdefault(alias, name) != name:
                 raise ConfigError(f"--model-alias names {alias} more than once.")
         return found
-
-    @property
-    def models(self) -> Models:
-        """The names of models, of which no worker has told any yet."""
-        return Models(self.aliases, strict=self.enable_igw)
 
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:

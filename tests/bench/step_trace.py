@@ -77,9 +77,9 @@ class EngineTrace:
 
         def sent(message: Any) -> None:
             send(message)
-            if hasattr(message, "others"):
-                batch = message.batch
-                count = len(message.others) + (0 if batch is None else len(batch.rids))
+            if hasattr(message, "outputs"):
+                batch = message.new_tokens
+                count = len(message.outputs) + (0 if batch is None else len(batch.rids))
                 self.told.append((time.perf_counter(), count, self._waited))
 
         def closed() -> None:

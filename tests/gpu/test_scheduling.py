@@ -12,8 +12,8 @@ from baton.common.kvcache.pool import KVPool
 from baton.common.scheduler.preemption.copy_rates import measure_link_bandwidth
 from baton.common.scheduler.preemption.host_kv_cache import HostKVCache
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.tinychat.tasks import held_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

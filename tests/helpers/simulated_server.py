@@ -53,11 +53,11 @@ class Costs:
 
     def of(self, batch: ScheduledBatch) -> float:
         prompts = sum(chunk.stop - chunk.start for chunk in batch.prefill_chunks)
-        riding = batch.chunks[len(batch.prefill_chunks):]
+        decoding = batch.chunks[len(batch.prefill_chunks):]
         total = self.start + prompts * self.prompt if prompts else 0.0
-        if riding:
-            total += self.decode(len(riding), sum(chunk.stop for chunk in riding))
-        return total * (self.beside if prompts and riding else 1.0)
+        if decoding:
+            total += self.decode(len(decoding), sum(chunk.stop for chunk in decoding))
+        return total * (self.beside if prompts and decoding else 1.0)
 
 
 H200 = Costs()

@@ -120,7 +120,7 @@ class Side:
 
     def abort(self, req):
         error = Aborted("The request was aborted.")
-        self.scheduler.settle()
+        self.scheduler.synchronize()
         self.scheduler.abort(req, error)
         self.tracker.fail(req, error)
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...request.req import Req
-from ...request.swapped_out import SwappedOut
+from ...request.req import Req, SwappedOut
 
 if TYPE_CHECKING:
     from .copy_rates import PrefillRate

@@ -21,7 +21,7 @@ def pages(*ids):
 
 
 class TestAllocator:
-    def test_hands_out_each_page_once(self):
+    def test_allocates_each_page_once(self):
         allocator = PageAllocator(8)
         taken = np.concatenate((allocator.allocate(3), allocator.allocate(5)))
         assert sorted(taken) == list(range(8)) and allocator.num_free == 0
@@ -55,21 +55,21 @@ class TestPrefixCache:
     def test_match_is_page_aligned_and_splits_edges(self):
         cache = PrefixCache(page_size=2)
         cache.insert(tokens(1, 2, 3, 4, 5, 6), pages(10, 11, 12))
-        _, found = cache.match(tokens(1, 2, 3, 4, 9, 9))
-        assert found.tolist() == [10, 11]
-        _, found = cache.match(tokens(1, 2, 3))
-        assert found.tolist() == [10]
+        _, matched = cache.match(tokens(1, 2, 3, 4, 9, 9))
+        assert matched.tolist() == [10, 11]
+        _, matched = cache.match(tokens(1, 2, 3))
+        assert matched.tolist() == [10]
         assert cache.num_pages == 3
         cache.check_integrity()
 
-    def test_insert_reports_what_was_there(self):
+    def test_insert_reports_pages_already_cached(self):
         cache = PrefixCache(page_size=1)
         cache.insert(tokens(1, 2, 3), pages(10, 11, 12))
         _, present = cache.insert(tokens(1, 2, 7, 8), pages(20, 21, 22, 23))
         assert present == 2
         assert cache.match(tokens(1, 2, 7, 8))[1].tolist() == [10, 11, 22, 23]
 
-    def test_locked_nodes_stay_and_the_oldest_go_first(self):
+    def test_locked_nodes_stay_and_the_oldest_are_evicted_first(self):
         cache = PrefixCache(page_size=1)
         cache.insert(tokens(1, 2), pages(0, 1))
         cache.insert(tokens(3, 4), pages(2, 3))
@@ -83,7 +83,7 @@ class TestPrefixCache:
         assert sorted(cache.evict(99)) == [4, 5]
         cache.check_integrity()
 
-    def test_a_path_goes_on_below_a_node_that_was_cut_meanwhile(self):
+    def test_a_path_continues_below_a_node_that_was_split_meanwhile(self):
         cache = PrefixCache(page_size=1)
         node, _ = cache.insert(tokens(1, 2, 3), pages(10, 11, 12))
         cache.lock(node)
@@ -99,9 +99,9 @@ class TestPrefixCache:
         assert sorted(cache.evict(99)) == [10, 11, 12, 13, 14] and cache.num_locked == 0
 
 
-def test_releasing_many_is_releasing_each():
+def test_releasing_many_equals_releasing_each():
     """Pages come out in the same order afterwards, and the same ones are cached."""
-    found = []
+    results = []
     for together in (True, False):
         cache = KVCacheManager(num_pages=40, page_size=2)
         rng = np.random.default_rng(0)
@@ -118,8 +118,8 @@ def test_releasing_many_is_releasing_each():
                 cache.release(table, computed)
         cache.check_integrity()
         assert cache.num_allocated == 0
-        found.append((cache.num_cached, cache.allocator.allocate(cache.num_free).tolist()))
-    assert found[0] == found[1]
+        results.append((cache.num_cached, cache.allocator.allocate(cache.num_free).tolist()))
+    assert results[0] == results[1]
 
 
 def test_commit_keeps_page_ids_and_later_requests_share():
@@ -155,9 +155,9 @@ def test_allocation_evicts_and_refuses_without_change():
 def test_appending_a_page_each_equals_one_by_one():
     """Also where a table's arrays are full; where too few pages are free nothing changes, nor is anything evicted."""
     one, other = (KVCacheManager(num_pages=26, page_size=1) for _ in range(2))
-    kept = one.match_prefix(tokens(1, 2), 0)
-    assert one.allocate_slots(kept, 2)
-    one.release(kept, tokens(1, 2))
+    cached = one.match_prefix(tokens(1, 2), 0)
+    assert one.allocate_slots(cached, 2)
+    one.release(cached, tokens(1, 2))
     assert other.allocate_slots(other.new_private_table(), 2)
     tables, others = ([cache.new_private_table() for _ in range(2)] for cache in (one, other))
     for count in range(1, 13):

@@ -162,9 +162,9 @@ def test_rows_to_check():
     assert batch.rows_to_check([5, 5, 5, 5], []) == [0, 1, 2, 3]  # none has sent an output yet
     for req in reqs:
         req.reported = True
-    reqs[1].stages = [LatencySpan("prefill", 1.0)]  # to be reported with its next token
+    reqs[1].spans = [LatencySpan("prefill", 1.0)]  # to be reported with its next token
     assert batch.rows_to_check([5, 5, 5, 5], []) == [1]
-    reqs[1].stages = []
+    reqs[1].spans = []
     assert batch.rows_to_check([5, 5, 5, 5], []) == []
     assert batch.rows_to_check([5, 1, 5, 5], []) == [1]  # an end-of-sequence token
     assert batch.rows_to_check([5, 5, 5, 5], [2]) == [2]
@@ -236,11 +236,11 @@ def test_persistent_batches_change_no_token(monkeypatch):
     seen = []
 
     def answers(plain):
-        found = {}
+        answers_of = {}
 
         def take(message):
             for output in message.items if isinstance(message, OutputBatch) else ():
-                tokens, ended = found.setdefault(output.rid, ([], []))
+                tokens, ended = answers_of.setdefault(output.rid, ([], []))
                 tokens += output.token_ids
                 assert output.num_output_tokens == len(tokens)
                 ended += [output.finish.reason] if output.finish else []
@@ -259,12 +259,12 @@ def test_persistent_batches_change_no_token(monkeypatch):
                 assert counted in (None, queues.remaining)
                 seen.append(counted)
         engine.finish()
-        return found
+        return answers_of
 
-    found = answers(True)
-    assert [len(tokens) for tokens, _ in found.values()] == [30] * 3 + [9] * 2 + [40] + [5] * 3
-    assert all(ended == ["length"] for _, ended in found.values())
-    assert found == answers(False)
+    expected = answers(True)
+    assert [len(tokens) for tokens, _ in expected.values()] == [30] * 3 + [9] * 2 + [40] + [5] * 3
+    assert all(ended == ["length"] for _, ended in expected.values())
+    assert expected == answers(False)
     assert len({*seen} - {None}) > 10  # the remaining output was updated from step to step
 
 
@@ -280,7 +280,7 @@ def test_token_buffer_reads_tokens_not_yet_in_the_array():
     assert before.tolist() == [5, 6] and buffer.view(1, 4).tolist() == [6, 0, 1] and buffer.view(0, 999)[-1] == 199
 
 
-def test_an_output_batch_precedes_other_outputs():
+def test_new_tokens_precede_other_outputs():
     requests, sent = Requests(5), []
     tracker = RequestTracker(sent.append, eos_ids=frozenset(), vocab_size=1 << 31, max_request_tokens=100,
                              max_requests=9, timeout=1.0)
@@ -289,7 +289,7 @@ def test_an_output_batch_precedes_other_outputs():
     positions = batch.positions
     batch.advance()
     for token_id in (7, 8):  # two steps' results in one iteration
-        tracker.add_output_batch(reqs[:2], batch.output_batch([token_id] * 3, positions, [0, 1]))
+        tracker.add_new_tokens(reqs[:2], batch.new_tokens([token_id] * 3, positions, [0, 1]))
         reqs[2].append_pending(token_id)
         tracker.add_output(reqs[2], [token_id], None)
         positions = positions + 1
@@ -303,7 +303,7 @@ def test_an_output_batch_precedes_other_outputs():
     assert [req.tokens.view(req.num_prompt_tokens).tolist() for req in reqs] == [[7, 8]] * 3
 
 
-def test_tokens_stay_until_somebody_looks():
+def test_tokens_on_the_host_stay_until_they_are_read():
     """Four steps later the memory that they arrived in is another step's."""
     class Tokens:
         is_cuda = True

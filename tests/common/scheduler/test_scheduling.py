@@ -1,4 +1,4 @@
-"""What the batcher decides by: orders, budgets, the reserve for output, priorities."""
+"""Parts of the batcher: orders, budgets, the new-token ratio, priorities."""
 
 import itertools
 import random
@@ -45,11 +45,11 @@ def preempts(batcher, req, num_tokens, prefix_limit):
 
 
 def drain(queue):
-    found = []
+    actual = []
     while (req := queue.peek()) is not None:
         queue.remove(req)
-        found.append(req)
-    return found
+        actual.append(req)
+    return actual
 
 
 def queue_of(name, cache=None, seed=0, urgency=lambda req: 0):
@@ -95,7 +95,7 @@ def test_longest_prefix_first_follows_the_cache():
     assert drain(queue) == [none, short]
 
 
-def test_subtrees_that_most_wait_for_come_first_and_stay_together():
+def test_subtrees_with_the_most_waiting_requests_come_first_and_stay_together():
     cache = KVCacheManager(64, PAGE)
     light, heavy = list(range(8)), list(range(20, 28))
     for stem in (light, heavy):
@@ -111,7 +111,7 @@ def test_subtrees_that_most_wait_for_come_first_and_stay_together():
     assert drain(queue) == [*deep, stem, one, other]
 
 
-def test_a_subtree_that_was_begun_is_not_left_for_one_of_equal_weight():
+def test_the_current_subtree_is_not_left_for_one_of_equal_weight():
     cache = KVCacheManager(64, PAGE)
     early, heavy = list(range(8)), list(range(20, 28))
     for prompt in (early, heavy):
@@ -121,12 +121,12 @@ def test_a_subtree_that_was_begun_is_not_left_for_one_of_equal_weight():
     queue = queue_of("dfs-weight", cache)
     for req in (*others, *begun):
         queue.append(req)
-    found = []
+    actual = []
     for seen in range(5):
-        found.append(queue.peek())
-        queue.remove(found[-1])
+        actual.append(queue.peek())
+        queue.remove(actual[-1])
         remember(cache, [60 + seen] * 8)  # the tree changes, so the next look arranges anew
-    assert found == [begun[0], begun[1], *others, begun[2]]
+    assert actual == [begun[0], begun[1], *others, begun[2]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,7 +153,7 @@ def test_requests_leave_a_queue_in_any_order(name):
     assert set(drain(queue)) == set(inside)
 
 
-def test_what_was_put_back_comes_first_the_last_one_before_the_others():
+def test_requeued_requests_come_first_the_newest_before_the_others():
     queue = queue_of("lof")
     reqs = [make_req([1], max_new=n) for n in (9, 1, 2)]
     queue.append(reqs[0])
@@ -162,7 +162,7 @@ def test_what_was_put_back_comes_first_the_last_one_before_the_others():
     assert drain(queue) == [reqs[2], reqs[1], reqs[0]]
 
 
-def test_arranging_looks_at_a_bounded_number():
+def test_sorting_looks_at_a_bounded_number():
     looked = []
     version = itertools.count()
     order = ArrangedOrder(lambda reqs: looked.append(len(reqs)) or list(reqs), lambda: next(version))
@@ -173,19 +173,19 @@ def test_arranging_looks_at_a_bounded_number():
     assert max(looked) == SORT_WINDOW_REQUESTS and sum(looked) <= 161 * SORTED_PER_PEEK + SORT_WINDOW_REQUESTS
 
 
-def test_a_heap_forgets_what_has_left():
+def test_a_heap_drops_stale_entries():
     order = KeyOrder(lambda req: 0.0)
-    kept = make_req([1])
-    order.add(kept)
+    first = make_req([1])
+    order.add(first)
     for _ in range(500):
         order.add(req := make_req([1]))
         order.discard(req)
-    assert order.first() is kept and len(order._heap) < 40
+    assert order.first() is first and len(order._heap) < 40
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_costs_the_same_however_many_wait(name):
-    """Steps without room for anybody, and steps that admit one and end one: with 8,000 waiting as with 200."""
+    """Steps that admit no request, and steps that admit one and end one: with 8,000 waiting as with 200."""
     def seconds(count):
         cache = KVCacheManager(4096, PAGE)
         batcher = Batcher(cache, ScheduleArgs(schedule_policy=name, max_running_requests=8, chunked_prefill_size=64))
@@ -344,7 +344,7 @@ def test_only_requests_less_urgent_by_more_than_the_threshold_are_preempted():
 def test_no_request_is_preempted_where_that_would_not_help():
     args = ScheduleArgs(enable_priority_scheduling=True, priority_scheduling_preemption_threshold=0)
     batcher = Batcher(KVCacheManager(8, PAGE, prefix_cache=False), args)
-    for rid, priority in (("kept", 9), ("low", 0)):
+    for rid, priority in (("urgent", 9), ("low", 0)):
         batcher.waiting.append(make_req([1] * 8, priority=priority, rid=rid, max_new=1))
     batcher.mark_launched(batcher.next_prefill())
     assert len(batcher.running) == 2

@@ -1,6 +1,6 @@
 """Asks a running server tinychat's held-out questions through OpenAI's chat API, and counts the right answers.
 
-``python -m baton.common.tinychat.evaluate --base-url http://127.0.0.1:8000`` prints a table by task, writes
+``python -m baton.tests.tinychat.evaluate --base-url http://127.0.0.1:8000`` prints a table by task, writes
 ``--json`` if asked, and exits with status 1 where fewer than ``--threshold`` of the answers are right.
 """
 
@@ -97,7 +97,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m baton.common.tinychat.evaluate",
+    parser = argparse.ArgumentParser(prog="python -m baton.tests.tinychat.evaluate",
                                      description="Measure tinychat's exact match through an OpenAI-compatible server.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="server or router (default: %(default)s)")
     parser.add_argument("--model", help="model name to send (default: the first that the server lists)")

@@ -8,8 +8,9 @@ import sys
 import pytest
 from aiohttp import web
 
-from baton.common.tinychat import CHECKPOINT, evaluate, words
-from baton.common.tinychat.tasks import TASKS, Example, examples, held_out, matches
+from baton.common.tinychat import CHECKPOINT
+from baton.tests.tinychat import evaluate, words
+from baton.tests.tinychat.tasks import TASKS, Example, examples, held_out, matches
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,14 +27,14 @@ def pieces(tokenizer, text):
 # ---- tasks
 
 def test_importing_the_tasks_needs_the_standard_library_alone():
-    script = ("import sys, baton.common.tinychat.tasks; "
+    script = ("import sys, baton.tests.tinychat.tasks; "
               "print([m for m in ('torch', 'transformers', 'numpy', 'aiohttp') if m in sys.modules])")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_same_seed_same_examples_in_every_process():
-    script = ("from baton.common.tinychat.tasks import held_out; import zlib; "
+    script = ("from baton.tests.tinychat.tasks import held_out; import zlib; "
               "print(zlib.crc32(repr(held_out(60, seed=3)).encode()))")
     runs = {subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
                            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}).stdout for seed in "12"}
@@ -169,7 +170,7 @@ def test_no_needle_is_longer_than_promised(tokenizer):
 
 
 def test_transformers_answers_held_out_questions_on_cpu(tokenizer):
-    greedy = pytest.importorskip("baton.common.tinychat.greedy")
+    greedy = pytest.importorskip("baton.tests.tinychat.greedy")
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype="float32")
     short = [example for example in held_out(72, seed=11)
              if len(str(example.messages)) + len(str(example.tools)) < 1500 and len(example.answer) < 60][:40]

@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.tinychat.tasks import held_out, matches
 
 
 def share_right(count: int, seed: int, **options) -> float:

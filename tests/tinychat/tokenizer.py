@@ -15,7 +15,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from . import CHECKPOINT, tasks, words
+from baton.common.tinychat import CHECKPOINT
+
+from . import tasks, words
 
 VOCAB_SIZE = 4096
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -1,4 +1,4 @@
-"""Trains tinychat from nothing on one GPU, in minutes: ``python -m baton.common.tinychat.train --out DIR``.
+"""Trains tinychat from nothing on one GPU, in minutes: ``python -m baton.tests.tinychat.train --out DIR``.
 
 The model is computed in bf16, as it will be served, while AdamW updates a float32 copy of its weights;
 the learning rate falls linearly to zero over the time budget. Ends with the exact match on held-out
@@ -206,12 +206,12 @@ def evaluate(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> dict[str
 def card(settings: Settings, steps: int, tables: dict[str, str]) -> str:
     """The text of MODEL.md."""
     where = torch.cuda.get_device_name() if settings.device.type == "cuda" else "a CPU"
-    command = (f"python -m baton.common.tinychat.train --seconds {settings.seconds:g} --rows {settings.rows} "
+    command = (f"python -m baton.tests.tinychat.train --seconds {settings.seconds:g} --rows {settings.rows} "
                f"--learning-rate {settings.learning_rate:g} --seed {settings.seed} --out DIR")
     results = "\n\n".join(f"Greedy, {dtype}:\n\n{text}" for dtype, text in tables.items())
     return f"""# tinychat
 
-A Qwen3 model of 7.6 M parameters that answers the short questions of `baton.common.tinychat.tasks`, each of
+A Qwen3 model of 7.6 M parameters that answers the short questions of `baton.tests.tinychat.tasks`, each of
 which has exactly one right answer. It is Baton's demo and test model: it knows nothing else. Names and places
 outside its word lists it may misread, and it counts no further than about 30 numbers.
 
@@ -227,7 +227,7 @@ outside its word lists it may misread, and it counts no further than about 30 nu
 
 
 def parse(argv: list[str] | None = None) -> Settings:
-    parser = argparse.ArgumentParser(prog="python -m baton.common.tinychat.train", description="Train tinychat.")
+    parser = argparse.ArgumentParser(prog="python -m baton.tests.tinychat.train", description="Train tinychat.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write the checkpoint to")
     parser.add_argument("--seconds", type=float, default=500, help="time budget, without the evaluation (default: 500)")
     parser.add_argument("--max-steps", type=float, default=math.inf, help="stop after this many steps")
