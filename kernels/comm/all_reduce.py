@@ -53,37 +53,37 @@ def _receive(pointers, inside, max_polls, EMPTY_BITS: tl.constexpr):
 
 
 @triton.jit
-def _one_shot(x_ptr, buffers, place, first, width, count, max_polls, RANK: tl.constexpr, WORLD: tl.constexpr,
+def _one_shot(x_ptr, buffers, base, first, width, count, max_polls, RANK: tl.constexpr, WORLD: tl.constexpr,
               SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EMPTY_BITS: tl.constexpr):
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     index = (first + row) * width + column
     inside = (column < width) & (index < count)
-    spot = row * BLOCK + column
+    offset = row * BLOCK + column
     x = tl.load(x_ptr + index, inside, other=0.0)
     bits = _to_sendable_bits(x, EMPTY_BITS)
     for step in tl.static_range(1, WORLD):
-        tl.store(buffers[(RANK + step) % WORLD] + place + RANK * SLOT_SIZE + spot, bits, inside)
+        tl.store(buffers[(RANK + step) % WORLD] + base + RANK * SLOT_SIZE + offset, bits, inside)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
             total += x.to(tl.float32)
         else:
-            taken = _receive(buffers[RANK] + place + rank * SLOT_SIZE + spot, inside, max_polls, EMPTY_BITS)
+            taken = _receive(buffers[RANK] + base + rank * SLOT_SIZE + offset, inside, max_polls, EMPTY_BITS)
             total += taken.to(x.dtype, bitcast=True).to(tl.float32)
     return total.to(x.dtype)
 
 
 @triton.jit
-def _two_shots(x_ptr, buffers, place, first, width, count, max_polls, RANK: tl.constexpr, WORLD: tl.constexpr,
+def _two_shots(x_ptr, buffers, base, first, width, count, max_polls, RANK: tl.constexpr, WORLD: tl.constexpr,
                SLOT_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EMPTY_BITS: tl.constexpr):
     SHARE: tl.constexpr = BLOCK // WORLD  # columns of a rank
     row, part = tl.arange(0, ROWS)[:, None], tl.arange(0, SHARE)[None, :]
-    spot = row * SHARE + part
+    offset = row * SHARE + part
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             theirs = (first + row) * width + rank * SHARE + part
             there = (rank * SHARE + part < width) & (theirs < count)
-            tl.store(buffers[rank] + place + RANK * SLOT_SIZE + spot,
+            tl.store(buffers[rank] + base + RANK * SLOT_SIZE + offset,
                      _to_sendable_bits(tl.load(x_ptr + theirs, there, other=0.0), EMPTY_BITS), there)
     mine = (first + row) * width + RANK * SHARE + part
     within = (RANK * SHARE + part < width) & (mine < count)
@@ -93,12 +93,12 @@ def _two_shots(x_ptr, buffers, place, first, width, count, max_polls, RANK: tl.c
         if rank == RANK:
             total += x.to(tl.float32)
         else:
-            taken = _receive(buffers[RANK] + place + rank * SLOT_SIZE + spot, within, max_polls, EMPTY_BITS)
+            taken = _receive(buffers[RANK] + base + rank * SLOT_SIZE + offset, within, max_polls, EMPTY_BITS)
             total += taken.to(x.dtype, bitcast=True).to(tl.float32)
     bits = _to_sendable_bits(total.to(x.dtype), EMPTY_BITS)
-    second = place + ROWS * SHARE  # after what came in the first shot
+    second = base + ROWS * SHARE  # after what came in the first shot
     for rank in tl.static_range(WORLD):
-        tl.store(buffers[rank] + second + RANK * SLOT_SIZE + spot, bits, within)
+        tl.store(buffers[rank] + second + RANK * SLOT_SIZE + offset, bits, within)
     column = tl.arange(0, BLOCK)[None, :]
     index = (first + row) * width + column
     whole = _receive(buffers[RANK] + second + (column // SHARE) * SLOT_SIZE + row * SHARE + column % SHARE,
@@ -111,12 +111,12 @@ def _all_reduce_kernel(x_ptr, buffers, phases_ptr, count, max_polls, RANK: tl.co
                        TWO_SHOTS: tl.constexpr, SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, EMPTY_BITS: tl.constexpr):
     slot = tl.program_id(0)
     phase = tl.load(phases_ptr + slot)
-    place = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
+    base = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
     if TWO_SHOTS:
-        total = _two_shots(x_ptr, buffers, place, slot, BLOCK, count, max_polls, RANK, WORLD, SLOT_SIZE, 1, BLOCK,
+        total = _two_shots(x_ptr, buffers, base, slot, BLOCK, count, max_polls, RANK, WORLD, SLOT_SIZE, 1, BLOCK,
                            EMPTY_BITS)
     else:
-        total = _one_shot(x_ptr, buffers, place, slot, BLOCK, count, max_polls, RANK, WORLD, SLOT_SIZE, 1, BLOCK,
+        total = _one_shot(x_ptr, buffers, base, slot, BLOCK, count, max_polls, RANK, WORLD, SLOT_SIZE, 1, BLOCK,
                           EMPTY_BITS)
     index = slot * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.debug_barrier()  # all have read the turn
@@ -138,12 +138,12 @@ def _all_reduce_rmsnorm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, 
     residual = tl.load(residual_ptr + index, inside, other=0.0)
     weight = tl.load(weight_ptr + column, column < width, other=0.0)
     phase = tl.load(phases_ptr + slot)
-    place = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
+    base = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
     if TWO_SHOTS:
-        total = _two_shots(x_ptr, buffers, place, first, width, count, max_polls, RANK, WORLD, SLOT_SIZE, ROWS, BLOCK,
+        total = _two_shots(x_ptr, buffers, base, first, width, count, max_polls, RANK, WORLD, SLOT_SIZE, ROWS, BLOCK,
                            EMPTY_BITS)
     else:
-        total = _one_shot(x_ptr, buffers, place, first, width, count, max_polls, RANK, WORLD, SLOT_SIZE, ROWS, BLOCK,
+        total = _one_shot(x_ptr, buffers, base, first, width, count, max_polls, RANK, WORLD, SLOT_SIZE, ROWS, BLOCK,
                           EMPTY_BITS)
     total += residual
     wide = total.to(tl.float32)
@@ -160,20 +160,20 @@ def _reduce_scatter_kernel(x_ptr, y_ptr, buffers, phases_ptr, count, max_polls, 
                            SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, EMPTY_BITS: tl.constexpr):
     slot = tl.program_id(0)
     phase = tl.load(phases_ptr + slot)
-    place = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
+    base = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
     column = tl.arange(0, BLOCK)
     index = slot * BLOCK + column
     inside = index < count
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             x = tl.load(x_ptr + rank * count + index, inside, other=0.0)
-            tl.store(buffers[rank] + place + RANK * SLOT_SIZE + column, _to_sendable_bits(x, EMPTY_BITS), inside)
+            tl.store(buffers[rank] + base + RANK * SLOT_SIZE + column, _to_sendable_bits(x, EMPTY_BITS), inside)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
             total += tl.load(x_ptr + rank * count + index, inside, other=0.0).to(tl.float32)
         else:
-            taken = _receive(buffers[RANK] + place + rank * SLOT_SIZE + column, inside, max_polls, EMPTY_BITS)
+            taken = _receive(buffers[RANK] + base + rank * SLOT_SIZE + column, inside, max_polls, EMPTY_BITS)
             total += taken.to(y_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
     tl.debug_barrier()  # all have read the turn
     tl.store(y_ptr + index, total.to(y_ptr.dtype.element_ty), inside)
@@ -185,17 +185,17 @@ def _all_gather_kernel(x_ptr, y_ptr, buffers, phases_ptr, count, max_polls, RANK
                        SLOT_SIZE: tl.constexpr, BLOCK: tl.constexpr, EMPTY_BITS: tl.constexpr):
     slot = tl.program_id(0)
     phase = tl.load(phases_ptr + slot)
-    place = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
+    base = (slot * 2 + phase % 2) * WORLD * SLOT_SIZE
     column = tl.arange(0, BLOCK)
     index = slot * BLOCK + column
     inside = index < count
     own = _to_sendable_bits(tl.load(x_ptr + index, inside, other=0.0), EMPTY_BITS)
     for step in tl.static_range(1, WORLD):
-        tl.store(buffers[(RANK + step) % WORLD] + place + RANK * SLOT_SIZE + column, own, inside)
+        tl.store(buffers[(RANK + step) % WORLD] + base + RANK * SLOT_SIZE + column, own, inside)
     for rank in tl.static_range(WORLD):
         bits = own
         if rank != RANK:
-            bits = _receive(buffers[RANK] + place + rank * SLOT_SIZE + column, inside, max_polls, EMPTY_BITS)
+            bits = _receive(buffers[RANK] + base + rank * SLOT_SIZE + column, inside, max_polls, EMPTY_BITS)
         tl.store(y_ptr + rank * count + index, bits.to(y_ptr.dtype.element_ty, bitcast=True), inside)
     tl.debug_barrier()  # all have read the turn
     tl.store(phases_ptr + slot, phase + 1)

@@ -52,25 +52,26 @@ def _synchronize(bases_ptr, phase, max_polls, RANK: tl.constexpr, WORLD: tl.cons
 
 
 @triton.jit(do_not_specialize=["rows", "most", "max_polls"])
-def _all_to_all_dispatch_kernel(x_ptr, numbers_ptr, weights_ptr, bases_ptr, rows, most, width, places, to_places,
-                                to_weights, to_scales, to_tokens, largest, least, max_polls, RANK: tl.constexpr,
-                                WORLD: tl.constexpr, CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr,
-                                ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP_SIZE: tl.constexpr, SENT: tl.constexpr):
+def _all_to_all_dispatch_kernel(x_ptr, topk_ids_ptr, weights_ptr, bases_ptr, rows, most, width, num_local_experts,
+                                to_expert_ids, to_weights, to_scales, to_tokens, largest, least, max_polls,
+                                RANK: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
+                                BLOCK_CHOICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                                GROUP_SIZE: tl.constexpr, SENT: tl.constexpr):
     choice = tl.arange(0, BLOCK_CHOICES)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(most, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * CHOICES + choice
         known = (row < rows)[:, None] & (choice < CHOICES)
-        number = tl.load(numbers_ptr + at, known, other=-1)
+        topk_id = tl.load(topk_ids_ptr + at, known, other=-1)
         weight = tl.load(weights_ptr + at, known, other=0.0)
         slot = (RANK * most + row).to(tl.int64)
         spot = slot[:, None] * CHOICES + choice
         listed = (row < most)[:, None] & (choice < CHOICES)
         for step in tl.static_range(WORLD):
             base = tl.load(bases_ptr + (RANK + step) % WORLD)
-            place = number - (RANK + step) % WORLD * places
-            here = (place >= 0) & (place < places)
-            tl.store(_pointer_at(base, to_places, tl.int64) + spot, tl.where(here, place, -1), listed)
+            expert = topk_id - (RANK + step) % WORLD * num_local_experts
+            here = (expert >= 0) & (expert < num_local_experts)
+            tl.store(_pointer_at(base, to_expert_ids, tl.int64) + spot, tl.where(here, expert, -1), listed)
             tl.store(_pointer_at(base, to_weights, tl.float32) + spot, weight, listed)
         for first in range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
@@ -89,8 +90,8 @@ def _all_to_all_dispatch_kernel(x_ptr, numbers_ptr, weights_ptr, bases_ptr, rows
                 sent = x
             for step in tl.static_range(WORLD):
                 base = tl.load(bases_ptr + (RANK + step) % WORLD)
-                place = number - (RANK + step) % WORLD * places
-                there = tl.max(((place >= 0) & (place < places)).to(tl.int32), 1) > 0
+                expert = topk_id - (RANK + step) % WORLD * num_local_experts
+                there = tl.max(((expert >= 0) & (expert < num_local_experts)).to(tl.int32), 1) > 0
                 tl.store(_pointer_at(base, to_tokens, SENT) + slot[:, None] * width + column[None, :], sent,
                          there[:, None] & inside)
                 if GROUP_SIZE:
@@ -100,9 +101,9 @@ def _all_to_all_dispatch_kernel(x_ptr, numbers_ptr, weights_ptr, bases_ptr, rows
 
 
 @triton.jit(do_not_specialize=["most", "part", "max_polls"])
-def _all_to_all_combine_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr, bases_ptr, most, part, width, places,
-                               to_parts, max_polls, RANK: tl.constexpr, WORLD: tl.constexpr, CHOICES: tl.constexpr,
-                               BLOCK: tl.constexpr):
+def _all_to_all_combine_kernel(made_ptr, expert_ids_ptr, weights_ptr, positions_ptr, bases_ptr, most, part, width,
+                               num_local_experts, to_parts, max_polls, RANK: tl.constexpr, WORLD: tl.constexpr,
+                               CHOICES: tl.constexpr, BLOCK: tl.constexpr):
     across = tl.cdiv(width, BLOCK)
     for tile in range(tl.program_id(0), most * WORLD * across, tl.num_programs(0)):
         owner = (RANK + 1 + tile) % WORLD  # uses all links at once
@@ -113,12 +114,12 @@ def _all_to_all_combine_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr,
         some = token < 0
         for choice in tl.static_range(CHOICES):
             at = (owner * most + token) * CHOICES + choice
-            place = tl.load(places_ptr + at)
+            expert = tl.load(expert_ids_ptr + at)
             weight = tl.load(weights_ptr + at)
             position = at
             if positions_ptr is not None:
                 position = tl.load(positions_ptr + at).to(tl.int64)
-            here = (place >= 0) & (place < places)
+            here = (expert >= 0) & (expert < num_local_experts)
             made = tl.load(made_ptr + position * width + column, inside & here, other=0.0)
             total += made.to(tl.float32) * weight
             some = some | here
@@ -128,15 +129,15 @@ def _all_to_all_combine_kernel(made_ptr, places_ptr, weights_ptr, positions_ptr,
 
 
 @triton.jit
-def _combined_sum(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, column, inside, WORLD: tl.constexpr,
-                  CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+def _combined_sum(parts_ptr, more_ptr, topk_ids_ptr, row, part, width, num_local_experts, column, inside,
+                  WORLD: tl.constexpr, CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
     """Sums the row's results of all ranks that have its experts, in rank order, and of ``more``."""
     choice = tl.arange(0, BLOCK_CHOICES)
-    number = tl.load(numbers_ptr + row * CHOICES + choice, choice < CHOICES, other=-1)
+    topk_id = tl.load(topk_ids_ptr + row * CHOICES + choice, choice < CHOICES, other=-1)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
-        place = number - rank * places
-        there = tl.max(((place >= 0) & (place < places)).to(tl.int32), 0) > 0
+        expert = topk_id - rank * num_local_experts
+        there = tl.max(((expert >= 0) & (expert < num_local_experts)).to(tl.int32), 0) > 0
         total += tl.load(parts_ptr + (rank * part + row) * width + column, inside & there, other=0.0).to(tl.float32)
     if more_ptr is not None:
         total += tl.load(more_ptr + row * width + column, inside, other=0.0).to(tl.float32)
@@ -144,15 +145,15 @@ def _combined_sum(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, co
 
 
 @triton.jit(do_not_specialize=["part"])
-def _reduce_combined_kernel(parts_ptr, more_ptr, numbers_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, part, width,
-                            places, eps, WORLD: tl.constexpr, CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr,
-                            BLOCK: tl.constexpr):
+def _reduce_combined_kernel(parts_ptr, more_ptr, topk_ids_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr, part, width,
+                            num_local_experts, eps, WORLD: tl.constexpr, CHOICES: tl.constexpr,
+                            BLOCK_CHOICES: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = row * width + column
-    total = _combined_sum(parts_ptr, more_ptr, numbers_ptr, row, part, width, places, column, inside, WORLD, CHOICES,
-                        BLOCK_CHOICES, BLOCK).to(total_ptr.dtype.element_ty)
+    total = _combined_sum(parts_ptr, more_ptr, topk_ids_ptr, row, part, width, num_local_experts, column, inside, WORLD,
+                          CHOICES, BLOCK_CHOICES, BLOCK).to(total_ptr.dtype.element_ty)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + at, inside, other=0.0)
     tl.store(total_ptr + at, total, inside)
@@ -163,37 +164,37 @@ def _reduce_combined_kernel(parts_ptr, more_ptr, numbers_ptr, residual_ptr, weig
         tl.store(y_ptr + at, (wide * scale).to(total.dtype) * weight, inside)  # rounded first, as in rmsnorm
 
 
-def all_to_all_dispatch(x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, most: int, places: int,
-                        peers: DispatchMemory, *, max_polls: int = POLL_FOREVER,
+def all_to_all_dispatch(x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor, most: int,
+                        num_local_experts: int, peers: DispatchMemory, *, max_polls: int = POLL_FOREVER,
                         launch: CopyLaunch | None = None) -> None:
     """Send rows ``x`` [n, width] to the ranks of their experts, with ``weights`` [n, K] float32; then the ranks have
     ``peers.choices`` and ``peers.tokens``.
 
-    ``numbers`` [n, K] int64 are physical experts, of which rank r has ``[r * places, (r + 1) * places)``. All are
+    ``topk_ids`` [n, K] int64 are physical experts, of which each rank has the next ``num_local_experts``. All are
     contiguous. ``most`` is n or more and equal on all ranks. All ranks alternate dispatch and combine, on one stream
     each.
     """
     layout = peers.layout
-    assert x.is_contiguous() and numbers.is_contiguous() and weights.is_contiguous()
-    assert len(x) <= most <= layout.rows and x.shape[1] == layout.width and numbers.shape[1] == layout.choices
-    assert numbers.dtype == torch.int64 and weights.dtype == torch.float32 and x.dtype == peers.dtype
+    assert x.is_contiguous() and topk_ids.is_contiguous() and weights.is_contiguous()
+    assert len(x) <= most <= layout.rows and x.shape[1] == layout.width and topk_ids.shape[1] == layout.choices
+    assert topk_ids.dtype == torch.int64 and weights.dtype == torch.float32 and x.dtype == peers.dtype
     policy = policy_of(x.device).all_to_all
     launch = launch or (policy.float8_dispatch if layout.float8 else policy.dispatch)
     block = min(2048, triton.next_power_of_2(layout.width))
     rows = max(1, launch.tile_values // block)
     _all_to_all_dispatch_kernel[(max(1, min(launch.programs, -(-most // rows))),)](
-        x, numbers, weights, peers.bases, len(x), most, layout.width, places, layout.places, layout.weights,
-        layout.scales, layout.tokens, FP8_LARGEST, FP8_LEAST, max_polls, RANK=peers.rank, WORLD=layout.ranks,
-        CHOICES=layout.choices, BLOCK_CHOICES=triton.next_power_of_2(layout.choices), ROWS=rows, BLOCK=block,
-        GROUP_SIZE=GROUP if layout.float8 else 0, SENT=tl.float8e4nv if layout.float8 else _word(peers.dtype),
-        num_warps=launch.num_warps)
+        x, topk_ids, weights, peers.bases, len(x), most, layout.width, num_local_experts, layout.expert_ids,
+        layout.weights, layout.scales, layout.tokens, FP8_LARGEST, FP8_LEAST, max_polls, RANK=peers.rank,
+        WORLD=layout.ranks, CHOICES=layout.choices, BLOCK_CHOICES=triton.next_power_of_2(layout.choices), ROWS=rows,
+        BLOCK=block, GROUP_SIZE=GROUP if layout.float8 else 0,
+        SENT=tl.float8e4nv if layout.float8 else _word(peers.dtype), num_warps=launch.num_warps)
 
 
 def _word(dtype: torch.dtype) -> Any:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def all_to_all_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, places: int,
+def all_to_all_combine(made: torch.Tensor, positions: torch.Tensor | None, most: int, num_local_experts: int,
                        peers: DispatchMemory, *, max_polls: int = POLL_FOREVER,
                        launch: CopyLaunch | None = None) -> None:
     """Send this rank's part of every received token, the ``moe_sum`` of ``made`` and ``positions``, back to the token's
@@ -204,26 +205,25 @@ def all_to_all_combine(made: torch.Tensor, positions: torch.Tensor | None, most:
     launch = launch or policy_of(made.device).all_to_all.combine
     block = min(launch.tile_values, triton.next_power_of_2(layout.width))
     _all_to_all_combine_kernel[(max(1, min(launch.programs, layout.ranks * most)),)](
-        made, ids, weights, positions, peers.bases, most, layout.rows, layout.width, places, layout.parts, max_polls,
-        RANK=peers.rank, WORLD=layout.ranks, CHOICES=layout.choices, BLOCK=block,
-        num_warps=launch.num_warps)
+        made, ids, weights, positions, peers.bases, most, layout.rows, layout.width, num_local_experts, layout.parts,
+        max_polls, RANK=peers.rank, WORLD=layout.ranks, CHOICES=layout.choices, BLOCK=block, num_warps=launch.num_warps)
 
 
-def reduce_combined(numbers: torch.Tensor, places: int, peers: DispatchMemory, more: torch.Tensor | None = None,
-                    residual: torch.Tensor | None = None, weight: torch.Tensor | None = None,
-                    eps: float = 0.0) -> tuple[torch.Tensor, torch.Tensor | None]:
+def reduce_combined(topk_ids: torch.Tensor, num_local_experts: int, peers: DispatchMemory,
+                    more: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+                    weight: torch.Tensor | None = None, eps: float = 0.0) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(total, norm(total) * weight)`` of this rank's tokens [n, width]: the total is the sum of all ranks' parts in
     the last combine and of ``more``, rounded, plus ``residual`` [n, width]; both are optional. The norm is computed
-    where there is a ``weight`` [width]. ``numbers`` [n, K] are those of the dispatch."""
+    where there is a ``weight`` [width]. ``topk_ids`` [n, K] are those of the dispatch."""
     layout = peers.layout
-    assert all(each is None or each.is_contiguous() for each in (numbers, more, residual))
-    total = torch.empty((len(numbers), layout.width), dtype=peers.dtype, device=numbers.device)
+    assert all(each is None or each.is_contiguous() for each in (topk_ids, more, residual))
+    total = torch.empty((len(topk_ids), layout.width), dtype=peers.dtype, device=topk_ids.device)
     y = None if weight is None else torch.empty_like(total)
     block = triton.next_power_of_2(layout.width)
     if len(total):
         parts = peers.view(layout.parts, layout.slots, layout.width, dtype=peers.dtype)
         _reduce_combined_kernel[(len(total),)](
-            parts, more, numbers, residual, weight, total, y, layout.rows, layout.width, places, eps,
+            parts, more, topk_ids, residual, weight, total, y, layout.rows, layout.width, num_local_experts, eps,
             WORLD=layout.ranks, CHOICES=layout.choices, BLOCK_CHOICES=triton.next_power_of_2(layout.choices),
             BLOCK=block, num_warps=max(1, min(16, block // 256)))
     return total, y

@@ -17,9 +17,9 @@ _SIGNALS = 256
 
 @dataclass(frozen=True)
 class DispatchLayout:
-    """What lies where in every rank's buffer, in bytes: counters; of each slot the places and weights of its token's
-    choices, scales, and the row of ``width`` values of ``dtype``, in ``float8`` on the way; and of each rank's part of
-    a sum the rows. ``rows``: of a rank at most."""
+    """Offsets in every rank's buffer, in bytes: counters; for each slot the local expert ids and weights of its token's
+    choices, scales, and the row of ``width`` values of ``dtype``, sent in ``float8`` if set; and the rows of each
+    rank's part of a sum. ``rows`` are the maximum of a rank."""
 
     ranks: int
     rows: int
@@ -33,12 +33,12 @@ class DispatchLayout:
         return self.ranks * self.rows
 
     @cached_property
-    def places(self) -> int:
+    def expert_ids(self) -> int:
         return _SIGNALS
 
     @cached_property
     def weights(self) -> int:
-        return _whole(self.places + self.slots * self.choices * 8)
+        return _whole(self.expert_ids + self.slots * self.choices * 8)
 
     @cached_property
     def scales(self) -> int:
@@ -85,7 +85,7 @@ class DispatchMemory:
     def choices(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Local expert ids [ranks * most, K] int64 and weights, float32, of the tokens that were received."""
         shape = (self.layout.ranks * most, self.layout.choices)
-        return (self.view(self.layout.places, *shape, dtype=torch.int64),
+        return (self.view(self.layout.expert_ids, *shape, dtype=torch.int64),
                 self.view(self.layout.weights, *shape, dtype=torch.float32))
 
     def tokens(self, most: int) -> torch.Tensor | Float8Rows:

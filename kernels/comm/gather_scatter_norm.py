@@ -50,16 +50,16 @@ def _rmsnorm_all_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr
     wait_for_last(PDL)
     start_next(PDL)  # not earlier: one kernel alone runs ahead
     phase = tl.load(phases_ptr + row)
-    place = (row * 2 + phase % 2) * WORLD * SLOT_SIZE + column
+    base = (row * 2 + phase % 2) * WORLD * SLOT_SIZE + column
     total = tl.load(x_ptr + at, inside, other=0.0) + tl.load(residual_ptr + at, inside, other=0.0)
     own = _to_sendable_bits(_normed(total, weight, width, eps), EMPTY_BITS)
     for step in tl.static_range(1, WORLD):
-        tl.store(buffers[(RANK + step) % WORLD] + place + RANK * SLOT_SIZE, own, inside)
+        tl.store(buffers[(RANK + step) % WORLD] + base + RANK * SLOT_SIZE, own, inside)
     tl.store(total_ptr + at, total, inside)
     for rank in tl.static_range(WORLD):
         bits = own
         if rank != RANK:
-            bits = _receive(buffers[RANK] + place + rank * SLOT_SIZE, inside, max_polls, EMPTY_BITS)
+            bits = _receive(buffers[RANK] + base + rank * SLOT_SIZE, inside, max_polls, EMPTY_BITS)
         tl.store(y_ptr + (rank * rows + row) * width + column, bits.to(total.dtype, bitcast=True), inside)
     tl.debug_barrier()  # all have read the turn
     tl.store(phases_ptr + row, phase + 1)
@@ -77,10 +77,10 @@ def _reduce_scatter_rmsnorm_kernel(x_ptr, more_ptr, residual_ptr, weight_ptr, to
     wait_for_last(PDL)
     start_next(PDL)  # not earlier: one kernel alone runs ahead
     phase = tl.load(phases_ptr + row)
-    place = (row * 2 + phase % 2) * WORLD * SLOT_SIZE + column
+    base = (row * 2 + phase % 2) * WORLD * SLOT_SIZE + column
     for step in tl.static_range(1, WORLD):
         theirs = _summand(x_ptr, more_ptr, ((RANK + step) % WORLD * rows + row) * width + column, inside)
-        tl.store(buffers[(RANK + step) % WORLD] + place + RANK * SLOT_SIZE, _to_sendable_bits(theirs, EMPTY_BITS),
+        tl.store(buffers[(RANK + step) % WORLD] + base + RANK * SLOT_SIZE, _to_sendable_bits(theirs, EMPTY_BITS),
                  inside)
     # Loaded before the wait, which hides their latency.
     at = row * width + column
@@ -91,7 +91,7 @@ def _reduce_scatter_rmsnorm_kernel(x_ptr, more_ptr, residual_ptr, weight_ptr, to
         if rank == RANK:
             whole += mine.to(tl.float32)
         else:
-            taken = _receive(buffers[RANK] + place + rank * SLOT_SIZE, inside, max_polls, EMPTY_BITS)
+            taken = _receive(buffers[RANK] + base + rank * SLOT_SIZE, inside, max_polls, EMPTY_BITS)
             whole += taken.to(mine.dtype, bitcast=True).to(tl.float32)
     total = whole.to(mine.dtype) + residual
     tl.debug_barrier()  # all have read the turn

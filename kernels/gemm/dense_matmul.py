@@ -1,9 +1,9 @@
 """Multiplies with a weight of the rows' own type: by our kernels where they are faster, else by cuBLAS.
 
-Products of 65 to 128 rows are split_warpgroups.py's in eager runs and CUDA graphs alike, although the host takes 72 us
-to launch one and 13 us for cuBLAS's. Decode steps of that size are captured, and so are prompts wherever launching
-takes longer than computing, so that the host seldom pays that; if capture decided, eager runs would compute other sums
-than graphs do.
+Products of 65 to 128 rows are split_k_warp_specialized.py's in eager runs and CUDA graphs alike, although the host
+takes 72 us to launch one and 13 us for cuBLAS's. Decode steps of that size are captured, and so are prompts wherever
+launching takes longer than computing, so that the host seldom pays that; if capture decided, eager runs would compute
+other sums than graphs do.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _has_aligned_rows(x: torch.Tensor) -> bool:
 
 
 def activation_tile(x: torch.Tensor, weight: torch.Tensor) -> WarpSpecializedTile | None:
-    """dense_warpgroups.py's tile of a product that ends in the activation; None where cuBLAS's, and the activation
-    after it, are as fast, or its loads cannot read both."""
+    """dense_warp_specialized.py's tile of a product that ends in the activation; None where cuBLAS's, and the
+    activation after it, are as fast, or its loads cannot read both."""
     tile = policy_of(weight.device).gemm.warp_specialized(len(x), *weight.shape, weight.itemsize)
     readable = tile is not None and _has_aligned_rows(x) and x.dtype == weight.dtype and weight.is_contiguous() and (
         x.data_ptr() % 16 == weight.data_ptr() % 16 == 0)

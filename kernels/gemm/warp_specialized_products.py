@@ -93,7 +93,7 @@ def scaled_product(ring, step, depth, a_scale_at, left_at, right_at, GROUP: gl.c
 
 
 @gluon.jit
-def scales_at(scales, work, row, place, column, columns, GATED: gl.constexpr):
+def scales_at(scales, work, row, expert, column, columns, GATED: gl.constexpr):
     """Pointers to the first scales of 64 rows, tokens' by their choices, and of the matrix's two column halves."""
     a_scale_ptr, b_scale_ptr, scale_columns, scale_depth, choices = scales
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -101,15 +101,15 @@ def scales_at(scales, work, row, place, column, columns, GATED: gl.constexpr):
     if GATED:
         choice = gl.load(work[0] + each)
         each = gl.where(choice < work[2], choice, 0) // choices
-    left_at = b_scale_ptr + (place * scale_columns + column // 128) * scale_depth
+    left_at = b_scale_ptr + (expert * scale_columns + column // 128) * scale_depth
     right_at = left_at + (columns // 128 if GATED else 1) * scale_depth
     return a_scale_ptr + each * scale_depth, left_at, right_at
 
 
 @gluon.jit
-def with_bias(left, right, bias_ptr, place, column, columns, GATED: gl.constexpr):
+def with_bias(left, right, bias_ptr, expert, column, columns, GATED: gl.constexpr):
     each = column + gl.arange(0, 128, gl.SliceLayout(0, left.type.layout))
-    bias_at = bias_ptr + place.to(gl.int64) * (2 * columns if GATED else columns) + each
+    bias_at = bias_ptr + expert.to(gl.int64) * (2 * columns if GATED else columns) + each
     left += gl.load(bias_at, mask=each < columns, other=0.0).to(gl.float32)[None, :]
     if GATED:
         right += gl.load(bias_at + columns, mask=each < columns, other=0.0).to(gl.float32)[None, :]

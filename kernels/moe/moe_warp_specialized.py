@@ -39,12 +39,12 @@ from .tile_scheduler import (
     STEP_BYTES,
     choices_of,
     gather,
-    give_turn,
+    init_scheduler,
     programs_for,
-    take_turn,
+    receive_tile,
+    take_next_tile,
     tile_at,
     token_of,
-    turning_of,
 )
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -89,51 +89,51 @@ def _load_sorted(a_desc, b_desc, ring, step, depth, row, b_row, blocks, DEPTH: g
 
 
 @gluon.jit
-def _load_all(given, b_desc, ring, turning, work, columns, depth, GATED: gl.constexpr, COLUMNS: gl.constexpr,
+def _load_all(given, b_desc, ring, scheduler, work, columns, depth, GATED: gl.constexpr, COLUMNS: gl.constexpr,
               DEPTH: gl.constexpr, STAGES: gl.constexpr):
     """Runs the loading group, which looks up the next tile before it issues this one's loads."""
     step, turn, tile = 0, 0, gl.program_id(0)
-    row, column, place, blocks = tile_at(tile, work, COLUMNS)
+    row, column, expert, blocks = tile_at(tile, work, COLUMNS)
     upper, lower = choices_of(work, row, blocks, 0, DEPTH), choices_of(work, row, blocks, 1, DEPTH)
     while tile < work[3] * work[4]:
-        tile = give_turn(turning, turn, work)
+        tile = take_next_tile(scheduler, turn, work)
         next_row, next_column, next_place, next_blocks = tile_at(tile, work, COLUMNS)
         next_upper = choices_of(work, next_row, next_blocks, 0, DEPTH)
         next_lower = choices_of(work, next_row, next_blocks, 1, DEPTH)
-        if place >= 0:
+        if expert >= 0:
             if GATED:
                 step = _load_gathered(given, b_desc, ring, step, depth, token_of(upper, work[2], given),
-                                      token_of(lower, work[2], given), place * 2 * columns + column, columns, blocks,
+                                      token_of(lower, work[2], given), expert * 2 * columns + column, columns, blocks,
                                       DEPTH, STAGES)
             else:
-                step = _load_sorted(given, b_desc, ring, step, depth, row, place * columns + column, blocks, DEPTH,
+                step = _load_sorted(given, b_desc, ring, step, depth, row, expert * columns + column, blocks, DEPTH,
                                     STAGES)
-        row, column, place, blocks = next_row, next_column, next_place, next_blocks
+        row, column, expert, blocks = next_row, next_column, next_place, next_blocks
         upper, lower = next_upper, next_lower
         turn += 1
 
 
 @gluon.jit
-def _multiply_all(out_desc, outs, ring, turning, work, scales, bias_ptr, out_scale_ptr, columns, depth,
+def _multiply_all(out_desc, outs, ring, scheduler, work, scales, bias_ptr, out_scale_ptr, columns, depth,
                   GROUP: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, LIMIT: gl.constexpr,
                   BETWEEN: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr):
     """Runs a multiplying group, for a tile's first block or its second."""
     step, turn, tile = 0, 0, gl.program_id(0)
-    row, column, place, blocks = tile_at(tile, work, COLUMNS)
+    row, column, expert, blocks = tile_at(tile, work, COLUMNS)
     while tile < work[3] * work[4]:
-        tile = take_turn(turning, turn)
+        tile = receive_tile(scheduler, turn)
         next_row, next_column, next_place, next_blocks = tile_at(tile, work, COLUMNS)
-        if place >= 0:
+        if expert >= 0:
             if blocks > GROUP:
                 mine = row + 64 * GROUP
                 if SCALED:
-                    a_at, left_at, right_at = scales_at(scales, work, mine, place, column, columns, GATED)
+                    a_at, left_at, right_at = scales_at(scales, work, mine, expert, column, columns, GATED)
                     left, right, step = scaled_product(ring, step, depth, a_at, left_at, right_at, GROUP, GATED, DEPTH,
                                                        STAGES)
                 else:
                     left, right, step = product(ring, step, depth, GROUP, GATED, DEPTH, STAGES)
                 if bias_ptr is not None:
-                    left, right = with_bias(left, right, bias_ptr, place, column, columns, GATED)
+                    left, right = with_bias(left, right, bias_ptr, expert, column, columns, GATED)
                 if GATED:
                     made = gated_or_float8(left, right, mine, column, columns, out_scale_ptr, LIMIT, BETWEEN)
                     store_panels(out_desc, made, outs, 0, mine, column, GROUP)
@@ -145,7 +145,7 @@ def _multiply_all(out_desc, outs, ring, turning, work, scales, bias_ptr, out_sca
                     mbarrier.wait(ring[2].index(step % STAGES), (step // STAGES) & 1)
                     mbarrier.arrive(ring[3].index(step % STAGES))
                     step += 1
-        row, column, place, blocks = next_row, next_column, next_place, next_blocks
+        row, column, expert, blocks = next_row, next_column, next_place, next_blocks
         turn += 1
     tma.store_wait(0)
 
@@ -173,7 +173,7 @@ def _moe_warp_specialized_kernel(a_desc, a_ptr, a_stride, choices, b_desc, out_d
     start_next(PDL)
     outs = gl.allocate_shared_memory(out_desc.dtype, [4, 64, out_desc.block_shape[1]], out_desc.layout)
     ring = _ring_of(b_desc, GATED, DEPTH, STAGES)
-    turning = turning_of(next_ptr)
+    scheduler = init_scheduler(next_ptr)
     fence_async_shared()
     work = (rows_ptr, spans_ptr, total, num_spans, gl.cdiv(columns, COLUMNS), band)
     scales = (a_scale_ptr, b_scale_ptr, scale_columns, scale_depth, choices)
@@ -182,11 +182,11 @@ def _moe_warp_specialized_kernel(a_desc, a_ptr, a_stride, choices, b_desc, out_d
         given = (a_ptr, a_stride, choices)
     wait_for_last(PDL)
     gl.warp_specialize([
-        (_multiply_all, (out_desc, outs, ring, turning, work, scales, bias_ptr, out_scale_ptr, columns,
+        (_multiply_all, (out_desc, outs, ring, scheduler, work, scales, bias_ptr, out_scale_ptr, columns,
                          depth, gl.constexpr(0), SCALED, GATED, LIMIT, BETWEEN, COLUMNS, DEPTH, STAGES)),
-        (_multiply_all, (out_desc, outs, ring, turning, work, scales, bias_ptr, out_scale_ptr, columns,
+        (_multiply_all, (out_desc, outs, ring, scheduler, work, scales, bias_ptr, out_scale_ptr, columns,
                          depth, gl.constexpr(1), SCALED, GATED, LIMIT, BETWEEN, COLUMNS, DEPTH, STAGES)),
-        (_load_all, (given, b_desc, ring, turning, work, columns, depth, GATED, COLUMNS, DEPTH, STAGES)),
+        (_load_all, (given, b_desc, ring, scheduler, work, columns, depth, GATED, COLUMNS, DEPTH, STAGES)),
     ], [4, 4], [224, 56] if GATED else [216, 72])  # with others ptxas spills sums
 
 
@@ -201,16 +201,16 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, aligned: Alignment, choice
     """
     columns, depth = b.shape[1] // (2 if gated else 1), b.shape[2]
     assert out_scale is None or (gated and columns % 128 == 0)
-    assert aligned.spans is not None and aligned.block == 64 and aligned.tall == 2
-    out = torch.empty((len(aligned.rows), columns), device=a.device,
+    assert aligned.spans is not None and aligned.block == 64 and aligned.max_blocks == 2
+    out = torch.empty((len(aligned.sorted_choices), columns), device=a.device,
                       dtype=dtype if out_scale is None else torch.float8_e4m3fn)
     sizes = (0, 0) if b_scale is None else b_scale.shape[1:]
     matrix, num_spans = tma_descriptor(b.view(-1, depth), 128 if gated else 256, tile.depth), len(aligned.spans)
     programs = programs_for(a.device, num_spans * -(-columns // tile.columns))
     _moe_warp_specialized_kernel[(programs,)](
         matrix if gated else tma_descriptor(a, 64, tile.depth), a, a.stride(0), choices, matrix,
-        tma_descriptor(out, 64, 128 // out.dtype.itemsize), aligned.rows, aligned.spans, aligned.turn, total, num_spans,
-        columns, depth, tile.band, a_scale, b_scale, bias, out_scale, sizes[0], sizes[1], SCALED=b_scale is not None,
-        GATED=gated, LIMIT=limit, BETWEEN=_TYPES[dtype], COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages,
-        num_warps=4, maxnreg=REGISTERS_AT_START, **pdl(a))
+        tma_descriptor(out, 64, 128 // out.dtype.itemsize), aligned.sorted_choices, aligned.spans, aligned.tile_counter,
+        total, num_spans, columns, depth, tile.band, a_scale, b_scale, bias, out_scale, sizes[0], sizes[1],
+        SCALED=b_scale is not None, GATED=gated, LIMIT=limit, BETWEEN=_TYPES[dtype], COLUMNS=tile.columns,
+        DEPTH=tile.depth, STAGES=tile.stages, num_warps=4, maxnreg=REGISTERS_AT_START, **pdl(a))
     return out

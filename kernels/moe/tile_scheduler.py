@@ -34,43 +34,43 @@ def tile_at(tile, work, COLUMNS: gl.constexpr):
     span = spans_ptr + (first + within % height) * 3
     block = gl.load(span, mask=inside, other=0)
     blocks = gl.load(span + 1, mask=inside, other=0)
-    place = gl.load(span + 2, mask=inside, other=-1)
-    return block * 64, within // height * COLUMNS, place, blocks
+    expert = gl.load(span + 2, mask=inside, other=-1)
+    return block * 64, within // height * COLUMNS, expert, blocks
 
 
 @gluon.jit
-def give_turn(turning, turn, work):
+def take_next_tile(scheduler, turn, work):
     """Takes the next free tile and passes it to the multiplying groups. The program that takes the last one resets the
     counter to zero for the next product."""
-    next_ptr, turns, said, heard = turning
+    next_ptr, tiles_smem, sent, received = scheduler
     taken = gl.atomic_add(next_ptr, 1, sem="relaxed")
     if taken == work[3] * work[4] - 1:
         gl.store(next_ptr, 0)
     tile = taken + gl.num_programs(0)
-    mbarrier.wait(heard.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    turns.index(turn % 2).store(gl.full([32], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(said.index(turn % 2))
+    mbarrier.wait(received.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    tiles_smem.index(turn % 2).store(gl.full([32], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.arrive(sent.index(turn % 2))
     return tile
 
 
 @gluon.jit
-def take_turn(turning, turn):
-    next_ptr, turns, said, heard = turning
-    mbarrier.wait(said.index(turn % 2), (turn // 2) & 1)
-    tile = gl.max(turns.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(heard.index(turn % 2))
+def receive_tile(scheduler, turn):
+    next_ptr, tiles_smem, sent, received = scheduler
+    mbarrier.wait(sent.index(turn % 2), (turn // 2) & 1)
+    tile = gl.max(tiles_smem.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(received.index(turn % 2))
     return tile
 
 
 @gluon.jit
-def turning_of(next_ptr):
-    turns = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    said = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+def init_scheduler(next_ptr):
+    tiles_smem = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sent = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    received = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
-        mbarrier.init(said.index(slot), count=1)
-        mbarrier.init(heard.index(slot), count=2)
-    return next_ptr, turns, said, heard
+        mbarrier.init(sent.index(slot), count=1)
+        mbarrier.init(received.index(slot), count=2)
+    return next_ptr, tiles_smem, sent, received
 
 
 @gluon.jit

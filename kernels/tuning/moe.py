@@ -20,8 +20,8 @@ class Tile:
     """One program's part of a product, ``rows`` x ``columns`` by steps of ``depth``; programs go through ``band`` row
     blocks before the next columns.
 
-    Tiles of 12 ``warps`` are those of moe_warpgroups.py's warp-specialized programs, of which 4 warps only load; their
-    rows are blocks of 64, as many as an expert has, ``rows`` at most."""
+    Tiles of 12 ``warps`` are those of moe_warp_specialized.py, where 4 warps only load; their rows are blocks of 64, as
+    many as an expert has, ``rows`` at most."""
 
     rows: int
     columns: int
@@ -74,7 +74,7 @@ def shape_key(num_experts: int, hidden: int, size: int, choices: int, dtype: tor
 
 
 def warp_specialized_tiles(dtype: torch.dtype, band: int = 4) -> Tiles:
-    """The only ones that moe_warpgroups.py has, but for their ``band``."""
+    """The only ones that moe_warp_specialized.py has, but for their ``band``."""
     depth = 128 // dtype.itemsize
     return Tiles(Tile(128, 128, depth, band, 12, 4), Tile(128, 256, depth, band, 12, 4), True)
 

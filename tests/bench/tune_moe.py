@@ -80,9 +80,9 @@ class Products:
         self.up_bias, self.down_bias = layer.biases or (None, None)
         self.x, self.places, self.weights = layer.tokens(tokens)
         self.in_order = tile.rows in FEW_ROWS
-        self.aligned: Alignment = moe_align(self.places, layer.shape.experts, tile.block, tile.tall)
+        self.aligned: Alignment = moe_align(self.places, layer.shape.experts, tile.block, tile.max_blocks)
         self.given, self.given_scale = self._quantized(self.x)
-        length = self.places.numel() if self.in_order else len(self.aligned.rows)
+        length = self.places.numel() if self.in_order else len(self.aligned.sorted_choices)
         self.between, self.between_scale = self._quantized(
             torch.randn(length, layer.shape.size, device=self.x.device).to(layer.dtype))
 
@@ -92,7 +92,7 @@ class Products:
     def up(self, tile: Tile) -> torch.Tensor:
         layer, total = self.layer, self.places.numel()
         scale = None if layer.scales is None else layer.scales.gate_up
-        if scale is not None and self.given_scale is not None and tile.by_warpgroups:
+        if scale is not None and self.given_scale is not None and tile.is_warp_specialized:
             return moe_up_in_float8(self.given, layer.gate_up, self.aligned, layer.shape.top_k, total, tile,
                                     layer.dtype, self.given_scale, scale, self.up_bias, layer.shape.gate_limit)[0]
         if not self.in_order:
@@ -119,8 +119,8 @@ class Products:
     def others(self) -> tuple[Callable[[], object], Callable[[], object]]:
         """The alignment and, of sorted rows, the sum."""
         out, count = torch.empty_like(self.x), self.layer.shape.experts
-        made = torch.zeros(len(self.aligned.rows), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
-        return (lambda: moe_align(self.places, count, self.tile.block, self.tile.tall),
+        made = torch.zeros(len(self.aligned.sorted_choices), self.x.shape[1], dtype=self.x.dtype, device=self.x.device)
+        return (lambda: moe_align(self.places, count, self.tile.block, self.tile.max_blocks),
                 lambda: moe_sum(made, self.places, count, self.weights, self.aligned.positions, out))
 
 
