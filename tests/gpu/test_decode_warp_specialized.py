@@ -45,7 +45,7 @@ def captured(work) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
 
 
 @pytest.mark.parametrize("inputs_ready", [False, True])
-@pytest.mark.parametrize("processors,programs,scale", [(1, 1, SCALE), (132, 4, SCALE), (132, 4, 1.0)],
+@pytest.mark.parametrize("num_sms,programs,scale", [(1, 1, SCALE), (132, 4, SCALE), (132, 4, 1.0)],
                          ids=["whole requests", "pieces", "scores that outgrow each other"])
 @pytest.mark.parametrize("heads,kv_heads,page,dtype,lengths", [
     (32, 8, 16, torch.bfloat16, [1, 63, 64, 65, 200, 1300, 2048] * 12),

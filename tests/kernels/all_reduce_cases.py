@@ -54,7 +54,7 @@ def parts_of(size: int, *shape: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("count", [1, 4096, 5000])
-@pytest.mark.parametrize("rank,size,turns", [(0, 2, 0), (1, 2, 3), (2, 4, 1)])
+@pytest.mark.parametrize("rank,size,phases", [(0, 2, 0), (1, 2, 3), (2, 4, 1)])
 def test_one_shot(rank, size, phases, count):
     parts = parts_of(size, count)
     parts[rank][0] = -0.0  # is sent as a zero, for the other would not be seen to arrive
@@ -129,7 +129,7 @@ def arrived_blocks(fakes: Fakes, parts: list[torch.Tensor], each: int = 4096) ->
             fakes.area(fakes.peers.rank, slot, source)[:len(block)] = block.view(torch.int16)
 
 
-@pytest.mark.parametrize("rank,size,turns", [(1, 2, 0), (2, 4, 3)])
+@pytest.mark.parametrize("rank,size,phases", [(1, 2, 0), (2, 4, 3)])
 def test_a_rank_gathers_all_rows(rank, size, phases):
     parts = parts_of(size, 50, 100)
     fakes = Fakes(rank, size, phases)
@@ -140,7 +140,7 @@ def test_a_rank_gathers_all_rows(rank, size, phases):
     assert fakes.is_empty and fakes.peers.phases[:3].tolist() == [phases + 1, phases + 1, phases]
 
 
-@pytest.mark.parametrize("rank,size,turns", [(1, 2, 0), (2, 4, 3)])
+@pytest.mark.parametrize("rank,size,phases", [(1, 2, 0), (2, 4, 3)])
 def test_a_rank_sums_its_rows(rank, size, phases):
     parts = parts_of(size, 50 * size, 100)
     fakes = Fakes(rank, size, phases)

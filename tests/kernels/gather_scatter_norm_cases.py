@@ -31,7 +31,7 @@ def check_turns(fakes: Fakes, phases: int, rows: int) -> None:
     assert fakes.is_empty, "the next turn but one would take these values for its own"
 
 
-@pytest.mark.parametrize("rank,size,turns", RANKS)
+@pytest.mark.parametrize("rank,size,phases", RANKS)
 @pytest.mark.parametrize("rows,width", [(1, 64), (5, 96)])
 def test_rows_meet_behind_the_norm(rank, size, phases, rows, width):
     parts, residuals = parts_of(size, rows, width), parts_of(size, rows, width)[::-1]
@@ -46,7 +46,7 @@ def test_rows_meet_behind_the_norm(rank, size, phases, rows, width):
     check_turns(fakes, phases, rows)
 
 
-@pytest.mark.parametrize("rank,size,turns", RANKS)
+@pytest.mark.parametrize("rank,size,phases", RANKS)
 @pytest.mark.parametrize("rows,width,in_two", [(1, 64, False), (5, 96, True)])
 def test_rows_part_and_are_normed(rank, size, phases, rows, width, in_two):
     parts, residual = parts_of(size, rows * size, width), torch.randn(rows, width).half()

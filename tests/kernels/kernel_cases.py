@@ -161,7 +161,7 @@ def test_paged_decode(heads, kv_heads, dim, page_size, num_sms, dtype, atol, rto
 
 
 @each_dtype
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors,norm,window", [
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,norm,window", [
     (4, 2, 16, 4, 100, False, None), (3, 3, 20, 1, 1, True, None), (6, 1, 64, 16, 100, True, 90)])
 def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, num_sms, norm, window, dtype, atol, rtol):
     """As rope_and_store and attention behind it; of requests that have no other token, and of new pages and tiles."""
@@ -195,7 +195,7 @@ def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, num_s
         torch.testing.assert_close(early, want, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("lengths,kv_heads,processors", [
+@pytest.mark.parametrize("lengths,kv_heads,num_sms", [
     ([1], 8, 132), ([8192], 8, 132), ([2048] * 64, 8, 132), ([2048] * 256, 8, 132), ([100] * 20 + [30_000], 8, 132),
     ([100_000, 1, 1, 700], 1, 132), (list(range(1, 3000, 17)), 4, 16)])
 def test_plan_of_a_decode_batch(lengths, kv_heads, num_sms):

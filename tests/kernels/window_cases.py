@@ -26,7 +26,7 @@ def sinks_of(heads: int, programs: bool) -> torch.Tensor | None:
     return random(heads, dtype=torch.float32, seed=8) * 4 if programs else None
 
 
-@pytest.mark.parametrize("heads,kv_heads,dim,page_size,processors,window,sinks", [
+@pytest.mark.parametrize("heads,kv_heads,dim,page_size,num_sms,window,sinks", [
     (6, 2, 16, 4, 1, 1, False), (6, 2, 16, 4, 1, 70, True), (8, 1, 64, 16, 100, None, True),
     (8, 1, 64, 16, 100, 200, True),
 ])
