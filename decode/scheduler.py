@@ -59,7 +59,7 @@ class DecodeScheduler:
     def gauges(self) -> dict[str, float]:
         receiving = [half for half in self.rooms if half.stage is TransferStatus.RECEIVING]
         meeting = sum(self.receiver.phase(half.room) is Phase.RESERVING for half in receiving)
-        return {"kv_transfers_meeting": meeting, "kv_transfers_moving": len(receiving) - meeting,
+        return {"kv_transfers_bootstrapping": meeting, "kv_transfers_in_flight": len(receiving) - meeting,
                 "kv_transfers_draining": self.rooms.count(TransferStatus.DRAINING)}
 
     def add(self, req: Req) -> None:

@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -146,18 +146,17 @@ def server_rows() -> Iterator[str]:
         for family in server_families(mode):
             found.setdefault(family.name, (family, []))[1].append(mode)
     for name, (family, modes) in sorted(found.items(), key=lambda item: (item[1][0].type, item[0])):
-        labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "mode", "le"}
         modes = ["unified" if mode == "null" else mode for mode in modes]
         alias = SGLANG_NAMES.get(name)
         yield row(f"`{exported(family)}`", family.type, "all" if len(modes) == len(MODES) else ", ".join(modes),
-                  code(sorted(labels)), sentence(family.documentation),
+                  labels(family, {"model_name", "mode", "le"}), sentence(family.documentation),
                   f"`{alias}{'_total' if family.type == 'counter' else ''}`" if alias else "")
 
 
 def server_families(mode: Literal["null", "prefill", "decode"]) -> Iterable[Any]:
     """The metrics of a server whose engine has reported once."""
     metrics = ServerMetrics("m", mode)
-    metrics.ended("stop")
+    metrics.count_outcome("stop")
     gauges = {name: 0.0 for name, gauge in GAUGES.items() if mode in gauge.modes}
     counters = {name: 0.0 for name, counter in COUNTERS.items() if mode in counter.modes and counter.label is None}
     numbers = {name: 0 for name, hint in typing.get_type_hints(State).items() if hint is int}
@@ -167,11 +166,20 @@ def server_families(mode: Literal["null", "prefill", "decode"]) -> Iterable[Any]
 
 def router_rows() -> Iterator[str]:
     for family in sorted(router_families(), key=lambda family: (family.type, family.name)):
-        yield row(f"`{exported(family)}`", family.type, code(family._labelnames), sentence(family.documentation))
+        yield row(f"`{exported(family)}`", family.type, labels(family), sentence(family.documentation))
 
 
 def router_families() -> Iterable[Any]:
     return Metrics(Registry(failure_threshold=1, success_threshold=1)).families()
+
+
+def labels(family: Any, common: Collection[str] = ()) -> str:
+    """The labels of a family that are not ``common``, with the values that are there before anything happens."""
+    seen: dict[str, dict[str, None]] = {name: {} for name in getattr(family, "_labelnames", ()) if name not in common}
+    for sample in family.samples:
+        for name in sample.labels.keys() - set(common):
+            seen.setdefault(name, {})[sample.labels[name]] = None
+    return "; ".join(f"`{name}`: {code(values)}" if values else f"`{name}`" for name, values in seen.items())
 
 
 def exported(family: Any) -> str:

@@ -75,10 +75,10 @@ class PrefillScheduler:
     @property
     def gauges(self) -> dict[str, float]:
         queued, in_flight = self.sender.writes_waiting
-        return {"kv_transfers_meeting": self.rooms.count(TransferStatus.MEETING),
-                "kv_transfers_moving": self.rooms.count(TransferStatus.SENDING),
+        return {"kv_transfers_bootstrapping": self.rooms.count(TransferStatus.MEETING),
+                "kv_transfers_in_flight": self.rooms.count(TransferStatus.SENDING),
                 "kv_transfers_draining": self.rooms.count(TransferStatus.DRAINING),
-                "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_kept": len(self._kept)}
+                "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_retained": len(self._kept)}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:

@@ -1,4 +1,4 @@
-"""Which workers there are at the start, and how they are watched."""
+"""Flags of the initial workers and of health checks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class WorkerArgs:
         help="prefill workers, each with its bootstrap port (default: asked from the worker, else 8998); repeatable")
     decode: tuple[tuple[str, ...], ...] = flag((), repeat=True, metavar="URL", help="decode workers; repeatable")
 
-    dp_aware: bool = flag(False, help="place requests on the data-parallel ranks of each server (its dp_size), not on "
-                                      "the server; it is told the rank as data_parallel_rank")
+    dp_aware: bool = flag(False, help=(
+        "place requests on the data-parallel ranks of each server (its dp_size), not on the server; it receives the "
+        "rank as data_parallel_rank"))
 
     model_alias: tuple[str, ...] = flag(
         (), metavar="ALIAS=NAME", help="further names of models: a request for ALIAS is sent as one for NAME, and "
                                        "/v1/models shows both")
     enable_igw: bool = flag(False, help=(
         "check model names also while all workers serve the same ones: 404 for others (without it, a router of one "
-        "model takes any name)"))
+        "model accepts any name)"))
 
     def __post_init__(self) -> None:
         self.aliases  # noqa: B018 - raises what is wrong with them
@@ -83,7 +84,7 @@ class HealthArgs:
         0.5, names=("--worker-startup-check-interval-secs",),
         help="time in seconds between health checks of a worker that was never healthy")
     disable_health_check: bool = flag(
-        False, help="take workers for healthy without asking them; only the circuit breaker takes one out")
+        False, help="treat workers as healthy without asking them; only the circuit breaker takes one out")
     health_check_interval_secs: float = flag(1.0, help="time between health checks of a healthy worker")
     health_check_endpoint: str = flag("/health", help="path that workers are asked for; 2xx means healthy")
     health_check_timeout_secs: float = flag(1.5, help="longest wait for the answer to a health check")

@@ -113,8 +113,8 @@ def test_files_that_are_named_exist(path):
 
 def test_modules_that_are_run_exist():
     for path in WRITTEN:
-        for name in re.findall(r"python -m\s+(baton[\w.]+)", path.read_text()):
-            assert find_spec(name) is not None, f"{name} in {name_of(path)}"
+        for name in re.findall(r"python -m\s+(baton[\w.]+)|`(baton\.[\w.]+):\w+`", path.read_text()):
+            assert find_spec(name[0] or name[1]) is not None, f"{name} in {name_of(path)}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.svg")), ids=name_of)

@@ -247,9 +247,9 @@ class Server:
             await asyncio.sleep(self.seconds / 2)
             if answer.prompt.ids[0] in self.failing:
                 raise Failure("HTTP 500", "no")
-            answer.gained(self.clock())
+            answer.record_event(self.clock())
             await asyncio.sleep(self.seconds / 2)
-            answer.gained(self.clock())
+            answer.record_event(self.clock())
             answer.text = f"answer {answer.prompt.ids[0]}"
         finally:
             self.open -= 1

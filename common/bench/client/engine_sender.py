@@ -1,4 +1,4 @@
-"""Asks a workload's turns of an engine in this process."""
+"""Sends a workload's turns to an engine in this process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Protocol
 from ...api.errors import ServingError
 from ..workloads.workload import Conversation
 from .answer import Answer, Failure
-from .apis import APIS, Asking
-from .load import Said
+from .apis import APIS, RequestOptions
+from .load import History
 
 
 class Engine(Protocol):
-    """What a benchmark needs of ``baton.Engine``."""
+    """The part of ``baton.Engine`` that a benchmark uses."""
 
     def async_generate(self, prompt: str | None = None, sampling_params: Any = None, **fields: Any) -> Awaitable[Any]:
         """The answer; raises ServingError."""
@@ -24,20 +24,20 @@ class Engine(Protocol):
     def stop_profile(self) -> str: ...
 
 
-class EngineAsker:
+class EngineSender:
     """A Sender. Answers come in one piece."""
 
     def __init__(self, engine: Engine, *, ignore_eos: bool, clock: Callable[[], float]):
         self._engine = engine
-        self._asking = Asking(ignore_eos=ignore_eos, stream=False)
+        self._options = RequestOptions(ignore_eos=ignore_eos, stream=False)
         self._clock = clock
 
     def prepare(self, conversation: Conversation) -> None:
         """There is nothing to encode."""
 
-    async def send(self, conversation: Conversation, said: Said, answer: Answer) -> None:
-        turn = conversation.turns[len(said)]
-        body = APIS["baton"].body(self._asking, said, turn.prompt, turn.output_len)
+    async def send(self, conversation: Conversation, history: History, answer: Answer) -> None:
+        turn = conversation.turns[len(history)]
+        body = APIS["baton"].body(self._options, history, turn.prompt, turn.output_len)
         del body["stream"]
         answer.sent = self._clock()
         try:

@@ -1,4 +1,4 @@
-"""A server's engine in this process, without its front: stepped by hand, and watched."""
+"""A server's engine in this process, without API server: the caller runs and times each step."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ...execution.executor import Executor
 from ...runner.cuda_graphs.piecewise_graphs import Recorded
 
 
-class HandEngine:
+class SteppedEngine:
     """Steps run as in a server: the same scheduler, overlap, CUDA graphs, sampler and number of threads."""
 
     def __init__(self, config: ServerConfig, parallel: Parallel | None = None,
                  progress: Callable[[str, float], None] = lambda stage, share: None):
-        """Loads the weights and warms up. Raises ConfigError. ``parallel``: this process's place among the ranks of an
-        engine, all of which are driven alike."""
+        """Loads the weights and warms up. Raises ConfigError. ``parallel``: this rank's groups, where several
+        processes step one engine alike."""
         spec = RankSpec(config, 0, 1, "", "", "")
         self._refused: list[Failed] = []
         try:
             self._parts: EngineParts = build_parts(spec, parallel or join_groups(spec), self._take, progress)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"The GPU has too little free memory: {error}") from None
-        self._watched = _WatchedExecutor(cast(Executor, self._parts.executor))
-        parts = dataclasses.replace(self._parts, executor=cast(Executor, self._watched))
+        self._timed_executor = _TimedExecutor(cast(Executor, self._parts.executor))
+        parts = dataclasses.replace(self._parts, executor=cast(Executor, self._timed_executor))
         self._scheduler = cast(UnifiedScheduler, unified_scheduler(parts))
         self._count = 0
 
@@ -50,21 +50,21 @@ class HandEngine:
 
     @property
     def prompt_graphs(self) -> Recorded | None:
-        """What is replayed of prompts' steps."""
+        """The piecewise CUDA graphs of prefill steps; None without."""
         return self._parts.runner.prompts.chosen
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the host works while the device does."""
+        """True where the host works while the device computes."""
         return self._parts.executor.asynchronous
 
     @property
     def waited(self) -> float:
         """Seconds that the host has waited for the device's results."""
-        return self._watched.waited
+        return self._timed_executor.waited
 
     def start(self, batch: int, input_len: int, output_len: int) -> None:
-        """So many requests, with prompts that no cache has. Raises ConfigError where the engine has no room for one."""
+        """Add ``batch`` requests, with prompts that no cache has. Raises ConfigError where one does not fit."""
         vocab = self._parts.runner.spec.vocab_size
         sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
         for _ in range(batch):
@@ -77,12 +77,12 @@ class HandEngine:
 
     @property
     def prefilling(self) -> bool:
-        """Whether some prompt is not computed yet."""
+        """True while a prompt is not computed completely."""
         return self._scheduler.num_waiting > 0 or bool(self._scheduler.batcher.prefilling)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do."""
+        """True once all requests have ended."""
         return self._scheduler.idle
 
     @property
@@ -90,13 +90,13 @@ class HandEngine:
         return len(self._scheduler.batcher.running)
 
     def step(self) -> bool:
-        """One turn of a server's loop; False where there was nothing to do."""
+        """One iteration of the engine loop; False where there was nothing to do."""
         busy = self._scheduler.step(time.monotonic())
         self._parts.tracker.flush()
         return busy
 
     def finish(self) -> None:
-        """Run until no request is left, and forget their pages."""
+        """Run until all requests have ended, then flush the prefix cache."""
         while self.step():
             pass
         assert self._scheduler.idle and not self._parts.tracker.live
@@ -116,8 +116,8 @@ class HandEngine:
             self._refused.append(message)
 
 
-class _WatchedExecutor:
-    """An Executor; ``waited``: seconds that its steps' results were waited for."""
+class _TimedExecutor:
+    """An Executor; ``waited`` sums the seconds of waiting for its steps' results."""
 
     def __init__(self, executor: Executor):
         self._executor = executor
@@ -125,30 +125,30 @@ class _WatchedExecutor:
 
     def launch(self, *args: Any, **options: Any) -> Any:
         step = self._executor.launch(*args, **options)
-        return dataclasses.replace(step, sampled=cast(Any, _WatchedTokens(step.sampled, self)))
+        return dataclasses.replace(step, sampled=cast(Any, _TimedSample(step.sampled, self)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
 
-class _WatchedTokens:
-    """A step's ``Launched``, which is timed while it waits."""
+class _TimedSample:
+    """A step's ``PendingSample`` that times its ``wait``."""
 
-    def __init__(self, launched: Any, watch: _WatchedExecutor):
-        self._launched = launched
-        self._watch = watch
+    def __init__(self, pending: Any, watch: _TimedExecutor):
+        self._pending = pending
+        self._timer = watch
 
     def wait(self) -> Any:
-        return self._timed(self._launched.wait)
+        return self._timed(self._pending.wait)
 
     def token_ids(self) -> Any:
-        return self._timed(self._launched.token_ids)
+        return self._timed(self._pending.token_ids)
 
     def _timed(self, wait: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
         found = wait()
-        self._watch.waited += time.perf_counter() - begin
+        self._timer.waited += time.perf_counter() - begin
         return found
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._launched, name)
+        return getattr(self._pending, name)
