@@ -20,7 +20,7 @@ from .base import ANY_LENGTH, store
 
 
 class TritonBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, num_heads: int, window: int | None = None):
         self._pool = pool
@@ -48,7 +48,7 @@ class TritonBackend:
         compute_prompt()
 
     def refresh(self, batch: ForwardBatch) -> None:
-        """Nothing: the plan is made on the device."""
+        """Does nothing: the plan is made on the device."""
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,14 +56,14 @@ class TritonBackend:
         assert batch is not None
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         inputs_ready = batch.is_decode and self._plan is not None
-        if batch.is_decode and cos_sin is not None and self._takes_in(q):
+        if batch.is_decode and cos_sin is not None and self._stores_current_kv(q):
             return self._attend(layer, q, sinks, inputs_ready, CurrentKV(k, v, cos_sin, batch.positions, norms))
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, inputs_ready)
         return self._attend(layer, q, sinks, inputs_ready)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, batch, layer, q, k, v, cos_sin, norms)
         if not batch.ends.num_reqs:
@@ -71,8 +71,8 @@ class TritonBackend:
         self.plan(batch.ends, ANY_LENGTH)
         return self._attend(layer, q[batch.logits_rows], sinks)
 
-    def _takes_in(self, q: torch.Tensor) -> bool:
-        """Whether attention is to turn and store the rows, too."""
+    def _stores_current_kv(self, q: torch.Tensor) -> bool:
+        """Says whether attention is to apply rope and store the step's rows, too."""
         pages = self._pool.groups[0]
         heads = len(q) * self._pool.layout.num_kv_heads
         return pages.dtype == q.dtype and self._policy.stores_current_kv(q.shape[-1], q.element_size(),

@@ -10,7 +10,7 @@ import torch
 from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
@@ -54,7 +54,7 @@ class ModelRunner:
     and a last one that takes what the padding of decode batches writes.
     """
 
-    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: Planned,
+    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: AttentionPlanner,
                  device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
         self.meeting = DPSync(self._parallel)
@@ -230,7 +230,7 @@ class ModelRunner:
             self._begin(turn.replayed(self._graphs.size_for) if self._graphs else turn)
         return turn is not None
 
-    def _overlap(self, attention: Planned) -> None:
+    def _overlap(self, attention: AttentionPlanner) -> None:
         """Compute prompts in halves from now on, the second one with ``attention``. Raises ConfigError."""
         self._two = TwoBatchOverlap.of(self._config, self._parallel, self._model, (self._attention, attention))
 

@@ -21,11 +21,11 @@ from ..base import ANY_LENGTH
 from .base import absorb, gather, store, values_of
 
 _EXPANDED_BYTES = 256 << 20
-"""Of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
+"""The most memory of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
 
 
 class MLATritonBackend:
-    attends_ends = True
+    attends_last_tokens = True
 
     def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
         """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
@@ -45,7 +45,7 @@ class MLATritonBackend:
             self.compile_merging(num_heads, dtype)
 
     def compile_merging(self, num_heads: int, dtype: torch.dtype) -> None:
-        """Run the kernel that merges segments: the first long context would else wait for its compilation."""
+        """Run the kernel that merges segments: the first long context would otherwise wait for its compilation."""
         mla, page_size, device = self._mla, self._pool.layout.page_size, self._pool.groups[0].device
         one = np.array([0, 1], np.int32)
         (segment,) = plan_mla_prefill(one, one, one[1:], page_size, page_size, device)
@@ -72,7 +72,7 @@ class MLATritonBackend:
         compute_prompt()
 
     def refresh(self, batch: ForwardBatch) -> None:
-        """Nothing: the plan is made on the device."""
+        """Does nothing: the plan is made on the device."""
 
     def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
             cos_sin: torch.Tensor) -> torch.Tensor:
@@ -80,8 +80,8 @@ class MLATritonBackend:
         store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
         return self._attend(layer, q, up)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
-                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
+                        k_rope: torch.Tensor, up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         assert batch.ends is not None
         store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
         if not batch.ends.num_reqs:

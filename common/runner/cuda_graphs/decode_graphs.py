@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ....kernels.sampling.argmax import argmax
-from ...attention.base import Planned
+from ...attention.base import AttentionPlanner
 from ...forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
 from ...models.causal_lm import CausalLM
 from .decode_inputs import DecodeInputs
@@ -43,7 +43,7 @@ class DecodeGraphs:
     """Captures at construction; ``run`` replays. ``max_pages`` bounds the pages of one request. ``begin`` is told of a
     size before a step of it is computed."""
 
-    def __init__(self, model: CausalLM, attention: Planned, sizes: Sequence[int], page_size: int,
+    def __init__(self, model: CausalLM, attention: AttentionPlanner, sizes: Sequence[int], page_size: int,
                  max_pages: int, scratch_page: int, device: torch.device, begin: Callable[[int], None],
                  progress: Callable[[float], None]):
         self._sizes = sorted(sizes)

@@ -121,7 +121,7 @@ def test_float8_pages_are_widened_for_the_library_and_too_many_are_not(backend_o
             want, got = results_of(backends, pages, start, count, layer)
             torch.testing.assert_close(got, want)
         assert Wrapper.runs - before == by_library
-        backends[1]._max_widened_pages = 10**6 if start == 0 else 3
+        backends[1]._max_dequantized_pages = 10**6 if start == 0 else 3
 
 
 def test_a_warm_up_computes_prompts_by_both_kernels(backend_of):

@@ -1,4 +1,4 @@
-"""Backends of several sliding windows over one pool: each layer runs on the one that is made for its window."""
+"""Runs each layer on the backend of its sliding window, over one pool."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..forward.forward_batch import ForwardBatch
 from .base import AttentionBackend
 
 
-class LayersBackend:
-    """``windows`` has each layer's of the pool, and ``backends`` one for every such window."""
+class PerWindowBackend:
+    """Backends by window: ``windows`` has the window of each of the pool's layers, ``backends`` one for each window."""
 
     def __init__(self, backends: Mapping[int | None, AttentionBackend], windows: Sequence[int | None]):
         self._backends = list(backends.values())
@@ -31,13 +31,13 @@ class LayersBackend:
             backend.refresh(batch)
 
     @property
-    def attends_ends(self) -> bool:
-        return all(backend.attends_ends for backend in self._backends)
+    def attends_last_tokens(self) -> bool:
+        return all(backend.attends_last_tokens for backend in self._backends)
 
-    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
-        return self._of_layer[layer].run_ends(batch, layer, q, k, v, cos_sin, norms, sinks)
+    def run_last_tokens(self, batch: ForwardBatch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        cos_sin: torch.Tensor | None = None, norms: HeadNorms | None = None,
+                        sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return self._of_layer[layer].run_last_tokens(batch, layer, q, k, v, cos_sin, norms, sinks)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: torch.Tensor | None = None,
             norms: HeadNorms | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:

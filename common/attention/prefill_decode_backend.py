@@ -1,4 +1,4 @@
-"""One backend for prompts, another for decode steps, over one pool."""
+"""Runs prompts on one attention backend and decode steps on another, over one pool."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from ..forward.forward_batch import ForwardBatch
 
 
-class SplitBackend:
-    """Of any kind, both of the same: it hands ``run``'s arguments on."""
+class PrefillDecodeBackend:
+    """Two backends of the same kind of attention, whatever it is: ``run``'s arguments are passed on."""
 
     def __init__(self, prefill: Any, decode: Any):
         self._prefill = prefill
@@ -29,11 +29,11 @@ class SplitBackend:
         self._decode.refresh(batch)
 
     @property
-    def attends_ends(self) -> bool:
-        return bool(self._decode.attends_ends)
+    def attends_last_tokens(self) -> bool:
+        return bool(self._decode.attends_last_tokens)
 
-    def run_ends(self, *args: Any) -> torch.Tensor:
-        result: torch.Tensor = self._decode.run_ends(*args)  # it stores as the other would
+    def run_last_tokens(self, *args: Any) -> torch.Tensor:
+        result: torch.Tensor = self._decode.run_last_tokens(*args)  # stores as the other backend does
         return result
 
     def run(self, *args: Any, **named: Any) -> torch.Tensor:
