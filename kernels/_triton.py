@@ -74,7 +74,7 @@ def compiles_gluon(version: str) -> bool:
 
 
 LOADS_PASS_STORES = AVAILABLE and tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
-"""Whether the compiler pipelines the loads of a loop that also stores. From Triton 3.9 on it does not, and gives no
+"""True if the compiler pipelines the loads of a loop that also stores. From Triton 3.9 on it does not, and gives no
 warning: such a loop then waits for memory in every iteration."""
 
 

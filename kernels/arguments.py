@@ -36,7 +36,7 @@ class Float8Rows(NamedTuple):
 
 
 class Choice(Protocol):
-    """How a token's experts are chosen; the names are those of ``common.config.moe.MoESpec``."""
+    """Parameters of routing, by which a token's experts are chosen, named as in ``common.config.moe.MoESpec``."""
 
     @property
     def top_k(self) -> int: ...

@@ -34,7 +34,7 @@ class AttentionPlanner(Protocol):
 
     @property
     def attends_last_tokens(self) -> bool:
-        """Whether the backend has ``run_last_tokens``."""
+        """True if the backend has ``run_last_tokens``."""
 
     def refresh(self, batch: ForwardBatch) -> None:
         """Do the host's part of a graph's replay: ``batch``, of a captured size, is in the tensors that were captured.

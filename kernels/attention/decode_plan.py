@@ -76,9 +76,9 @@ def split_range(split, request_of_split_ptr, split_indptr_ptr, kv_indptr_ptr, la
         unseen = tl.maximum(length - WINDOW, 0)
         length -= unseen
     blocks = tl.cdiv(length, BLOCK_TOKENS)
-    place = split - first_split
-    begin = blocks * place // splits * BLOCK_TOKENS
-    end = tl.minimum(blocks * (place + 1) // splits * BLOCK_TOKENS, length)
+    index = split - first_split
+    begin = blocks * index // splits * BLOCK_TOKENS
+    end = tl.minimum(blocks * (index + 1) // splits * BLOCK_TOKENS, length)
     if WINDOW:
         begin += unseen
         end += unseen

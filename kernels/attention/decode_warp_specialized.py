@@ -89,13 +89,13 @@ def _load_all(k_desc, v_desc, table, ring, requests, heads, page_rows, head_rows
 
 
 @gluon.jit
-def _zero_rest(bufs, slot, kept, DTYPE: gl.constexpr):
-    """Zeroes a tile's values after the first ``kept`` tokens: they are arbitrary, and 0 times NaN would be NaN."""
+def _zero_rest(bufs, slot, stored, DTYPE: gl.constexpr):
+    """Zeroes a tile's values after the first ``stored`` tokens: they are arbitrary, and 0 times NaN would be NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     for half in gl.static_range(2):
         buf = bufs.index(2 * slot + half)
-        buf.store(gl.where((token < kept)[:, None], buf.load(layout), 0.0).to(DTYPE))
+        buf.store(gl.where((token < stored)[:, None], buf.load(layout), 0.0).to(DTYPE))
 
 
 @gluon.jit
@@ -183,7 +183,7 @@ def _attend_all(q_ptr, outs, table, ring, smalls, requests, heads, strides, scal
     wait_for_last(PDL)
     dim = gl.arange(0, HALF, gl.SliceLayout(1, mma))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))
-    kept = (column < GROUP)[None, :] & (dim < HALF)[:, None]
+    stored = (column < GROUP)[None, :] & (dim < HALF)[:, None]
     step = 0
     count = gl.load(split_indptr_ptr + requests, cache_modifier=".cg")
     for work in range(gl.program_id(0), count * heads, gl.num_programs(0)):
@@ -197,13 +197,13 @@ def _attend_all(q_ptr, outs, table, ring, smalls, requests, heads, strides, scal
         at = (head * GROUP + column)[None, :] * DIM + dim[:, None]
         if splits == 1:
             out = out_ptr + request * heads * GROUP * DIM + at
-            gl.store(out, low.to(out_ptr.dtype.element_ty), kept)
-            gl.store(out + HALF, high.to(out_ptr.dtype.element_ty), kept)
+            gl.store(out, low.to(out_ptr.dtype.element_ty), stored)
+            gl.store(out + HALF, high.to(out_ptr.dtype.element_ty), stored)
         else:
             first = split.to(gl.int64) * heads * GROUP
             gl.store(lse_ptr + first + head * GROUP + column, top + gl.log2(total), column < GROUP)
-            gl.store(part_ptr + first * DIM + at, low, kept)
-            gl.store(part_ptr + first * DIM + at + HALF, high, kept)
+            gl.store(part_ptr + first * DIM + at, low, stored)
+            gl.store(part_ptr + first * DIM + at + HALF, high, stored)
 
 
 # Batches of other sizes must not recompile the kernel.

@@ -12,19 +12,19 @@ from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 def _dequantize_pages_kernel(k_ptr, v_ptr, ids_ptr, out_ptr, stride_page, stride_head, size, heads, k_scale, v_scale,
                              BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Converts one head's keys or values of a page, ``size`` contiguous ones."""
-    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
     head = which % heads
     within = tl.arange(0, BLOCK)
     start_next(PDL)
     wait_for_last(PDL)
-    page = tl.load(ids_ptr + place).to(tl.int64)
+    page = tl.load(ids_ptr + index).to(tl.int64)
     at = page * stride_page + head * stride_head + within
     if which < heads:
         values = tl.load(k_ptr + at, within < size, other=0.0).to(tl.float32) * k_scale
     else:
         values = tl.load(v_ptr + at, within < size, other=0.0).to(tl.float32) * v_scale
-    begin = (place * 2 * heads + which) * size
+    begin = (index * 2 * heads + which) * size
     tl.store(out_ptr + begin + within, values.to(out_ptr.dtype.element_ty), within < size)
 
 

@@ -63,14 +63,14 @@ def _mla_decode_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_ptr, kv_
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
     result = acc / total[:, None] * page_scale
-    kept = real & (dim < RANK)[None, :]
+    stored = real & (dim < RANK)[None, :]
     if splits == 1:
         row = request * num_heads + heads
-        tl.store(out_ptr + row[:, None] * RANK + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
+        tl.store(out_ptr + row[:, None] * RANK + dim[None, :], result.to(out_ptr.dtype.element_ty), stored)
     else:
         row = split.to(tl.int64) * num_heads + heads
         tl.store(lse_ptr + row, top + tl.log2(total), heads < num_heads)
-        tl.store(part_ptr + row[:, None] * RANK + dim[None, :], result, kept)
+        tl.store(part_ptr + row[:, None] * RANK + dim[None, :], result, stored)
 
 
 def mla_decode(q: torch.Tensor, q_rope: torch.Tensor, pages: torch.Tensor, kv_indptr: torch.Tensor,

@@ -59,11 +59,11 @@ def _mla_decode_narrow_kernel(q_ptr, qr_ptr, pages_ptr, out_ptr, part_ptr, lse_p
         total = total * shrink + tl.sum(weights, 0)
         top = new_top
     result = acc / total[None, :] * page_scale
-    kept = real[None, :] & (dim < RANK)[:, None]
+    stored = real[None, :] & (dim < RANK)[:, None]
     if splits == 1:
         row = request * num_heads + heads
-        tl.store(out_ptr + row[None, :] * RANK + dim[:, None], result.to(out_ptr.dtype.element_ty), kept)
+        tl.store(out_ptr + row[None, :] * RANK + dim[:, None], result.to(out_ptr.dtype.element_ty), stored)
     else:
         row = split.to(tl.int64) * num_heads + heads
         tl.store(lse_ptr + row, top + tl.log2(total), real)
-        tl.store(part_ptr + row[None, :] * RANK + dim[:, None], result, kept)
+        tl.store(part_ptr + row[None, :] * RANK + dim[:, None], result, stored)

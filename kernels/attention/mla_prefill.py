@@ -64,7 +64,7 @@ def _mla_prefill_kernel(q_ptr, kv_ptr, k_ptr, out_ptr, lse_ptr, table_ptr, block
     first_row = tl.load(block_row_ptr + block)
     first_token = tl.load(qo_indptr_ptr + request)
     count = tl.load(qo_indptr_ptr + request + 1) - first_token
-    place = tl.load(table_ptr + request * 3)  # index of the request's first token among the segment's
+    first_key = tl.load(table_ptr + request * 3)  # index of the request's first token among the segment's
     size = tl.load(table_ptr + request * 3 + 1)
     own = tl.load(table_ptr + request * 3 + 2)  # position of the first row's own token in the segment
 
@@ -85,8 +85,8 @@ def _mla_prefill_kernel(q_ptr, kv_ptr, k_ptr, out_ptr, lse_ptr, table_ptr, block
     top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_V), tl.float32)
-    kv_ptr += place.to(tl.int64) * kv_stride_s + head * kv_stride_h
-    k_ptr += place.to(tl.int64) * k_stride_s
+    kv_ptr += first_key.to(tl.int64) * kv_stride_s + head * kv_stride_h
+    k_ptr += first_key.to(tl.int64) * k_stride_s
     acc, top, total = _add_tokens(q, qr, acc, top, total, 0, seen_by_all, visible, kv_ptr, k_ptr, kv_stride_s,
                                   k_stride_s, scale_log2, False, NOPE, ROPE, V, BLOCK_NOPE, BLOCK_ROPE, BLOCK_V,
                                   BLOCK_TOKENS)

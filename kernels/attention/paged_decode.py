@@ -52,8 +52,8 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
     if CURRENT_KV:
         last = split == tl.load(split_indptr_ptr + request, cache_modifier=".cg") + splits - 1
         stop = tl.where(last, end - 1, end)
-        place = tl.load(kv_indices_ptr + first_page + (end - 1) // PAGE, cache_modifier=".cg").to(tl.int64)
-        place = place * stride_page + kv_head * stride_head + ((end - 1) % PAGE) * stride_slot
+        current_at = tl.load(kv_indices_ptr + first_page + (end - 1) // PAGE, cache_modifier=".cg").to(tl.int64)
+        current_at = current_at * stride_page + kv_head * stride_head + ((end - 1) % PAGE) * stride_slot
         cos, sin = rope_angles(cos_sin_ptr, tl.load(position_ptr + request, cache_modifier=".cg"), DIM, BLOCK_DIM)
         k_ptr += request * k_stride_t + kv_head * k_stride_h
         v_ptr += request * k_stride_t + kv_head * k_stride_h
@@ -89,14 +89,14 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
         total = tl.where(first, 1.0, total)
     if CURRENT_KV and not WAITS_LATE:
         q, top, total, acc = _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin,
-                                             last, place, q_stride_h, scale_log2, q_weight_ptr, k_weight_ptr, eps, top,
-                                             total, acc, NORM, DIM, BLOCK_DIM)
+                                             last, current_at, q_stride_h, scale_log2, q_weight_ptr, k_weight_ptr, eps,
+                                             top, total, acc, NORM, DIM, BLOCK_DIM)
     for start in range(begin, tl.maximum(stop, begin + 1) if WAITS_LATE else stop, BLOCK_TOKENS):
         if WAITS_LATE:  # noqa: SIM102 (one is known to the compiler)
             if start == begin:  # the first tiles' keys and values, which are all in pages, are on their way by now
                 wait_for_last(PDL)
                 q, top, total, acc = _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group,
-                                                     cos, sin, last, place, q_stride_h, scale_log2, q_weight_ptr,
+                                                     cos, sin, last, current_at, q_stride_h, scale_log2, q_weight_ptr,
                                                      k_weight_ptr, eps, top, total, acc, NORM, DIM, BLOCK_DIM)
         token = start + offset
         present = token < stop
@@ -126,29 +126,29 @@ def _paged_decode_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, pa
     if WORDS:
         acc = merge_quarters(acc, acc_1, acc_2, acc_3)
     result = acc / total[:, None] * v_scale
-    kept = in_group[:, None] & in_dim[None, :]
+    stored = in_group[:, None] & in_dim[None, :]
     out = out_ptr + request * num_q_heads * DIM
     if splits == 1:
-        tl.store(out + heads[:, None] * DIM + dim[None, :], result.to(out_ptr.dtype.element_ty), kept)
+        tl.store(out + heads[:, None] * DIM + dim[None, :], result.to(out_ptr.dtype.element_ty), stored)
     else:
         row = split.to(tl.int64) * num_q_heads + heads
         tl.store(lse_ptr + row, top + tl.log2(total), in_group)
-        tl.store(part_ptr + row[:, None] * DIM + dim[None, :], result, kept)
+        tl.store(part_ptr + row[:, None] * DIM + dim[None, :], result, stored)
 
 
 @triton.jit
-def _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin, last, place, q_stride_h,
-                    scale_log2, q_weight_ptr, k_weight_ptr, eps, top, total, acc, NORM: tl.constexpr, DIM: tl.constexpr,
-                    BLOCK_DIM: tl.constexpr):
+def _add_current_kv(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, heads, in_group, cos, sin, last, current_at,
+                    q_stride_h, scale_log2, q_weight_ptr, k_weight_ptr, eps, top, total, acc, NORM: tl.constexpr,
+                    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """``(q with rope applied, top, total, acc)`` that include the request's current key and value, where this is its
-    ``last`` split: they are also stored at ``place`` of the pages."""
+    ``last`` split: they are also stored at ``current_at`` of the pages."""
     q = rope_applied(q_ptr + heads * q_stride_h, in_group, q_weight_ptr, eps, cos, sin, NORM, DIM, BLOCK_DIM)
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     one = tl.arange(0, 1)
     k = rope_applied(k_ptr + one, (one == 0) & last, k_weight_ptr, eps, cos, sin, NORM, DIM, BLOCK_DIM)
     v = tl.load(v_ptr + dim, (dim < DIM) & last, other=0.0)
-    tl.store(k_pages_ptr + place + dim, k.to(k_pages_ptr.dtype.element_ty), (dim < DIM) & last)
-    tl.store(v_pages_ptr + place + dim, v.to(v_pages_ptr.dtype.element_ty), (dim < DIM) & last)
+    tl.store(k_pages_ptr + current_at + dim, k.to(k_pages_ptr.dtype.element_ty), (dim < DIM) & last)
+    tl.store(v_pages_ptr + current_at + dim, v.to(v_pages_ptr.dtype.element_ty), (dim < DIM) & last)
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
     new_top = tl.maximum(top, score)
     total = tl.where(last, total * tl.exp2(top - new_top) + tl.exp2(score - new_top), total)

@@ -72,8 +72,8 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
     token = row // GROUP
     inside = (token < count)[:, None] & (dim < DIM)[None, :]
     head = kv_head * GROUP + row % GROUP
-    place = (first_token + token).to(tl.int64)
-    q = tl.load(q_ptr + (place * q_stride_t + head * q_stride_h)[:, None] + dim[None, :], inside, other=0.0)
+    query_row = (first_token + token).to(tl.int64)
+    q = tl.load(q_ptr + (query_row * q_stride_t + head * q_stride_h)[:, None] + dim[None, :], inside, other=0.0)
     # Rows after the request's last see what that one sees, so that no row is without a key (0 / 0).
     visible = length - count + tl.minimum(token, count - 1) + 1
     seen_by_all = (length - count + first_row // GROUP + 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -104,7 +104,7 @@ def _paged_prefill_kernel(q_ptr, k_pages_ptr, v_pages_ptr, sinks_ptr, out_ptr, b
                               kv_indices_ptr, first_page, stride_page, stride_slot, scale_log2, True, PAGE, DIM,
                               BLOCK_DIM, BLOCK_TOKENS, WINDOW)
     out = (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (place * out_stride_t + head * DIM)[:, None] + dim[None, :], out, inside)
+    tl.store(out_ptr + (query_row * out_stride_t + head * DIM)[:, None] + dim[None, :], out, inside)
 
 
 @dataclass(frozen=True)

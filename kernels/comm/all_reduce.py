@@ -119,7 +119,7 @@ def _all_reduce_kernel(x_ptr, buffers, phases_ptr, count, max_polls, RANK: tl.co
         total = _one_shot(x_ptr, buffers, base, slot, BLOCK, count, max_polls, RANK, WORLD, SLOT_SIZE, 1, BLOCK,
                           EMPTY_BITS)
     index = slot * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.debug_barrier()  # all have read the turn
+    tl.debug_barrier()  # all have read the phase
     tl.store(x_ptr + index, total, index < count)
     tl.store(phases_ptr + slot, phase + 1)
 
@@ -149,7 +149,7 @@ def _all_reduce_rmsnorm_kernel(x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, 
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
     y = (wide * scale[:, None]).to(total.dtype) * weight  # rounded first, as in rmsnorm
-    tl.debug_barrier()  # all have read the turn
+    tl.debug_barrier()  # all have read the phase
     tl.store(sum_ptr + index, total, inside)
     tl.store(y_ptr + index, y, inside)
     tl.store(phases_ptr + slot, phase + 1)
@@ -175,7 +175,7 @@ def _reduce_scatter_kernel(x_ptr, y_ptr, buffers, phases_ptr, count, max_polls, 
         else:
             taken = _receive(buffers[RANK] + base + rank * SLOT_SIZE + column, inside, max_polls, EMPTY_BITS)
             total += taken.to(y_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
-    tl.debug_barrier()  # all have read the turn
+    tl.debug_barrier()  # all have read the phase
     tl.store(y_ptr + index, total.to(y_ptr.dtype.element_ty), inside)
     tl.store(phases_ptr + slot, phase + 1)
 
@@ -197,7 +197,7 @@ def _all_gather_kernel(x_ptr, y_ptr, buffers, phases_ptr, count, max_polls, RANK
         if rank != RANK:
             bits = _receive(buffers[RANK] + base + rank * SLOT_SIZE + column, inside, max_polls, EMPTY_BITS)
         tl.store(y_ptr + rank * count + index, bits.to(y_ptr.dtype.element_ty, bitcast=True), inside)
-    tl.debug_barrier()  # all have read the turn
+    tl.debug_barrier()  # all have read the phase
     tl.store(phases_ptr + slot, phase + 1)
 
 
@@ -248,10 +248,10 @@ def rows_per_program(rows: int, width: int, slots: int = MIN_SLOTS) -> int | Non
     """Rows of each program of ``all_reduce_rmsnorm``, of which there are at most ``slots``; None where so many rows do
     not fit."""
     block = triton.next_power_of_2(width)
-    most, wanted = SLOT_VALUES // block, triton.next_power_of_2(-(-rows // MIN_SLOTS))
-    if wanted * block > _BLOCK:
-        wanted = max(triton.next_power_of_2(-(-rows // slots)), _BLOCK // block)
-    return wanted if 0 < wanted <= most else None
+    most, rows_each = SLOT_VALUES // block, triton.next_power_of_2(-(-rows // MIN_SLOTS))
+    if rows_each * block > _BLOCK:
+        rows_each = max(triton.next_power_of_2(-(-rows // slots)), _BLOCK // block)
+    return rows_each if 0 < rows_each <= most else None
 
 
 def all_reduce_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, peers: PeerBuffers, *,

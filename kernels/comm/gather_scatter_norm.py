@@ -61,7 +61,7 @@ def _rmsnorm_all_gather_kernel(x_ptr, residual_ptr, weight_ptr, total_ptr, y_ptr
         if rank != RANK:
             bits = _receive(buffers[RANK] + base + rank * SLOT_SIZE, inside, max_polls, EMPTY_BITS)
         tl.store(y_ptr + (rank * rows + row) * width + column, bits.to(total.dtype, bitcast=True), inside)
-    tl.debug_barrier()  # all have read the turn
+    tl.debug_barrier()  # all have read the phase
     tl.store(phases_ptr + row, phase + 1)
 
 
@@ -94,7 +94,7 @@ def _reduce_scatter_rmsnorm_kernel(x_ptr, more_ptr, residual_ptr, weight_ptr, to
             taken = _receive(buffers[RANK] + base + rank * SLOT_SIZE, inside, max_polls, EMPTY_BITS)
             whole += taken.to(mine.dtype, bitcast=True).to(tl.float32)
     total = whole.to(mine.dtype) + residual
-    tl.debug_barrier()  # all have read the turn
+    tl.debug_barrier()  # all have read the phase
     tl.store(total_ptr + at, total, inside)
     tl.store(y_ptr + at, _normed(total, weight, width, eps), inside)
     tl.store(phases_ptr + row, phase + 1)

@@ -41,7 +41,7 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _has_aligned_rows(x: torch.Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes from the first one."""
+    """Says whether rows begin at multiples of 16 bytes from the first one."""
     return x.stride(1) == 1 and not x.stride(0) % 8
 
 
@@ -65,7 +65,7 @@ def _split_k() -> ModuleType:
 
 
 def fuses_residual(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``matmul_rmsnorm`` is the faster way to what ``dense_matmul`` makes and the norm of a sum after it."""
+    """Says whether ``matmul_rmsnorm`` is faster than ``dense_matmul`` followed by ``rmsnorm`` with a residual."""
     if not x.is_cuda or weight.itemsize != 2:
         return False
     return policy_of(weight.device).gemm.adds_residual(len(x)) or _fused_reduce(x, weight) is not None
@@ -90,7 +90,7 @@ def split_product(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.T
 
 
 def _fused_reduce(x: torch.Tensor, weight: torch.Tensor) -> SplitKTile | BatchedSplits | None:
-    """How the product leaves partial sums to the norm; None where it does not."""
+    """The splits of a product that leaves partial sums to the norm; None where it leaves none."""
     splits = policy_of(weight.device).gemm.fused_reduce(len(x), *weight.shape, weight.itemsize)
     if splits is None or not _has_aligned_rows(x) or x.dtype != weight.dtype:
         return None

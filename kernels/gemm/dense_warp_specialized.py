@@ -73,10 +73,10 @@ def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUP
     step, tile, tiles = 0, gl.program_id(0), work[0] * work[1]
     COLUMNS: gl.constexpr = 128 if GATED else 256
     row, column = _tile_at(tile, work, 64 * GROUPS, COLUMNS)
-    beside = columns if GATED else 128
+    pair_offset = columns if GATED else 128
     if GROUP == 0:
         for first in gl.static_range(AHEAD):
-            _load(a_desc, b_desc, ring, first, row, column, column + beside, first * DEPTH, True, GROUPS, STAGES)
+            _load(a_desc, b_desc, ring, first, row, column, column + pair_offset, first * DEPTH, True, GROUPS, STAGES)
     while tile < tiles:
         tile += gl.num_programs(0)
         next_row, next_column = _tile_at(tile, work, 64 * GROUPS, COLUMNS)
@@ -91,7 +91,7 @@ def _multiply(descs, out, ring, work, columns, depth, GROUP: gl.constexpr, GROUP
                 ahead = start + AHEAD * DEPTH
                 inside = ahead < depth
                 at = gl.where(inside, column, next_column)
-                _load(a_desc, b_desc, ring, step + AHEAD, gl.where(inside, row, next_row), at, at + beside,
+                _load(a_desc, b_desc, ring, step + AHEAD, gl.where(inside, row, next_row), at, at + pair_offset,
                       gl.where(inside, ahead, ahead - depth), inside | (tile < tiles), GROUPS, STAGES)
             step += 1
         made = warpgroup_mma_wait(0, deps=(acc,))

@@ -131,7 +131,7 @@ def _moe_sort_kernel(topk_ids_ptr, counts_ptr, rows_ptr, expert_of_block_ptr, po
     start_next(PDL)
     wait_for_last(PDL)
     part = tl.program_id(0)
-    each, parts, lane = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, PARTS), tl.arange(0, CHUNK)
+    each, parts, index_in_chunk = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, PARTS), tl.arange(0, CHUNK)
     counts = tl.load(counts_ptr + parts[:, None] * BLOCK_EXPERTS + each[None, :])
     of_expert = tl.sum(counts, 0)
     blocks = (of_expert + ROWS - 1) // ROWS
@@ -142,12 +142,12 @@ def _moe_sort_kernel(topk_ids_ptr, counts_ptr, rows_ptr, expert_of_block_ptr, po
     ahead = firsts * ROWS + tl.sum(tl.where((parts < part)[:, None], counts, 0), 0)
     end = tl.minimum(part * per_part + per_part, total)
     for start in range(part * per_part, end, CHUNK):
-        index = start + lane
+        index = start + index_in_chunk
         chosen = tl.load(topk_ids_ptr + index, index < end, other=-1).to(tl.int32)
         chosen_columns = tl.load(topk_ids_ptr + index, index < end,
                                  other=-1).to(tl.int32)  # in the other direction's layout
         chosen_here = (chosen >= 0) & (chosen < num_experts)
-        before = (chosen[:, None] == chosen_columns[None, :]) & (lane[None, :] < lane[:, None])
+        before = (chosen[:, None] == chosen_columns[None, :]) & (index_in_chunk[None, :] < index_in_chunk[:, None])
         at = tl.gather(ahead, tl.where(chosen_here, chosen, 0), 0) + tl.sum(before.to(tl.int32), 1)
         tl.store(rows_ptr + at, index, chosen_here)
         tl.store(positions_ptr + index, at, chosen_here)

@@ -37,12 +37,12 @@ def _moe_topk_kernel(logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, strid
         if PAIRS:
             first = tl.argmax(choice, 1)
             best += tl.max(tl.where(member[None, :] == first[:, None], float("-inf"), choice), 1)
-        kept = tl.zeros((BLOCK_GROUPS,), tl.int32)
+        selected = tl.zeros((BLOCK_GROUPS,), tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
             chosen = group == tl.argmax(best, 0)
-            kept = tl.where(chosen, 1, kept)
+            selected = tl.where(chosen, 1, selected)
             best = tl.where(chosen, float("-inf"), best)
-        choice = tl.where((kept != 0)[:, None], choice, float("-inf"))
+        choice = tl.where((selected != 0)[:, None], choice, float("-inf"))
     choice = tl.reshape(choice, (BLOCK_GROUPS * BLOCK_EACH,))
     scores = tl.reshape(scores, (BLOCK_GROUPS * BLOCK_EACH,))
     expert = tl.reshape(expert, (BLOCK_GROUPS * BLOCK_EACH,))

@@ -92,11 +92,11 @@ def _load_sorted(a_desc, b_desc, ring, step, depth, row, b_row, blocks, DEPTH: g
 def _load_all(given, b_desc, ring, scheduler, work, columns, depth, GATED: gl.constexpr, COLUMNS: gl.constexpr,
               DEPTH: gl.constexpr, STAGES: gl.constexpr):
     """Runs the loading group, which looks up the next tile before it issues this one's loads."""
-    step, turn, tile = 0, 0, gl.program_id(0)
+    step, iteration, tile = 0, 0, gl.program_id(0)
     row, column, expert, blocks = tile_at(tile, work, COLUMNS)
     upper, lower = choices_of(work, row, blocks, 0, DEPTH), choices_of(work, row, blocks, 1, DEPTH)
     while tile < work[3] * work[4]:
-        tile = take_next_tile(scheduler, turn, work)
+        tile = take_next_tile(scheduler, iteration, work)
         next_row, next_column, next_place, next_blocks = tile_at(tile, work, COLUMNS)
         next_upper = choices_of(work, next_row, next_blocks, 0, DEPTH)
         next_lower = choices_of(work, next_row, next_blocks, 1, DEPTH)
@@ -110,7 +110,7 @@ def _load_all(given, b_desc, ring, scheduler, work, columns, depth, GATED: gl.co
                                     STAGES)
         row, column, expert, blocks = next_row, next_column, next_place, next_blocks
         upper, lower = next_upper, next_lower
-        turn += 1
+        iteration += 1
 
 
 @gluon.jit
@@ -118,10 +118,10 @@ def _multiply_all(out_desc, outs, ring, scheduler, work, scales, bias_ptr, out_s
                   GROUP: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, LIMIT: gl.constexpr,
                   BETWEEN: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr):
     """Runs a multiplying group, for a tile's first block or its second."""
-    step, turn, tile = 0, 0, gl.program_id(0)
+    step, iteration, tile = 0, 0, gl.program_id(0)
     row, column, expert, blocks = tile_at(tile, work, COLUMNS)
     while tile < work[3] * work[4]:
-        tile = receive_tile(scheduler, turn)
+        tile = receive_tile(scheduler, iteration)
         next_row, next_column, next_place, next_blocks = tile_at(tile, work, COLUMNS)
         if expert >= 0:
             if blocks > GROUP:
@@ -146,7 +146,7 @@ def _multiply_all(out_desc, outs, ring, scheduler, work, scales, bias_ptr, out_s
                     mbarrier.arrive(ring[3].index(step % STAGES))
                     step += 1
         row, column, expert, blocks = next_row, next_column, next_place, next_blocks
-        turn += 1
+        iteration += 1
     tma.store_wait(0)
 
 

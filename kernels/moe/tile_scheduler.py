@@ -39,7 +39,7 @@ def tile_at(tile, work, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def take_next_tile(scheduler, turn, work):
+def take_next_tile(scheduler, iteration, work):
     """Takes the next free tile and passes it to the multiplying groups. The program that takes the last one resets the
     counter to zero for the next product."""
     next_ptr, tiles_smem, sent, received = scheduler
@@ -47,18 +47,18 @@ def take_next_tile(scheduler, turn, work):
     if taken == work[3] * work[4] - 1:
         gl.store(next_ptr, 0)
     tile = taken + gl.num_programs(0)
-    mbarrier.wait(received.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    tiles_smem.index(turn % 2).store(gl.full([32], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(sent.index(turn % 2))
+    mbarrier.wait(received.index(iteration % 2), ((iteration // 2) & 1) ^ 1)
+    tiles_smem.index(iteration % 2).store(gl.full([32], tile, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.arrive(sent.index(iteration % 2))
     return tile
 
 
 @gluon.jit
-def receive_tile(scheduler, turn):
+def receive_tile(scheduler, iteration):
     next_ptr, tiles_smem, sent, received = scheduler
-    mbarrier.wait(sent.index(turn % 2), (turn // 2) & 1)
-    tile = gl.max(tiles_smem.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(received.index(turn % 2))
+    mbarrier.wait(sent.index(iteration % 2), (iteration // 2) & 1)
+    tile = gl.max(tiles_smem.index(iteration % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(received.index(iteration % 2))
     return tile
 
 

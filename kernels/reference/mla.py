@@ -44,17 +44,17 @@ def mla_prefill(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, segment
     """Twin of ``attention.mla_prefill.mla_prefill``."""
     keys, values = kv.float().split([kv.shape[2] - out.shape[2], out.shape[2]], -1)
     keys = torch.cat((keys, k_rope.float()[:, None].expand(-1, kv.shape[1], -1)), -1)
-    for b, (place, size, own) in enumerate(segment.table.tolist()):
+    for b, (first_key, size, own) in enumerate(segment.table.tolist()):
         rows = slice(int(qo_indptr[b]), int(qo_indptr[b + 1]))
         last = own + torch.arange(rows.stop - rows.start, device=q.device)
         seen = torch.arange(size, device=q.device) <= last[:, None]
         if not seen.any():
             continue
-        scores = torch.einsum("qhd,khd->qhk", q[rows].float(), keys[place:place + size]) * scale
+        scores = torch.einsum("qhd,khd->qhk", q[rows].float(), keys[first_key:first_key + size]) * scale
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
         level = scores.logsumexp(-1)
         weights = (scores - level.masked_fill(level.isinf(), 0.0)[..., None]).exp()
-        result = torch.einsum("qhk,khd->qhd", weights, values[place:place + size])
+        result = torch.einsum("qhk,khd->qhd", weights, values[first_key:first_key + size])
         if lse is not None:
             level = level * math.log2(math.e)
             joint = torch.logaddexp2(level, lse[rows])

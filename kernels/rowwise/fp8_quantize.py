@@ -60,12 +60,12 @@ def quantize(x: torch.Tensor, form: Float8Format, *, gated: bool = False) -> Flo
     """Quantizes ``x`` [T, width], contiguous in its last dimension. Values beyond a static scale's range saturate."""
     if form.known is not None:
         return Float8Rows(quantize_by(x, form.known, gated=gated), form.known, x.dtype)
-    made = room_for(x, _width(x, gated), form.group)
+    made = allocate_rows(x, _width(x, gated), form.group)
     _quantize_into(made.values, made.scale, x, form.group, gated=gated)
     return made
 
 
-def room_for(x: torch.Tensor, width: int, group: int) -> Float8Rows:
+def allocate_rows(x: torch.Tensor, width: int, group: int) -> Float8Rows:
     """Allocates rows for those of ``x``, uninitialised, and up to three more after the last: libraries take rows by
     fours."""
     rows, whole, groups = len(x), -(-len(x) // 4) * 4, -(-width // group)
@@ -104,9 +104,9 @@ def _quantize_into(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, group:
     if runs_triton(x):
         _launch(x, q, scale, scale.stride(), group, scale.shape[1], gated=gated, static=False)
         return
-    values, found = reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
+    values, scales = reference.quantize_groups(reference.silu_and_mul(x) if gated else x, group)
     q.copy_(values)
-    scale.copy_(found)
+    scale.copy_(scales)
 
 
 def _width(x: torch.Tensor, gated: bool) -> int:

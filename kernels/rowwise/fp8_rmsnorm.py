@@ -10,7 +10,7 @@ import torch
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import Float8Format, Float8Rows
-from .fp8_quantize import quantize, room_for, scales_of, to_float8
+from .fp8_quantize import quantize, allocate_rows, scales_of, to_float8
 
 
 # A scale's stride may be the number of rows, which changes with every step.
@@ -51,7 +51,7 @@ def fp8_rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Float8F
     rows, width = x.shape
     group = min(form.group, width) if form.known is None else width
     groups = triton.cdiv(width, group)
-    q, scale, _ = made = room_for(x, width, group)
+    q, scale, _ = made = allocate_rows(x, width, group)
     if form.known is not None:
         made = made._replace(scale=form.known)
     total = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is not None else x

@@ -14,11 +14,11 @@ _CHUNK = 1024
 
 @triton.jit
 def _gather_rows_kernel(table_ptr, row_ptr, y_ptr, width, CHUNK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    row = tl.load(row_ptr + place)
+    row = tl.load(row_ptr + index)
     inside = column < width
-    tl.store(y_ptr + place * width + column, tl.load(table_ptr + row * width + column, inside), inside)
+    tl.store(y_ptr + index * width + column, tl.load(table_ptr + row * width + column, inside), inside)
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

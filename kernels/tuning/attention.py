@@ -31,8 +31,8 @@ class PrefillTile(NamedTuple):
 
 
 class DecodeSplits(NamedTuple):
-    """What ``plan_decode`` cuts a step's keys into: splits for about ``programs_per_sm`` programs, of ``min_tokens`` at
-    least, and up to ``max_rounds`` times as many where lengths are mixed.
+    """Parameters of ``plan_decode``: splits for about ``programs_per_sm`` programs, of ``min_tokens`` tokens at least,
+    and up to ``max_rounds`` times as many where lengths are mixed.
 
     Two programs fit an SM; four rounds of them leave an eighth of a round idle at the end, on average. A shorter
     split's start-up and merge cost more than what it takes off the others."""
@@ -90,7 +90,7 @@ class AttentionPolicy:
         return self.numbers.few if kv_heads <= self.numbers.few_kv_heads else self.numbers.usual
 
     def stores_current_kv(self, dim: int, itemsize: int, cache_itemsize: int, kv_heads: int) -> bool:
-        """Whether attention that takes a step's own rows is faster than ``rope_and_store`` before it, of the same:
+        """Says whether attention itself stores the step's own keys and values faster than ``rope_and_store`` before it:
         where the loop's registers leave space for that. At 64 requests of 8 heads it gains nothing."""
         return cache_itemsize == itemsize and self.decode(dim, itemsize, cache_itemsize, kv_heads).waits_late
 
@@ -103,7 +103,7 @@ class AttentionPolicy:
         return DecodeSplits(2 if few else 4, 128, 2)
 
     def decode_warp_specialized(self, kv_heads: int) -> bool:
-        """Whether the warp-specialized kernel is faster for so many KV heads of all requests."""
+        """Says whether the warp-specialized kernel is faster for ``kv_heads`` of all requests."""
         return self.facts.runs_gluon and kv_heads > self.numbers.few_kv_heads
 
     def prefill(self, row_bytes: int, itemsize: int) -> PrefillTile:
@@ -126,7 +126,7 @@ class AttentionPolicy:
         return self.numbers.mla_narrow if self.mla_head_block(num_heads, itemsize) <= 16 else self.numbers.mla_wide
 
     def mla_is_narrow(self, num_heads: int, itemsize: int) -> bool:
-        """Whether mla_decode_narrow.py's kernel runs: what it does for few heads needs 16-bit tensor cores."""
+        """Says whether mla_decode_narrow.py's kernel runs, which is for few heads and needs 16-bit tensor cores."""
         return num_heads <= 16 and itemsize <= 2
 
     def mla_splits(self, num_heads: int, itemsize: int) -> DecodeSplits:

@@ -183,8 +183,8 @@ class GemmPolicy:
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019 (policies live as long as the process)
     def small_m_max_rows(self, out: int, width: int, itemsize: int) -> int:
-        """How many rows make a product with a weight [out, in] one of few rows: with more, the library's is faster. 0
-        where the kernel does not run, would read no whole vectors, or would find no tensor cores."""
+        """The most rows for which the small-M kernels are faster than the library, by a weight [out, in]. 0 where they
+        do not run, would read no whole vectors, or have no tensor cores for the type."""
         numbers = self.numbers.small_m
         if not self.facts.runs_triton or width * itemsize % 16 or itemsize > 2:
             return 0
@@ -195,15 +195,15 @@ class GemmPolicy:
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def is_persistent(self, out: int, width: int, itemsize: int) -> bool:
-        """Whether products of few rows with such a weight are for the persistent kernel."""
+        """Says whether the persistent kernel takes products of few rows with such a weight."""
         numbers = self.numbers.persistent
         return (self.facts.runs_gluon and itemsize == 2 and out * width * itemsize >= numbers.min_bytes
                 and width >= numbers.min_depth and width % 16 == 0)
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def persistent(self, rows: int, out: int, width: int) -> PersistentTile | None:
-        """None where the small-M kernel is faster. The number of rows changes what is on its way, not the order in
-        which a row is summed up, in two parts."""
+        """The persistent kernel's tile, None where the small-M kernel is faster. The number of rows changes the loads
+        in flight, not the order in which a row is summed up, in two parts."""
         wide = out > self.numbers.persistent.wide_columns
         if rows <= 16:
             block, depth = 64, 128
@@ -218,8 +218,8 @@ class GemmPolicy:
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def small_m(self, rows: int, out: int, width: int, dtype: torch.dtype) -> SmallMTile:
-        """The same for all numbers of rows but one, up to 32: a row's result does not depend on how many others there
-        are. One row by itself has no use for tensor cores, and many narrow columns need no splits."""
+        """The small-M kernel's tile. It is the same for 2 to 32 rows: a row's result does not depend on the number of
+        others. One row by itself has no use for tensor cores, and many narrow columns need no splits."""
         if rows == 1 and dtype.itemsize > 1:
             wide = 1 << 14 <= out < 1 << 16 and width >= 2048
             return self._prefetching(SmallMTile(4, 2048, 1, 4, 3) if wide else SmallMTile(8, 1024, 1, 4, 3), out)
@@ -239,8 +239,8 @@ class GemmPolicy:
         return self._prefetching(SmallMTile(columns, depth, splits, warps, 4), out)
 
     def _large_small_m(self, rows: int, out: int, width: int) -> SmallMTile:
-        """As many stages as there is shared memory for: of all but two of them the weights are on their way. Where
-        there are fewer tiles than SMs each has one to itself, and two programs share one where there are more."""
+        """A tile with as many stages as shared memory holds: the weights of all but two of them are in flight. Where
+        there are fewer tiles than SMs each has an SM to itself, and two programs share one where there are more."""
         numbers = self.numbers.small_m
         if -(-out // 64) > self.facts.num_sms:
             return self._prefetching(SmallMTile(64, 128, 1, 4, 4 if rows <= 32 else 3), out)
@@ -251,7 +251,7 @@ class GemmPolicy:
         return self._prefetching(tile, out) if rows <= 32 else tile
 
     def _prefetching(self, tile: SmallMTile, out: int) -> SmallMTile:
-        """Where all programs begin at once: in one that begins later the fetch is only a second read."""
+        """Adds a prefetch where all programs begin at once: in one that begins later it is only a second read."""
         numbers, programs = self.numbers.small_m, -(-out // tile.columns) * tile.splits
         return replace(tile, prefetch_bytes=numbers.prefetch_bytes) if programs <= numbers.resident_programs else tile
 
@@ -267,7 +267,7 @@ class GemmPolicy:
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
     def fused_reduce(self, rows: int, out: int, width: int, itemsize: int) -> SplitKTile | BatchedSplits | None:
-        """How a product with too few tiles leaves partial sums to the norm that follows; None where it does not."""
+        """The splits of a product that leaves partial sums to the norm that follows; None where it leaves none."""
         return self._split_k_partials(rows, out, width, itemsize) or self._batched_splits(rows, out, width, itemsize)
 
     def _split_k_partials(self, rows: int, out: int, width: int, itemsize: int) -> SplitKTile | None:
@@ -280,8 +280,8 @@ class GemmPolicy:
         return replace(numbers.shared, splits=splits) if whole else None
 
     def _batched_splits(self, rows: int, out: int, width: int, itemsize: int) -> BatchedSplits | None:
-        """Tiles of 128 x 128 are then about as many as SMs; by itself cuBLAS would split too, and make another pass
-        over the partial sums."""
+        """Splits that make about as many tiles of 128 x 128 as SMs. By itself cuBLAS would split too, and make another
+        pass over the partial sums."""
         numbers = self.numbers.batched_splits
         if not numbers.min_rows <= rows <= numbers.max_rows or itemsize != 2 or out % 8 or width % 8 or (
                 not self.facts.is_hopper):
@@ -292,13 +292,13 @@ class GemmPolicy:
         return BatchedSplits(splits) if whole and tiles * splits >= numbers.min_busy_sms * sms else None
 
     def _takes_split_k(self, rows: int, out: int, width: int, itemsize: int) -> bool:
-        """Whether the kernels run, have whole steps, and enough to do."""
+        """Says whether the split-K kernels run, have whole steps, and enough work."""
         numbers = self.numbers.split_k
         return (numbers.min_rows <= rows <= numbers.max_rows and not width % 64 and not out % 16 and itemsize == 2
                 and out * width * itemsize >= numbers.min_bytes and self.facts.runs_gluon)
 
     def fuses_activation(self, out: int, width: int, itemsize: int) -> bool:
-        """Whether products of many rows with a weight [2 * size, in] can end in the activation."""
+        """Says whether products of many rows with a weight [2 * size, in] can end in the activation."""
         return self.facts.runs_gluon and itemsize == 2 and width >= 256 and width % 8 == out % 16 == 0
 
     @lru_cache(_CACHED_SHAPES)  # noqa: B019
@@ -314,12 +314,12 @@ class GemmPolicy:
         return numbers.tall if tall + numbers.tall_gain >= usual else numbers.usual
 
     def _used(self, tile: WarpSpecializedTile, rows: int, size: int) -> float:
-        """The share of what programs multiply that is wanted."""
+        """The share of the programs' multiplications that is not padding."""
         tiles, sms = -(-rows // tile.rows) * -(-size // 128), self.facts.num_sms
         return rows * size / (-(-tiles // sms) * sms * tile.rows * 128)
 
     def adds_residual(self, rows: int) -> bool:
-        """Whether so many rows are added to the residual by the product itself."""
+        """Says whether the product itself adds its ``rows`` rows to the residual."""
         return rows >= self.numbers.warp_specialized.min_rows
 
 
