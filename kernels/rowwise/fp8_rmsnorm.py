@@ -10,7 +10,7 @@ import torch
 from .. import reference
 from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
 from ..arguments import Float8Format, Float8Rows
-from .fp8_quantize import quantize, allocate_rows, scales_of, to_float8
+from .fp8_quantize import allocate_rows, quantize, scales_of, to_float8
 
 
 # A scale's stride may be the number of rows, which changes with every step.
