@@ -138,7 +138,9 @@ class FlashInferBackend:
 
     def _lengths(self, batch: ForwardBatch) -> np.ndarray:
         """The length of each request, with the tokens of this step."""
-        return (np.diff(batch.kv_indptr_cpu) - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
+        full_pages: np.ndarray = np.diff(batch.kv_indptr_cpu) - 1
+        lengths: np.ndarray = full_pages * self._pool.layout.page_size + batch.kv_last_page_len_cpu
+        return lengths
 
     def _over_tensors_of(self, batch: ForwardBatch) -> Any:
         """Makes a wrapper that reads the page table of a graph, and plans into the memory that all graphs share."""

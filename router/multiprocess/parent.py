@@ -21,7 +21,7 @@ from ..config import RouterConfig
 from ..config.admission import AdmissionRules
 from ..monitoring.cluster_view import ClusterView
 from ..monitoring.health import HealthMonitor
-from ..net.http_server import Request
+from ..net.request import Request
 from ..net.responses import Response
 from ..net.upstream_response import Failure
 from ..obs.metrics import Metrics
@@ -73,9 +73,9 @@ class AdmissionTotals:
 
 
 class Parent:
-    """The parts of the router in the parent; ``children()`` are those that run."""
+    """The components of the router in the parent; ``children()`` are those that run."""
 
-    accepts = False
+    accepts_clients = False
 
     def __init__(self, config: RouterConfig, stats: SharedStats, children: Callable[[], Sequence[ChildProcess]]):
         self._stats = stats
@@ -89,7 +89,7 @@ class Parent:
         self._scheduled: asyncio.Handle | None = None
         self._drains: asyncio.Task[None] | None = None
         self._replies: set[asyncio.Task[None]] = set()
-        self.router = Router(_parent_config(config), parts=self)
+        self.router = Router(_parent_config(config), components=self)
         self._feed = UpdateFeed(self._registry, self._rows)
 
     async def start(self) -> None:
@@ -104,7 +104,7 @@ class Parent:
             self._drains.cancel()
         await self.router.stop()
 
-    # ------------------------------------------------------------------ the parts
+    # ------------------------------------------------------------------ components
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
         self._leave = on_drained

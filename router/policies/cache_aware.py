@@ -81,9 +81,9 @@ def covered_bytes(blocks: int) -> int:
     return _ENDS[blocks] if beyond <= 0 else _ENDS[-1] + beyond * LEVELS[-1][1]
 
 
-def prompt_blocks(request: Request, found: RoutingFields | None) -> list[int]:
-    """``read`` of this policy: hashed once for both workers of a pair."""
-    return block_hashes(prompt_text(request, found))
+def prompt_blocks(request: Request, fields: RoutingFields | None) -> list[int]:
+    """Returns the prompt's block hashes; ``read`` of this policy, which both roles of a pair share."""
+    return block_hashes(prompt_text(request, fields))
 
 
 class _Shard:
