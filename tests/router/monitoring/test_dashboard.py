@@ -29,12 +29,12 @@ def test_quantiles():
 async def test_samples(start_router, worker, request_to, chat, script):
     stream = script.stream("a", "b", "c", pause=0.02)
     router = await start_router(await worker(stream), await worker(stream))
-    router.sampler.take()
+    router.sampler.sample()
     router.sampler.samples.clear()
     for _ in range(3):
         assert (await chat(router)).status == 200
     await request_to(router, "POST", "/v1/nowhere", b"", "Connection: close\r\n")
-    router.sampler.take()
+    router.sampler.sample()
     sample = (await request_to(router, "GET", "/dashboard/data")).json["samples"][-1]
     assert (sample["requests"], sample["failures"], sample["decisions"], sample["running"]) == (4, 0, 4, 0)
     assert sample["hits"] >= 2
@@ -51,19 +51,19 @@ async def test_samples_of_the_queue(start_router, worker, connect, chat, script)
         client.send("POST", "/generate", b"{}")
     await script.until(lambda: mock.posts and router._gate.admission.queued == 2)
     assert (await chat(router)).status == 429
-    router.sampler.take()
+    router.sampler.sample()
     sample = router.sampler.samples[-1]
     assert (sample.running, sample.queued, sample.refused, sample.healthy, sample.healthy_prefill) == (1, 2, 1, 1, None)
     for client in reversed(clients):
         client.leave()
     await script.until(lambda: not router._gate.admission.queued)
-    router.sampler.take()
+    router.sampler.sample()
     assert (router.sampler.samples[-1].queued, router.sampler.samples[-1].refused) == (0, 0)
 
 
 async def test_samples_of_pairs(start_router, worker):
     router = await start_router(prefill=[await worker()], decode=[await worker(), await worker()])
-    router.sampler.take()
+    router.sampler.sample()
     assert (router.sampler.samples[-1].healthy, router.sampler.samples[-1].healthy_prefill) == (2, 1)
 
 
@@ -102,7 +102,7 @@ async def test_workers_are_asked_while_somebody_looks(start_router, worker, requ
     prefill, decode = await worker(), await worker()
     prefill.metrics = decode.metrics = (OURS % (0, 0, 0, 0, 0)).encode()
     router = await start_router(prefill=[prefill], decode=[decode])
-    router.sampler.take()
+    router.sampler.sample()
     assert router.sampler.samples[-1].tokens_in is None
 
     async def reports():
