@@ -15,7 +15,7 @@ from ..common.engine.ranks import RankSpec
 @command("launch_decode")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_decode", description="Start a decode server.",
-                   defaults={"disaggregation_mode": "decode"}, adjust=lambda config: config.only("decode"))
+                   defaults={"disaggregation_mode": "decode"}, adjust=lambda config: config.require_mode("decode"))
     sys.exit(run(config))
 
 

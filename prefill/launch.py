@@ -15,7 +15,7 @@ from ..common.engine.ranks import RankSpec
 @command("launch_prefill")
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServerConfig, argv, prog="launch_prefill", description="Start a prefill server.",
-                   defaults={"disaggregation_mode": "prefill"}, adjust=lambda config: config.only("prefill"))
+                   defaults={"disaggregation_mode": "prefill"}, adjust=lambda config: config.require_mode("prefill"))
     sys.exit(run(config))
 
 

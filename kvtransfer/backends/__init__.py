@@ -31,7 +31,7 @@ def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = Non
     if name == "mooncake":
         from .mooncake import MooncakeBackend
         return MooncakeBackend(host, ib_device)
-    raise ConfigError(f"--disaggregation-transfer-backend must be auto, nixl, ipc, mooncake or fake, not {name!r}.")
+    raise ConfigError(f"--disaggregation-transfer-backend must be auto, nixl, ipc or mooncake, not {name!r}.")
 
 
 def _nearest(host: str) -> Backend:

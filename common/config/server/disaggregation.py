@@ -15,9 +15,10 @@ TransferOverlap = Literal["layers", "chunk", "prompt"]
 @dataclass(frozen=True)
 class DisaggregationArgs:
     disaggregation_mode: Mode = flag("null", help="role of this server: both phases in one engine, or one of them")
-    disaggregation_transfer_backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag("nixl", help=(
-        "how KV pages travel; 'ipc' copies them between GPUs (or processes) of one host at the speed of their link, "
-        "'auto' does that where it reaches and else takes nixl; 'fake' moves them over the control channel, for tests"))
+    disaggregation_transfer_backend: Literal["auto", "nixl", "ipc", "mooncake", "fake"] = flag(
+        "nixl", hidden=("fake",), help=(
+            "how KV pages travel; ipc copies them between GPUs (or processes) of one host at the speed of their link, "
+            "auto is ipc within a host and nixl between hosts"))
     disaggregation_ib_device: str | None = flag(None, help=(
         "RDMA devices of the mooncake backend, with commas between them; without it mooncake uses TCP"))
     disaggregation_bootstrap_port: int = flag(8998, help="port of a prefill server's bootstrap server")
