@@ -87,9 +87,8 @@ class ClusterConfig:
     def roles(self) -> list[Mode]:
         """The role of each server, in the order of their ports; "null" is a whole server."""
         args = self.cluster
-        if args.dp_size and not self.servers.data_parallel.enable_dp_attention:
-            return ["null"] * args.dp_size
-        return ["prefill"] * args.prefill + ["decode"] * args.decode
+        pairs: list[Mode] = ["prefill"] * args.prefill + ["decode"] * args.decode
+        return ["null"] * args.dp_size if args.dp_size and not self.servers.data_parallel.enable_dp_attention else pairs
 
 
 @dataclass(frozen=True)

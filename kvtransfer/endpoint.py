@@ -1,4 +1,4 @@
-"""What a sender and a receiver set up alike: who they are, their registered pool, their sockets."""
+"""Setup that senders and receivers share: their arguments, identity, registered pool and sockets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -13,8 +14,23 @@ import zmq
 from ..common.api.errors import ConfigError
 from ..common.api.identity import ModelIdentity
 from ..common.kvcache.layout import KVLayout
+from .backends import make_backend
 from .backends.base import Backend, Region
 from .messages import MAX_MESSAGE_BYTES, RankInfo
+
+if TYPE_CHECKING:
+    from ..common.engine.rank import EngineParts
+
+
+def transport_arguments(parts: EngineParts) -> dict[str, Any]:
+    """Keyword arguments that KVSender and KVReceiver have in common, from the parts of an engine rank."""
+    config, runner = parts.config, parts.runner
+    args = config.disaggregation
+    return dict(
+        args=args, host=config.http.host, server=config.http.shown_url, rank=parts.tp.rank, tp_size=parts.tp.size,
+        dp_rank=parts.parallel.dp_rank, dp_size=parts.parallel.dp_size, model=runner.model, layout=runner.layout,
+        num_pages=runner.pool.num_pages, regions=runner.pool.regions(), spare_page=runner.spare_page,
+        backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
