@@ -26,11 +26,12 @@ def transport_arguments(parts: EngineParts) -> dict[str, Any]:
     """Keyword arguments that KVSender and KVReceiver have in common, from the parts of an engine rank."""
     config, runner = parts.config, parts.runner
     args = config.disaggregation
-    return dict(
-        args=args, host=config.http.host, server=config.http.shown_url, rank=parts.tp.rank, tp_size=parts.tp.size,
-        dp_rank=parts.parallel.dp_rank, dp_size=parts.parallel.dp_size, model=runner.model, layout=runner.layout,
-        num_pages=runner.pool.num_pages, regions=runner.pool.regions(), spare_page=runner.spare_page,
-        backend=make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device))
+    backend = make_backend(args.disaggregation_transfer_backend, config.http.host, args.disaggregation_ib_device)
+    return {
+        "args": args, "host": config.http.host, "server": config.http.shown_url, "backend": backend,
+        "rank": parts.tp.rank, "tp_size": parts.tp.size, "dp_rank": parts.parallel.dp_rank,
+        "dp_size": parts.parallel.dp_size, "model": runner.model, "layout": runner.layout,
+        "num_pages": runner.pool.num_pages, "regions": runner.pool.regions(), "spare_page": runner.spare_page}
 
 
 def rank_info(*, endpoint: str, rank: int, tp_size: int, layout: KVLayout, backend: Backend, dp_rank: int,
