@@ -1,9 +1,9 @@
 """The decode server's scheduler.
 
-A request reserves its pages first (what the prefix cache has is not asked for), tells the prefill server where to write
-them, and joins the running batch when the cache and the first token have arrived. Memory is thus committed at the
-receiver before anything is written. Running requests are the composed unified scheduler's; it also
-computes prompts that come without a bootstrap room, and requests that were retracted.
+A request first reserves the pages that its own prefix cache lacks, sends their ids to the prefill server, and joins the
+running batch when the KV cache and the first token have arrived. Memory is thus committed at the receiver before
+anything is written. The composed unified scheduler runs the batch; it also computes prompts that come without a
+bootstrap room, and requests that were retracted.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .peers import PrefillPeers
 
 
 class DecodeScheduler:
-    """Reserves, receives, decodes."""
+    """Reserves pages, receives KV caches and decodes."""
 
     def __init__(self, unified: UnifiedScheduler, receiver: KVReceiver, tp: TPGroup):
         self.unified = unified
         self.batcher = unified.batcher
         self.ledger = unified.ledger
         self.receiver = receiver
-        self.rooms = Rooms(receiver, tp)
+        self.transfers = Rooms(receiver, tp)
         self.peers = PrefillPeers(receiver)
         self.arrived = self.batcher.make_queue()
-        self._begun: list[Half] = []  # in this step
+        self._started: list[Half] = []  # in this step
 
     @property
     def idle(self) -> bool:
-        return self.unified.idle and not self.arrived and not len(self.rooms)
+        return self.unified.idle and not self.arrived and not len(self.transfers)
 
     @property
     def paused(self) -> bool:
@@ -49,7 +49,7 @@ class DecodeScheduler:
 
     @property
     def num_transferring(self) -> int:
-        return len(self.rooms)
+        return len(self.transfers)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -57,10 +57,10 @@ class DecodeScheduler:
 
     @property
     def gauges(self) -> dict[str, float]:
-        receiving = [half for half in self.rooms if half.stage is Stage.RECEIVING]
-        meeting = sum(self.receiver.phase(half.room) is Phase.RESERVING for half in receiving)
-        return {"kv_transfers_meeting": meeting, "kv_transfers_moving": len(receiving) - meeting,
-                "kv_transfers_draining": self.rooms.count(Stage.DRAINING)}
+        receiving = [transfer for transfer in self.transfers if transfer.status is Stage.RECEIVING]
+        bootstrapping = sum(self.receiver.phase(transfer.room) is Phase.RESERVING for transfer in receiving)
+        return {"kv_transfers_meeting": bootstrapping, "kv_transfers_moving": len(receiving) - bootstrapping,
+                "kv_transfers_draining": self.transfers.count(Stage.DRAINING)}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
@@ -69,9 +69,9 @@ class DecodeScheduler:
             self.arrived.append(req)
 
     def abort(self, req: Req, error: ServingError) -> None:
-        half = self.rooms.of(req)
-        if half is not None:
-            self.rooms.abort(half, error)
+        transfer = self.transfers.find(req)
+        if transfer is not None:
+            self.transfers.abort(transfer, error)
         elif req in self.arrived:
             self.arrived.remove(req)
             assert req.bootstrap is not None
@@ -80,11 +80,11 @@ class DecodeScheduler:
             self.unified.abort(req, error)
 
     def step(self, now: float) -> bool:
-        for progress in self.rooms.poll():
+        for progress in self.transfers.poll():
             self._advance(progress)
         self._reserve_arrived()
-        self.ledger.flush()  # first tokens that have arrived need not wait for the step that is launched now
-        self._close_begun()
+        self.ledger.flush()  # so that first tokens which arrived do not wait for the step that is launched now
+        self._close_started()
         return self.unified.step(now)
 
     def settle(self) -> None:
@@ -94,7 +94,7 @@ class DecodeScheduler:
         self.receiver.close()
 
     def _reserve_arrived(self) -> None:
-        """Reserve in the queue's order while there is room; retracted requests that are as urgent come first."""
+        """Reserves pages in the queue's order while there are any; retracted requests that are as urgent come first."""
         while not self.paused and (req := self.arrived.head()) is not None and self._is_next(req):
             self.unified.make_way(req, req.num_prompt_tokens, req.num_prompt_tokens)
             if not self.batcher.has_slot or not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
@@ -119,44 +119,44 @@ class DecodeScheduler:
             self.batcher.finish(req, keep=False)
             self.ledger.fail(req, error)
         else:
-            self.rooms.open(req, Stage.RECEIVING)
+            self.transfers.open(req, Stage.RECEIVING)
             self.batcher.expect(req)
 
     def _advance(self, progress: Progress) -> None:
-        half = progress.half
-        if half.stage is Stage.DRAINING:
+        transfer = progress.transfer
+        if transfer.status is Stage.DRAINING:
             if progress.settled:
-                if progress.phase is Phase.DONE:  # it was aborted when all had arrived
-                    self.receiver.taken(half.room)
-                self.rooms.close(half)
-                self.batcher.finish(half.req, keep=False)
+                if progress.phase is Phase.DONE:  # it was aborted after all had arrived
+                    self.receiver.acknowledge(transfer.room)
+                self.transfers.close(transfer)
+                self.batcher.finish(transfer.req, keep=False)
         elif progress.failing:
-            self._fail(half, self.rooms.error_of(half))
+            self._fail(transfer, self.transfers.error_for(transfer))
         elif progress.settled:
-            self._start(half)
+            self._start(transfer)
 
-    def _fail(self, half: Half, error: ServingError) -> None:
-        self.rooms.abort(half, error)
-        self.ledger.fail(half.req, error)
+    def _fail(self, transfer: Half, error: ServingError) -> None:
+        self.transfers.abort(transfer, error)
+        self.ledger.fail(transfer.req, error)
 
-    def _close_begun(self) -> None:
-        """First tokens are out: prefill need not keep anything for another attempt."""
-        for half in self._begun:
-            self.receiver.taken(half.room)
-            self.rooms.close(half)
-        self._begun.clear()
+    def _close_started(self) -> None:
+        """Acknowledges the first tokens, which were sent: prefill need not retain these prompts any more."""
+        for transfer in self._started:
+            self.receiver.acknowledge(transfer.room)
+            self.transfers.close(transfer)
+        self._started.clear()
 
-    def _start(self, half: Half) -> None:
-        """Cache and first token are here: the request decodes from now on."""
-        req = half.req
-        result = self.receiver.result(half.room)
+    def _start(self, transfer: Half) -> None:
+        """Starts to decode a request whose KV cache and first token have arrived."""
+        req = transfer.req
+        result = self.receiver.result(transfer.room)
         if not 0 <= result.token_id < self.ledger.vocab_size:
-            self._fail(half, TransferFailed(
+            self._fail(transfer, TransferFailed(
                 f"The prefill server chose token {result.token_id}, and this model's vocabulary has ids 0 to "
                 f"{self.ledger.vocab_size - 1}: the two servers do not serve the same model."))
             return
         req.mark("transfer")
-        self._begun.append(half)
+        self._started.append(transfer)
         assert req.hold is not None
         req.num_computed_tokens = req.num_prompt_tokens
         req.num_cached_tokens = max(result.num_cached_tokens, req.hold.num_cached_pages * self.batcher.cache.page_size)
@@ -167,4 +167,4 @@ class DecodeScheduler:
         self.batcher.adopt(req)
         self.unified.report(req, req.take(result.token_id), result.logprobs)
         if self.batcher.paused == "retract":
-            self.batcher.pause("retract")  # this one too
+            self.batcher.pause("retract")  # this request too

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until stopped; returns the process's exit code."""
+    """Serves until stopped; returns the process's exit code."""
     check_engine()
     from ..common.http.server import run_server
     from ..kvtransfer.bootstrap import BootstrapServer
@@ -31,7 +31,7 @@ def run(config: ServerConfig) -> int:
 
 
 def run_rank(spec: RankSpec) -> None:
-    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    """Runs a rank's process, which imports the engine and with it torch; the API server process does not."""
     from . import rank
 
     rank.main(spec)

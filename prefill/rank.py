@@ -25,5 +25,6 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
                        secret=args.cluster_secret)
     register(sender.info)
     return PrefillScheduler(parts.batcher, parts.executor, parts.ledger, sender, parts.agreeing,
-                            len(parts.runner.layout.groups), overlap=parts.overlap, kv_retain_seconds=args.kv_retain_seconds,
+                            len(parts.runner.layout.groups), overlap=parts.overlap,
+                            kv_retain_seconds=args.kv_retain_seconds,
                             transfer_overlap=args.kv_transfer_overlap, register=register)
