@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .offline import Engine
 
-__version__ = "0.1.0"
+_DISTRIBUTION = "baton-serve"  # tells this package from the registry's unrelated ``baton``; common/__init__.py asks
 __all__ = ["Engine", "__version__"]
+
+from .common.version import __version__  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ class BuildPackages(build_py):
 
 
 setup(
-    version=re.search(r'__version__ = "(.+?)"', Path("__init__.py").read_text()).group(1),
+    version=re.search(r'__version__ = "(.+?)"', Path("common/version.py").read_text()).group(1),
     package_dir={"baton": "."},
     packages=["baton", *PACKAGES],
     package_data={"baton": ["py.typed"], "baton.common.tinychat": ["checkpoint/*"],

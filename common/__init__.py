@@ -6,7 +6,7 @@ import sys
 
 def _check_neighbours() -> None:
     """A registry's unrelated package ``baton`` installs into the same folder, over our ``__init__.py`` or beside it."""
-    ours = hasattr(sys.modules[__name__.rpartition(".")[0]], "__version__")
+    ours = hasattr(sys.modules[__name__.rpartition(".")[0]], "_DISTRIBUTION")
     if ours and not os.path.isdir(os.path.join(os.path.dirname(os.path.dirname(__file__)), "_baton")):
         return
     sentence = ("An unrelated package that is also called baton is installed over this one: pip uninstall baton "

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from .config.logs import LogArgs
-from .engine.ranks import die_with
 from .obs.logging import cut
+from .process import die_with
 
 log = logging.getLogger("baton.cluster")
 

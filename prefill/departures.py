@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..common.config.server.disaggregation import TransferOverlap
-from ..common.engine.batcher import Batch, Chunk
+from ..common.engine.batch import Batch, Chunk
 from ..common.engine.req import Req
 from ..common.kvcache.manager import KVCacheManager
 from ..kvtransfer.sender import KVSender

@@ -18,16 +18,3 @@ def unused_tcp_port() -> int:
     from baton.tests.ports import free_port
 
     return free_port()
-
-
-PROCESSES = ("/integration/", "/router/test_router_processes.py", "/router/test_dashboard.py", "/router/test_server.py",
-             "/router/test_promises.py", "/kvtransfer/test_processes.py", "/common/test_dp.py", "/common/test_pp.py",
-             "/common/test_tp.py", "/common/test_moe_ranks.py", "/common/test_scheduling_ranks.py")
-"""Tests that kill, stop and time real processes. What they wait for is the kernel's to give on a busy machine."""
-
-
-def pytest_collection_modifyitems(items):
-    """A test of real processes that fails is tried again, twice; the summary tells how many were."""
-    for item in items:
-        if any(part in item.path.as_posix() for part in PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))

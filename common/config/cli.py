@@ -19,8 +19,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 
-from ... import __version__
 from ..api.errors import ConfigError
+from ..version import __version__
 from .packages import install
 
 C = TypeVar("C")

@@ -6,7 +6,8 @@ import torch
 
 from ..api.errors import ServingError
 from ..api.messages import Finish
-from .batcher import Batch, Batcher
+from .batch import Batch
+from .batcher import Batcher
 from .forward_batch import ForwardBatch, Row, build_forward_batch
 from .ledger import Ledger
 from .model_runner import ModelRunner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .batcher import Batch
+from .batch import Batch
 from .host_copies import Download
 from .req import Req
 

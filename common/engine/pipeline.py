@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .batcher import Batch, Batcher
+from .batch import Batch
+from .batcher import Batcher
 from .executor import Executor, Step
 from .forward_batch import AfterGroup
 from .scheduling.rates import PrefillRate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..api.messages import Logprobs
-from .batcher import Batch
+from .batch import Batch
 from .host_copies import upload
 from .req import Req
 from .token_logprobs import LogprobReport, TokenLogprob

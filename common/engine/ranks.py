@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from ..config.server import ServerConfig
+from ..process import die_with
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 0.02
 
 
@@ -112,15 +110,6 @@ class RankProcesses:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
-
-
-def die_with(parent: int) -> None:
-    """Tie this process's life to that of process ``parent``, which started it, and leave Ctrl-C to that one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before prctl took effect
-            os._exit(1)
 
 
 def _run_rank(target: RankTarget, spec: RankSpec, parent: int) -> None:

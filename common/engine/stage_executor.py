@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..api.errors import InvalidRequest, from_code
 from ..api.messages import Logprobs
 from ..distributed.parallel import Parallel
-from .batcher import Batch
+from .batch import Batch
 from .choosing import FAILED
 from .executor import Executor, Gain, Step
 from .forward_batch import AfterGroup

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from .batcher import Batch, Batcher
+from .batch import Batch
+from .batcher import Batcher
 from .executor import Executor, Step
 from .forward_batch import AfterGroup
 from .pipeline import Pipeline

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from ..api.errors import ServingError
 from ..api.messages import Finish, Logprobs
-from .batcher import Batch, Batcher
+from .batch import Batch
+from .batcher import Batcher
 from .executor import Executor, Gain, Step
 from .ledger import Ledger
 from .peers import NoPeers

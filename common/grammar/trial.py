@@ -23,7 +23,7 @@ import msgspec
 
 from ..api.errors import InvalidRequest, WorkerUnavailable
 from ..api.grammar import GrammarSpec, Vocabulary
-from ..engine.ranks import die_with
+from ..process import die_with
 
 if TYPE_CHECKING:
     from .compiler import Compiler

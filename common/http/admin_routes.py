@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from ... import __version__
 from ..api.errors import DeadlineExceeded, EngineDead, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
 from ..api.messages import Generate, State
 from ..api.sampling import SamplingParams
@@ -18,6 +17,7 @@ from ..obs.about import POLICY, about
 from ..obs.metrics import CONTENT_TYPE
 from ..openai.bootstrap import bootstrap_point
 from ..openai.decoding import BodyDecoder
+from ..version import __version__
 from .front import Front
 from .generation import Generation
 from .web import error_response, json_response

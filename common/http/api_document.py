@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from ... import __version__
 from ..anthropic import answer as anthropic_answer
 from ..anthropic import request as anthropic_request
 from ..openai import batches, embeddings, files, native, protocol, response_objects, response_request, tokenizing
 from ..openai import responses as answers
 from ..openai.responses import encode
+from ..version import __version__
 from . import admin_routes, control_routes, parsing_routes, session_routes
 
 Route = tuple[str, str, Callable[..., Awaitable[web.StreamResponse]]]

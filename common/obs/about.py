@@ -7,7 +7,7 @@ from html import escape
 
 import msgspec
 
-from ... import __version__
+from ..version import __version__
 
 _STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:40em;margin:3em auto;padding:0 1em;color-scheme:light dark}"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ... import __version__
+from ..version import __version__
 
 _PACKAGES = ("torch", "triton", "flashinfer-python")
 

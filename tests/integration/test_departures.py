@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from baton.common.engine.batcher import Batch, Chunk
+from baton.common.engine.batch import Batch, Chunk
 from baton.prefill.departures import Departures
 
 PAGE, GROUPS = 4, 3
