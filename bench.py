@@ -36,9 +36,9 @@ def bench_draft_acceptance(argv: Sequence[str] | None = None) -> None:
 
 @command("bench_kvtransfer")
 def bench_kvtransfer(argv: Sequence[str] | None = None) -> None:
-    from .kvtransfer import bench
+    from .kvtransfer.bench import run
 
-    bench.main(argv)
+    run.main(argv)
 
 
 @command("bench_serving")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from .common.api.errors import ConfigError
-from .common.cluster import Part, ask, run_parts, say
+from .common.cluster import ClusterProcess, ask, run_parts, say
 from .common.config.addresses import check_free, find_free_ports
 from .common.config.cli import flag, nested, parse, to_argv
 from .common.config.command import command
@@ -20,8 +20,8 @@ from .common.config.logs import LogArgs
 from .common.config.packages import check_engine
 from .common.config.server import Mode, ServerConfig, ServerSections, StorageArgs
 from .common.obs.logging import check_folder, setup_logging
-from .router.compat import co_launched
 from .router.config import RouterConfig
+from .router.sglang_flags import co_launched
 
 
 @command("launch_server")
@@ -33,7 +33,7 @@ def launch_server(argv: Sequence[str] | None = None) -> None:
     elif config.mode == "decode":
         from .decode.launch import run
     else:
-        from .common.engine.launch import run
+        from .common.serving.unified_server import run
     sys.exit(run(config))
 
 
@@ -107,15 +107,15 @@ class ClusterPlan:
             if server.mode == "prefill":
                 check_free("127.0.0.1", server.disaggregation.disaggregation_bootstrap_port, flag)
 
-    def processes(self, args: ClusterArgs, folder: Path) -> list[Part]:
+    def processes(self, args: ClusterArgs, folder: Path) -> list[ClusterProcess]:
         """The processes, which log to ``folder``; the router is the last."""
         parts = []
         for name, server in self.servers.items():
             module = ["baton.launch", "server"] if server.mode == "null" else [f"baton.{server.mode}.launch"]
-            parts.append(Part(name, [sys.executable, "-m", *module, *to_argv(server)],
-                              f"http://127.0.0.1:{server.http.port}", folder / f"{name}.log"))
+            parts.append(ClusterProcess(name, [sys.executable, "-m", *module, *to_argv(server)],
+                                        f"http://127.0.0.1:{server.http.port}", folder / f"{name}.log"))
         argv = [sys.executable, "-m", "baton.router.launch", *to_argv(self.router)]
-        return [*parts, Part("router", argv, args.url, folder / "router.log", "/readiness")]
+        return [*parts, ClusterProcess("router", argv, args.url, folder / "router.log", "/readiness")]
 
 
 def plan_cluster(config: ClusterConfig, num_gpus: int, router_flags: Sequence[str] = ()) -> ClusterPlan:

@@ -17,8 +17,8 @@ from .common.api.commands import FlushCache, ReleaseMemory, ResumeMemory, StartP
 from .common.api.errors import ConfigError
 from .common.config.cli import build
 from .common.config.server import ServerConfig
-from .common.http.control_routes import LOAD_SECONDS
-from .common.http.offline import Cluster, Part
+from .common.serving.admin.control import LOAD_SECONDS
+from .common.serving.offline.engines import Cluster, EngineProcesses
 
 T = TypeVar("T")
 _END = object()
@@ -201,13 +201,13 @@ def _generate_body(prompt: Any, sampling_params: Any, stream: bool, fields: dict
     return body
 
 
-def _unified(flags: Mapping[str, Any]) -> list[Part]:
-    from .common.engine.launch import run_rank
+def _unified(flags: Mapping[str, Any]) -> list[EngineProcesses]:
+    from .common.serving.unified_server import run_rank
 
-    return [Part(build(ServerConfig, dict(flags)), run_rank)]
+    return [EngineProcesses(build(ServerConfig, dict(flags)), run_rank)]
 
 
-def _pair(flags: Mapping[str, Any], prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Part]:
+def _pair(flags: Mapping[str, Any], prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[EngineProcesses]:
     from .decode.launch import run_rank as run_decode
     from .kvtransfer.bootstrap import BootstrapServer
     from .prefill.launch import run_rank as run_prefill
@@ -217,8 +217,8 @@ def _pair(flags: Mapping[str, Any], prefill: Mapping[str, Any], decode: Mapping[
     two = build(ServerConfig, {**common, **decode, "disaggregation_mode": "decode"})
     args = one.disaggregation
     address = one.http.host, args.disaggregation_bootstrap_port
-    return [Part(one, run_prefill, [lambda: BootstrapServer(*address, secret=args.cluster_secret)]),
-            Part(two, run_decode)]
+    return [EngineProcesses(one, run_prefill, [lambda: BootstrapServer(*address, secret=args.cluster_secret)]),
+            EngineProcesses(two, run_decode)]
 
 
 def _free_port() -> int:

@@ -33,7 +33,7 @@ BAR_WIDTH = 24
 
 
 @dataclass
-class Part:
+class ClusterProcess:
     """One process: ``argv`` starts it, ``url + probe`` tells whether it is ready, its output goes to ``log``."""
 
     name: str
@@ -86,7 +86,7 @@ def _describe(body: bytes) -> str:
 class _Board:
     """One line a part: redrawn in place on a terminal, printed on change elsewhere."""
 
-    def __init__(self, parts: Sequence[Part], logs: LogArgs):
+    def __init__(self, parts: Sequence[ClusterProcess], logs: LogArgs):
         self._parts = parts
         self._logs = logs
         self._width = max(len(part.name) for part in parts)
@@ -114,7 +114,7 @@ def say(text: str, logs: LogArgs) -> None:
         print(text, flush=True)
 
 
-def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool], logs: LogArgs | None = None) -> int:
+def run_parts(parts: Sequence[ClusterProcess], when_ready: Callable[[], bool], logs: LogArgs | None = None) -> int:
     """Start all parts, call ``when_ready`` once all are, and wait while it returned True; returns the exit code.
 
     0 after Ctrl-C, SIGTERM or SIGHUP or where ``when_ready`` returned False, 1 where a part died. ``logs`` says how
@@ -141,7 +141,7 @@ def run_parts(parts: Sequence[Part], when_ready: Callable[[], bool], logs: LogAr
         _stop(parts)
 
 
-def _cut_logs(parts: Sequence[Part], max_bytes: int) -> None:
+def _cut_logs(parts: Sequence[ClusterProcess], max_bytes: int) -> None:
     for part in parts:
         with contextlib.suppress(OSError):  # a full disk, or a file that somebody removed: the parts go on
             cut(part.log, max_bytes)
@@ -159,21 +159,21 @@ class _StopFlag:
         self.raised = True
 
 
-def _all_ready(parts: Sequence[Part]) -> bool:
+def _all_ready(parts: Sequence[ClusterProcess]) -> bool:
     for part in parts:
         if not part.ready:
             part.check()
     return all(part.ready for part in parts)
 
 
-def _report_death(part: Part) -> int:
+def _report_death(part: ClusterProcess) -> int:
     assert part.process is not None
     print(f"{part.name} ended with exit code {part.process.returncode}; its last lines ({part.log}):\n"
           f"{part.last_words()}", file=sys.stderr, flush=True)
     return 1
 
 
-def _stop(parts: Sequence[Part]) -> None:
+def _stop(parts: Sequence[ClusterProcess]) -> None:
     """SIGTERM to all, in reverse order of start so that the router leaves first; SIGKILL after a grace."""
     running = [part.process for part in reversed(parts) if part.process is not None and part.process.poll() is None]
     for process in running:

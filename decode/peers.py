@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..common.api.errors import ServingError
 from ..common.api.identity import ModelIdentity
 from ..common.api.messages import ConnectPeer, Done
-from ..kvtransfer.receiver import KVReceiver
+from ..kvtransfer.receiver.kv_receiver import KVReceiver
 
 
 class PrefillPeers:

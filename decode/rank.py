@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..common.engine.rank import EngineParts, run_rank
-from ..common.engine.ranks import RankSpec
-from ..common.engine.unified import UnifiedScheduler
+from ..common.engine.unified_scheduler import UnifiedScheduler
+from ..common.engine_client.rank_processes import RankSpec
 from ..kvtransfer.endpoint import transport_arguments
-from ..kvtransfer.receiver import KVReceiver
+from ..kvtransfer.receiver.kv_receiver import KVReceiver
 from .scheduler import DecodeScheduler
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from ..common.api.errors import ServingError, TransferFailed
 from ..common.distributed.tp import TPGroup
-from ..common.engine.req import Req
-from ..common.engine.unified import UnifiedScheduler
-from ..kvtransfer.receiver import KVReceiver
-from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
-from ..kvtransfer.states import Phase
+from ..common.engine.unified_scheduler import UnifiedScheduler
+from ..common.request.req import Req
+from ..kvtransfer.protocol.states import Phase
+from ..kvtransfer.receiver.kv_receiver import KVReceiver
+from ..kvtransfer.requests import Progress, TransferRequest, TransferStatus, TransferTable
 from .peers import PrefillPeers
 
 
@@ -26,10 +26,10 @@ class DecodeScheduler:
         self.batcher = unified.batcher
         self.ledger = unified.ledger
         self.receiver = receiver
-        self.transfers = Rooms(receiver, tp)
+        self.transfers = TransferTable(receiver, tp)
         self.peers = PrefillPeers(receiver)
         self.arrived = self.batcher.make_queue()
-        self._started: list[Half] = []  # in this step
+        self._started: list[TransferRequest] = []  # in this step
 
     @property
     def idle(self) -> bool:
@@ -57,10 +57,10 @@ class DecodeScheduler:
 
     @property
     def gauges(self) -> dict[str, float]:
-        receiving = [transfer for transfer in self.transfers if transfer.status is Stage.RECEIVING]
+        receiving = [transfer for transfer in self.transfers if transfer.status is TransferStatus.RECEIVING]
         bootstrapping = sum(self.receiver.phase(transfer.room) is Phase.RESERVING for transfer in receiving)
         return {"kv_transfers_meeting": bootstrapping, "kv_transfers_moving": len(receiving) - bootstrapping,
-                "kv_transfers_draining": self.transfers.count(Stage.DRAINING)}
+                "kv_transfers_draining": self.transfers.count(TransferStatus.DRAINING)}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:
@@ -119,12 +119,12 @@ class DecodeScheduler:
             self.batcher.finish(req, keep=False)
             self.ledger.fail(req, error)
         else:
-            self.transfers.open(req, Stage.RECEIVING)
+            self.transfers.open(req, TransferStatus.RECEIVING)
             self.batcher.expect(req)
 
     def _advance(self, progress: Progress) -> None:
         transfer = progress.transfer
-        if transfer.status is Stage.DRAINING:
+        if transfer.status is TransferStatus.DRAINING:
             if progress.settled:
                 if progress.phase is Phase.DONE:  # it was aborted after all had arrived
                     self.receiver.acknowledge(transfer.room)
@@ -135,7 +135,7 @@ class DecodeScheduler:
         elif progress.settled:
             self._start(transfer)
 
-    def _fail(self, transfer: Half, error: ServingError) -> None:
+    def _fail(self, transfer: TransferRequest, error: ServingError) -> None:
         self.transfers.abort(transfer, error)
         self.ledger.fail(transfer.req, error)
 
@@ -146,7 +146,7 @@ class DecodeScheduler:
             self.transfers.close(transfer)
         self._started.clear()
 
-    def _start(self, transfer: Half) -> None:
+    def _start(self, transfer: TransferRequest) -> None:
         """Starts to decode a request whose KV cache and first token have arrived."""
         req = transfer.req
         result = self.receiver.result(transfer.room)

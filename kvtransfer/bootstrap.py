@@ -28,8 +28,8 @@ from aiohttp import web
 from ..common.api.errors import ConfigError, InvalidRequest, NotFound, ServingError, Unauthorized
 from ..common.api.unreadable import UNREADABLE
 from ..common.config.addresses import cannot_listen
-from .messages import RankInfo
-from .seal import SECRET_MISMATCH, Secret, make_secret
+from .protocol.authentication import SECRET_MISMATCH, Secret, make_secret
+from .protocol.messages import RankInfo
 
 logger = logging.getLogger("baton.kvtransfer")
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .backends.base import Region
-from .lanes import expand_blocks
+from .protocol.reshard import expand_blocks
 
 Extent = Literal["sampled", "full", "off"]
 

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from .iothread import IOThread
-from .timing import Timing
+from .io_thread import IOThread
+from .protocol.timing import Timing
 
 
 class Core(Protocol):

@@ -16,7 +16,7 @@ from ..common.api.identity import ModelIdentity
 from ..common.kvcache.layout import KVLayout
 from .backends import make_backend
 from .backends.base import Backend, Region
-from .messages import MAX_MESSAGE_BYTES, RankInfo
+from .protocol.messages import MAX_MESSAGE_BYTES, RankInfo
 
 if TYPE_CHECKING:
     from ..common.engine.rank import EngineParts

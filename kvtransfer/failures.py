@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..common.api.errors import Conflict, ServingError, TransferFailed
-from .states import Event, Phase, Table, step
+from .protocol.states import Event, Phase, Table, step
 
 
 class Failing(Protocol):

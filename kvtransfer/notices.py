@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from .waiting import MAX_WAITING
+from .expiring import MAX_WAITING
 
 
 class Warn(NamedTuple):

@@ -9,7 +9,7 @@ from ..common.config.cli import parse
 from ..common.config.command import command
 from ..common.config.packages import check_engine
 from ..common.config.server import ServerConfig
-from ..common.engine.ranks import RankSpec
+from ..common.engine_client.rank_processes import RankSpec
 
 
 @command("launch_prefill")
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: ServerConfig) -> int:
     """Serves until stopped; returns the process's exit code."""
     check_engine()
-    from ..common.http.server import run_server
+    from ..common.serving.server import run_server
     from ..kvtransfer.bootstrap import BootstrapServer
 
     args = config.disaggregation

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from ..common.api.errors import InvalidRequest
 from ..common.api.identity import ModelIdentity
 from ..common.api.messages import ConnectPeer, Done
-from ..kvtransfer.messages import RankInfo
-from ..kvtransfer.sender import KVSender
-from .kept import KeptPrompts
+from ..kvtransfer.protocol.messages import RankInfo
+from ..kvtransfer.sender.kv_sender import KVSender
+from .retained_prompts import RetainedPrompts
 
 
 class DecodePeers:
@@ -17,7 +17,7 @@ class DecodePeers:
 
     busy = False
 
-    def __init__(self, sender: KVSender, retained: KeptPrompts, register: Callable[[RankInfo], None]):
+    def __init__(self, sender: KVSender, retained: RetainedPrompts, register: Callable[[RankInfo], None]):
         self._sender = sender
         self._retained = retained
         self._register = register

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from ..common.engine.rank import EngineParts, run_rank
-from ..common.engine.ranks import RankSpec
+from ..common.engine_client.rank_processes import RankSpec
 from ..kvtransfer.bootstrap import register_rank
 from ..kvtransfer.endpoint import transport_arguments
-from ..kvtransfer.sender import KVSender
+from ..kvtransfer.sender.kv_sender import KVSender
 from .scheduler import PrefillScheduler
 
 

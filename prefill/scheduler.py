@@ -14,37 +14,37 @@ from ..common.api.errors import AbortRequested, InvalidRequest, ServingError
 from ..common.api.messages import Finish, Logprobs
 from ..common.config.server.disaggregation import TransferOverlap
 from ..common.distributed.agreement import Agreeing
-from ..common.engine.batcher import Batcher
-from ..common.engine.executor import Executor, Step
-from ..common.engine.ledger import Ledger
-from ..common.engine.req import Req
-from ..common.engine.stage_executor import StageExecutor, StageStep
-from ..common.engine.stage_pipeline import pipeline_of
-from ..kvtransfer.messages import PrefillResult, RankInfo
-from ..kvtransfer.rooms import Half, Progress, Rooms, Stage
-from ..kvtransfer.sender import KVSender
-from ..kvtransfer.states import Phase
-from .departures import Departures
-from .kept import KeptPrompts
-from .pace import step_tokens
+from ..common.execution.executor import Executor, StepOutput
+from ..common.execution.pp_executor import PPExecutor, PPStep
+from ..common.execution.pp_pipeline import pipeline_of
+from ..common.request.req import Req
+from ..common.scheduler.batcher import Batcher
+from ..common.scheduler.request_tracker import RequestTracker
+from ..kvtransfer.protocol.messages import PrefillResult, RankInfo
+from ..kvtransfer.protocol.states import Phase
+from ..kvtransfer.requests import Progress, TransferRequest, TransferStatus, TransferTable
+from ..kvtransfer.sender.kv_sender import KVSender
+from .kv_push import KVPush
 from .peers import DecodePeers
+from .retained_prompts import RetainedPrompts
+from .step_size import step_tokens
 
 
 class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that reserved pages for each request's room."""
 
-    def __init__(self, batcher: Batcher, executor: Executor | StageExecutor, ledger: Ledger, sender: KVSender,
+    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, ledger: RequestTracker, sender: KVSender,
                  group: Agreeing, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
                  kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
         self.ledger = ledger
         self.sender = sender
-        self.transfers = Rooms(sender, group)
-        self._kv_push = Departures(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
+        self.transfers = TransferTable(sender, group)
+        self._kv_push = KVPush(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
         self._pipeline = pipeline_of(batcher, executor, self._take_in, overlap=overlap)
         self._first_tokens: dict[int, tuple[list[int], Logprobs | None]] = {}  # by room
-        self._retained = KeptPrompts(batcher.cache, sender, group, kv_retain_seconds)
+        self._retained = RetainedPrompts(batcher.cache, sender, group, kv_retain_seconds)
         self.peers = DecodePeers(sender, self._retained, register)
         self._now = 0.0
 
@@ -62,11 +62,11 @@ class PrefillScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.batcher.waiting) + self.transfers.count(Stage.BOOTSTRAPPING)
+        return len(self.batcher.waiting) + self.transfers.count(TransferStatus.BOOTSTRAPPING)
 
     @property
     def num_transferring(self) -> int:
-        return self.transfers.count(Stage.SENDING) + self.transfers.count(Stage.DRAINING)
+        return self.transfers.count(TransferStatus.SENDING) + self.transfers.count(TransferStatus.DRAINING)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -75,9 +75,9 @@ class PrefillScheduler:
     @property
     def gauges(self) -> dict[str, float]:
         queued, in_flight = self.sender.writes_waiting
-        return {"kv_transfers_meeting": self.transfers.count(Stage.BOOTSTRAPPING),
-                "kv_transfers_moving": self.transfers.count(Stage.SENDING),
-                "kv_transfers_draining": self.transfers.count(Stage.DRAINING),
+        return {"kv_transfers_meeting": self.transfers.count(TransferStatus.BOOTSTRAPPING),
+                "kv_transfers_moving": self.transfers.count(TransferStatus.SENDING),
+                "kv_transfers_draining": self.transfers.count(TransferStatus.DRAINING),
                 "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_kept": len(self._retained)}
 
     def add(self, req: Req) -> None:
@@ -87,7 +87,7 @@ class PrefillScheduler:
                 param="bootstrap_room")
         self.sender.expect(req.bootstrap.room, req.prompt_digest, req.num_prompt_tokens)
         self._retained.drop(req.bootstrap.room)
-        self.transfers.open(req, Stage.BOOTSTRAPPING)
+        self.transfers.open(req, TransferStatus.BOOTSTRAPPING)
 
     def abort(self, req: Req, error: ServingError) -> None:
         transfer = self.transfers.find(req)
@@ -118,7 +118,7 @@ class PrefillScheduler:
 
     def _advance(self, progress: Progress) -> None:
         transfer = progress.transfer
-        if transfer.status is Stage.DRAINING:
+        if transfer.status is TransferStatus.DRAINING:
             if progress.settled:
                 self._release(transfer)
         elif progress.failing:
@@ -126,18 +126,18 @@ class PrefillScheduler:
             self.abort(transfer.req, error)
             self._retained.on_failed(transfer.room, self._now, may_retry=not progress.aborted)
             self.ledger.fail(transfer.req, error)
-        elif transfer.status is Stage.BOOTSTRAPPING and progress.phase >= Phase.RESERVED:
+        elif transfer.status is TransferStatus.BOOTSTRAPPING and progress.phase >= Phase.RESERVED:
             transfer.req.mark("meeting")
             self._begin(transfer)
-        elif transfer.status is Stage.SENDING and progress.settled:
+        elif transfer.status is TransferStatus.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[transfer.room]
             self._release(transfer)
             self.ledger.gain(transfer.req, token_ids, logprobs)
 
-    def _begin(self, transfer: Half) -> None:
+    def _begin(self, transfer: TransferRequest) -> None:
         """Computes the prompt of a transfer whose ranks are all RESERVED, or sends what an earlier attempt has
         computed."""
-        transfer.advance(Stage.COMPUTING)
+        transfer.advance(TransferStatus.COMPUTING)
         req = transfer.req
         if (result := self._retained.reuse(req)) is None:
             self.batcher.waiting.append(req)
@@ -148,33 +148,33 @@ class PrefillScheduler:
         self._kv_push.push_retained(transfer.room, req.hold.ids.copy())
         self._hand_over(transfer, req.take(result.token_id), result)
 
-    def _take_in(self, step: Step | StageStep) -> None:
+    def _take_in(self, step: StepOutput | PPStep) -> None:
         for gain in step.gains():
             transfer = self.transfers.find(gain.req)
-            if transfer is not None and transfer.status is Stage.COMPUTING and gain.error is not None:
+            if transfer is not None and transfer.status is TransferStatus.COMPUTING and gain.error is not None:
                 self.abort(gain.req, gain.error)
                 self.ledger.fail(gain.req, gain.error)
-            elif transfer is not None and transfer.status is Stage.COMPUTING:
+            elif transfer is not None and transfer.status is TransferStatus.COMPUTING:
                 self.batcher.detach([gain.req])
                 req = gain.req
                 hidden = None if req.hidden is None else req.hidden.take()
                 self._hand_over(transfer, req.take_pending(gain.token_id), PrefillResult(
                     gain.token_id, req.num_cached_tokens, gain.logprobs, req.prompt_logprobs, hidden))
 
-    def _hand_over(self, transfer: Half, token_ids: list[int], result: PrefillResult) -> None:
+    def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""
         req = transfer.req
-        transfer.advance(Stage.SENDING)
+        transfer.advance(TransferStatus.SENDING)
         req.mark("prefill")
         self._first_tokens[transfer.room] = (token_ids, result.logprobs)
         req.finish = req.finish or Finish("length")
         self._retained.add(transfer.room, req, result)
         self.sender.finish(transfer.room, result)
 
-    def _release(self, transfer: Half) -> None:
+    def _release(self, transfer: TransferRequest) -> None:
         """Ends a transfer whose pages no write can touch any more; its computed pages stay in the prefix cache."""
         self._first_tokens.pop(transfer.room, None)
-        if transfer.status is Stage.SENDING:
+        if transfer.status is TransferStatus.SENDING:
             self.transfers.close(transfer, forget=lambda room: self._retained.on_done(room, self._now))
         else:
             self.transfers.close(transfer)

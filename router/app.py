@@ -13,24 +13,24 @@ from random import Random
 from ..common.api.errors import ConfigError, WorkerUnavailable
 from ..common.config.addresses import cannot_listen
 from ..common.obs.tracing import exporter_for
-from .activity import tell_activity
+from .components import Components
 from .config import RouterConfig
-from .dashboard import Sampler
-from .deadlines import ClientLimits, Deadlines
-from .discovery import Discovery
-from .dispatch import RETRY_AFTER_SECONDS, Dispatcher, Watch
-from .endpoint import Endpoint
-from .entry import Entry
-from .gate import Gate
-from .http_server import ClientConnection, Serve
-from .metrics import Metrics
-from .parts import Parts
+from .config.endpoint import Endpoint
+from .entry import RequestHandler
+from .monitoring.activity import tell_activity
+from .monitoring.dashboard import Sampler
+from .monitoring.discovery import Discovery
+from .monitoring.worker_reports import WorkerReports
+from .net.deadlines import ClientLimits, Deadlines
+from .net.http_server import ClientConnection, Serve
+from .net.request_reader import HeadRules
+from .net.tls import server_context
+from .obs.metrics import Metrics
+from .obs.tracing import Tracer
 from .policies.cache_exact import CacheExact
-from .registry import Worker, WorkerMetadata
-from .request_reader import HeadRules
-from .tls import server_context
-from .tracing import Tracer
-from .worker_reports import WorkerReports
+from .relay.admission_gate import AdmissionGate
+from .relay.dispatcher import RETRY_AFTER_SECONDS, Dispatcher, Watch
+from .workers.registry import Worker, WorkerMetadata
 
 logger = logging.getLogger("baton.router")
 _LAST_WORDS_SECONDS = 1.0
@@ -40,9 +40,9 @@ _LAST_WORDS_SECONDS = 1.0
 class Router:
     """One router process: ``await start()``, requests are served, ``await stop()``."""
 
-    def __init__(self, config: RouterConfig, *, rng: Random | None = None, parts: Parts | None = None):
+    def __init__(self, config: RouterConfig, *, rng: Random | None = None, parts: Components | None = None):
         self.config = config
-        self._parts = parts = parts or Parts()
+        self._parts = parts = parts or Components()
         self.registry = parts.registry(config, self._leave)
         self.metrics = Metrics(self.registry)
         self.reports = WorkerReports(self)
@@ -57,7 +57,7 @@ class Router:
         self._sweeper: asyncio.Task[None] | None = None
         self._teller: asyncio.Task[None] | None = None
         self._tracer = Tracer(exporter_for(config.observe.traces_to)) if config.observe.traces_to else None
-        self._gate: Gate | None = None
+        self._gate: AdmissionGate | None = None
 
     # ------------------------------------------------------------------ life
 
@@ -70,9 +70,9 @@ class Router:
         if self.dispatcher.policies.exact is not None:
             self.dispatcher.watch = _watch(self.dispatcher, self.dispatcher.policies.exact)
         rules = self.config.admission.rules
-        self._gate = Gate(parts.admission(rules, loop), loop) if rules.active and parts.accepts else None
+        self._gate = AdmissionGate(parts.admission(rules, loop), loop) if rules.active and parts.accepts else None
         self.metrics.admission = self._gate.admission if self._gate is not None else None
-        self.entry = Entry(self, parts.answer, self._rng, self._tracer, self._gate)
+        self.entry = RequestHandler(self, parts.answer, self._rng, self._tracer, self._gate)
         if parts.accepts:
             self._server = await self._listen(self.entry.serve, self.config.http.host, self.config.http.port,
                                               server_context(self.config.security))
@@ -227,7 +227,7 @@ class Router:
 def _watch(dispatcher: Dispatcher, policy: CacheExact) -> Watch:
     """Only cache_exact needs ZMQ."""
     try:
-        from .kv_watch import KVWatch
+        from .monitoring.kv_event_watch import KVWatch
     except ImportError:
         raise ConfigError("--policy cache_exact listens to the workers' KV events over ZMQ: "
                           "pip install pyzmq, or choose another policy.") from None

@@ -10,36 +10,36 @@ from random import Random
 from typing import Any
 
 from ..common.api.errors import NotFound, ServingError
-from . import stored
-from .access import Cors, Keys
-from .access_log import AccessLog
-from .admin import ADMIN_ROUTES, OPEN_PATHS
-from .body import Peek, peek, require_object, with_model
-from .cluster import Cluster
-from .continuation import ASK_FOR_IDS, StreamLog, continuable
-from .exchange import Exchange, note_failure
-from .first_checks import FirstChecks
-from .gate import Gate
-from .http_server import ClientConnection
-from .local_prefill import LocalPrefill
-from .model_routes import MODELS, READING, answer_models
-from .pd import PairRelay
-from .registry import Role, Worker
-from .relay import Relay
-from .request import Request
-from .retry import Backoff, Retries
-from .rights import check_path, is_loopback, needs_admin
+from .admin.endpoints import ADMIN_ROUTES, OPEN_PATHS
+from .admin.model_routes import MODELS, READING, answer_models
+from .admin.rights import check_path, is_loopback, needs_admin
+from .admin.worker_routes import WORKERS
+from .monitoring.cluster_view import ClusterView
+from .net.access import ApiKeys, Cors
+from .net.body import Peek, peek, require_object, with_model
+from .net.http_server import ClientConnection
+from .net.request import Request
+from .net.responses import Response, check_method
+from .obs.access_log import AccessLog
+from .obs.tracing import Tracer
+from .relay import stored_objects
+from .relay.admission_gate import AdmissionGate
+from .relay.client_response import ClientResponse, note_failure
+from .relay.continuation import ASK_FOR_IDS, StreamLog, continuable
+from .relay.first_checks import FirstChecks
+from .relay.local_prefill import LocalPrefill
+from .relay.pair import PairRelay
+from .relay.retry import Backoff, Retries
+from .relay.session_affinity import STORES, away, keeper, key_of, with_session_id
+from .relay.single import Relay
 from .routes import ANY_METHOD, ELSEWHERE, LABELS, PAIR_PATHS, PREFIXES, RELAYED, label
-from .sticky import STORES, away, keeper, key_of, with_session_id
-from .tracing import Tracer
-from .wire import Response, check_method
-from .worker_routes import WORKERS
+from .workers.registry import Role, Worker
 
 logger = logging.getLogger("baton.router")
 
 _OWN_PATHS = frozenset(ADMIN_ROUTES)
 
-AnswerOwn = Callable[[Cluster, Request], "Response | Coroutine[Any, Any, Response]"]
+AnswerOwn = Callable[[ClusterView, Request], "Response | Coroutine[Any, Any, Response]"]
 """Answers a request to the router itself, now or later; raises ServingError."""
 
 
@@ -65,10 +65,11 @@ class _Task:
         self._fail(error)
 
 
-class Entry:
+class RequestHandler:
     """Serves each request that a connection has read: ``serve`` is the connections' callback."""
 
-    def __init__(self, cluster: Cluster, answer_own: AnswerOwn, rng: Random, tracer: Tracer | None, gate: Gate | None):
+    def __init__(self, cluster: ClusterView, answer_own: AnswerOwn, rng: Random, tracer: Tracer | None,
+                 gate: AdmissionGate | None):
         """``gate``: where requests may have to wait, or to be refused; None where none ever is."""
         config = cluster.config
         self._cluster = cluster
@@ -80,7 +81,7 @@ class Entry:
         self._metrics = cluster.metrics
         self._dispatcher = cluster.dispatcher
         self._home: Role = "decode" if config.workers.pd_disaggregation else "regular"
-        self._keys = Keys(config.security.client_keys, config.security.admin_keys)
+        self._keys = ApiKeys(config.security.client_keys, config.security.admin_keys)
         self._guarded = bool(self._keys)
         self._exposed = not self._guarded and not is_loopback(config.http.host)
         self._cors = Cors(config.security.cors_allowed_origins) if config.security.cors_allowed_origins else None
@@ -161,7 +162,7 @@ class Entry:
                 self._answer(connection, request, answer_models(self._registry.models, request))
                 return
             self._find_group(request, found)
-            if path.startswith(STORES) and self._registry.models.apart and stored.is_known(request):
+            if path.startswith(STORES) and self._registry.models.apart and stored_objects.is_known(request):
                 connection.handler = _Task(self._relay_stored(connection, request),
                                            partial(self._refuse, connection, request))
                 return
@@ -171,10 +172,10 @@ class Entry:
     async def _relay_stored(self, connection: ClientConnection, request: Request) -> None:
         """Serve a request that speaks of what the keeper of one of several models has."""
         try:
-            if stored.is_list(request):
-                self._answer(connection, request, await stored.listed(self._dispatcher, self._home, request))
+            if stored_objects.is_list(request):
+                self._answer(connection, request, await stored_objects.listed(self._dispatcher, self._home, request))
                 return
-            kept = await stored.find(self._dispatcher, self._home, request, stored.described_at(request))
+            kept = await stored_objects.find(self._dispatcher, self._home, request, stored_objects.described_at(request))
             if kept is not None:
                 request.group = None  # Whatever its model is.
             self._begin(connection, request, None, kept or self._keeper_of(request), pair=False)
@@ -186,8 +187,8 @@ class Entry:
         """Begin to relay; ``kept``: the one worker that can answer."""
         path = request.path
         span = self._tracer.begin(request) if self._tracer is not None else None
-        exchange = Exchange(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
-                            self.access_log, span)
+        exchange = ClientResponse(connection, request, LABELS.get(path) or label(path, _OWN_PATHS), self._metrics,
+                                  self.access_log, span)
         if self._dispatcher.poison.records and request.body:
             exchange.suspect = self._dispatcher.poison.suspect(request)
         if (self._continues and found is not None and found.streamed and path in PAIR_PATHS
@@ -203,7 +204,8 @@ class Entry:
         connection.handler = relay
         relay.start()
 
-    def _relay_for(self, exchange: Exchange, found: Peek | None, kept: Worker | None, pair: bool) -> Relay | PairRelay:
+    def _relay_for(self, exchange: ClientResponse, found: Peek | None, kept: Worker | None,
+                   pair: bool) -> Relay | PairRelay:
         """``kept``: the one worker that can answer. ``pair``: a pair serves it, unless one worker does so alone."""
         request, dispatcher = exchange.request, self._dispatcher
         if pair and (kept is None or not kept.is_baton):  # Ours serve a session alone: prefill knows nothing of it.
@@ -222,8 +224,8 @@ class Entry:
         """Read which model is asked for, by its real name from here on; raises ModelNotFound."""
         models = self._registry.models
         asked = found.model_name if found is not None else ""
-        if stored.is_upload(request):
-            asked = stored.model_of_upload(request.body)
+        if stored_objects.is_upload(request):
+            asked = stored_objects.model_of_upload(request.body)
             request.group = models.group(models.real_name(asked))
             return
         name = models.real_name(asked)

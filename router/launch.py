@@ -15,14 +15,14 @@ import uvloop
 from ..common.config.cli import parse
 from ..common.config.command import command
 from ..common.obs.logging import setup_logging
+from .admin.rights import is_loopback
 from .app import Router, serve
-from .compat import translate
 from .config import RouterConfig
-from .process import prepare
-from .rights import is_loopback
+from .process_setup import prepare
+from .sglang_flags import translate
 
 if TYPE_CHECKING:
-    from .processes.supervisor import Supervisor
+    from .multiprocess.supervisor import Supervisor
 
 
 @command("launch_router")
@@ -41,7 +41,7 @@ async def _run(config: RouterConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stop)
     if config.http.router_workers > 1:
-        from .processes import supervisor
+        from .multiprocess import supervisor
 
         await supervisor.serve(config, ready=partial(_announce, config), stop=stop)
     else:

@@ -15,6 +15,6 @@ os.environ.setdefault("UCX_MODULES", "^ib,rdmacm")
 @pytest.fixture
 def unused_tcp_port() -> int:
     """In place of pytest-asyncio's, whose port the kernel may hand to any connection meanwhile."""
-    from baton.tests.ports import free_port
+    from baton.tests.helpers.ports import free_port
 
     return free_port()

@@ -61,7 +61,8 @@ def test_router_uses_only_the_torch_free_rooms_of_common():
 
 
 @pytest.mark.parametrize("module", [
-    "baton.router.app", "baton.common.http.server", "baton.common.openai.protocol", "baton.common.kvcache.manager",
+    "baton.router.app", "baton.common.serving.server", "baton.common.serving.protocol.requests",
+    "baton.common.kvcache.manager",
     "baton.kvtransfer.bootstrap", "baton.prefill.launch", "baton.decode.launch", "baton.launch", "baton",
     "baton.offline", "baton.bench", "baton.common.bench.serving",
 ])

@@ -74,7 +74,7 @@ class Generate(msgspec.Struct, tag=True):
 StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
 
 
-class Stage(msgspec.Struct, frozen=True, array_like=True):
+class LatencySpan(msgspec.Struct, frozen=True, array_like=True):
     """A part of a request's life in an engine, and its end on the host's monotonic clock in seconds. It began with the
     end of the one before, the first with the request's arrival."""
 
@@ -169,10 +169,10 @@ class Output(msgspec.Struct):
     prompt_logprobs: Logprobs | None = None
     embedding: bytes | None = None  # float32, of a request with ``pooling``; labels' scores of a model that has labels
     hidden_states: bytes | None = None  # float32 rows of the positions behind those that were told before
-    stages: list[Stage] = []  # those that ended since the last output, of requests that are traced
+    stages: list[LatencySpan] = []  # those that ended since the last output, of requests that are traced
 
 
-class Gained(msgspec.Struct, array_like=True):
+class NewTokens(msgspec.Struct, array_like=True):
     """A token each that requests gained, and nothing else to tell of them: Output's fields, each of all requests."""
 
     rids: list[str]
@@ -182,11 +182,11 @@ class Gained(msgspec.Struct, array_like=True):
     num_output_tokens: list[int]
 
 
-class Outputs(msgspec.Struct, tag=True):
+class OutputBatch(msgspec.Struct, tag=True):
     """All that one engine step produced: first what requests ``gained`` that go on, then what is ``told`` of others."""
 
     told: list[Output]
-    gained: Gained | None = None
+    gained: NewTokens | None = None
 
     @property
     def items(self) -> list[Output]:
@@ -275,7 +275,7 @@ class RankTotals(msgspec.Struct, tag=True):
     totals: dict[str, float]
 
 
-FromEngine = Outputs | Failed | Loading | Ready | StartFailed | Done | State | RankTotals
+FromEngine = OutputBatch | Failed | Loading | Ready | StartFailed | Done | State | RankTotals
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.forms import HeadNorms
-from ...kernels.rope_and_store import rope_and_store
-from ..engine.forward_batch import ForwardBatch
+from ...kernels.arguments import HeadNorms
+from ...kernels.attention.rope_and_store import rope_and_store
+from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 
 ANY_LENGTH = 1 << 30

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...kernels.forms import HeadNorms
-from ..engine.forward_batch import ForwardBatch
+from ...kernels.arguments import HeadNorms
+from ..forward.forward_batch import ForwardBatch
 from .base import AttentionBackend
 
 

@@ -14,10 +14,10 @@ from flashinfer import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
 
-from ...kernels.forms import HeadNorms
-from ...kernels.scale_by_sinks import scale_by_sinks
-from ...kernels.widen_pages import widen_pages
-from ..engine.forward_batch import ForwardBatch
+from ...kernels.arguments import HeadNorms
+from ...kernels.attention.dequantize_pages import widen_pages
+from ...kernels.attention.scale_by_sinks import scale_by_sinks
+from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
 from .triton_backend import TritonBackend

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..engine.forward_batch import ForwardBatch
+from ..forward.forward_batch import ForwardBatch
 
 
 class SplitBackend:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...kernels.forms import HeadNorms
-from ..engine.forward_batch import ForwardBatch
+from ...kernels.arguments import HeadNorms
+from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import store
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
-from ...kernels.forms import HeadNorms
-from ...kernels.fresh_rows import FreshRows
-from ...kernels.paged_decode import paged_decode, pieces_of, takes_rows_in
-from ...kernels.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
-from ..engine.forward_batch import ForwardBatch
+from ...kernels.arguments import HeadNorms
+from ...kernels.attention.current_kv import CurrentKV
+from ...kernels.attention.decode_plan import DecodePlan, plan_decode, processors_of
+from ...kernels.attention.paged_decode import paged_decode, pieces_of, takes_rows_in
+from ...kernels.attention.paged_prefill import PrefillBlocks, paged_prefill, plan_prefill
+from ..forward.forward_batch import ForwardBatch
 from ..kvcache.pool import KVPool
 from .base import ANY_LENGTH, store
 
@@ -49,7 +49,7 @@ class TritonBackend:
         # The first layer's attention follows a plan, and starts when all before it has ended: see kernels/_triton.py.
         settled = batch.is_decode and self._plan is not None
         if batch.is_decode and cos_sin is not None and self._takes_in(q):
-            return self._attend(layer, q, sinks, settled, FreshRows(k, v, cos_sin, batch.positions, norms))
+            return self._attend(layer, q, sinks, settled, CurrentKV(k, v, cos_sin, batch.positions, norms))
         store(self._pool, batch, layer, q, k, v, cos_sin, norms, settled)
         return self._attend(layer, q, sinks, settled)
 
@@ -70,7 +70,7 @@ class TritonBackend:
         return pages.dtype == q.dtype and takes_rows_in(q.shape[-1], q.element_size(), pages.element_size(), heads)
 
     def _attend(self, layer: int, q: torch.Tensor, sinks: torch.Tensor | None, settled: bool = False,
-                fresh: FreshRows | None = None) -> torch.Tensor:
+                fresh: CurrentKV | None = None) -> torch.Tensor:
         batch = self._batch
         assert batch is not None
         k_pages, v_pages = self._pool.layer(layer)

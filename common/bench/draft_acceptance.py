@@ -18,18 +18,18 @@ from ..config.cli import parse
 from ..config.model import load_model_spec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
-from ..engine.forward_batch import Row, build_forward_batch
-from ..engine.model_runner import ModelRunner
-from ..engine.predictors import Predictors
 from ..engine.rank import join_groups
-from ..engine.ranks import RankSpec
+from ..engine_client.rank_processes import RankSpec
+from ..forward.forward_batch import Row, build_forward_batch
+from ..runner.model_runner import ModelRunner
+from ..runner.mtp import MTPDraftLayers
 from ..weights.loader import silent
 from .command import reported
 from .draft_args import BenchDraft
-from .own_workload import own_workload
-from .progress import Progress
-from .report import append_line, check_writable
-from .workload import Turn
+from .report.progress import Progress
+from .report.report import append_line, check_writable
+from .workloads.own_workload import own_workload
+from .workloads.workload import Turn
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,7 +86,7 @@ def _table(config: BenchDraft, found: Acceptance) -> str:
 class Drafting:
     """A model and its predictors over one sequence at a time, on pages that begin at 0."""
 
-    def __init__(self, runner: ModelRunner, predictors: Predictors, chunk: int):
+    def __init__(self, runner: ModelRunner, predictors: MTPDraftLayers, chunk: int):
         self._runner = runner
         self._predictors = predictors
         self._chunk = chunk

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..api.errors import ConfigError
 from ..config.cli import flag
 from ..config.server import CacheArgs, KernelArgs, ModelArgs, ScheduleArgs, ServerConfig
-from .dataset_args import DatasetArgs
+from .workloads.dataset_args import DatasetArgs
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ..config.server import (
     ParallelArgs,
     ScheduleArgs,
 )
-from .dataset_args import DatasetArgs
 from .profile_args import ProfileArgs
+from .workloads.dataset_args import DatasetArgs
 
 
 @dataclass(frozen=True)

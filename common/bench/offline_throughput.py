@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 from ..config.cli import parse
+from .client.engine_asker import Engine, EngineAsker
+from .client.load import Load
 from .command import INTERRUPTED, reported, until_interrupted
-from .engine_asker import Engine, EngineAsker
-from .figures import Figures, figures
-from .load import Load
 from .offline_args import BenchOffline
-from .own_workload import own_workload
-from .progress import Progress
-from .report import append_line, check_writable
-from .table import table
-from .tally import Tally
-from .vocabulary import Vocabulary
-from .workload import Conversation, num_requests, single
+from .report.figures import Figures, figures
+from .report.progress import Progress
+from .report.report import append_line, check_writable
+from .report.table import table
+from .report.tally import Tally
+from .workloads.own_workload import own_workload
+from .workloads.vocabulary import Vocabulary
+from .workloads.workload import Conversation, num_requests, single
 
 MakeEngine = Callable[[BenchOffline], AbstractContextManager[Engine]]
 

@@ -14,14 +14,14 @@ from typing import Any
 from ..api.errors import ConfigError
 from ..config.cli import parse
 from ..config.model import load_model_spec
-from ..engine.collector import settle_collector
+from ..engine.garbage_collector import settle_collector
+from .client.hand_engine import HandEngine
 from .command import reported
-from .hand_engine import HandEngine
 from .one_batch_args import BenchOneBatch
-from .parts import milliseconds, recorder
-from .progress import Progress
-from .report import append_line, check_writable
-from .spread import Spread
+from .report.progress import Progress
+from .report.report import append_line, check_writable
+from .report.spread import Spread
+from .step_parts import milliseconds, recorder
 
 _RECORDED_STEPS = 10  # decode steps of a trace
 

@@ -17,26 +17,26 @@ from ..api.errors import ConfigError
 from ..config.cli import parse
 from ..config.packages import install
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
-from .answer import Answer
-from .apis import APIS, Asking
-from .arrivals import arrivals
-from .asker import Asker
-from .client import Client
+from .client.answer import Answer
+from .client.apis import APIS, Asking
+from .client.asker import Asker
+from .client.client import Client
+from .client.control import Control
+from .client.load import Load
 from .command import INTERRUPTED, reported, until_interrupted
-from .control import Control
-from .datasets import make_workload
-from .figures import Figures, figures
-from .goodput import Slo
-from .load import Load
-from .plot import draw
-from .progress import Progress
-from .report import append_line, check_writable, details, write_text
+from .report.figures import Figures, figures
+from .report.goodput import Slo
+from .report.plot import draw
+from .report.progress import Progress
+from .report.report import append_line, check_writable, details, write_text
+from .report.table import table
+from .report.tally import Tally
 from .serving_args import BenchServing
-from .shared_prefix import shareable
-from .table import table
-from .tally import Tally
-from .vocabulary import Vocabulary
-from .workload import Conversation, num_requests, single
+from .workloads.arrivals import arrivals
+from .workloads.datasets import make_workload
+from .workloads.shared_prefix import shareable
+from .workloads.vocabulary import Vocabulary
+from .workloads.workload import Conversation, num_requests, single
 
 BUSY = 0.9  # share of a core from which on the client's own delays show in what it measures
 _WARMUP_OUTPUT = 32

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from ..api.errors import ConfigError
 from ..config.cli import flag
-from .dataset_args import DatasetArgs
-from .goodput import Slo
 from .profile_args import ProfileArgs
+from .report.goodput import Slo
+from .workloads.dataset_args import DatasetArgs
 
 Backend = Literal["baton", "sglang", "vllm", "openai", "openai-chat", "sglang-oai", "sglang-oai-chat", "vllm-chat"]
 

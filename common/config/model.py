@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, Literal
 
 from ..api.errors import ConfigError
-from ..quantization.scheme import Scheme, scheme_of
 from .checkpoint import read_json, resolve_facts
 from .defaults import with_defaults
 from .mla import MLASpec, latent_attention
 from .moe import MoESpec, Stacked, deepseek_experts, gpt_oss_experts, mixtral_experts, qwen_experts
+from .quantization import QuantizationScheme, scheme_of
 from .server import ModelArgs
 from .window import ReadWindows, Windows, in_every_layer, in_turns, nowhere, where_flagged
 
@@ -94,7 +94,7 @@ class ModelSpec:
     head: Head = "words"
     num_labels: int = 0
     moe: MoESpec | None = None
-    quantization: Scheme | None = None
+    quantization: QuantizationScheme | None = None
     mla: MLASpec | None = None
     mtp_layers: int = 0
     windows: Windows = ()

@@ -10,9 +10,9 @@ import torch
 from ..api.errors import ConfigError
 from ..config.moe import MoESpec
 from ..config.server import ParallelArgs
+from .all_to_all import AllToAllExchange
 from .live_rows import LiveRows
-from .low_latency import LowLatency
-from .sent_tokens import SentTokens
+from .low_latency import LowLatencyExchange
 from .tp import TPGroup
 
 AllToAll = Literal["none", "alltoall", "low_latency", "peer"]
@@ -37,8 +37,8 @@ class ExpertShare:
     ep_size: int = 1
     a2a: AllToAll = "none"
     apart: bool = False
-    meeting: LowLatency | None = None
-    sent: SentTokens | None = None
+    meeting: LowLatencyExchange | None = None
+    sent: AllToAllExchange | None = None
     redundant: int = 0
     movable: bool = False
     counted: bool = False

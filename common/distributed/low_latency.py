@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .pending import PendingRows
+from .deferred_reduce import DeferredRows
 from .tp import TPGroup
 
 log = logging.getLogger("baton.engine")
 
 
 @dataclass(frozen=True)
-class Met:
+class GatheredTokens:
     """The rows [ranks * n, hidden] of all attention groups, for what all ranks compute."""
 
     rows: torch.Tensor
 
 
-class LowLatency:
+class LowLatencyExchange:
     """Of ranks that are an attention group each. TokenExchange says what a step has; ``takes`` says whether it goes
     this way, by what is equal on all ranks. A sentence in the log tells of decode steps that cannot.
 
@@ -61,15 +61,15 @@ class LowLatency:
         return False
 
     def normed(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
-               eps: float) -> tuple[Met, torch.Tensor]:
+               eps: float) -> tuple[GatheredTokens, torch.Tensor]:
         """``(norm(x + residual) * weight`` of all groups, this one's ``x + residual)``."""
         assert self._across.peers is not None
         rows, total = self._across.peers.gather_normed(x, residual, weight, eps)
-        return Met(rows), total
+        return GatheredTokens(rows), total
 
-    def parted(self, part: torch.Tensor) -> PendingRows:
+    def parted(self, part: torch.Tensor) -> DeferredRows:
         """This rank's rows of the sum of the ranks' ``part`` [ranks * n, hidden]."""
-        return PendingRows(part, None, self._across)
+        return DeferredRows(part, None, self._across)
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's part [n, ...] of what has met, a view."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .exchange import TokenExchange
 from .expert_share import ExpertShare
-from .stages import Stages, Way
+from .pipeline_parallel import PPLink, PPStages
+from .token_exchange import TokenExchange
 from .tp import DistBackend, TPGroup, init_tp
 
 BESIDE_CTAS = 16
@@ -38,12 +38,12 @@ class Parallel:
     """
 
     def __init__(self, world: TPGroup | None = None, attention: TPGroup | None = None, across: TPGroup | None = None,
-                 experts: ExpertShare | None = None, *, dp_head: bool = False, stages: Stages | None = None,
+                 experts: ExpertShare | None = None, *, dp_head: bool = False, stages: PPStages | None = None,
                  everyone: TPGroup | None = None, beside: TPGroup | None = None):
         """Without arguments a single rank; with a world alone, tensor parallelism over all of it. ``dp_head``: every
         attention group has the model's head for itself. ``beside``: ``across`` once more, see ``exchange_beside``."""
         self.world = world or TPGroup()
-        self.stages = stages or Stages()
+        self.stages = stages or PPStages()
         self.everyone = everyone or self.world
         self.attention = attention or self.world
         self.across = across or TPGroup(device=self.world.device)
@@ -117,11 +117,11 @@ def _init_stages(everyone: TPGroup, count: int, partition: Sequence[int], expert
     rows = [list(range(first, first + width)) for first in range(0, everyone.size, width)]
     worlds = [_subgroup(everyone, ranks, limit) for ranks in rows]
     # A group for each pair, so that what a stage sends never waits behind what it receives.
-    ways = [Way(_pair(everyone, [rank, rank + width], limit), kept=count + 2, through_host=everyone.through_host)
+    ways = [PPLink(_pair(everyone, [rank, rank + width], limit), kept=count + 2, through_host=everyone.through_host)
             for rank in range(everyone.size - width)]
     index, world = everyone.rank // width, worlds[everyone.rank // width]
-    stages = Stages(index, count, partition=partition, inward=ways[everyone.rank - width] if index else None,
-                    outward=ways[everyone.rank] if index < count - 1 else None)
+    stages = PPStages(index, count, partition=partition, inward=ways[everyone.rank - width] if index else None,
+                      outward=ways[everyone.rank] if index < count - 1 else None)
     return Parallel(world, experts=experts(world), stages=stages, everyone=everyone)
 
 

@@ -20,7 +20,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class SmallSums(Protocol):
+class SmallAllReduce(Protocol):
     """A quicker way for some sums over a group."""
 
     def takes(self, tensor: torch.Tensor) -> bool: ...
@@ -92,7 +92,7 @@ class TPGroup:
         self.device = torch.device(device)
         self._device_group = device_group
         self._host_group = host_group
-        self.peers: SmallSums | None = None
+        self.peers: SmallAllReduce | None = None
 
     @contextmanager
     def without_peers(self) -> Iterator[None]:

@@ -24,11 +24,11 @@ from ..api.errors import ConfigError, Conflict, InvalidRequest, ServingError, Wo
 from ..api.identity import ModelIdentity
 from ..config.server import ServerConfig
 from ..distributed.tp import TPGroup
-from .batcher import Batcher
-from .model_runner import ModelRunner
+from ..runner.model_runner import ModelRunner
+from ..scheduler.batcher import Batcher
+from ..scheduler.policies import registry
 from .peers import NoPeers, Peers
 from .profiler import Profiler
-from .scheduling import policies
 
 _AT_ANY_TIME = (StartProfile, StopProfile, SetLimits, RecordExperts, PauseGeneration, ContinueGeneration)
 
@@ -139,8 +139,8 @@ class Control:
             if name in given and not 1 <= given[name] <= limit:
                 raise InvalidRequest(f"{name} must be between 1 and {limit}, which the server started with, not "
                                      f"{given[name]}.", param=name)
-        if given.get("schedule_policy", "fcfs") not in policies.NAMES:
-            raise InvalidRequest(f"schedule_policy must be one of {', '.join(policies.NAMES)}.",
+        if given.get("schedule_policy", "fcfs") not in registry.NAMES:
+            raise InvalidRequest(f"schedule_policy must be one of {', '.join(registry.NAMES)}.",
                                  param="schedule_policy")
         self._batcher.set_args(dataclasses.replace(self._batcher.args, **given))
         return "Set " + ", ".join(f"{name} to {value}" for name, value in given.items()) + "."

@@ -24,13 +24,13 @@ from ..api.messages import (
 )
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
-from .channel import StageTicker, Ticker
+from ..request.req import Req
+from ..runner.dp_sync import DPSync
+from ..scheduler.request_tracker import RequestTracker
 from .control import Control
-from .kv_events import KVEventPublisher
-from .ledger import Ledger
-from .meeting import Meeting
+from .kv_event_publisher import KVEventPublisher
 from .peers import Peers
-from .req import Req
+from .rank_channel import PPTicker, Ticker
 from .watchdog import Watchdog
 
 log = logging.getLogger("baton.engine")
@@ -91,10 +91,10 @@ class Scheduler(Protocol):
 class EngineLoop:
     """One rank's main loop over a scheduler. All ranks of a group run it in lockstep."""
 
-    def __init__(self, ticker: Ticker | StageTicker, ledger: Ledger, scheduler: Scheduler, cache: KVCacheManager,
+    def __init__(self, ticker: Ticker | PPTicker, ledger: RequestTracker, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
                  watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
-                 meeting: Meeting | None = None, send_totals: Callable[[RankTotals], None] | None = None):
+                 meeting: DPSync | None = None, send_totals: Callable[[RankTotals], None] | None = None):
         """``grammars``: on the rank that chooses tokens. ``meeting``: with other data-parallel ranks, which get the
         same ticks and take the requests of theirs out of them. ``send_totals``: on ranks that speak for themselves
         alone."""

@@ -19,29 +19,29 @@ from ..config.server import ServerConfig
 from ..distributed.agreement import Agreeing, is_lost_peer
 from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
-from ..distributed.peers import connect_all
+from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
+from ..engine_client.rank_processes import RankSpec
+from ..execution.executor import Executor
+from ..execution.pp_channel import PPChannel
+from ..execution.pp_executor import PPExecutor
 from ..grammar.store import GrammarStore
 from ..kvcache.manager import KVCacheManager
 from ..obs.logging import setup_logging
-from .batcher import Batcher
-from .channel import FrontChannel, StageTicker, Ticker
-from .collector import settle_collector
+from ..runner.kv_sizing import resolve_dtype
+from ..runner.model_runner import ModelRunner
+from ..sampling.sampler import Sampler
+from ..scheduler.batcher import Batcher
+from ..scheduler.make_batcher import make_batcher
+from ..scheduler.request_tracker import RequestTracker
 from .control import Control
-from .embedding import EmbeddingScheduler
-from .executor import Executor
-from .kv_events import start_publisher
-from .ledger import Ledger
+from .cuda_stack import warn_of_stack
+from .embedding_scheduler import EmbeddingScheduler
+from .garbage_collector import settle_collector
+from .kv_event_publisher import start_publisher
 from .loop import EngineLoop, Scheduler
-from .model_runner import ModelRunner
-from .pool_plan import resolve_dtype
-from .ranks import RankSpec
-from .sampler import Sampler
-from .scheduling.make import make_batcher
-from .stack import warn_of_stack
-from .stage_executor import StageExecutor
-from .stage_line import StageLine
-from .unified import UnifiedScheduler
+from .rank_channel import PPTicker, RankChannel, Ticker
+from .unified_scheduler import UnifiedScheduler
 from .watchdog import Watchdog
 
 log = logging.getLogger("baton.engine")
@@ -55,10 +55,10 @@ class EngineParts:
     parallel: Parallel
     runner: ModelRunner
     batcher: Batcher
-    executor: Executor | StageExecutor
-    ledger: Ledger
+    executor: Executor | PPExecutor
+    ledger: RequestTracker
     grammars: GrammarStore | None = None  # on the rank that chooses tokens, and the one that speaks to the front
-    line: StageLine | None = None  # between the stages of a pipeline
+    line: PPChannel | None = None  # between the stages of a pipeline
 
     @property
     def tp(self) -> TPGroup:
@@ -94,7 +94,7 @@ def unified_scheduler(parts: EngineParts) -> Scheduler:
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
     setup_logging(spec.config.logs, f"{_role(spec)}.rank{spec.rank}")
-    channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
+    channel = RankChannel(spec.rank, spec.to_engine, spec.from_engine)
     send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
 
     def progress(stage: str, share: float) -> None:
@@ -105,7 +105,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         parallel = join_groups(spec)
         if spec.config.nodes.nnodes == 1 and not spec.config.kernels.disable_custom_all_reduce:
             connect_all(parallel, spec.config.largest_captured if parallel.tokens.decode is not None else 0)
-        line = StageLine(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.stages.size > 1 else None
+        line = PPChannel(parallel, spec.config.nodes.first_host or "127.0.0.1") if parallel.stages.size > 1 else None
         parts = build_parts(spec, parallel, send, progress, line)
         scheduler = make_scheduler(parts)
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
@@ -124,7 +124,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
     settle_collector()
-    ticker = Ticker(channel, parallel.world) if line is None else StageTicker(channel, line)
+    ticker = Ticker(channel, parallel.world) if line is None else PPTicker(channel, line)
     loop = EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
                       None if _leads(spec) else channel.send)
@@ -157,14 +157,14 @@ def _reason(spec: RankSpec, error: Exception) -> str:
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
-                progress: Callable[[str, float], None], line: StageLine | None = None) -> EngineParts:
+                progress: Callable[[str, float], None], line: PPChannel | None = None) -> EngineParts:
     """``line``: with several stages. Raises ConfigError, or torch.OutOfMemoryError, where the engine cannot be
     built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
     cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache)
-    ledger = Ledger(
+    ledger = RequestTracker(
         send,
         eos_ids=frozenset(model.eos_token_ids),
         vocab_size=model.vocab_size,
@@ -180,9 +180,9 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
     if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
         grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
     here = Executor(runner, sampler, grammars)
-    executor: Executor | StageExecutor = here
+    executor: Executor | PPExecutor = here
     if line is not None:
-        executor = StageExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
+        executor = PPExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attention)
     return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars, line)
 

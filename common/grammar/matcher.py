@@ -11,7 +11,7 @@ import xgrammar
 
 from ..api.errors import InvalidRequest, ServingError
 from ..api.sampling import SamplingParams
-from ..engine.token_buffer import TokenBuffer
+from ..request.token_buffer import TokenBuffer
 
 log = logging.getLogger("baton.grammar")
 

@@ -13,8 +13,8 @@ from ..api.errors import InvalidRequest, Overloaded
 from ..api.grammar import GrammarSpec, Vocabulary
 from ..config.server import GrammarArgs
 from ..tokenizer.tokenizer import Tokenizer
+from .fair_slots import FairSlots
 from .trial import Budget, Compiled, OverBudget, Trial
-from .turns import Turns
 
 MAX_SOURCE = 256 * 1024  # characters
 MAX_WAITING = 128
@@ -58,7 +58,7 @@ class GrammarService:
         self._vocab_size = vocab_size
         self._stop_ids = list(stop_ids)
         self._threads = ThreadPoolExecutor(_QUICK_AT_ONCE + _SLOW_AT_ONCE, thread_name_prefix="grammar")
-        self._quick, self._slow = Turns(_QUICK_AT_ONCE), Turns(_SLOW_AT_ONCE)
+        self._quick, self._slow = FairSlots(_QUICK_AT_ONCE), FairSlots(_SLOW_AT_ONCE)
         self._waiting_of: Counter[str] = Counter()
         self._trial: Trial | None = None
         self._told_vocabulary = False

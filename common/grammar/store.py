@@ -14,7 +14,7 @@ from ..api.messages import Done, PrepareGrammar
 if TYPE_CHECKING:
     import xgrammar
 
-    from ..engine.req import Req
+    from ..request.req import Req
     from .compiler import Compiler
     from .masks import FillRow, MaskFiller
     from .matcher import Matcher

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from .allocator import PageAllocator
+from .partial_pages import PartialPage, PartialPages
 from .prefix_cache import Node, PrefixCache
-from .tails import Tail, Tails
 
 
-class PageHold:
+class PageTable:
     """One request's pages, in token order.
 
     ``own[i]`` tells whether page i is held by the request (and freed with it) or owned by the prefix cache,
@@ -34,10 +34,10 @@ class PageHold:
         self.node = node
         self.num_cached_pages = self.count
         self.num_published = self.count  # leading pages that the prefix cache has, these or equal ones
-        self.tail: Tail | None = None
+        self.tail: PartialPage | None = None
 
     def __repr__(self) -> str:
-        return f"PageHold({self.count} pages, {self.num_own} own, {self.num_cached_pages} cached at start)"
+        return f"PageTable({self.count} pages, {self.num_own} own, {self.num_cached_pages} cached at start)"
 
     @property
     def ids(self) -> np.ndarray:
@@ -97,7 +97,7 @@ class KVCacheManager:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.prefix_cache = PrefixCache(page_size) if prefix_cache else None
-        self.tails = Tails()
+        self.tails = PartialPages()
         self._num_held = 0
 
     def __repr__(self) -> str:
@@ -128,19 +128,19 @@ class KVCacheManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def begin(self, tokens: np.ndarray, limit: int) -> PageHold:
+    def begin(self, tokens: np.ndarray, limit: int) -> PageTable:
         """Borrow the cached prefix of ``tokens`` (int32), of at most ``limit`` tokens, and lock it."""
         if self.prefix_cache is None:
             return self.begin_private()
         node, pages = self.prefix_cache.match(tokens[: limit // self.page_size * self.page_size])
         self.prefix_cache.lock(node)
-        return PageHold(pages, node)
+        return PageTable(pages, node)
 
-    def begin_private(self) -> PageHold:
+    def begin_private(self) -> PageTable:
         """A hold whose pages never enter the prefix cache: its tokens do not tell what is in them."""
-        return PageHold(np.empty(0, np.int64), None)
+        return PageTable(np.empty(0, np.int64), None)
 
-    def grow(self, hold: PageHold, num_tokens: int) -> bool:
+    def grow(self, hold: PageTable, num_tokens: int) -> bool:
         """Give ``hold`` pages for ``num_tokens`` tokens in all; False, and no change, where memory lacks."""
         missing = self.pages_for(num_tokens) - hold.count
         if missing <= 0:
@@ -156,7 +156,7 @@ class KVCacheManager:
         self._num_held += missing
         return True
 
-    def add_page_each(self, holds: Sequence[PageHold]) -> np.ndarray | None:
+    def add_page_each(self, holds: Sequence[PageTable]) -> np.ndarray | None:
         """Give each hold one page more, and return these in order; None, and no change, where so many are not free:
         then ``grow`` them one after the other, which evicts."""
         if len(holds) > self.num_free:
@@ -167,7 +167,7 @@ class KVCacheManager:
         self._num_held += len(holds)
         return pages
 
-    def commit(self, hold: PageHold, tokens: np.ndarray) -> None:
+    def commit(self, hold: PageTable, tokens: np.ndarray) -> None:
         """Publish the full pages of ``tokens`` (int32, all computed) in the prefix cache.
 
         Page ids of ``hold`` never change: a transfer may be reading them. Where the tree has equal pages already,
@@ -188,7 +188,7 @@ class KVCacheManager:
         self._num_held -= count - present
         hold.num_published = count
 
-    def keep_tail(self, hold: PageHold, tokens: np.ndarray) -> Tail | None:
+    def keep_tail(self, hold: PageTable, tokens: np.ndarray) -> PartialPage | None:
         """Leave the last page of ``tokens`` (int32, all computed, all of the hold's), where it is partly filled, to the
         cache; the hold goes on reading it. None where the prompt ends with a full page. The full ones were published.
         """
@@ -202,7 +202,7 @@ class KVCacheManager:
         self.tails.read(hold.tail)
         return hold.tail
 
-    def begin_whole(self, tokens: np.ndarray, tail: Tail | None) -> PageHold | None:
+    def begin_whole(self, tokens: np.ndarray, tail: PartialPage | None) -> PageTable | None:
         """Borrow all pages of ``tokens`` (int32), the last being ``tail``; None where some were evicted meanwhile."""
         rest = len(tokens) % self.page_size
         hold = self.begin(tokens, len(tokens))
@@ -217,19 +217,19 @@ class KVCacheManager:
             self.tails.read(tail)
         return hold
 
-    def drop_tail(self, tail: Tail) -> None:
+    def drop_tail(self, tail: PartialPage) -> None:
         """Nobody will ask for it again; its page is free once nobody reads it."""
         self.allocator.free(self.tails.drop(tail))
 
-    def publishes(self, hold: PageHold) -> bool:
+    def publishes(self, hold: PageTable) -> bool:
         """Whether the full pages of ``hold`` may stay in the prefix cache."""
         return self.prefix_cache is not None and hold.node is not None
 
-    def release(self, hold: PageHold, tokens: np.ndarray | None = None) -> None:
+    def release(self, hold: PageTable, tokens: np.ndarray | None = None) -> None:
         """End a hold. ``tokens``, where given, are the computed ones: their full pages stay in the cache."""
         self.release_each([(hold, tokens)])
 
-    def release_each(self, ending: Sequence[tuple[PageHold, np.ndarray | None]]) -> None:
+    def release_each(self, ending: Sequence[tuple[PageTable, np.ndarray | None]]) -> None:
         """``release`` one after the other; what is free by it is entered at once."""
         freed: list[np.ndarray] = []
         newest: list[int] = []

@@ -38,7 +38,7 @@ class Node:
         return self.last_used < other.last_used
 
 
-class Recorder(Protocol):
+class CacheListener(Protocol):
     """Who is told of every page that enters or leaves the tree."""
 
     def stored(self, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
@@ -61,7 +61,7 @@ class PrefixCache:
         self.num_locked = 0
         self.version = 0  # grows with whatever changes what can be matched
         self._clock = 0
-        self.recorder: Recorder | None = None
+        self.recorder: CacheListener | None = None
 
     def __repr__(self) -> str:
         return f"PrefixCache({self.num_pages} pages, {self.num_locked} locked)"

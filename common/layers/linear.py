@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.forms import Float8Form, Float8Rows
-from ..distributed.pending import PendingProduct, PendingSum, Summed
+from ...kernels.arguments import Float8Format, Float8Rows
+from ..distributed.deferred_reduce import DeferredProduct, DeferredSum, Summed
 from ..distributed.tp import TPGroup
-from ..quantization.methods import Plain, linear_method
+from ..quantization.methods import Unquantized, linear_method
 from ..quantization.shards import Shard
 from ..weights.slots import Allocate, Slot
 
@@ -56,7 +56,7 @@ class ColumnLinear:
              for part, first in zip(parts, firsts)], in_features, allocate)
         self.bias = allocate(sum(self.sizes)) if bias else None
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """See LinearMethod."""
         return self.method.form(rows)
 
@@ -66,14 +66,14 @@ class ColumnLinear:
     def activates(self) -> bool:
         """Whether there is an ``activated``, which is made ready if so. Without it the activation is left to what
         follows, which makes float8 of it as it goes."""
-        if not isinstance(self.method, Plain):
+        if not isinstance(self.method, Unquantized):
             return False
         self.method.compile_activated()
         return True
 
     def activated(self, x: Rows) -> torch.Tensor:
         """``silu_and_mul`` of what a gate's projection and an up's, of one size, make of ``x``: ``[T, size]``."""
-        assert isinstance(self.method, Plain)
+        assert isinstance(self.method, Unquantized)
         return self.method.activated(x, self.bias)
 
     def slots(self) -> Iterator[Slot]:
@@ -104,10 +104,10 @@ class RowLinear:
     def pending(self, x: torch.Tensor, *, gated: bool = False) -> Summed:
         """The same, its sum left to the norm that follows where there is one to make, over ranks or with a residual."""
         if self.tp.size == 1:
-            if isinstance(self.method, Plain) and self.bias is None and not gated and self.method.adds(x):
-                return PendingProduct(x, self.method.weight)
+            if isinstance(self.method, Unquantized) and self.bias is None and not gated and self.method.adds(x):
+                return DeferredProduct(x, self.method.weight)
             return self(x, gated=gated)
-        return PendingSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
+        return DeferredSum(self.method(x, self.bias if self.tp.rank == 0 else None, gated=gated), self.tp)
 
     def partial(self, x: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
         """This rank's summand, without the bias: for callers that add more before the ranks are summed."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels.forms import Float8Form
-from ..distributed.pending import Summed
+from ...kernels.arguments import Float8Format
+from ..distributed.deferred_reduce import Summed
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 from .linear import ColumnLinear, Columns, RowLinear, Rows
@@ -30,7 +30,7 @@ class MLP:
         """Whether there is a ``partial``."""
         return self.down.bias is None
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """See LinearMethod."""
         return self.gate_up.form(rows)
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from ...kernels.forms import Float8Form
-from ...kernels.fp8_rmsnorm import fp8_rmsnorm
-from ...kernels.rmsnorm import rmsnorm
-from ..distributed.exchange import TokenExchange
-from ..distributed.pending import Summed
+from ...kernels.arguments import Float8Format
+from ...kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
+from ...kernels.rowwise.rmsnorm import rmsnorm
+from ..distributed.deferred_reduce import Summed
+from ..distributed.token_exchange import TokenExchange
 from ..weights.slots import Allocate, Slot
 
-FormOf = Callable[[int], Float8Form | None]
+FormOf = Callable[[int], Float8Format | None]
 """How so many rows are wanted; None: in the engine's type."""
 
 
-def as_they_are(rows: int) -> Float8Form | None:
+def as_they_are(rows: int) -> Float8Format | None:
     return None
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import embedding
 
-from ...kernels.dense_matmul import compile_tiles, dense_matmul
-from ...kernels.gather_rows import gather_rows
+from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul
+from ...kernels.rowwise.gather_rows import gather_rows
 from ..distributed.tp import TPGroup
 from ..weights.slots import Allocate, Slot
 

@@ -6,27 +6,27 @@ from collections.abc import Iterator
 
 import torch
 
-from ...kernels.forms import Float8Form
-from ..attention.mla_base import LatentBackend
+from ...kernels.arguments import Float8Format
+from ..attention.mla.base import LatentBackend
 from ..config.mla import MLASpec
 from ..config.model import ModelSpec
 from ..distributed.parallel import Parallel
 from ..distributed.tp import TPGroup
-from ..engine.forward_batch import ForwardBatch
+from ..forward.forward_batch import ForwardBatch
 from ..layers.dense_weight import DenseWeight
 from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ..layers.norm import RMSNorm
 from ..weights.slots import Allocate, Slot
-from .decoder import DenseDecoder
+from .causal_lm import CausalLM
 from .moe import mixed_mlp
-from .pieces import Projected
+from .piecewise import Projected
 
 _NORM_EPS = 1e-6
 """Of the latents' norms, whatever the config gives the others: as in DeepSeek's own code."""
 
 
-def deepseek_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
-    return DenseDecoder(spec, parallel, dtype, device, mixed_mlp(parallel.experts), LatentSelfAttention)
+def deepseek_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    return CausalLM(spec, parallel, dtype, device, mixed_mlp(parallel.experts), LatentSelfAttention)
 
 
 class Queries:
@@ -50,7 +50,7 @@ class Queries:
             queries = Columns.shard(f"{name}.q_proj", size, tp)
             self.first = ColumnLinear(spec.hidden_size, [queries, latent], False, allocate)
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """See LinearMethod."""
         return self.first.form(rows) if self.latent is None else None
 
@@ -84,7 +84,7 @@ class LatentSelfAttention:
         self.output = RowLinear(f"{name}.o_proj", heads * self.mla.v_dim, spec.hidden_size, spec.o_bias, tp, allocate)
         self.width = heads * self.mla.v_dim // tp.size
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """See LinearMethod."""
         return self.queries.form(rows)
 

@@ -8,20 +8,20 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.forms import Float8Form, HeadNorms
+from ...kernels.arguments import Float8Format, HeadNorms
 from ..attention.base import AttentionBackend, Planned
 from ..config.model import ModelSpec
-from ..distributed.exchange import TokenExchange
+from ..distributed.deferred_reduce import Summed
 from ..distributed.parallel import Parallel
-from ..distributed.pending import Summed
+from ..distributed.token_exchange import TokenExchange
 from ..distributed.tp import TPGroup
-from ..engine.forward_batch import ForwardBatch
+from ..forward.forward_batch import ForwardBatch
 from ..layers.linear import ColumnLinear, Columns, RowLinear, Rows
 from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm, as_they_are
 from ..weights.slots import Allocate, Slot
-from .halves import Half
-from .pieces import Projected
+from .micro_batches import MicroBatch
+from .piecewise import Projected
 
 
 class SelfAttention:
@@ -48,7 +48,7 @@ class SelfAttention:
             self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, spec.rms_norm_eps, allocate)
             self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, spec.rms_norm_eps, allocate)
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """See LinearMethod."""
         return self.qkv.form(rows)
 
@@ -83,7 +83,7 @@ class LayerAttention(Protocol):
     @property
     def output(self) -> RowLinear: ...
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """Of its input, see LinearMethod."""
 
     def project(self, x: Any) -> Projected:
@@ -111,7 +111,7 @@ class LayerMLP(Protocol):
     def sums(self) -> bool:
         """Whether the ranks' ``partial`` results add up to it."""
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """Of its input, see LinearMethod."""
 
     def __call__(self, x: Any) -> torch.Tensor: ...
@@ -182,7 +182,7 @@ class DecoderLayer:
                 return residual, residual
         return self.leave(heads, residual)
 
-    def stages(self, x: Summed, residual: torch.Tensor | None, half: Half,
+    def stages(self, x: Summed, residual: torch.Tensor | None, half: MicroBatch,
                cos_sin: torch.Tensor) -> Generator[None, None, tuple[Summed, torch.Tensor]]:
         """The same of a half of the step, with a yield while rows travel to the MLP, and one while they come back. At
         the first its keys and values have been enqueued."""

@@ -10,12 +10,12 @@ from ..distributed.parallel import Parallel
 from ..distributed.tp import TPGroup
 from ..layers.moe import MoE
 from ..weights.slots import Allocate
-from .decoder import DenseDecoder
+from .causal_lm import CausalLM
 from .layer import LayerMLP, MakeMLP, dense_mlp
 
 
-def moe_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> DenseDecoder:
-    return DenseDecoder(spec, parallel, dtype, device, mixed_mlp(parallel.experts))
+def moe_decoder(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    return CausalLM(spec, parallel, dtype, device, mixed_mlp(parallel.experts))
 
 
 def mixed_mlp(share: ExpertShare) -> MakeMLP:

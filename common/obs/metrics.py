@@ -14,7 +14,7 @@ from ..api.errors import ERROR_CODES
 from ..api.messages import State
 from .engine_metrics import COUNTED_BY_API_SERVER, COUNTERS, GAUGES, about, family_of
 from .process_metrics import register_process
-from .twins import WINDOW_SECONDS, Throughput, WithTwins, derived_gauges
+from .sglang_aliases import WINDOW_SECONDS, Throughput, WithSGLangAliases, derived_gauges
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -111,7 +111,7 @@ class ServerMetrics:
             self._requests.labels(**labels, outcome=outcome)
         self._by_outcome: dict[str, Counter] = {}  # a lookup by labels takes as long as a token does otherwise
         self._exposed = CollectorRegistry(auto_describe=False)
-        self._exposed.register(WithTwins(self.registry) if sglang_names else self.registry)  # type: ignore[arg-type]
+        self._exposed.register(WithSGLangAliases(self.registry) if sglang_names else self.registry)  # type: ignore[arg-type]
         register_process(self._exposed, mode)
 
     @property

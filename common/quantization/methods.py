@@ -7,20 +7,20 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.dense_matmul import adds_products, compile_tiles, dense_matmul
-from ...kernels.forms import Float8Form, Float8Rows
-from ...kernels.fp8_block_matmul import GROUP
-from ...kernels.silu_and_mul import silu_and_mul
+from ...kernels.arguments import Float8Format, Float8Rows
+from ...kernels.float8.fp8_block_matmul import GROUP
+from ...kernels.gemm.dense_matmul import adds_products, compile_tiles, dense_matmul
+from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
+from ..config.quantization import QuantizationScheme
 from ..weights.slots import Allocate, Slot
-from .blocks import BlockFloat8
-from .rows import RowFloat8
-from .scheme import Scheme
+from .fp8_block import Fp8Block
+from .fp8_per_channel import Fp8PerChannel
 from .shards import Shard
 
 
 class LinearMethod(Protocol):
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """The form in which a norm before it may hand it so many rows; None: in no other than the engine's type."""
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
@@ -34,7 +34,7 @@ class LinearMethod(Protocol):
     def slots(self) -> Iterator[Slot]: ...
 
 
-class Plain:
+class Unquantized:
     """A weight of the engine's type."""
 
     def __init__(self, shards: Sequence[Shard], width: int, allocate: Allocate):
@@ -43,7 +43,7 @@ class Plain:
         if allocate.device.type == "cuda":
             compile_tiles(self.weight)
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         return None
 
     def __call__(self, x: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None, *,
@@ -57,7 +57,7 @@ class Plain:
         return dense_matmul(x, self.weight, bias, gated=True)
 
     def adds(self, x: torch.Tensor) -> bool:
-        """Whether what the product is added to had better be handed to it: see kernels/dense_matmul.py."""
+        """Whether what the product is added to had better be handed to it: see kernels/gemm/dense_matmul.py."""
         return adds_products(x, self.weight)
 
     def compile_activated(self) -> None:
@@ -78,13 +78,13 @@ def linear_method(shards: Sequence[Shard], width: int, allocate: Allocate) -> Li
     not go with how it is cut."""
     scheme = allocate.scheme
     if scheme is None or not _quantizes(scheme, shards):
-        return Plain(shards, width, allocate)
+        return Unquantized(shards, width, allocate)
     if scheme.weights == "block":
-        return BlockFloat8(shards, width, scheme, allocate)
-    return RowFloat8(shards, width, scheme, allocate)
+        return Fp8Block(shards, width, scheme, allocate)
+    return Fp8PerChannel(shards, width, scheme, allocate)
 
 
-def check_device(scheme: Scheme | None, dtype: str, device: torch.device) -> None:
+def check_device(scheme: QuantizationScheme | None, dtype: str, device: torch.device) -> None:
     """Raises ConfigError where a GPU cannot compute by ``scheme`` in ``dtype``. A CPU emulates every scheme."""
     if scheme is None or device.type != "cuda":
         return
@@ -103,7 +103,7 @@ def check_float8(device: torch.device, instead: str) -> None:
                           f"capability 8.9 or more, or {instead}.")
 
 
-def _quantizes(scheme: Scheme, shards: Sequence[Shard]) -> bool:
+def _quantizes(scheme: QuantizationScheme, shards: Sequence[Shard]) -> bool:
     chosen = [shard.name for shard in shards if scheme.quantizes(shard.name)]
     if chosen and len(chosen) < len(shards):
         others = [shard.name for shard in shards if shard.name not in chosen]

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..api.errors import ConfigError, InvalidRequest
 from ..api.sampling import SamplingParams
-from .pieces import piece_decoder
 from .templates import load_template
 from .text_stream import TextStream
+from .token_bytes import piece_decoder
 
 _LARGE_TEXT = 20_000  # characters; encoding takes about a microsecond each, and nobody else is served meanwhile
 _RESERVED = frozenset((

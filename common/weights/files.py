@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from ..api.errors import ConfigError
 from ..config.moe import Stacked
 from .expert_names import by_expert
-from .expert_turns import by_expert_in_turns
+from .interleaved_experts import by_expert_in_turns
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

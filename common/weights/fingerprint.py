@@ -24,8 +24,8 @@ from ..api.identity import ModelIdentity
 from ..config.checkpoint import resolve_checkpoint
 from ..config.model import ModelSpec
 from ..config.server import ModelArgs
-from ..quantization.kv_scales import is_kv_scale
 from .files import checkpoint_files
+from .kv_scales import is_kv_scale
 
 MOST_TENSORS = 2048
 _PIECE_BYTES = 1024

@@ -13,8 +13,8 @@ import torch
 from ...kernels.reference import FP8_LARGEST
 from ..api.errors import ConfigError
 from ..config.moe import Stacked
-from ..quantization.kv_scales import is_kv_scale
 from .files import checkpoint_files, some, tensors_of
+from .kv_scales import is_kv_scale
 from .slots import Slot
 
 Progress = Callable[[str, float], None]

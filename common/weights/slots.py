@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..quantization.scheme import Scheme
+from ..config.quantization import QuantizationScheme
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Allocate:
 
     own: torch.dtype
     device: torch.device
-    scheme: Scheme | None = None
+    scheme: QuantizationScheme | None = None
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype or self.own, device=self.device)
 
 
-def allocator(dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> Allocate:
+def allocator(dtype: torch.dtype, device: torch.device, scheme: QuantizationScheme | None = None) -> Allocate:
     return Allocate(dtype, device, scheme)

@@ -36,10 +36,10 @@ def make_backend(name: str, host: str = "127.0.0.1", ib_device: str | None = Non
 
 def _make_auto(host: str) -> Backend:
     """Combines ipc, for a host's memory, with nixl, for a network, where its library is installed."""
-    from .nearest import NearestBackend
+    from .auto import AutoBackend
     backends = [make_backend("ipc")]
     try:
         backends.append(make_backend("nixl", host))
     except ConfigError as error:
         logger.warning("Pages travel within this host only: %s", error)
-    return NearestBackend(backends)
+    return AutoBackend(backends)

@@ -20,7 +20,7 @@ import numpy as np
 from ...common.api.errors import ConfigError, TransferFailed
 from ...common.api.unreadable import UNREADABLE
 from ...kernels import _triton
-from ...kernels.copy_blocks import BlockShape, compiled
+from ...kernels.comm.copy_blocks import BlockShape, compiled
 from .base import Region, WriteState
 from .cuda_driver import Driver, DriverError, Staging
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...common.config.cli import flag
-from ..admission import AdmissionRules
+from ..admission.admission import AdmissionRules
 from .checks import not_negative
 
 

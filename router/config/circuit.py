@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...common.config.cli import flag
-from ..circuit import CircuitRules
+from ..workers.circuit import CircuitRules
 from .checks import at_least_one, positive
 
 

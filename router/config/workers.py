@@ -7,9 +7,9 @@ from typing import Literal
 
 from ...common.api.errors import ConfigError
 from ...common.config.cli import flag
-from ..endpoint import Endpoint
-from ..models import Models
+from ..workers.models import Models
 from .checks import at_least_one, not_negative, positive
+from .endpoint import Endpoint
 
 
 @dataclasses.dataclass(frozen=True)

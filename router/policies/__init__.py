@@ -7,8 +7,8 @@ from functools import partial
 from random import Random
 
 from ..config.policy import PolicyArgs
-from ..models import Group
-from ..registry import Role
+from ..workers.models import Group
+from ..workers.registry import Role
 from .base import Decision, Policy, Subject
 from .bucket import Bucket
 from .cache_aware import MOST_BLOCKS, CacheAware

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..body import Peek
-from ..registry import Worker
-from ..request import Request
+from ..net.body import Peek
+from ..net.request import Request
+from ..workers.registry import Worker
 
 by_load = attrgetter("known_load")
 

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from random import Random
 
-from ..registry import Worker
+from ..workers.registry import Worker
 from .base import Decision, prompt_text
 
 _FIRST_LENGTHS = 4096

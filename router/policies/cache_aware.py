@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
-from ..body import Peek
-from ..holders import HolderSets
-from ..registry import Worker
-from ..request import Request
+from ..net.body import Peek
+from ..net.request import Request
+from ..workers.registry import Worker
+from ..workers.worker_sets import WorkerSets
 from .base import Decision, by_load, prompt_text
-from .fleets import Fleet, Fleets
 from .load_view import EXACT_UP_TO, LoadView
+from .worker_groups import WorkerGroup, WorkerGroups
 
 BLOCK = 256
 """Bytes of a prompt's first blocks: 16 lookups for a 4 KB prompt, and a match is blind to at most 255 bytes."""
@@ -92,7 +92,7 @@ class _Shard:
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        self.sets = HolderSets()
+        self.sets = WorkerSets()
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -236,7 +236,7 @@ class CacheAware:
         self.memory = PrefixMemory()
         self._branches = Branches()
         self._loads = LoadView()
-        self._fleets = Fleets()
+        self._fleets = WorkerGroups()
         self._turn = 0
 
     def choose(self, workers: Sequence[Worker], hashes: list[int]) -> Decision:
@@ -284,7 +284,7 @@ class CacheAware:
                 return Decision(holder, "cache_hit")
         return Decision(loads.lightest(sent, self._slack), "cache_miss")
 
-    def _lightest(self, owners: frozenset[int], fleet: Fleet) -> Worker:
+    def _lightest(self, owners: frozenset[int], fleet: WorkerGroup) -> Worker:
         """The least loaded of them; of very many, of some, others each time: all would take longer than is gained."""
         if len(owners) == 1:
             (owner,) = owners

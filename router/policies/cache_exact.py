@@ -17,18 +17,18 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from ...common.api.kv_events import PROMPT_PAGES_HEADER, Cleared, Event, decode_pages
-from ..answer import AnswerHead
-from ..body import Peek
-from ..registry import Worker
-from ..request import Request
-from ..residency import Residency
+from ..net.body import Peek
+from ..net.request import Request
+from ..net.upstream_answer import AnswerHead
+from ..workers.kv_index import KVIndex
+from ..workers.registry import Worker
 from .base import Decision
 from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory, covered_bytes
-from .fleets import Fleets
 from .load_view import LoadView
 from .page_costs import TRANSFER, TRANSFER_NEAR, PageCosts, Share
 from .text_pages import TextPages, text_blocks
 from .token_pages import Pieces, TokenPages, cut
+from .worker_groups import WorkerGroups
 
 _RECENT_BLOCKS = 2**16
 _FEW = 8
@@ -70,7 +70,7 @@ class CacheExact:
         self._abs = balance_abs_threshold
         self._rel = balance_rel_threshold
         self._blocks_per_worker = max_tree_size // BLOCK
-        self.residency: Residency = beside.residency if beside is not None else Residency()
+        self.residency: KVIndex = beside.residency if beside is not None else KVIndex()
         self.texts = TextPages(4 * self._blocks_per_worker)
         self.tokens: TokenPages = beside.tokens if beside is not None else TokenPages()
         self.followed: set[int] = beside.followed if beside is not None else set()
@@ -83,7 +83,7 @@ class CacheExact:
         self.most_blocks = MOST_BLOCKS // 2
         self._loads = LoadView()
         self._decode_loads = LoadView()
-        self._fleets = Fleets()
+        self._fleets = WorkerGroups()
         self._joined: tuple[frozenset[int], frozenset[int], frozenset[int]] = (frozenset(), frozenset(), frozenset())
         self.recent = PrefixMemory(1)  # Small, so in one piece: each would number all workers anew.
         self.recent_decode = PrefixMemory(1)

@@ -16,9 +16,9 @@ from itertools import count
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
-from ..body import Peek
-from ..registry import Worker
-from ..request import Request
+from ..net.body import Peek
+from ..net.request import Request
+from ..workers.registry import Worker
 from .base import Decision
 from .load_view import LoadView
 

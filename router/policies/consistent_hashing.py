@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from random import Random
 
 from ...common.api.errors import WorkerUnavailable
-from ..body import Peek
-from ..registry import Worker
-from ..request import Request
+from ..net.body import Peek
+from ..net.request import Request
+from ..workers.registry import Worker
 from .base import ROUTING_KEY, Decision
 from .consistent_hash import WorkerRing
 

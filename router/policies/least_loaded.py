@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from ..registry import Worker
+from ..workers.registry import Worker
 from .base import Decision, Subject, nothing
 from .load_view import LoadView
 

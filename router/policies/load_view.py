@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import nsmallest
 from itertools import chain, islice
 
-from ..registry import Worker
+from ..workers.registry import Worker
 from .base import by_load
 
 EXACT_UP_TO = 64

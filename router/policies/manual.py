@@ -14,9 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from ..body import Peek
-from ..registry import Worker
-from ..request import Request
+from ..net.body import Peek
+from ..net.request import Request
+from ..workers.registry import Worker
 from .base import ROUTING_KEY, Decision
 from .load_view import LoadView
 

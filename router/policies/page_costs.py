@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..registry import Worker
-from ..residency import Residency
+from ..workers.kv_index import KVIndex
+from ..workers.registry import Worker
 
 TRANSFER = 0.1
 """Cost of sending a page from prefill to decode, in pages computed: an 8B model computes 16 tokens in 0.4 ms on
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
 class PageCosts:
     """``memory`` is that of each worker that tells it, by id; the means are of the prompts that ``note`` was told."""
 
-    def __init__(self, residency: Residency):
+    def __init__(self, residency: KVIndex):
         self._residency = residency
         self.memory: dict[int, Memory] = {}
         self._mean_missing = LEAST_MEAN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from ..registry import Worker
+from ..workers.registry import Worker
 from .base import Decision, Subject, nothing
 
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from ...common.distributed.peers import connect, slots_for
+from ...common.distributed.peer_all_reduce import connect, slots_for
 from ...common.distributed.tp import TPGroup, init_tp
-from ...kernels.peer_sum import SLOT, Peers, peer_sum, peer_sum_norm, rows_a_program
-from ...kernels.rmsnorm import rmsnorm
+from ...kernels.comm.all_reduce import SLOT, Peers, peer_sum, peer_sum_norm, rows_a_program
+from ...kernels.rowwise.rmsnorm import rmsnorm
 from .device_time import run_seconds
 
 SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10,

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...kernels.copy_blocks import copy_blocks
+from ...kernels.comm.copy_blocks import copy_blocks
 from ...kvtransfer.backends.ipc_cuda import CudaMemory
 from .device_time import run_seconds
 

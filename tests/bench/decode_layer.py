@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.decode_plan import plan_decode, processors_of
-from ...kernels.fresh_rows import FreshRows
-from ...kernels.library_tiles import better_plan, product_in_pieces
-from ...kernels.paged_decode import Tile, paged_decode, pieces_of, takes_rows_in
-from ...kernels.silu_and_mul import silu_and_mul
-from ...kernels.skinny_matmul import skinny_matmul
-from ...kernels.skinny_tiles import SkinnyTile, most_rows, tile_for
-from ...kernels.split_tiles import SplitTile
-from ...kernels.split_warpgroups import split_matmul, split_pieces
-from ...kernels.streamed_tiles import StreamedTile, streamed_tile, streams
+from ...kernels.attention.current_kv import CurrentKV
+from ...kernels.attention.decode_plan import plan_decode, processors_of
+from ...kernels.attention.paged_decode import Tile, paged_decode, pieces_of, takes_rows_in
+from ...kernels.gemm.persistent_tiles import PersistentTile, streamed_tile, streams
+from ...kernels.gemm.small_m_matmul import skinny_matmul
+from ...kernels.gemm.small_m_tiles import SmallMTile, most_rows, tile_for
+from ...kernels.gemm.split_k_cublas import better_plan, product_in_pieces
+from ...kernels.gemm.split_k_tiles import SplitKTile
+from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from . import ceilings
 from .device_time import captured, run_seconds
 from .small_kernels import LAYERS, SHAPES, Batch
@@ -50,24 +50,24 @@ Ways = dict[str, Any]
 class Left(NamedTuple):
     """The product's sums are left in pieces, for the norm."""
 
-    tile: SplitTile
+    tile: SplitKTile
     dtype: torch.dtype
 
 
 class Library(NamedTuple):
-    """cuBLAS's products as kernels/library_tiles.py makes them: by better tiles, or in so many pieces for the norm."""
+    """cuBLAS's products as kernels/gemm/split_k_cublas.py makes them: by better tiles, or in so many pieces for the norm."""
 
     pieces: int = 1
 
 
 def tiles(columns: int, depth: int, warps: int, stages: int, pieces: tuple[int, ...],
-          ahead: tuple[int, ...]) -> Iterator[SkinnyTile]:
+          ahead: tuple[int, ...]) -> Iterator[SmallMTile]:
     for count in pieces:
         for kib in ahead:
-            yield SkinnyTile(columns, depth, count, warps, stages, kib * KIB)
+            yield SmallMTile(columns, depth, count, warps, stages, kib * KIB)
 
 
-def few_rows() -> dict[str, list[SkinnyTile]]:
+def few_rows() -> dict[str, list[SmallMTile]]:
     """Of a program's stages all but two or three are on their way from memory: deep ones, or two programs beside each
     other, keep as much under way as memory's latency asks for."""
     usual = (0, 16)
@@ -95,25 +95,25 @@ def few_rows() -> dict[str, list[SkinnyTile]]:
     }
 
 
-def streamed(rows: int) -> list[StreamedTile]:
+def streamed(rows: int) -> list[PersistentTile]:
     """Rings of weights that as much shared memory holds as there is, or half of it for two programs."""
     tall, found = max(8, 1 << (rows - 1).bit_length()), []
     for block, split, depth in ((64, 1, 64), (64, 2, 64), (64, 4, 64), (64, 2, 128), (128, 1, 64), (128, 2, 64)):
         step, small = (block + tall * split) * depth * 2, block * tall * split <= 4096
         if tall * split <= 128:
-            found += [StreamedTile(block, split, depth, (216 if small else 192) * KIB // step, 1),
-                      StreamedTile(block, split, depth, 104 * KIB // step, 2)]
+            found += [PersistentTile(block, split, depth, (216 if small else 192) * KIB // step, 1),
+                      PersistentTile(block, split, depth, 104 * KIB // step, 2)]
     return found
 
 
-def one_row() -> dict[str, list[SkinnyTile]]:
+def one_row() -> dict[str, list[SmallMTile]]:
     narrow = [*tiles(8, 1024, 4, 3, (1,), (0, 16)), *tiles(8, 1024, 4, 4, (1,), (0,)),
               *tiles(4, 2048, 4, 3, (1,), (0, 16)), *tiles(4, 2048, 4, 4, (1,), (0,)),
               *tiles(8, 2048, 8, 3, (1,), (0,)), *tiles(16, 1024, 8, 3, (1,), (0,))]
     return {name: narrow + found for name, found in few_rows().items()}
 
 
-def many_rows() -> dict[str, list[SkinnyTile]]:
+def many_rows() -> dict[str, list[SmallMTile]]:
     found = {}
     for name, few, more in (("qkv", (1, 2), (2, 4)), ("o", (2,), (4, 8)), ("gate_up", (1,), (1,)),
                             ("down", (2,), (4, 8))):
@@ -129,9 +129,9 @@ def split(rows: int) -> dict[str, list[Any]]:
     """Of more than 64 rows; the sums of ``o`` and ``down`` are left to the norm."""
     if rows > 128:
         return {"gate_up": [Library()], "qkv": [], "o": [Library(2)], "down": [Library(2), Library(4)]}
-    narrow = SplitTile(128, 64, 64, 6)
+    narrow = SplitKTile(128, 64, 64, 6)
     left = [Left(replace(narrow, pieces=4), dtype) for dtype in (torch.float32, torch.bfloat16)]
-    return {"gate_up": [narrow, SplitTile(128, 128, 64, 4)], "qkv": [], "o": left, "down": left}
+    return {"gate_up": [narrow, SplitKTile(128, 128, 64, 4)], "qkv": [], "o": left, "down": left}
 
 
 def candidates(rows: int) -> dict[str, list[Any]]:
@@ -150,13 +150,13 @@ def candidates(rows: int) -> dict[str, list[Any]]:
     return found
 
 
-def product(tile: SkinnyTile | StreamedTile | SplitTile | Left | Library | None, gated: bool, x: torch.Tensor,
+def product(tile: SmallMTile | PersistentTile | SplitKTile | Left | Library | None, gated: bool, x: torch.Tensor,
             weight: torch.Tensor) -> torch.Tensor:
     if isinstance(tile, Library):
         return of_library(tile.pieces, gated, x, weight)
     if isinstance(tile, Left):
         return split_pieces(x, weight, tile.tile, tile.dtype)
-    if isinstance(tile, SplitTile):
+    if isinstance(tile, SplitKTile):
         return split_matmul(x, weight, tile, gated=gated)
     if tile is not None:
         return skinny_matmul(x, weight, tile=tile, gated=gated)
@@ -223,7 +223,7 @@ class Search:
 def short(option: Any) -> str:
     told = str(option)
     for long, brief in (
-            ("SkinnyTile", ""), ("SplitTile", "split"), ("StreamedTile", "streamed"),
+            ("SmallMTile", ""), ("SplitKTile", "split"), ("PersistentTile", "streamed"),
             ("block=", ""), ("split=", "/"), ("programs=", "n"), ("columns=", ""), ("depth=", ""), ("pieces=", "p"),
             ("warps=", "w"), ("stages=", "s"), ("ahead=", "a")):
         told = told.replace(long, brief)
@@ -241,11 +241,11 @@ def usual_ways(rows: int) -> Ways:
                    "attention": (None, pieces_of(128, 2, 2, rows * 8))}
 
 
-Job = tuple[int, SkinnyTile | StreamedTile | SplitTile | Left, bool] | Tile
+Job = tuple[int, SmallMTile | PersistentTile | SplitKTile | Left, bool] | Tile
 """A product's rows, tile, and whether it is gated; or attention's tile."""
 
 
-def compile_product(rows: int, tile: SkinnyTile | StreamedTile | SplitTile | Left, gated: bool,
+def compile_product(rows: int, tile: SmallMTile | PersistentTile | SplitKTile | Left, gated: bool,
                     device: str = "cuda") -> None:
     weight = torch.zeros(384, 4096, device=device, dtype=torch.bfloat16)
     product(tile, gated, weight.new_zeros(rows, 4096), weight)
@@ -256,7 +256,7 @@ def compile_attention(tile: Tile, device: str = "cuda") -> None:
     indptr = torch.tensor([0, 4], dtype=torch.int32, device=device)
     q, k, v = pool.new_zeros(1, 48, 128).split([32, 8, 8], 1)
     last = torch.full((1,), 16, dtype=torch.int32, device=device)
-    fresh = FreshRows(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
+    fresh = CurrentKV(k, v, torch.zeros(64, 128, device=device), torch.full((1,), 63, device=device))
     plan = plan_decode(indptr, last, 16, 8, processors_of(pool.device), 2048, **pieces_of(128, 2, 2, 8))
     for early, rows in pairs((False, True), (None, fresh)):
         paged_decode(q, pool[:, 0, 0], pool[:, 0, 1], indptr, indptr, last, 0.1, plan, tile, settled=early, fresh=rows)
@@ -283,10 +283,10 @@ def jobs(batches: list[int]) -> list[Job]:
             for option in options:
                 if name == "attention" and option[0]:
                     found[option[0]] = None
-                elif isinstance(option, StreamedTile):
+                elif isinstance(option, PersistentTile):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
                         found[max(rows, 8), replace(option, programs=1), gated] = None
-                elif isinstance(option, (SplitTile, Left)):
+                elif isinstance(option, (SplitKTile, Left)):
                     for gated in (False, True)[:1 + (name == "gate_up")]:
                         found[rows, option, gated] = None
                 elif name != "attention" and option and not isinstance(option, Library):

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ...common.bench.hand_engine import HandEngine
+from ...common.bench.client.hand_engine import HandEngine
 from ...common.bench.one_batch import once
-from ...common.engine.collector import settle_collector
+from ...common.engine.garbage_collector import settle_collector
 from . import ceilings, dummy_engine
 
 STEPS, WARM_UP = 60, 10

@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing
 
 from ...common.distributed.parallel import Parallel
-from ...common.distributed.peers import connect_all
+from ...common.distributed.peer_all_reduce import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
 from . import dummy_engine
 from .decode_step import measure

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from ...common.bench.hand_engine import HandEngine
+from ...common.bench.client.hand_engine import HandEngine
 from ...common.config.server import (
     CacheArgs,
     DisaggregationArgs,

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from ...kernels.forms import Float8Form, Float8Rows
-from ...kernels.fp8_block_matmul import block_matmul
-from ...kernels.fp8_matmul import GROUP, fp8_matmul
-from ...kernels.fp8_quantize import quantize
-from ...kernels.fp8_scaled_matmul import scaled_matmul
+from ...kernels.arguments import Float8Format, Float8Rows
+from ...kernels.float8.fp8_block_matmul import block_matmul
+from ...kernels.float8.fp8_matmul import GROUP, fp8_matmul
+from ...kernels.float8.fp8_scaled_matmul import scaled_matmul
+from ...kernels.rowwise.fp8_quantize import quantize
 from . import ceilings
 from .moe_shapes import micros
 
@@ -48,7 +48,7 @@ class Case:
         self.block_scale = torch.rand(-(-out // 128), -(-width // 128), device="cuda") + 0.5
 
     def measure(self) -> dict[str, float]:
-        token, group = Float8Form(self.x.shape[1]), Float8Form(GROUP)
+        token, group = Float8Format(self.x.shape[1]), Float8Format(GROUP)
         by_token, by_group = quantize(self.x, token), quantize(self.x, group)
         one, bfloat16 = torch.ones(1, device="cuda"), torch.bfloat16
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.bench.hand_engine import HandEngine
+from ...common.bench.client.hand_engine import HandEngine
 from ...common.bench.one_batch import once
 from . import dummy_engine
 

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..common.fake_engine import make_checkpoint
-from ..common.serving import Server
+from ..helpers.fake_engine import make_checkpoint
+from ..helpers.serving import Server
 
 TOKENS = 400  # of each stream
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

@@ -38,9 +38,9 @@ from ...common.config.server import (
     ServerConfig,
 )
 from ...common.distributed.parallel import Parallel
-from ...common.engine.model_runner import ModelRunner
 from ...common.grammar.compiler import Compiler
-from ..common.grammar_engine import GrammarEngine
+from ...common.runner.model_runner import ModelRunner
+from ..helpers.grammar_engine import GrammarEngine
 from .relay import LLAMA_8B
 
 LARGE = 128_256

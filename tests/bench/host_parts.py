@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from ...common.engine.chosen import Chosen, ChosenTokens
-from ...common.engine.decode_inputs import DecodeInputs
-from ...common.engine.decode_run import DecodeRun
-from ...common.engine.graphs import DecodeGraphs
 from ...common.engine.rank import EngineParts
-from ...common.engine.sampler import Launched
-from ...common.engine.unified import UnifiedScheduler
+from ...common.engine.unified_scheduler import UnifiedScheduler
+from ...common.request.input_batch import InputBatch
+from ...common.runner.cuda_graphs.decode_graphs import DecodeGraphs
+from ...common.runner.cuda_graphs.decode_inputs import DecodeInputs
+from ...common.sampling.sampled_tokens import SampledTokens, TokensOnDevice
+from ...common.sampling.sampler import PendingSample
 
 
 class Parts:
@@ -116,11 +116,11 @@ def watch(scheduler: UnifiedScheduler, parts: EngineParts) -> None:
 
 
 def watch_classes() -> None:
-    for kind in (Launched, Chosen):
+    for kind in (PendingSample, TokensOnDevice):
         PARTS.wrap(kind, "wait", "wait")
         PARTS.wrap(kind, "token_ids", "wait")
-    PARTS.wrap(ChosenTokens, "of", "results to host")
-    PARTS.wrap(DecodeRun, "table", "page table")
+    PARTS.wrap(SampledTokens, "of", "results to host")
+    PARTS.wrap(InputBatch, "table", "page table")
     PARTS.wrap(DecodeInputs, "fill", "graph inputs")
     PARTS.wrap(DecodeGraphs, "run", "graph, rest")
     PARTS.wrap(DecodeGraphs, "decode", "graph, rest")

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...common.bench.hand_engine import HandEngine
-from ...common.engine.collector import settle_collector
+from ...common.bench.client.hand_engine import HandEngine
+from ...common.engine.garbage_collector import settle_collector
 from . import dummy_engine
 from .host_parts import PARTS, watch, watch_classes
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ...common.bench.answer import Answer
+from ...common.bench.client.answer import Answer
 
 PARTS = ("gpu", "idle", "wake", "engine", "channel", "front", "client")
 _NUMBERS_BEHIND_PROMPTS = (1, 2, 3, 4, 8, 16, 32, 64, 128)

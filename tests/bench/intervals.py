@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from ...common.bench.answer import Answer
-from ...common.bench.dataset_args import DatasetArgs
+from ...common.bench.client.answer import Answer
+from ...common.bench.workloads.dataset_args import DatasetArgs
+from ..helpers.ports import free_port
 from ..integration.harness import Server
-from ..ports import free_port
 from . import interval_parts, load, relay
 from .step_trace import FOLDER, note_collections
 

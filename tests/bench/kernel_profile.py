@@ -12,8 +12,8 @@ import argparse
 
 from torch.profiler import profile
 
-from ...common.bench.hand_engine import HandEngine
-from ...common.bench.parts import of_kernel, recorder
+from ...common.bench.client.hand_engine import HandEngine
+from ...common.bench.step_parts import of_kernel, recorder
 from ...kernels import _triton
 from . import dummy_engine
 from .relay import LLAMA_8B

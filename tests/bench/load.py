@@ -1,6 +1,6 @@
 """``bench_serving``'s client as rows of a table: closed loop or Poisson arrivals of random token ids, on /generate.
 
-Times are in milliseconds; see ``common/bench/answer.py`` for what they are.
+Times are in milliseconds; see ``common/bench/client/answer.py`` for what they are.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import random
 import time
 from dataclasses import dataclass
 
-from ...common.bench.apis import APIS, Asking
-from ...common.bench.arrivals import arrivals
-from ...common.bench.asker import Asker
-from ...common.bench.client import Client
-from ...common.bench.dataset_args import DatasetArgs
-from ...common.bench.datasets import make_workload
-from ...common.bench.figures import figures
-from ...common.bench.load import Load
-from ...common.bench.vocabulary import Vocabulary
-from ...common.engine.collector import settle_collector
+from ...common.bench.client.apis import APIS, Asking
+from ...common.bench.client.asker import Asker
+from ...common.bench.client.client import Client
+from ...common.bench.client.load import Load
+from ...common.bench.report.figures import figures
+from ...common.bench.workloads.arrivals import arrivals
+from ...common.bench.workloads.dataset_args import DatasetArgs
+from ...common.bench.workloads.datasets import make_workload
+from ...common.bench.workloads.vocabulary import Vocabulary
+from ...common.engine.garbage_collector import settle_collector
 
 
 @dataclass(frozen=True)

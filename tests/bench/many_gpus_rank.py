@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from ...common.api.errors import ConfigError
-from ...common.bench.hand_engine import HandEngine
-from ...common.bench.parts import recorder
+from ...common.bench.client.hand_engine import HandEngine
+from ...common.bench.step_parts import recorder
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
 from ...common.distributed.expert_share import ExpertShare
 from ...common.distributed.parallel import BESIDE_CTAS, Parallel, group_beside
-from ...common.distributed.peers import connect_all
+from ...common.distributed.peer_all_reduce import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
-from ...common.engine.collector import settle_collector
+from ...common.engine.garbage_collector import settle_collector
 from . import ceilings
 from .many_gpus import setting_flags, shape_of
 from .many_gpus_profile import Kernel, advanced, exchange_times, host_times, kernels_of, longest

@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.attention.mla_base import absorb, values_of
-from ...common.attention.mla_triton import MLATritonBackend
+from ...common.attention.mla.base import absorb, values_of
+from ...common.attention.mla.triton_backend import MLATritonBackend
 from ...common.config.mla import MLASpec
-from ...common.engine.forward_batch import Row, build_forward_batch
+from ...common.forward.forward_batch import Row, build_forward_batch
 from ...common.kvcache.layout import KVLayout
 from ...common.kvcache.pool import KVPool
-from ...kernels.decode_plan import plan_decode
-from ...kernels.mla_decode import head_block, mla_decode, pieces_of, tile_of
-from ...kernels.paged_decode import Tile
+from ...kernels.attention.decode_plan import plan_decode
+from ...kernels.attention.mla_decode import head_block, mla_decode, pieces_of, tile_of
+from ...kernels.attention.paged_decode import Tile
 from . import ceilings
 from .device_time import captured, run_seconds
 
@@ -86,7 +86,7 @@ def decode(heads: int, batch: int, context: int, copy_tb_s: float, tile: Tile) -
 
     theirs = None
     if find_spec("flashinfer"):
-        from ...common.attention.mla_flashinfer import MLAFlashInferBackend
+        from ...common.attention.mla.flashinfer_backend import MLAFlashInferBackend
         backend = MLAFlashInferBackend(pool, MLA, heads, torch.bfloat16)
         backend.plan(made)
         inputs = (absorbed.contiguous(), q_rope.contiguous(), pages[..., :512], pages[..., 512:])

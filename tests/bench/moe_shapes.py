@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.forms import ExpertBiases, Scales
+from ...kernels.arguments import ExpertBiases, Scales
 from .device_time import captured, run_seconds
 
 

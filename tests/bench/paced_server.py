@@ -3,7 +3,7 @@ the model costs nothing and each step's tokens are there when its time is over.
 
     python -m baton.tests.bench.paced_server --model-path FOLDER --tokenizer-path tinychat [any flags of a server]
 
-Costs are those of ``tests/common/simulated_server.py``. ``PACE`` (environment) multiplies them, for a machine with
+Costs are those of ``tests/helpers/simulated_server.py``. ``PACE`` (environment) multiplies them, for a machine with
 fewer cores than the server's parts.
 """
 
@@ -16,7 +16,7 @@ import time
 from typing import Any, cast
 
 from ...common.api.messages import Ready
-from ...common.engine.ranks import RankSpec
+from ...common.engine_client.rank_processes import RankSpec
 from .traced_server import run
 
 POOL_TOKENS = 400_000
@@ -67,26 +67,26 @@ def rank_main(spec: RankSpec) -> None:
     import torch
 
     from ...common.distributed.parallel import Parallel
-    from ...common.engine.batcher import Batcher
-    from ...common.engine.channel import FrontChannel, Ticker
-    from ...common.engine.collector import settle_collector
     from ...common.engine.control import Control
-    from ...common.engine.executor import Executor
-    from ...common.engine.ledger import Ledger
+    from ...common.engine.garbage_collector import settle_collector
     from ...common.engine.loop import EngineLoop
-    from ...common.engine.sampler import Sampler
-    from ...common.engine.unified import UnifiedScheduler
+    from ...common.engine.rank_channel import RankChannel, Ticker
+    from ...common.engine.unified_scheduler import UnifiedScheduler
+    from ...common.execution.executor import Executor
     from ...common.kvcache.manager import KVCacheManager
-    from ..common.simulated_server import H200
+    from ...common.sampling.sampler import Sampler
+    from ...common.scheduler.batcher import Batcher
+    from ...common.scheduler.request_tracker import RequestTracker
+    from ..helpers.simulated_server import H200
     from .step_host import PAGE, VOCAB, FreeModel
     from .step_trace import EngineTrace, folder
 
     torch.set_num_threads(1)
     pace = float(os.environ.get("PACE", "1"))
-    channel = FrontChannel(spec.rank, spec.to_engine, spec.from_engine)
+    channel = RankChannel(spec.rank, spec.to_engine, spec.from_engine)
     cache = KVCacheManager(POOL_TOKENS // PAGE, PAGE, not spec.config.cache.disable_radix_cache)
-    ledger = Ledger(channel.send, eos_ids=frozenset({1}), vocab_size=1 << 31, max_request_tokens=POOL_TOKENS,
-                    max_requests=4096, timeout=600.0)
+    ledger = RequestTracker(channel.send, eos_ids=frozenset({1}), vocab_size=1 << 31, max_request_tokens=POOL_TOKENS,
+                            max_requests=4096, timeout=600.0)
     batcher = Batcher(cache, spec.config.schedule)
     model = cast(Any, FreeModel())
     executor = PacedExecutor(Executor(model, Sampler(VOCAB, "cpu", 0)), lambda batch: pace * H200.of(batch))

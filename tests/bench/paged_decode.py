@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import plan_decode
-from ...kernels.paged_decode import TILE, Tile, paged_decode, pieces_of
+from ...kernels.attention.decode_plan import plan_decode
+from ...kernels.attention.paged_decode import TILE, Tile, paged_decode, pieces_of
 from . import ceilings
 from .device_time import run_seconds
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from ...common.api.sampling import SamplingParams
-from ...common.engine.choosing import Choosing
-from ...common.engine.host_copies import upload_joined
-from ...common.engine.penalties import penalize
-from ...common.engine.sampler import Sampler
-from ...common.engine.token_buffer import TokenBuffer
-from ...common.engine.token_history import TokenHistory
+from ...common.forward.host_copies import upload_joined
+from ...common.request.sampling_metadata import SamplingMetadata
+from ...common.request.token_buffer import TokenBuffer
+from ...common.request.token_history import TokenHistory
+from ...common.sampling.penalties import penalize
+from ...common.sampling.sampler import Sampler
 
 
 def median_ms(step: Callable[[], object], steps: int) -> float:
@@ -55,8 +55,8 @@ class Rows:
         for buffer, token in zip(self.buffers, self._draw(len(self.buffers))):
             buffer.append(token)
 
-    def choosing(self) -> list[Choosing]:
-        return [Choosing(self._params, len(buffer), history=history)
+    def choosing(self) -> list[SamplingMetadata]:
+        return [SamplingMetadata(self._params, len(buffer), history=history)
                 for buffer, history in zip(self.buffers, self.histories)]
 
 
@@ -93,7 +93,8 @@ def main() -> None:
               f"all {median_ms(everything, args.steps) - growing:.2f} ms a step")
     few = torch.zeros(args.rows, 64)
     sampler, plain = Sampler(64, device, 0), SamplingParams(temperature=0)
-    took = median_ms(lambda: sampler.launch(few, [Choosing(plain, i) for i in range(args.rows)]), 10 * args.steps)
+    took = median_ms(lambda: sampler.launch(few, [SamplingMetadata(plain, i) for i in range(args.rows)]),
+                     10 * args.steps)
     print(f"plain: {took:.3f} ms a step (vocabulary of 64: all of it is the host's)")
 
 

@@ -37,12 +37,12 @@ from ...common.config.server import (
 )
 from ...common.distributed.parallel import Parallel, init_parallel
 from ...common.distributed.tp import TPGroup
-from ...common.engine.channel import StageTicker, Ticker
 from ...common.engine.control import Control
 from ...common.engine.loop import EngineLoop
 from ...common.engine.rank import EngineParts, build_parts, unified_scheduler
-from ...common.engine.ranks import RankSpec
-from ...common.engine.stage_line import StageLine
+from ...common.engine.rank_channel import PPTicker, Ticker
+from ...common.engine_client.rank_processes import RankSpec
+from ...common.execution.pp_channel import PPChannel
 from .dummy_engine import TINY
 from .relay import LLAMA_8B
 
@@ -81,7 +81,7 @@ def build(parallel: Parallel, args: argparse.Namespace, chunk: int) -> EnginePar
             ScheduleArgs(chunked_prefill_size=chunk, max_running_requests=2 * args.prompts),
             ParallelArgs(pp_size=parallel.stages.size), KernelArgs(disable_cuda_graph=True), DisaggregationArgs(),
             HttpArgs())
-        line = StageLine(parallel) if parallel.stages.size > 1 else None
+        line = PPChannel(parallel) if parallel.stages.size > 1 else None
         return build_parts(RankSpec(config, parallel.everyone.rank, parallel.everyone.size, "", "", ""), parallel,
                            _nowhere, lambda stage, share: None, line)
 
@@ -98,7 +98,7 @@ def seconds_of(parts: EngineParts, args: argparse.Namespace, chunk: int) -> floa
         messages = [Generate(str(i), prompt, SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True))
                     for i, prompt in enumerate(prompts)]
         front = Front(messages, parts)
-        ticker = Ticker(front, TPGroup()) if parts.line is None else StageTicker(front, parts.line)  # type: ignore[arg-type]
+        ticker = Ticker(front, TPGroup()) if parts.line is None else PPTicker(front, parts.line)  # type: ignore[arg-type]
         loop = EngineLoop(ticker, parts.ledger, unified_scheduler(parts), batcher.cache, control, _nowhere)
         parallel.everyone.barrier()
         began = time.perf_counter()

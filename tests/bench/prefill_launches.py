@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.bench.hand_engine import HandEngine
-from ...common.engine.collector import settle_collector
-from ...common.engine.forward_batch import Row, build_forward_batch
-from ...common.engine.prefill_graphs import GraphRecorder, Recorded
-from ...kernels.rmsnorm import rmsnorm
+from ...common.bench.client.hand_engine import HandEngine
+from ...common.engine.garbage_collector import settle_collector
+from ...common.forward.forward_batch import Row, build_forward_batch
+from ...common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
+from ...kernels.rowwise.rmsnorm import rmsnorm
 from . import dummy_engine
 from .relay import LLAMA_8B
 

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ...common.bench.dataset_args import DatasetArgs
-from ...common.bench.figures import figures
+from ...common.bench.report.figures import figures
+from ...common.bench.workloads.dataset_args import DatasetArgs
 from . import load
 from .relay import dummy_flags, unified
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import uvloop
 
+from ..helpers.ports import free_port, free_ports
 from ..integration.harness import Server
-from ..ports import free_port, free_ports
 from . import load
 
 LLAMA_8B = {

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.engine.scheduling.rates import link_rate
+from ...common.scheduler.preemption.copy_rates import link_rate
 from ...common.tinychat import CHECKPOINT
-from ..common.hand_driven import Engine
+from ..helpers.hand_driven import Engine
 from .relay import LLAMA_8B
 
 PAGE = 16

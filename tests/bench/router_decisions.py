@@ -28,15 +28,15 @@ from random import Random
 from time import perf_counter_ns, thread_time_ns
 
 from ...common.api.kv_events import PromptPages, Removed, Stored, page_hashes
-from ...router.body import Peek, peek
+from ...router.config.endpoint import Endpoint
 from ...router.config.policy import PolicyArgs
-from ...router.endpoint import Endpoint
-from ...router.http_server import Request
+from ...router.net.body import Peek, peek
+from ...router.net.http_server import Request
 from ...router.policies import Policy, build_all
 from ...router.policies.cache_aware import BLOCK
 from ...router.policies.cache_exact import CacheExact
 from ...router.policies.text_pages import text_blocks
-from ...router.registry import ROLES, Worker
+from ...router.workers.registry import ROLES, Worker
 
 PROMPT = 4096
 IDS = 1024

@@ -23,10 +23,10 @@ import uvloop
 from baton.common.config.cli import build
 from baton.router.app import Router
 from baton.router.config import RouterConfig
-from baton.router.deadlines import ClientLimits, Deadlines
-from baton.router.http_server import ClientConnection
-from baton.router.request_reader import HeadRules
-from baton.router.upstream import UpstreamConnection
+from baton.router.net.deadlines import ClientLimits, Deadlines
+from baton.router.net.http_server import ClientConnection
+from baton.router.net.request_reader import HeadRules
+from baton.router.net.upstream import UpstreamConnection
 
 CHAT = (b'{"model":"mock-model","messages":[{"role":"user","content":"%b"}],"max_tokens":64,"temperature":0,'
         b'"stream":%b}')

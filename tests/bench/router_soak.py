@@ -27,7 +27,7 @@ import httptools
 import uvloop
 
 from ...router import launch
-from ..ports import free_port
+from ..helpers.ports import free_port
 
 _PAGE_KIB = 4
 JSON_ANSWER = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n' + b" " * 500

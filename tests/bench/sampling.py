@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from ...common.api.sampling import SamplingParams
-from ...common.engine.choosing import Choosing
-from ...common.engine.drawing import Drawing, FusedDrawing, PlainDrawing
+from ...common.request.sampling_metadata import SamplingMetadata
+from ...common.sampling.sampling_backend import FusedSampling, SamplingKernels, TorchSampling
 from . import ceilings
 
 KINDS = {
@@ -29,7 +29,7 @@ KINDS = {
 }
 
 
-def measure(drawing: Drawing, logits: torch.Tensor, rows: list[Choosing]) -> tuple[float, float]:
+def measure(drawing: SamplingKernels, logits: torch.Tensor, rows: list[SamplingMetadata]) -> tuple[float, float]:
     """Seconds on the device and on the host."""
     device, host = [], []
     for _ in range(25):
@@ -56,7 +56,8 @@ def main() -> None:
     copy = ceilings.copy_tb_s() * 1e12
     torch.cuda.empty_cache()
     device = torch.device("cuda")
-    drawings: dict[str, Drawing] = {"fused": FusedDrawing(device, 0), "torch": PlainDrawing(args.vocab, device, 0)}
+    drawings: dict[str, SamplingKernels] = {"fused": FusedSampling(device, 0),
+                                            "torch": TorchSampling(args.vocab, device, 0)}
     results = []
     print(f"copy ceiling {copy / 1e12:.2f} TB/s, vocabulary {args.vocab}")
     print("| batch | kind | floor us | fused us | torch us | fused host us | torch host us |")
@@ -64,7 +65,7 @@ def main() -> None:
     for batch in map(int, args.batches.split(",")):
         logits = (torch.randn(batch, args.vocab, device=device) * args.scale).to(torch.bfloat16).float()
         for kind, params in KINDS.items():
-            rows = [Choosing(params, position) for position in range(batch)]
+            rows = [SamplingMetadata(params, position) for position in range(batch)]
             found = {name: measure(drawing, logits, rows) for name, drawing in drawings.items()}
             floor = logits.nbytes / copy
             results.append({"batch": batch, "kind": kind, "floor_us": floor * 1e6}

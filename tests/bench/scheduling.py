@@ -19,9 +19,9 @@ import numpy as np
 from ...common.api.messages import Generate
 from ...common.api.sampling import SamplingParams
 from ...common.config.server import ScheduleArgs
-from ...common.engine.batcher import Batcher
-from ...common.engine.req import Req
 from ...common.kvcache.manager import KVCacheManager
+from ...common.request.req import Req
+from ...common.scheduler.batcher import Batcher
 
 PAGE = 16
 STEM, TAIL, STEMS = 512, 64, 32

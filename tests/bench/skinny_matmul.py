@@ -28,13 +28,13 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton, reference
-from ...kernels.forms import Float8Form
-from ...kernels.fp8_matmul import fp8_matmul
-from ...kernels.fp8_quantize import quantize
-from ...kernels.moe_tiles import device_name
-from ...kernels.rmsnorm import rmsnorm
-from ...kernels.skinny_matmul import skinny_matmul
-from ...kernels.skinny_tiles import SkinnyTile, tile_for
+from ...kernels.arguments import Float8Format
+from ...kernels.float8.fp8_matmul import fp8_matmul
+from ...kernels.gemm.small_m_matmul import skinny_matmul
+from ...kernels.gemm.small_m_tiles import SmallMTile, tile_for
+from ...kernels.moe.moe_tiles import device_name
+from ...kernels.rowwise.fp8_quantize import quantize
+from ...kernels.rowwise.rmsnorm import rmsnorm
 from . import ceilings
 from .moe_shapes import micros
 
@@ -72,7 +72,7 @@ class Case:
         x = torch.randn(rows, self.width, device=DEVICE, dtype=WIDE)
         if self.kind == "bf16":
             return Inputs(x, None)
-        given = quantize(x, Float8Form(self.width))
+        given = quantize(x, Float8Format(self.width))
         return Inputs(given.values, given.scale)
 
     def wanted(self, x: Inputs) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Case:
     def floor(self, rows: int, copy: float) -> float:
         return (self.bytes + 2 * rows * (self.width + self.out)) / copy / 1e6
 
-    def run(self, x: Inputs, w: torch.Tensor, tile: SkinnyTile) -> torch.Tensor:
+    def run(self, x: Inputs, w: torch.Tensor, tile: SmallMTile) -> torch.Tensor:
         return skinny_matmul(x.values, w, x_scale=x.scale, scale=self.scale, dtype=WIDE, tile=tile)
 
     def others(self, x: Inputs, w: torch.Tensor) -> torch.Tensor:
@@ -109,13 +109,13 @@ AHEAD = (0, 16 << 10)
 _FEWEST = 100 if DEVICE == "cuda" else 10  # programs
 
 
-def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SkinnyTile]:
+def candidates(kind: str, rows: int, width: int, out: int) -> Iterator[SmallMTile]:
     """Beside the chosen one."""
     alone = rows == 1 and kind == "bf16"
     chosen = tile_for(rows, out, width, dtype_of(kind))
     for columns, depth, warps, stages in FORMS_OF_ONE if alone else FORMS[kind]:
         for pieces, ahead in itertools.product((1,) if alone else (1, 2, 4, 8), AHEAD):
-            tile = SkinnyTile(columns, depth, pieces, warps, stages, ahead)
+            tile = SmallMTile(columns, depth, pieces, warps, stages, ahead)
             programs = -(-out // columns) * pieces
             if tile != chosen and programs >= _FEWEST and (pieces == 1 or (
                     programs <= 600 and width // depth >= 2 * pieces)):
@@ -129,7 +129,7 @@ class Job:
     kind: str
     layer: str
     rows: int
-    tiles: list[SkinnyTile]
+    tiles: list[SmallMTile]
 
 
 def jobs(kinds: list[str], layers: list[str], rows: list[int] | None, sweep: bool) -> list[Job]:
@@ -148,7 +148,7 @@ class Variant:
 
     kind: str
     rows: int
-    tile: SkinnyTile
+    tile: SmallMTile
 
 
 def variants(todo: list[Job]) -> list[Variant]:

@@ -21,15 +21,15 @@ import torch
 from torch.nn.functional import linear
 
 from ...kernels import _triton
-from ...kernels.decode_plan import DecodePlan, plan_decode, processors_of
-from ...kernels.forms import HeadNorms
-from ...kernels.fresh_rows import FreshRows
-from ...kernels.greatest import greatest
-from ...kernels.joined_rmsnorm import joined_rmsnorm
-from ...kernels.paged_decode import Tile, paged_decode, pieces_of
-from ...kernels.rmsnorm import rmsnorm
-from ...kernels.rope_and_store import rope_and_store
-from ...kernels.silu_and_mul import silu_and_mul
+from ...kernels.arguments import HeadNorms
+from ...kernels.attention.current_kv import CurrentKV
+from ...kernels.attention.decode_plan import DecodePlan, plan_decode, processors_of
+from ...kernels.attention.paged_decode import Tile, paged_decode, pieces_of
+from ...kernels.attention.rope_and_store import rope_and_store
+from ...kernels.rowwise.rmsnorm import rmsnorm
+from ...kernels.rowwise.silu_and_mul import silu_and_mul
+from ...kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
+from ...kernels.sampling.argmax import greatest
 from . import ceilings
 from .device_time import run_seconds
 
@@ -110,7 +110,7 @@ class Batch:
                        self._cos_sin, self._positions, norms=self._norms, settled=self._plan is not None)
         return q
 
-    def _attend(self, layer: int, q: torch.Tensor, fresh: FreshRows | None = None) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, fresh: CurrentKV | None = None) -> torch.Tensor:
         settled = self._plan is not None
         if self._plan is None:
             self._plan = plan_decode(self._indptr, self._last, PAGE, self.shape.kv_heads, processors_of(self._device),
@@ -122,7 +122,7 @@ class Batch:
         if not self.takes_in:
             return self._attend(layer, self._rope(layer, fused))
         q, k, v = self._heads(fused)
-        return self._attend(layer, q, FreshRows(k, v, self._cos_sin, self._positions, self._norms))
+        return self._attend(layer, q, CurrentKV(k, v, self._cos_sin, self._positions, self._norms))
 
     def steps(self) -> _Steps:
         q = self._heads(self._fused)[0]

@@ -27,16 +27,16 @@ import torch
 from ...common.api.messages import FromEngine, Generate
 from ...common.api.sampling import SamplingParams
 from ...common.config.server import ScheduleArgs
-from ...common.engine.batcher import Batcher
-from ...common.engine.collector import settle_collector
-from ...common.engine.decode_inputs import DecodeInputs
-from ...common.engine.executor import Executor
-from ...common.engine.forward_batch import DecodeTable, ForwardBatch, Row
-from ...common.engine.ledger import Ledger
-from ...common.engine.sampler import Sampler
-from ...common.engine.unified import UnifiedScheduler
+from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.unified_scheduler import UnifiedScheduler
+from ...common.execution.executor import Executor
+from ...common.forward.forward_batch import DecodeTable, ForwardBatch, Row
 from ...common.kvcache.layout import KVLayout
 from ...common.kvcache.manager import KVCacheManager
+from ...common.runner.cuda_graphs.decode_inputs import DecodeInputs
+from ...common.sampling.sampler import Sampler
+from ...common.scheduler.batcher import Batcher
+from ...common.scheduler.request_tracker import RequestTracker
 
 VOCAB = 32
 PAGE = 16
@@ -80,8 +80,8 @@ class Bench:
         than ``steps``."""
         pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
         self.sent: FromEngine | None = None
-        self.ledger = Ledger(self._take, eos_ids=frozenset({1}), vocab_size=1 << 31,
-                             max_request_tokens=1 << 20, max_requests=4096, timeout=1e9)
+        self.ledger = RequestTracker(self._take, eos_ids=frozenset({1}), vocab_size=1 << 31,
+                                     max_request_tokens=1 << 20, max_requests=4096, timeout=1e9)
         cache = KVCacheManager(pages, PAGE)
         batcher = Batcher(cache, ScheduleArgs(chunked_prefill_size=1 << 20, max_running_requests=batch,
                                               schedule_conservativeness=0.0))

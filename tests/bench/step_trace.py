@@ -172,13 +172,13 @@ class FrontTrace:
         """From now on, in this process."""
         from aiohttp import web
 
-        from ...common.api.messages import Outputs
-        from ...common.engine.client import EngineClient
+        from ...common.api.messages import OutputBatch
+        from ...common.engine_client.client import EngineClient
 
         dispatch, write, came = EngineClient._dispatch, web.StreamResponse.write, self.came
 
         def noted(client: Any, message: Any) -> None:
-            if isinstance(message, Outputs):
+            if isinstance(message, OutputBatch):
                 came.append([time.perf_counter(), 0, 0.0, 0.0])
             dispatch(client, message)
 

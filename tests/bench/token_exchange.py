@@ -35,9 +35,9 @@ import torch
 
 from ...common.distributed.expert_share import ExpertShare
 from ...common.distributed.parallel import Parallel, init_parallel
-from ...common.distributed.peers import connect_all
-from ...common.engine.meeting import Meeting
+from ...common.distributed.peer_all_reduce import connect_all
 from ...common.layers.norm import RMSNorm, as_they_are
+from ...common.runner.dp_sync import DPSync
 from ...common.weights.slots import allocator
 from .token_exchange_prompts import COLUMNS, prompt_rows
 
@@ -94,7 +94,7 @@ def run(rank: int, args: argparse.Namespace, meeting: str, answers: Any) -> None
                             [int(hidden) for hidden in args.hidden.split(",")], dtype, link_bytes(parallel))
     if device.type == "cuda" and tokens:
         rows += graph_rows(parallel, tokens, [int(hidden) for hidden in args.hidden.split(",")], dtype)
-    host = Meeting(parallel)
+    host = DPSync(parallel)
     rows.append({"tokens": 0.0, "kind": "host meeting", "microseconds": timed(
         parallel, lambda: host.agree(1, 1, decodes=True))})
     answers.put(rows)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...common.distributed.dispatch_buffers import DispatchBuffers
 from ...common.distributed.parallel import Parallel
-from ...common.distributed.token_areas import SharedAreas
-from ...kernels.moe_sum import moe_sum
-from ...kernels.peer_areas import Areas, PeerAreas
-from ...kernels.peer_tokens import peer_combine, peer_dispatch, peer_parts
-from ...kernels.rmsnorm import rmsnorm
+from ...kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
+from ...kernels.comm.dispatch_buffers import Areas, PeerAreas
+from ...kernels.moe.moe_sum import moe_sum
+from ...kernels.rowwise.rmsnorm import rmsnorm
 
 EXPERTS, CHOICES = 128, 8
 COLUMNS = ("link", "gather", "sum", "scatter", "norm", "there", "back", "dispatch", "dispatch float8", "combine",
@@ -78,7 +78,7 @@ class Layer:
     def _by_peers(self, float8: bool) -> dict[str, float]:
         assert self._group.device_group is not None
         areas = Areas(self._group.size, self._rows, self.x.shape[1], CHOICES, float8, self.x.dtype)
-        shared = SharedAreas(self._group.rank, self._group.device_group, self._group.device, areas)
+        shared = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
         peers, n = shared.peers, self._rows
         ids, weights = peers.choices(n)
         self._dispatch(peers)

@@ -10,8 +10,8 @@ import sys
 
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
-from ...common.engine.ranks import RankSpec, RankTarget
-from ...common.http.server import run_server
+from ...common.engine_client.rank_processes import RankSpec, RankTarget
+from ...common.serving.server import run_server
 from .step_trace import FrontTrace, folder
 
 

@@ -33,15 +33,15 @@ CALLS, REPEATS = 16, 20
 
 def cases() -> dict[str, Callable[[], object]]:
     """Calls on the GPU by a name: those of kernels in Gluon, then of Triton's own that a decode step spends most in."""
-    from ...kernels.dense_tiles import TALL
-    from ...kernels.dense_warpgroups import dense_product
-    from ...kernels.moe_experts import moe_experts
-    from ...kernels.moe_tiles import warpgroup_tiles
-    from ...kernels.rmsnorm import rmsnorm
-    from ...kernels.skinny_matmul import skinny_matmul
-    from ...kernels.split_tiles import SplitTile
-    from ...kernels.split_warpgroups import split_matmul, split_pieces
-    from ...kernels.streamed_tiles import streamed_tile
+    from ...kernels.gemm.dense_tiles import TALL
+    from ...kernels.gemm.dense_warp_specialized import dense_product
+    from ...kernels.gemm.persistent_tiles import streamed_tile
+    from ...kernels.gemm.small_m_matmul import skinny_matmul
+    from ...kernels.gemm.split_k_tiles import SplitKTile
+    from ...kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+    from ...kernels.moe.moe_experts import moe_experts
+    from ...kernels.moe.moe_tiles import warpgroup_tiles
+    from ...kernels.rowwise.rmsnorm import rmsnorm
 
     torch.manual_seed(0)
     up, down = of(28672, 4096), of(4096, 4096)
@@ -51,8 +51,8 @@ def cases() -> dict[str, Callable[[], object]]:
     places, weights = own.topk(8).indices, torch.rand(8192, 8, device="cuda")
     return {
         "dense, 8,192 rows, gated": lambda: dense_product(many, up, TALL, gated=True),
-        "split, 128 rows, gated": lambda: split_matmul(some, up, SplitTile(128, 64, 64, 4), gated=True),
-        "split, 128 rows, pieces": lambda: split_pieces(some, down, SplitTile(128, 64, 64, 6, 4)),
+        "split, 128 rows, gated": lambda: split_matmul(some, up, SplitKTile(128, 64, 64, 4), gated=True),
+        "split, 128 rows, pieces": lambda: split_pieces(some, down, SplitKTile(128, 64, 64, 6, 4)),
         "streamed, 8 rows, gated": lambda: skinny_matmul(few, up, gated=True, tile=streamed_tile(8, 28672, 4096)),
         "experts, 8,192 tokens": lambda: moe_experts(tokens, gate_up, back, places, weights, None,
                                                      warpgroup_tiles(torch.bfloat16)),
@@ -70,8 +70,8 @@ def of(*sizes: int) -> torch.Tensor:
 
 def attention(requests: int, length: int) -> Callable[[], object]:
     """Decode attention of Llama-3-8B's heads, as an engine plans it."""
-    from ...kernels.decode_plan import plan_decode, processors_of
-    from ...kernels.paged_decode import paged_decode, pieces_of
+    from ...kernels.attention.decode_plan import plan_decode, processors_of
+    from ...kernels.attention.paged_decode import paged_decode, pieces_of
 
     page, count = 16, length // 16
     pool, q = of(requests * count, 2, 8, page, 128), of(requests, 32, 128)

@@ -19,14 +19,23 @@ from pathlib import Path
 
 import torch
 
-from ...kernels import moe_tiles
-from ...kernels.fp8_quantize import quantize_groups
-from ...kernels.moe_align import Alignment, moe_align
-from ...kernels.moe_experts import moe_experts
-from ...kernels.moe_gemm import moe_gemm
-from ...kernels.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
-from ...kernels.moe_sum import moe_sum
-from ...kernels.moe_tiles import Tile, Tiles, default_tiles, device_name, file_of, shape_key, to_json, warpgroup_tiles
+from ...kernels.moe import moe_tiles
+from ...kernels.moe.moe_align import Alignment, moe_align
+from ...kernels.moe.moe_experts import moe_experts
+from ...kernels.moe.moe_gemm import moe_gemm
+from ...kernels.moe.moe_sorted import fits, moe_down, moe_up, moe_up_in_float8, takes_warpgroups
+from ...kernels.moe.moe_sum import moe_sum
+from ...kernels.moe.moe_tiles import (
+    Tile,
+    Tiles,
+    default_tiles,
+    device_name,
+    file_of,
+    shape_key,
+    to_json,
+    warpgroup_tiles,
+)
+from ...kernels.rowwise.fp8_quantize import quantize_groups
 from .moe_shapes import SHAPES, Layer, Shape, micros
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

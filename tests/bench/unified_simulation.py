@@ -3,7 +3,7 @@
     python -m baton.tests.bench.unified_simulation [--rules now,hold16,hold32,ends8] [--mixed]
 
 Scheduler, batcher and pipeline are the server's; steps take what an H200 takes for a Llama-3-8B shape
-(tests/common/simulated_server.py). Beside the rule that is (``now``: a prompt is computed in the next step) stand such
+(tests/helpers/simulated_server.py). Beside the rule that is (``now``: a prompt is computed in the next step) stand such
 that hold prompts back while requests decode:
 
 - ``holdN``: until those that wait have done so, taken together, for as many steps as an Nth of those that decode;
@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from ...common.config.server import ScheduleArgs
-from ...common.engine.batch import Batch
-from ...common.engine.batcher import Batcher
-from ...common.engine.req import Req
-from ..common.simulated_server import H200, SimulatedServer
+from ...common.request.batch import ScheduledBatch
+from ...common.request.req import Req
+from ...common.scheduler.batcher import Batcher
+from ..helpers.simulated_server import H200, SimulatedServer
 
 Rule = Callable[[Batcher, list[Req], int], bool]
 """Whether so many prompts, for which there are places, wait for the next step of those that decode."""
@@ -73,7 +73,7 @@ def held_back(server: SimulatedServer, rule: Rule) -> None:
     scheduler, batcher = server.scheduler, server.batcher
     inner = scheduler._next_batch
 
-    def next_batch() -> Batch | None:
+    def next_batch() -> ScheduledBatch | None:
         decoding = [req for req in batcher.running if not req.complete]
         places = min(len(batcher.waiting), batcher.args.max_running_requests - len(batcher.running))
         if places and decoding and not batcher.prefilling and rule(batcher, decoding, places):

@@ -13,9 +13,9 @@ import statistics
 import numpy as np
 import torch
 
-from ...kernels.decode_plan import plan_decode, processors_of
-from ...kernels.paged_decode import paged_decode, pieces_of
-from ...kernels.paged_prefill import paged_prefill, plan_prefill
+from ...kernels.attention.decode_plan import plan_decode, processors_of
+from ...kernels.attention.paged_decode import paged_decode, pieces_of
+from ...kernels.attention.paged_prefill import paged_prefill, plan_prefill
 from . import ceilings
 from .device_time import captured, run_seconds
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for fake_engine, which spawned ranks import too
-from fake_engine import make_checkpoint  # noqa: E402
-from serving import Server  # noqa: E402
+from baton.tests.helpers.fake_engine import make_checkpoint  # noqa: E402
+from baton.tests.helpers.serving import Server  # noqa: E402
 
 
 @pytest.fixture(scope="session")

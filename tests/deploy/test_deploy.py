@@ -17,15 +17,15 @@ import yaml
 from baton.common.api.messages import State
 from baton.common.config.cli import parse
 from baton.common.config.server import HttpArgs, ServerConfig
-from baton.common.engine.ledger import Ledger
-from baton.common.http import host
 from baton.common.obs.metrics import ServerMetrics
-from baton.kvtransfer.receiving import ReceiverCore
-from baton.kvtransfer.sending import SenderCore
+from baton.common.scheduler.request_tracker import RequestTracker
+from baton.common.serving import host
+from baton.kvtransfer.receiver.receiver_core import ReceiverCore
+from baton.kvtransfer.sender.sender_core import SenderCore
 from baton.prefill.scheduler import PrefillScheduler
 from baton.router.config import RouterConfig
-from baton.router.metrics import Metrics
-from baton.router.registry import Registry
+from baton.router.obs.metrics import Metrics
+from baton.router.workers.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -209,8 +209,8 @@ def host_of(url: str) -> str:
 
 def server_families() -> dict[str, set[str]]:
     """The servers' metrics with their labels: a server of any role has a part of them."""
-    ledger = Ledger(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
-                    max_requests=1, timeout=1.0)
+    ledger = RequestTracker(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
+                            max_requests=1, timeout=1.0)
     cores: list[Any] = [ReceiverCore(None, None, 1), SenderCore(None, None)]  # type: ignore[arg-type]
     counters = {name: 1.0 for part in (ledger, *cores) for name in part.counters}
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one

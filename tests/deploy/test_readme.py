@@ -15,7 +15,7 @@ from baton.common.bench.one_batch_args import BenchOneBatch
 from baton.common.bench.serving_args import BenchServing
 from baton.common.config.cli import _flags
 from baton.common.config.server import ServerConfig
-from baton.kvtransfer.bench_args import BenchArgs
+from baton.kvtransfer.bench.args import BenchArgs
 from baton.launch import ClusterConfig
 from baton.router.config import RouterConfig
 

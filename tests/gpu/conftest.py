@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.tests.rank_processes import SECONDS
+from baton.tests.helpers.rank_processes import SECONDS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

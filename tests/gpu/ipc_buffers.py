@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-from baton.common.distributed.peers import PeerSums
+from baton.common.distributed.peer_all_reduce import PeerAllReduce
 from baton.common.distributed.tp import TPGroup
-from baton.kernels.peer_sum import EMPTY, SLOTS, buffer_values
+from baton.kernels.comm.all_reduce import EMPTY, SLOTS, buffer_values
 
 
 class IpcBuffers:
@@ -37,6 +37,6 @@ def _opened(rebuild: Callable[..., torch.Tensor], given: tuple, device: torch.de
     return rebuild(**named | {"storage_device": device.index, "event_sync_required": False})
 
 
-def ipc_sums(world: TPGroup, slots: int = SLOTS) -> PeerSums:
+def ipc_sums(world: TPGroup, slots: int = SLOTS) -> PeerAllReduce:
     """Of all ranks; ``slots`` of each can meet."""
-    return PeerSums(world.rank, IpcBuffers(buffer_values(world.size, slots), world), slots)
+    return PeerAllReduce(world.rank, IpcBuffers(buffer_values(world.size, slots), world), slots)

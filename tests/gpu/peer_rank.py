@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from baton.common.config.server import KernelArgs
 from baton.common.distributed.capture import may_capture
+from baton.common.distributed.deferred_reduce import DeferredSum
 from baton.common.distributed.parallel import Parallel
-from baton.common.distributed.peers import LARGEST_BYTES, PeerSums, connect_all
-from baton.common.distributed.pending import PendingSum
+from baton.common.distributed.peer_all_reduce import LARGEST_BYTES, PeerAllReduce, connect_all
 from baton.common.distributed.tp import TPGroup, init_tp
-from baton.kernels.rmsnorm import rmsnorm
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.rank_processes import SECONDS, end_rank
+from baton.kernels.rowwise.rmsnorm import rmsnorm
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.rank_processes import SECONDS, end_rank
 
 COUNTS = [8, 4096, 100_000, 64, LARGEST_BYTES // 2, 4104]
 NORMED = [(1, 4096), (7, 5120), (60, 4096), (99, 2048)]
@@ -62,7 +62,7 @@ GRAPHS = KernelArgs("triton", cuda_graph_bs=(2, 8), disable_piecewise_cuda_graph
 PIECES = KernelArgs("triton", cuda_graph_bs=(2, 8), piecewise_cuda_graph_tokens=(16, 48, 64))
 
 
-def worst_error(group: TPGroup, peers: PeerSums, dtype: torch.dtype) -> float:
+def worst_error(group: TPGroup, peers: PeerAllReduce, dtype: torch.dtype) -> float:
     """Of 300 sums of sizes in turn, each right behind the one before: no rank waits for another in between."""
     generator = torch.Generator(group.device).manual_seed(group.rank)
     counts = COUNTS + (OF_TWO if group.size == 2 else [])
@@ -77,7 +77,7 @@ def worst_error(group: TPGroup, peers: PeerSums, dtype: torch.dtype) -> float:
     return max(float((got.float() - want).abs().max()) for got, want in zip(inputs, wanted))
 
 
-def worst_in_graph(group: TPGroup, peers: PeerSums) -> float:
+def worst_in_graph(group: TPGroup, peers: PeerAllReduce) -> float:
     """An odd number of sums in a graph, replayed back to back over inputs that change, with sums between replays."""
     static = [torch.zeros(count, device=group.device, dtype=torch.bfloat16) for count in COUNTS[:5]]
     beside = torch.ones(4096, device=group.device, dtype=torch.bfloat16)
@@ -102,7 +102,7 @@ def worst_in_graph(group: TPGroup, peers: PeerSums) -> float:
     return max(float(error) for error in errors)
 
 
-def same_bits(group: TPGroup, peers: PeerSums) -> bool:
+def same_bits(group: TPGroup, peers: PeerAllReduce) -> bool:
     """Whether every rank has the very same result."""
     mine = torch.randn(200_000, device=group.device).to(torch.bfloat16)
     peers.sum(mine)
@@ -120,7 +120,7 @@ def worst_norm(group: TPGroup, rows: int, width: int) -> float:
     dist.all_reduce(summed, group=group.device_group)
     wanted = rmsnorm(summed, weight, 1e-5, residual)
     assert group.peers is not None and group.peers.takes_rows(part)
-    found = PendingSum(part, group).normed(residual, weight, 1e-5)
+    found = DeferredSum(part, group).normed(residual, weight, 1e-5)
     if not all(bool((group.all_gather_rows(one[None]) == one).all()) for one in found):
         return float("inf")
     return max(float((one.float() - other.float()).abs().max()) for one, other in zip(found, wanted))

@@ -15,9 +15,9 @@ from baton.common.config.server import ParallelArgs
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup, init_tp
-from baton.tests.common.small_models import forward, load_runner, scattered_pages, server_config
 from baton.tests.gpu.ipc_buffers import ipc_sums
-from baton.tests.rank_processes import SECONDS, end_rank, place_of
+from baton.tests.helpers.rank_processes import SECONDS, end_rank, place_of
+from baton.tests.helpers.small_models import forward, load_runner, scattered_pages, server_config
 
 TOKENS = np.random.default_rng(2).integers(0, 97, 60)
 

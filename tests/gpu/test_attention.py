@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.common.attention.select import choose_backend, select_backend
-from baton.common.engine.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 

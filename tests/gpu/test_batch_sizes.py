@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.common.engine.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
+from baton.common.forward.forward_batch import DecodeTable, ForwardBatch, Row, build_forward_batch
 from baton.tests.bench.mla_decode import V2_LITE
-from baton.tests.common.small_models import load_runner, scattered_pages, server_config
 from baton.tests.gpu.test_models import LLAMA_8B
+from baton.tests.helpers.small_models import load_runner, scattered_pages, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Server, get_json, post_json
-from baton.tests.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.decode_plan import plan_decode
-from baton.kernels.paged_decode import TILE, paged_decode, takes_warpgroups
+from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.paged_decode import TILE, paged_decode, takes_warpgroups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]

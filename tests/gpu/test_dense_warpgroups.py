@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.common.distributed.pending import PendingProduct
+from baton.common.distributed.deferred_reduce import DeferredProduct
 from baton.kernels import reference
-from baton.kernels.dense_matmul import dense_matmul
-from baton.kernels.dense_tiles import TALL, USUAL, gated_tile
+from baton.kernels.gemm.dense_matmul import dense_matmul
+from baton.kernels.gemm.dense_tiles import TALL, USUAL, gated_tile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
@@ -33,7 +33,7 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_a_product_equals_torchs(rows, columns, depth, dtype, gated, tile):
     """Whole tiles and parts of them, in rows, columns and depth; the same bits each time; no row's result depends on
     the others."""
-    from baton.kernels.dense_warpgroups import dense_product  # not there without Triton
+    from baton.kernels.gemm.dense_warp_specialized import dense_product  # not there without Triton
     torch.manual_seed(0)
     x, weight = random(rows, depth, dtype=dtype), random(columns * (1 + gated), depth, dtype=dtype, scale=depth**-0.5)
     got = dense_product(x, weight, tile, gated=gated)
@@ -59,5 +59,5 @@ def test_a_product_is_added_to_the_residual_as_it_is_made():
     x, weight = random(1500, 1024, dtype=torch.bfloat16), random(512, 1024, dtype=torch.bfloat16, scale=1 / 32)
     residual, gain = random(1500, 512, dtype=torch.bfloat16), random(512, dtype=torch.bfloat16)
     want = reference.rmsnorm(x.float() @ weight.float().T, gain.float(), 1e-5, residual.float())
-    for got, twin in zip(PendingProduct(x, weight).normed(residual, gain, 1e-5), want):
+    for got, twin in zip(DeferredProduct(x, weight).normed(residual, gain, 1e-5), want):
         near(got, twin)

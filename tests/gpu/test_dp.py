@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.tests.common.deepseek_models import save_deepseek
-from baton.tests.common.small_models import save_model
-from baton.tests.common.small_moe import save_moe
-from baton.tests.common.test_dp import alone, make_prompts, run_groups
+from baton.tests.common.distributed.test_dp import alone, make_prompts, run_groups
+from baton.tests.helpers.deepseek_models import save_deepseek
+from baton.tests.helpers.small_models import save_model
+from baton.tests.helpers.small_moe import save_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

@@ -14,7 +14,7 @@ from baton.common.config.model import load_model_spec
 from baton.common.config.server import KernelArgs, ModelArgs
 from baton.common.tinychat import CHECKPOINT
 from baton.common.tinychat.tasks import held_out, matches
-from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -78,7 +78,7 @@ def test_flashinfer_decodes(questions, kernels):
     assert sum(right) >= 0.97 * len(right), [e.task for e, ok in zip(examples, right) if not ok]
 
 
-BUDGET = CustomProcessor("baton.common.engine.logit_processors:ThinkingBudget",
+BUDGET = CustomProcessor("baton.common.sampling.builtin_processors:ThinkingBudget",
                          {"thinking_budget": 5, "end_token_id": 2})
 
 

@@ -15,16 +15,16 @@ import torch
 from baton.common.config.server import KernelArgs
 from baton.common.distributed.tp import TPGroup
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.common.deepseek_models import save_deepseek
-from baton.tests.common.gpt_oss_models import save_gpt_oss
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.small_models import expected_logits, save_model
-from baton.tests.common.small_moe import save_moe
-from baton.tests.common.test_dp import alone, make_prompts, run_groups
-from baton.tests.common.test_pp import run_stages
+from baton.tests.common.distributed.test_dp import alone, make_prompts, run_groups
+from baton.tests.common.execution.test_pp import run_stages
 from baton.tests.gpu.shared_rank import TOKENS, logits_of
+from baton.tests.helpers.deepseek_models import save_deepseek
+from baton.tests.helpers.gpt_oss_models import save_gpt_oss
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.small_models import expected_logits, save_model
+from baton.tests.helpers.small_moe import save_moe
 from baton.tests.integration.harness import Cluster, post_json
-from baton.tests.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -10,34 +10,35 @@ import pytest
 import torch
 
 from baton.common.attention.select import select_backend
+from baton.common.config.quantization import AS_LOADED, QuantizationScheme
 from baton.common.config.server import KernelArgs
 from baton.common.distributed.tp import TPGroup
-from baton.common.engine.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.common.layers.linear import ColumnLinear, Columns, RowLinear
 from baton.common.layers.norm import RMSNorm
-from baton.common.quantization.scheme import AS_LOADED, Scheme
 from baton.common.tinychat import CHECKPOINT
 from baton.common.weights.loader import load_dummy
 from baton.common.weights.slots import allocator
 from baton.kernels import reference
-from baton.kernels.forms import Float8Form
-from baton.kernels.fp8_block_matmul import block_matmul
-from baton.kernels.fp8_quantize import quantize
-from baton.kernels.fp8_scaled_matmul import scaled_matmul
-from baton.tests.common.fp8_checkpoints import FORMS, SIZES, save_float8
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.small_models import forward, load_runner, save_model, scattered_pages, server_config
-from baton.tests.common.test_tinychat_float8 import share_right
+from baton.kernels.arguments import Float8Format
+from baton.kernels.float8.fp8_block_matmul import block_matmul
+from baton.kernels.float8.fp8_scaled_matmul import scaled_matmul
+from baton.kernels.rowwise.fp8_quantize import quantize
+from baton.tests.common.tinychat.test_tinychat_float8 import share_right
 from baton.tests.gpu.test_models import LLAMA_8B, timed
+from baton.tests.helpers.fp8_checkpoints import FORMS, SIZES, save_float8
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.small_models import forward, load_runner, save_model, scattered_pages, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda", 0)
 TOKENS = np.random.default_rng(2).integers(0, 97, 40)
-SCHEMES = {**AS_LOADED, "stored channel": Scheme("channel", stored=True),
-           "stored tensor": Scheme("tensor", "static", stored=True), "stored blocks": Scheme("block", stored=True)}
+SCHEMES = {**AS_LOADED, "stored channel": QuantizationScheme("channel", stored=True),
+           "stored tensor": QuantizationScheme("tensor", "static", stored=True),
+           "stored blocks": QuantizationScheme("block", stored=True)}
 
 
 def silent(what: str, fraction: float) -> None:
@@ -96,7 +97,7 @@ def values_of(slot) -> torch.Tensor:
 def test_block_matmul_at_real_sizes(rows, width, out):
     """Every tile, and the library's; 576 is a width that ends within a block, as DeepSeek's latents are."""
     generator = torch.Generator(CUDA).manual_seed(0)
-    x, x_scale, _ = quantize(torch.randn(rows, width, device=CUDA, generator=generator).bfloat16(), Float8Form(128))
+    x, x_scale, _ = quantize(torch.randn(rows, width, device=CUDA, generator=generator).bfloat16(), Float8Format(128))
     weight = torch.randn(out, width, device=CUDA, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-out // 128), -(-width // 128), device=CUDA, generator=generator) + 0.5
     got = block_matmul(x, x_scale, weight, scale, (128, 128), torch.bfloat16)
@@ -109,7 +110,7 @@ def test_block_matmul_at_real_sizes(rows, width, out):
 def test_scaled_matmul_at_real_sizes(rows, width, out):
     """Every tile of scales by row, and the library's."""
     generator = torch.Generator(CUDA).manual_seed(0)
-    x, x_scale, _ = quantize(torch.randn(rows, width, device=CUDA, generator=generator).bfloat16(), Float8Form(width))
+    x, x_scale, _ = quantize(torch.randn(rows, width, device=CUDA, generator=generator).bfloat16(), Float8Format(width))
     weight = torch.randn(out, width, device=CUDA, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.rand(out, device=CUDA, generator=generator) + 0.5
     got = scaled_matmul(x, x_scale, weight, scale, torch.bfloat16)
@@ -211,7 +212,7 @@ def test_8b_shape_prefills_and_decodes(tmp_path, flag, stored, capsys):
 
 def test_dummy_weights_are_finite():
     """Billions of values are drawn; none may overflow float8."""
-    allocate = allocator(torch.bfloat16, CUDA, Scheme("block", stored=True))
+    allocate = allocator(torch.bfloat16, CUDA, QuantizationScheme("block", stored=True))
     layer = ColumnLinear(16384, [Columns("a", 65536, 0, 65536)], False, allocate)
     load_dummy(layer.slots(), 0, silent)
     assert layer(torch.ones(1, 16384, device=CUDA, dtype=torch.bfloat16)).isfinite().all()

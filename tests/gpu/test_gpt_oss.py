@@ -14,17 +14,17 @@ import torch
 
 from baton.common.attention.base import AttentionBackend
 from baton.common.attention.select import select_backend
-from baton.common.engine.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.kernels import reference
-from baton.kernels.forms import ExpertBiases
-from baton.kernels.moe_experts import moe_experts
-from baton.tests.common.gpt_oss_models import save_gpt_oss
-from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.kernels.arguments import ExpertBiases
+from baton.kernels.moe.moe_experts import moe_experts
 from baton.tests.gpu.test_attention import fused
 from baton.tests.gpu.whole_models import check_bfloat16, check_graphs_and_overlap
-from baton.tests.rank_processes import SECONDS
+from baton.tests.helpers.gpt_oss_models import save_gpt_oss
+from baton.tests.helpers.rank_processes import SECONDS
+from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

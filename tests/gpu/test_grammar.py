@@ -20,10 +20,10 @@ from baton.common.config.server import (
     ServerConfig,
 )
 from baton.common.distributed.parallel import Parallel
-from baton.common.engine.model_runner import ModelRunner
+from baton.common.runner.model_runner import ModelRunner
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.common.grammar_engine import GrammarEngine, schema_spec, text_of
-from baton.tests.common.json_schemas import CORPUS as ALL
+from baton.tests.helpers.grammar_engine import GrammarEngine, schema_spec, text_of
+from baton.tests.helpers.json_schemas import CORPUS as ALL
 
 CORPUS = {name: schema for name, schema in ALL.items() if name != "recursive list"}
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

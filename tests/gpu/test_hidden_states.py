@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.engine.forward_batch import Row, build_forward_batch
-from baton.common.engine.prefill_graphs import GraphRecorder, Recorded
-from baton.tests.common.deepseek_models import save_with_predictors
-from baton.tests.common.predictor_rank import load_predictors, rows_by_chunks
-from baton.tests.common.small_models import load_runner, save_model, scattered_pages, server_config
+from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
+from baton.tests.common.runner.mtp_rank import load_predictors, rows_by_chunks
+from baton.tests.helpers.deepseek_models import save_with_predictors
+from baton.tests.helpers.small_models import load_runner, save_model, scattered_pages, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

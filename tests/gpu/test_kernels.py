@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from baton.kernels import _triton
-from baton.kernels.greatest import greatest
+from baton.kernels.sampling.argmax import greatest
 from baton.tests.bench import small_kernels
-from baton.tests.rank_processes import SECONDS
+from baton.tests.helpers.rank_processes import SECONDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton.kernels import dense_matmul, reference
-from baton.kernels.cublaslt import Algorithm, Plan, library
-from baton.kernels.library_tiles import better_plan, left_pieces, table
+from baton.kernels import reference
+from baton.kernels.gemm import dense_matmul
+from baton.kernels.gemm.cublaslt import Algorithm, Plan, library
+from baton.kernels.gemm.split_k_cublas import better_plan, left_pieces, table
 
 H200 = "NVIDIA H200"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.attention.mla_select import latent_backend
+from baton.common.attention.mla.select import latent_backend
 from baton.common.attention.select import select_backend
 from baton.common.config.mla import MLASpec
-from baton.common.engine.forward_batch import ForwardBatch, Row, build_forward_batch
+from baton.common.forward.forward_batch import ForwardBatch, Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.tests.gpu.test_attention import fused

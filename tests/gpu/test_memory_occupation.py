@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Server, post_json
-from baton.tests.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

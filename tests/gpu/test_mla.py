@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.attention.mla_select import choose_latent_backend, choose_latent_decode_backend, latent_backend
+from baton.common.attention.mla.select import choose_latent_backend, choose_latent_decode_backend, latent_backend
 from baton.common.attention.split import SplitBackend
 from baton.common.config.mla import MLASpec
 from baton.common.config.server import KernelArgs
-from baton.common.engine.forward_batch import Row, build_forward_batch
+from baton.common.forward.forward_batch import Row, build_forward_batch
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
 from baton.tests.bench.mla_decode import V2_LITE
-from baton.tests.common.deepseek_models import YARN, save_deepseek
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
-from baton.tests.rank_processes import SECONDS
+from baton.tests.helpers.deepseek_models import YARN, save_deepseek
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.rank_processes import SECONDS
+from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

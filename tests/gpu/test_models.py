@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.engine.forward_batch import Row, build_forward_batch
-from baton.tests.common.small_models import (
+from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.tests.gpu.whole_models import check_bfloat16
+from baton.tests.helpers.small_models import (
     expected_logits,
     forward,
     load_runner,
@@ -19,7 +20,6 @@ from baton.tests.common.small_models import (
     scattered_pages,
     server_config,
 )
-from baton.tests.gpu.whole_models import check_bfloat16
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -16,16 +16,16 @@ from baton.common.distributed.tp import TPGroup
 from baton.common.layers.moe import MoE
 from baton.common.weights.slots import allocator
 from baton.kernels import reference
-from baton.kernels.forms import ExpertBiases, Scales
-from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_sorted import takes_warpgroups
-from baton.kernels.moe_tiles import default_tiles, warpgroup_tiles
-from baton.tests.common.moe_rank import TOKENS
-from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
-from baton.tests.common.small_moe import FAMILIES, save_moe
-from baton.tests.common.test_moe_ranks import MOE_RANK
+from baton.kernels.arguments import ExpertBiases, Scales
+from baton.kernels.moe.moe_experts import moe_experts
+from baton.kernels.moe.moe_sorted import takes_warpgroups
+from baton.kernels.moe.moe_tiles import default_tiles, warpgroup_tiles
+from baton.tests.common.distributed.moe_rank import TOKENS
+from baton.tests.common.distributed.test_moe_ranks import MOE_RANK
 from baton.tests.gpu.whole_models import check_graphs_and_overlap
-from baton.tests.rank_processes import run_ranks
+from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.tests.helpers.small_moe import FAMILIES, save_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.small_models import save_model
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.small_models import save_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

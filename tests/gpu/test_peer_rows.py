@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.peer_rows import peer_norm_gather, peer_scatter_norm
-from baton.kernels.peer_sum import EMPTY
+from baton.kernels.comm.all_reduce import EMPTY
+from baton.kernels.comm.gather_scatter_norm import peer_norm_gather, peer_scatter_norm
 from baton.tests.gpu.test_peer_sum import PATIENCE, Ranks, warm_up
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.peer_sum import (
+from baton.kernels.comm.all_reduce import (
     EMPTY,
     SLOTS,
     Peers,

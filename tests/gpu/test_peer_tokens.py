@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.forms import Float8Rows, Scales
-from baton.kernels.moe_experts import moe_experts, moe_products
-from baton.kernels.peer_areas import GROUP, Areas, PeerAreas
-from baton.kernels.peer_tokens import Launch, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.arguments import Float8Rows, Scales
+from baton.kernels.comm.all_to_all import Launch, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
+from baton.kernels.moe.moe_experts import moe_experts, moe_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -8,8 +8,8 @@ import torch
 
 from baton.common.config.server import KernelArgs
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.test_pp import run_stages
+from baton.tests.common.execution.test_pp import run_stages
+from baton.tests.helpers.hand_driven import Engine, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.common.engine.forward_batch import Row, build_forward_batch
-from baton.common.engine.prefill_graphs import GraphRecorder, Recorded
+from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
 from baton.common.tinychat import CHECKPOINT
 from baton.tests.bench.many_gpus import QWEN3_30B
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.prompts_again import SIZES, steps_of
-from baton.tests.common.small_models import load_runner, save_model, server_config
-from baton.tests.common.test_prefill_graphs import SAVE
+from baton.tests.common.runner.test_prefill_graphs import SAVE
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.replayed_prompts import SIZES, steps_of
+from baton.tests.helpers.small_models import load_runner, save_model, server_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

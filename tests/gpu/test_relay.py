@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.integration.harness import Cluster, post_json
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

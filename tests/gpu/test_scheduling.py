@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from baton.common.engine.scheduling.host_pages import HostPages
-from baton.common.engine.scheduling.rates import link_rate
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
+from baton.common.scheduler.preemption.copy_rates import link_rate
+from baton.common.scheduler.preemption.host_kv_cache import HostKVCache
 from baton.common.tinychat import CHECKPOINT
 from baton.common.tinychat.tasks import held_out
-from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, tokens_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -73,7 +73,7 @@ def test_copies_are_exact_and_told_in_bytes_a_second():
     for group in pool.groups:
         group.normal_()
     before = [group.clone() for group in pool.groups]
-    host = HostPages(pool, 160 * layout.page_bytes)
+    host = HostKVCache(pool, 160 * layout.page_bytes)
     pages = np.random.default_rng(0).permutation(256)[:150]
     slots = host.save(pages)
     assert slots is not None and host.save(pages) is None, "there is no room for as many again"

@@ -7,11 +7,11 @@ import torch
 
 from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
-from baton.kernels.forms import Float8Form
-from baton.kernels.fp8_quantize import quantize
-from baton.kernels.silu_and_mul import silu_and_mul
-from baton.kernels.skinny_matmul import skinny_matmul
-from baton.kernels.streamed_tiles import StreamedTile
+from baton.kernels.arguments import Float8Format
+from baton.kernels.gemm.persistent_tiles import PersistentTile
+from baton.kernels.gemm.small_m_matmul import skinny_matmul
+from baton.kernels.rowwise.fp8_quantize import quantize
+from baton.kernels.rowwise.silu_and_mul import silu_and_mul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -32,15 +32,15 @@ class Weight:
 
     def __init__(self, kind: str, out: int, width: int, seed: int = 1):
         wide = random(out, width, seed=seed) * width**-0.5
-        self.form: Float8Form | None = None
+        self.form: Float8Format | None = None
         self.scale: torch.Tensor | None = None
         self.weight = wide.bfloat16()
         if kind != "plain":
             self.weight, self.scale = quantize_channels(wide)
-            self.form = Float8Form(width)
+            self.form = Float8Format(width)
         if kind == "tensor":
             self.scale = self.scale[:1].clone()
-            self.form = Float8Form(width, torch.full((1,), 0.01, device=CUDA))
+            self.form = Float8Format(width, torch.full((1,), 0.01, device=CUDA))
 
     def times(self, x: torch.Tensor, bias: torch.Tensor | None = None, op=skinny_matmul) -> torch.Tensor:
         values, scale = (x, None) if self.form is None else quantize(x, self.form)[:2]
@@ -95,8 +95,8 @@ def test_a_chain_in_a_graph_equals_launches_one_by_one(kind, rows):
 
 hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
                             reason="needs a Hopper GPU")
-STREAMED = [StreamedTile(64, 1, 64, 8), StreamedTile(64, 2, 64, 12), StreamedTile(64, 2, 128, 4, 2),
-            StreamedTile(128, 4, 64, 5), StreamedTile(64, 4, 64, 8)]
+STREAMED = [PersistentTile(64, 1, 64, 8), PersistentTile(64, 2, 64, 12), PersistentTile(64, 2, 128, 4, 2),
+            PersistentTile(128, 4, 64, 5), PersistentTile(64, 4, 64, 8)]
 
 
 @hopper

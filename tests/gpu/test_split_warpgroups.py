@@ -6,20 +6,21 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton.kernels import dense_matmul, reference
-from baton.kernels.joined_rmsnorm import joined_rmsnorm
-from baton.kernels.rmsnorm import rmsnorm
-from baton.kernels.silu_and_mul import silu_and_mul
-from baton.kernels.split_tiles import SplitTile
+from baton.kernels import reference
+from baton.kernels.gemm import dense_matmul
+from baton.kernels.gemm.split_k_tiles import SplitKTile
+from baton.kernels.rowwise.rmsnorm import rmsnorm
+from baton.kernels.rowwise.silu_and_mul import silu_and_mul
+from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's alone")]
 
-TILES = [SplitTile(256, 64, 64, 4), SplitTile(128, 128, 64, 4), SplitTile(128, 64, 64, 6)]
-LEFT = [SplitTile(256, 64, 64, 4, 4), SplitTile(128, 64, 64, 6, 4), SplitTile(256, 64, 64, 4, 3)]
+TILES = [SplitKTile(256, 64, 64, 4), SplitKTile(128, 128, 64, 4), SplitKTile(128, 64, 64, 6)]
+LEFT = [SplitKTile(256, 64, 64, 4, 4), SplitKTile(128, 64, 64, 6, 4), SplitKTile(256, 64, 64, 4, 3)]
 
 
-def told(tile: SplitTile) -> str:
+def told(tile: SplitKTile) -> str:
     return f"{tile.rows}-{tile.height}-{tile.pieces}"
 
 
@@ -28,7 +29,7 @@ def random(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 
 def product(*args, **kw):
-    from baton.kernels.split_warpgroups import split_matmul  # not there without Triton
+    from baton.kernels.gemm.split_k_warp_specialized import split_matmul  # not there without Triton
     return split_matmul(*args, **kw)
 
 
@@ -57,7 +58,7 @@ def test_products_equal_torch(out, width, tile):
 @pytest.mark.parametrize("out,width", [(4096, 4096), (4096, 14336), (1088, 256)])
 def test_a_norm_adds_up_what_a_product_left(out, width, tile, dtype):
     """Of pieces of many steps and of one, and of tiles of which half is there; the same bits each time."""
-    from baton.kernels.split_warpgroups import split_pieces
+    from baton.kernels.gemm.split_k_warp_specialized import split_pieces
     weight, whole = random(out, width, seed=1) * width**-0.5, random(tile.rows, width)
     gain = random(out, seed=3)
     for rows in (65, tile.rows - 3, tile.rows):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.small_models import save_model
-from baton.tests.rank_processes import run_ranks
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.small_models import save_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from baton.common.config.server import KernelArgs
-from baton.tests.common.hand_driven import Engine, tokens_of
-from baton.tests.common.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.small_models import expected_logits, forward, load_runner, scattered_pages, server_config
 
 
 def check_graphs_and_overlap(folder: Path, device: str = "cuda") -> None:

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.tests.ports import free_ports
+from baton.tests.helpers.ports import free_ports
 
 START_SECONDS = 120.0
 

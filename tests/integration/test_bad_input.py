@@ -12,8 +12,8 @@ import urllib.request
 import psutil
 import pytest
 
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import post_json
-from baton.tests.ports import free_port
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -14,8 +14,8 @@ import pytest
 
 from baton.bench import bench_offline_throughput
 from baton.common.bench import one_batch, serving
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Server
-from baton.tests.ports import free_port
 
 QUICK = ["--num-prompts", "6", "--random-input-len", "24", "--random-output-len", "5", "--disable-progress"]
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from baton.tests.helpers.ports import free_ports
 from baton.tests.integration.harness import Cluster, get_json, post_json
-from baton.tests.ports import free_ports
 
 WORDS = ("river", "stone", "window", "garden", "morning", "letter", "bridge", "winter", "market", "mountain")
 TRIES = 3

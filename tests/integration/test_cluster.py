@@ -11,8 +11,8 @@ import time
 
 import psutil
 
+from baton.tests.helpers.ports import free_ports
 from baton.tests.integration.harness import post_json
-from baton.tests.ports import free_ports
 
 
 def cluster(tmp_path, *flags):

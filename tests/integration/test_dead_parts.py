@@ -13,8 +13,8 @@ import urllib.request
 import psutil
 import pytest
 
+from baton.tests.helpers.ports import free_ports
 from baton.tests.integration.harness import Server, post_json
-from baton.tests.ports import free_ports
 
 FLAGS = ["server", "--model-path", "tinychat", "--device", "cpu", "--log-level", "warning"]
 SHAPES = {"tp2": ["--tp-size", "2"], "dp2": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]}

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.common.engine.unified import UnifiedScheduler
+from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.tinychat import CHECKPOINT
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
-from baton.tests.common.deepseek_models import save_deepseek
+from baton.tests.helpers.deepseek_models import save_deepseek
+from baton.tests.helpers.ports import free_ports
 from baton.tests.integration.harness import Server, post_json
 from baton.tests.integration.test_relay_in_process import VOCAB, Side, bootstrap_port, run, tokens_of
-from baton.tests.ports import free_ports
 
 __all__ = ["bootstrap_port"]
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from baton.common.engine.batch import Batch, Chunk
-from baton.prefill.departures import Departures
+from baton.common.request.batch import Chunk, ScheduledBatch
+from baton.prefill.kv_push import KVPush
 
 PAGE, GROUPS = 4, 3
 CACHE = SimpleNamespace(page_size=PAGE, pages_for=lambda tokens: -(-tokens // PAGE))
@@ -24,9 +24,9 @@ def pushed(overlap, *batches):
     told, now = [], [""]
     sender = SimpleNamespace(push=lambda room, group, first, ids, ready: told.append(
         (now[0], room, group, first, [int(i) - 100 * room for i in ids], ready)))
-    departures = Departures(sender, CACHE, GROUPS, overlap, lambda: "launched")
+    departures = KVPush(sender, CACHE, GROUPS, overlap, lambda: "launched")
     for number, chunks in enumerate(batches):
-        batch = Batch(chunks, is_decode=False)
+        batch = ScheduledBatch(chunks, is_decode=False)
         now[0] = f"before {number}"
         departures.cached(batch)
         push = departures.of(batch)

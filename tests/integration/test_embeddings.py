@@ -14,8 +14,8 @@ from openai import BadRequestError, OpenAI
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from baton.common.tinychat import CHECKPOINT
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Server, post_json
-from baton.tests.ports import free_port
 
 TEXTS = ["What is the capital of France?", "hello", "The pass code is 4711. " * 30]
 FLAGS = ("--device", "cpu", "--log-level", "warning", "--chunked-prefill-size", "64")

@@ -6,7 +6,7 @@ import pytest
 from baton.common.api.errors import Aborted
 from baton.common.api.messages import Bootstrap, Generate
 from baton.common.api.sampling import SamplingParams
-from baton.common.engine.unified import UnifiedScheduler
+from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.integration.test_relay_in_process import (  # noqa: F401 (fixtures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from baton.common.engine.unified import UnifiedScheduler
+from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.tinychat import CHECKPOINT
 from baton.common.tinychat.tasks import held_out, matches
 from baton.decode.rank import _make_scheduler as make_decode

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from baton.common.kvcache.layout import KVLayout
-from baton.kvtransfer.lanes import Side as Ranks
-from baton.kvtransfer.lanes import why_not
-from baton.tests.common.gpt_oss_models import WINDOW, save_gpt_oss
+from baton.kvtransfer.protocol.reshard import RankLayout as Ranks
+from baton.kvtransfer.protocol.reshard import why_not
+from baton.tests.helpers.gpt_oss_models import WINDOW, save_gpt_oss
 from baton.tests.integration.test_deepseek_relay import check_servers, pair_equal_to_unified
 from baton.tests.integration.test_relay_in_process import VOCAB, bootstrap_port
 

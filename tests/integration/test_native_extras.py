@@ -15,9 +15,9 @@ from baton.common.config.server import ModelArgs
 from baton.tests.integration.harness import get_json, post_json
 from baton.tests.integration.test_sampling import GENERATE, NATIVE, PROMPT, ask, same
 
-DISALLOWED = "baton.common.engine.logit_processors:DisallowedTokens"
-BUDGET = "baton.common.engine.logit_processors:ThinkingBudget"
-HERE = "baton.tests.common.row_processors"
+DISALLOWED = "baton.common.sampling.builtin_processors:DisallowedTokens"
+BUDGET = "baton.common.sampling.builtin_processors:ThinkingBudget"
+HERE = "baton.tests.helpers.row_processors"
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs_num": {"return_logprob": True}, "logprob_start_len": {"return_logprob": True},
     "input_ids": {"text": None}, "input_embeds": {"text": None},
     "bootstrap_port": {"bootstrap_host": "127.0.0.1", "bootstrap_room": 5},
-    "custom_params": {"custom_logit_processor": "baton.common.engine.logit_processors:DisallowedTokens"},
+    "custom_params": {"custom_logit_processor": "baton.common.sampling.builtin_processors:DisallowedTokens"},
 }
 
 

@@ -43,7 +43,7 @@ def test_a_pair_answers_as_one_engine(unified, pair):
 
 def test_processors_embeddings_and_hidden_states(unified, pair):
     answer, other = (engine.generate(PROMPTS[0], {**GREEDY, "custom_params": {"token_ids": list(range(100, 200))}},
-                                     custom_logit_processor="baton.common.engine.logit_processors:DisallowedTokens",
+                                     custom_logit_processor="baton.common.sampling.builtin_processors:DisallowedTokens",
                                      return_hidden_states=True) for engine in (unified, pair))
     assert answer["output_ids"] == other["output_ids"] and not {*range(100, 200)} & {*answer["output_ids"]}
     states, others = (told["meta_info"]["hidden_states"] for told in (answer, other))

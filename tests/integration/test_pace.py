@@ -7,10 +7,10 @@ import pytest
 from baton.common.api.messages import Generate
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.server import ScheduleArgs
-from baton.common.engine.batcher import Batcher
-from baton.common.engine.req import Req
 from baton.common.kvcache.manager import KVCacheManager
-from baton.prefill.pace import step_tokens
+from baton.common.request.req import Req
+from baton.common.scheduler.batcher import Batcher
+from baton.prefill.step_size import step_tokens
 
 
 def steps(lengths, **args):

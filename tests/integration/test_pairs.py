@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.common.tinychat import CHECKPOINT
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Cluster, Server, get_json, post_json
 from baton.tests.kvtransfer.conftest import wait_until
-from baton.tests.ports import free_port
 
 PROMPTS = [f"Please spell the word number {i} for me, and then count from {i} to {i + 9}." for i in range(8)]
 

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.common.hand_driven import Engine, tokens_of
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.ports import free_ports
 from baton.tests.integration.harness import Cluster, Server, post_json
 from baton.tests.integration.test_dead_parts import ENDS_WITHIN, Hosts, assert_answers, ranks_of, wait_running
 from baton.tests.integration.test_layouts import assert_all_counted
-from baton.tests.ports import free_ports
 
 slow = pytest.mark.slow
 FULL = ("--kv-checksum", "full")

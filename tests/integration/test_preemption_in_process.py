@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from baton.common.engine.unified import UnifiedScheduler
+from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.integration.test_relay_in_process import (  # noqa: F401 (fixtures)

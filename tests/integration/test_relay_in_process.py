@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.common.api.errors import Aborted
-from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate, Outputs
+from baton.common.api.messages import Bootstrap, CustomProcessor, Failed, Generate, OutputBatch
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import (
@@ -25,18 +25,18 @@ from baton.common.config.server import (
     ServerConfig,
 )
 from baton.common.distributed.parallel import Parallel
-from baton.common.engine.executor import Executor
-from baton.common.engine.ledger import Ledger
-from baton.common.engine.model_runner import ModelRunner
 from baton.common.engine.rank import EngineParts
-from baton.common.engine.sampler import Sampler
-from baton.common.engine.scheduling.make import make_batcher
-from baton.common.engine.unified import UnifiedScheduler
+from baton.common.engine.unified_scheduler import UnifiedScheduler
+from baton.common.execution.executor import Executor
 from baton.common.kvcache.manager import KVCacheManager
+from baton.common.runner.model_runner import ModelRunner
+from baton.common.sampling.sampler import Sampler
+from baton.common.scheduler.make_batcher import make_batcher
+from baton.common.scheduler.request_tracker import RequestTracker
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.kvtransfer.bootstrap import BootstrapServer
 from baton.prefill.rank import _make_scheduler as make_prefill
-from baton.tests.ports import free_port
+from baton.tests.helpers.ports import free_port
 
 VOCAB = 96
 
@@ -91,9 +91,9 @@ class Side:
         runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, 4)
         self.sent = []
-        self.ledger = Ledger(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
-                             max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
-                             reserves_output=mode != "prefill")
+        self.ledger = RequestTracker(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
+                                     max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
+                                     reserves_output=mode != "prefill")
         batcher = make_batcher(config, runner, self.cache, Parallel().attention)
         executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0))
         parts = EngineParts(config, Parallel(), runner, batcher, executor, self.ledger)
@@ -113,7 +113,7 @@ class Side:
 
     def take(self):
         self.ledger.flush()
-        outputs = [item for message in self.sent if isinstance(message, Outputs) for item in message.items]
+        outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
         failures = {message.rid: message for message in self.sent if isinstance(message, Failed)}
         self.sent.clear()
         return outputs, failures
@@ -297,7 +297,8 @@ def states_of(outputs, rid):
 def test_embeddings_hidden_states_and_processors(pair, unified, prompts):
     """Each alone and together; decode's pool is too small for all, so that it computes some prompts again."""
     prefill, decode = pair
-    banned = CustomProcessor("baton.common.engine.logit_processors:DisallowedTokens", {"token_ids": [*range(0, 96, 5)]})
+    banned = CustomProcessor("baton.common.sampling.builtin_processors:DisallowedTokens",
+                             {"token_ids": [*range(0, 96, 5)]})
     retracted = decode.scheduler.unified.batcher.num_retracted
     requests = []
     for i, prompt in enumerate(prompts):
@@ -339,7 +340,7 @@ def test_a_processor_that_fails_ends_both_halves(pair, prompts, late):
     """In prefill, which chooses the first token, or in decode."""
     prefill, decode = pair
     name = "fails_late" if late else "narrows"
-    processor = CustomProcessor(f"baton.tests.common.row_processors:{name}", {"fails": True})
+    processor = CustomProcessor(f"baton.tests.helpers.row_processors:{name}", {"fails": True})
     for side in pair:
         side.start("p", prompts[0], room=8200 + late, port=prefill.start_at, fields={"processor": processor})
     run(prefill, decode)

@@ -11,9 +11,9 @@ import urllib.request
 import pytest
 
 from baton.common.tinychat import CHECKPOINT
-from baton.tests.common.fake_hub import COMMIT, hub
+from baton.tests.helpers.fake_hub import COMMIT, hub
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Server, get_json
-from baton.tests.ports import free_port
 
 
 def health(server) -> tuple[int, dict]:

@@ -13,9 +13,9 @@ import jsonschema
 import openai
 import pytest
 
-from baton.tests.common.json_schemas import BY_HAND, CORPUS
+from baton.tests.helpers.json_schemas import BY_HAND, CORPUS
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Cluster, Server, post_json
-from baton.tests.ports import free_port
 
 NAMES = ["flat", "nested", "optional between required", "array of objects", "tuple", "anyOf objects", "ref",
          "recursive tree", "date-time", "phone pattern", "unicode names", "names to escape", "person"]

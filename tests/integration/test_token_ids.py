@@ -60,7 +60,7 @@ CASES = {
     "logit_bias": (CHAT, {"messages": HELLO, "logit_bias": {str(MARKER_ID): 5}}),
     "token_ids_logprob": (GENERATE, {"text": "a", "return_logprob": True, "token_ids_logprob": [MARKER_ID]}),
     "a processor's": (GENERATE, {
-        "text": "a", "custom_logit_processor": "baton.common.engine.logit_processors:DisallowedTokens",
+        "text": "a", "custom_logit_processor": "baton.common.sampling.builtin_processors:DisallowedTokens",
         "sampling_params": {"custom_params": {"token_ids": [-1, MARKER_ID]}}}),
 }
 

@@ -9,8 +9,8 @@ import aiohttp
 import openai
 import pytest
 
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Cluster, Server
-from baton.tests.ports import free_port
 
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "Weather of a city", "parameters": {

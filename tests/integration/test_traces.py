@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Cluster, post_json
-from baton.tests.ports import free_port
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.copy_blocks import copy_blocks
+from baton.kernels.comm.copy_blocks import copy_blocks
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from baton.common.api.sampling import SamplingParams
-from baton.common.engine.choosing import Choosing
-from baton.common.engine.drawing import FusedDrawing, PlainDrawing, _Table, choose_drawing
-from baton.common.engine.noise import SMALLEST, seeded_exponential
-from baton.kernels import draw as kernel
+from baton.common.request.sampling_metadata import SamplingMetadata
+from baton.common.sampling.gumbel_noise import SMALLEST, seeded_exponential
+from baton.common.sampling.sampling_backend import FusedSampling, TorchSampling, _Table, choose_drawing
+from baton.kernels.sampling import sample as kernel
 from baton.tests.kernels.kernel_cases import DEVICE, GPU
 from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
 
@@ -46,13 +46,14 @@ PARAMS = [
 
 @pytest.mark.parametrize("kind", ["ties", "masked", "wide", *(["random", "flat", "peaked"] if GPU else [])])
 def test_seeded_draws_equal_the_plain_path(kind):
-    rows = [Choosing(SamplingParams(**{name: getattr(p, name) for name in p.__struct_fields__} | {"seed": 7 * i - 50}),
-                     3 + i) for i, p in enumerate(PARAMS)]
+    rows = [SamplingMetadata(SamplingParams(**{name: getattr(p,
+                                                             name) for name in p.__struct_fields__} | {"seed": 7 * i - 50}),
+                             3 + i) for i, p in enumerate(PARAMS)]
     logits = make_logits(len(rows), kind)
     before = logits.clone()
-    found = FusedDrawing(CUDA, 0)(logits, rows).tolist()
+    found = FusedSampling(CUDA, 0)(logits, rows).tolist()
     assert torch.equal(logits, before)
-    assert found == PlainDrawing(VOCAB, CUDA, 0)(logits, rows).tolist()
+    assert found == TorchSampling(VOCAB, CUDA, 0)(logits, rows).tolist()
 
 
 def left_by(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int]]:
@@ -73,7 +74,7 @@ def left_by(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int
 def test_what_truncation_leaves(kind):
     params = [p for p in PARAMS if not p.greedy and not p.min_p and (p.top_k > 0 or p.top_p < 1)]
     logits = make_logits(len(params), kind)
-    plain = PlainDrawing(VOCAB, CUDA, 0)
+    plain = TorchSampling(VOCAB, CUDA, 0)
     for row, (one, found) in enumerate(zip(params, left_by(logits, params))):
         scaled = (logits[row:row + 1].double() - logits[row].max()) / one.temperature
         wanted = plain._truncate(scaled, [one]).softmax(-1)[0]
@@ -86,21 +87,21 @@ def test_what_truncation_leaves(kind):
 
 def test_noise_is_the_hash_of_the_plain_path():
     """Every token of a flat row wins once: by the same noise it is the same token at each position and seed."""
-    rows = [Choosing(SamplingParams(seed=seed), position) for seed in (0, 5, -(2**63), 2**63 - 1)
+    rows = [SamplingMetadata(SamplingParams(seed=seed), position) for seed in (0, 5, -(2**63), 2**63 - 1)
             for position in (0, 9, 70_000)]
     logits = torch.zeros(len(rows), VOCAB, device=DEVICE)
     seeds = torch.tensor([row.params.seed for row in rows], device=DEVICE)
     noise = seeded_exponential(seeds, torch.tensor([row.position for row in rows], device=DEVICE), VOCAB)
-    assert FusedDrawing(CUDA, 0)(logits, rows).tolist() == noise.clamp(min=SMALLEST).argmin(-1).tolist()
+    assert FusedSampling(CUDA, 0)(logits, rows).tolist() == noise.clamp(min=SMALLEST).argmin(-1).tolist()
 
 
 def test_rows_without_a_seed_follow_the_distribution():
     steps, rows = (100, 200) if GPU else (2, 150)
     logits = torch.full((1, 64), -20.0, device=DEVICE)
     logits[0, 30:34] = torch.tensor([0.4, 0.3, 0.2, 0.1], device=DEVICE).log()
-    drawing, seen = FusedDrawing(CUDA, 3), torch.zeros(64)
+    drawing, seen = FusedSampling(CUDA, 3), torch.zeros(64)
     for _ in range(steps):
-        tokens = drawing(logits.expand(rows, -1), [Choosing(SamplingParams(min_p=0.01), 0)] * rows)
+        tokens = drawing(logits.expand(rows, -1), [SamplingMetadata(SamplingParams(min_p=0.01), 0)] * rows)
         seen += torch.bincount(tokens.cpu(), minlength=64)
     want = torch.tensor([0.4, 0.3, 0.2, 0.1])
     assert seen.sum() == seen[30:34].sum() == steps * rows
@@ -108,21 +109,22 @@ def test_rows_without_a_seed_follow_the_distribution():
 
 
 def test_rows_that_hold_nothing_to_draw():
-    rows = [Choosing(SamplingParams(seed=1, top_k=5), 0), Choosing(SamplingParams(seed=1, top_p=0.5), 0)]
+    rows = [SamplingMetadata(SamplingParams(seed=1, top_k=5), 0),
+            SamplingMetadata(SamplingParams(seed=1, top_p=0.5), 0)]
     logits = torch.full((2, VOCAB), float("-inf"), device=DEVICE)
-    assert FusedDrawing(CUDA, 0)(logits, rows).tolist() == [0, 0]
-    tokens = FusedDrawing(CUDA, 0)(logits * float("nan"), rows).tolist()
+    assert FusedSampling(CUDA, 0)(logits, rows).tolist() == [0, 0]
+    tokens = FusedSampling(CUDA, 0)(logits * float("nan"), rows).tolist()
     assert all(0 <= token < VOCAB for token in tokens)
 
 
 def test_the_kernels_pass_the_check_at_start():
-    assert isinstance(choose_drawing("triton", VOCAB, CUDA, 0), FusedDrawing)
-    from baton.common.engine.drawing import _trouble
+    assert isinstance(choose_drawing("triton", VOCAB, CUDA, 0), FusedSampling)
+    from baton.common.sampling.sampling_backend import _trouble
     types = {torch.float32, torch.float16}
-    assert _trouble(FusedDrawing(CUDA, 0), VOCAB, CUDA, types if GPU else {torch.float16}) is None
+    assert _trouble(FusedSampling(CUDA, 0), VOCAB, CUDA, types if GPU else {torch.float16}) is None
     assert "in place of" in str(_trouble(lambda logits, rows: logits.argmax(-1), VOCAB, CUDA, types))
     assert "ValueError: no" in str(_trouble(_refuse, VOCAB, CUDA, types))
 
 
-def _refuse(logits: torch.Tensor, rows: list[Choosing]) -> torch.Tensor:
+def _refuse(logits: torch.Tensor, rows: list[SamplingMetadata]) -> torch.Tensor:
     raise ValueError("no")

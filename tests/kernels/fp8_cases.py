@@ -8,16 +8,16 @@ import torch
 
 from baton.common.quantization.float8 import quantize_blocks, quantize_channels
 from baton.kernels import reference
-from baton.kernels.decode_plan import plan_decode
-from baton.kernels.forms import Float8Form
-from baton.kernels.fp8_block_matmul import block_matmul
-from baton.kernels.fp8_quantize import quantize, quantize_by, quantize_groups, quantize_tokens
-from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
-from baton.kernels.fp8_scaled_matmul import scaled_matmul
-from baton.kernels.paged_decode import paged_decode
-from baton.kernels.paged_prefill import paged_prefill, plan_prefill
-from baton.kernels.rope_and_store import rope_and_store
-from baton.kernels.widen_pages import widen_pages
+from baton.kernels.arguments import Float8Format
+from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.dequantize_pages import widen_pages
+from baton.kernels.attention.paged_decode import paged_decode
+from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.attention.rope_and_store import rope_and_store
+from baton.kernels.float8.fp8_block_matmul import block_matmul
+from baton.kernels.float8.fp8_scaled_matmul import scaled_matmul
+from baton.kernels.rowwise.fp8_quantize import quantize, quantize_by, quantize_groups, quantize_tokens
+from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
 from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, page_table, pytestmark, random
 
 __all__ = ["pytestmark"]
@@ -57,7 +57,7 @@ def test_quantize(rows, width, group, dtype, atol, rtol):
     assert limited.float().isfinite().all()
 
 
-FORMS = {"token": Float8Form(1026), "group": Float8Form(128), "known": Float8Form(1026, torch.tensor([0.004]))}
+FORMS = {"token": Float8Format(1026), "group": Float8Format(128), "known": Float8Format(1026, torch.tensor([0.004]))}
 
 
 @each_dtype
@@ -66,7 +66,7 @@ FORMS = {"token": Float8Form(1026), "group": Float8Form(128), "known": Float8For
 def test_rmsnorm_to_float8(form, residual, dtype, atol, rtol):
     """As the norm and then the quantizing; of rows that lie apart."""
     group, known = FORMS[form]
-    wanted = Float8Form(group, None if known is None else known.to(DEVICE))
+    wanted = Float8Format(group, None if known is None else known.to(DEVICE))
     x, weight = random(3, 1040, dtype=dtype)[:, :1026], random(1026, dtype=dtype, seed=1)
     before = random(3, 1026, dtype=dtype, seed=2) if residual else None
     got, total = fp8_rmsnorm(x, weight, 1e-6, wanted, before)

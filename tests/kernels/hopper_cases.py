@@ -14,43 +14,51 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.kernels.copy_blocks import copy_blocks
-from baton.kernels.decode_plan import DecodePlan, plan_decode
-from baton.kernels.decode_warpgroups import launch_warpgroups
-from baton.kernels.dense_tiles import DenseTile
-from baton.kernels.dense_warpgroups import dense_product
-from baton.kernels.draw import draw
-from baton.kernels.forms import ExpertBiases, Float8Form, HeadNorms, Scales
-from baton.kernels.fp8_block_matmul import block_matmul
-from baton.kernels.fp8_matmul import fp8_matmul
-from baton.kernels.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
-from baton.kernels.fp8_rmsnorm import fp8_rmsnorm
-from baton.kernels.fresh_rows import FreshRows
-from baton.kernels.gather_rows import gather_rows
-from baton.kernels.greatest import greatest
-from baton.kernels.joined_rmsnorm import joined_rmsnorm
-from baton.kernels.mla_decode import mla_decode
-from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
-from baton.kernels.mla_rope_and_store import mla_rope_and_store
-from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tiles, warpgroup_tiles
-from baton.kernels.moe_topk import moe_topk
-from baton.kernels.paged_decode import paged_decode, pieces_of
-from baton.kernels.paged_prefill import paged_prefill, plan_prefill
-from baton.kernels.peer_areas import Areas, PeerAreas
-from baton.kernels.peer_rows import peer_norm_gather, peer_scatter_norm
-from baton.kernels.peer_sum import SLOTS, Peers, buffer_values, peer_gather, peer_scatter, peer_sum, peer_sum_norm
-from baton.kernels.peer_tokens import peer_combine, peer_dispatch, peer_parts
-from baton.kernels.per_head_matmul import per_head_matmul
-from baton.kernels.rmsnorm import rmsnorm
-from baton.kernels.rope_and_store import rope_and_store
-from baton.kernels.scale_by_sinks import scale_by_sinks
-from baton.kernels.silu_and_mul import silu_and_mul
-from baton.kernels.skinny_matmul import skinny_matmul
-from baton.kernels.split_tiles import SplitTile
-from baton.kernels.split_warpgroups import split_matmul, split_pieces
-from baton.kernels.streamed_tiles import StreamedTile, streamed_tile
-from baton.kernels.widen_pages import widen_pages
+from baton.kernels.arguments import ExpertBiases, Float8Format, HeadNorms, Scales
+from baton.kernels.attention.current_kv import CurrentKV
+from baton.kernels.attention.decode_plan import DecodePlan, plan_decode
+from baton.kernels.attention.decode_warp_specialized import launch_warpgroups
+from baton.kernels.attention.dequantize_pages import widen_pages
+from baton.kernels.attention.mla_decode import mla_decode
+from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
+from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
+from baton.kernels.attention.paged_decode import paged_decode, pieces_of
+from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.attention.per_head_matmul import per_head_matmul
+from baton.kernels.attention.rope_and_store import rope_and_store
+from baton.kernels.attention.scale_by_sinks import scale_by_sinks
+from baton.kernels.comm.all_reduce import (
+    SLOTS,
+    Peers,
+    buffer_values,
+    peer_gather,
+    peer_scatter,
+    peer_sum,
+    peer_sum_norm,
+)
+from baton.kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
+from baton.kernels.comm.copy_blocks import copy_blocks
+from baton.kernels.comm.dispatch_buffers import Areas, PeerAreas
+from baton.kernels.comm.gather_scatter_norm import peer_norm_gather, peer_scatter_norm
+from baton.kernels.float8.fp8_block_matmul import block_matmul
+from baton.kernels.float8.fp8_matmul import fp8_matmul
+from baton.kernels.gemm.dense_tiles import DenseTile
+from baton.kernels.gemm.dense_warp_specialized import dense_product
+from baton.kernels.gemm.persistent_tiles import PersistentTile, streamed_tile
+from baton.kernels.gemm.small_m_matmul import skinny_matmul
+from baton.kernels.gemm.split_k_tiles import SplitKTile
+from baton.kernels.gemm.split_k_warp_specialized import split_matmul, split_pieces
+from baton.kernels.moe.moe_experts import moe_experts
+from baton.kernels.moe.moe_tiles import Tiles, warpgroup_tiles
+from baton.kernels.moe.moe_topk import moe_topk
+from baton.kernels.rowwise.fp8_quantize import quantize_by, quantize_groups, quantize_tokens
+from baton.kernels.rowwise.fp8_rmsnorm import fp8_rmsnorm
+from baton.kernels.rowwise.gather_rows import gather_rows
+from baton.kernels.rowwise.rmsnorm import rmsnorm
+from baton.kernels.rowwise.silu_and_mul import silu_and_mul
+from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
+from baton.kernels.sampling.argmax import greatest
+from baton.kernels.sampling.sample import draw
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 META = torch.device("meta")
@@ -88,7 +96,7 @@ def pool(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     return pages[:, 1, 0], pages[:, 1, 1]
 
 
-def split(rows: int, out: int, tile: SplitTile, gated: bool = False) -> object:
+def split(rows: int, out: int, tile: SplitKTile, gated: bool = False) -> object:
     return split_matmul(of(rows, 4096), of(out, 4096), tile, gated=gated)
 
 
@@ -112,7 +120,7 @@ def decode_heads(requests: int, heads: int, kv_heads: int, dim: int, dtype: torc
                  sinks: bool = False, takes_in: bool = False, norms: bool = False) -> None:
     q, k, v = of(requests, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
     weights = HeadNorms(of(dim, dtype=dtype), of(dim, dtype=dtype), 1e-6) if norms else None
-    fresh = FreshRows(k, v, fp32(8192, dim), int64(requests), weights) if takes_in else None
+    fresh = CurrentKV(k, v, fp32(8192, dim), int64(requests), weights) if takes_in else None
     pieces = pieces_of(dim, dtype.itemsize, (cache or dtype).itemsize, requests * kv_heads)
     paged_decode(q, *pool(kv_heads, dim, cache or dtype), int32(requests + 1), int32(requests * 8), int32(requests),
                  dim**-0.5, plan(requests, kv_heads, **pieces, window=window),
@@ -182,7 +190,7 @@ def route(tokens: int, experts: int, dtype: torch.dtype, bias: bool = False, **h
     moe_topk(of(tokens, experts, dtype=dtype), fp32(experts) if bias else None, SimpleNamespace(**{**usual, **how}))
 
 
-def float8_norm(rows: int, width: int, form: Float8Form) -> None:
+def float8_norm(rows: int, width: int, form: Float8Format) -> None:
     fp8_rmsnorm(of(rows, width), of(width), 1e-5, form, of(rows, width))
 
 
@@ -196,7 +204,7 @@ def by_rows(rows: int, out: int, width: int) -> None:
 
 
 def few_rows(rows: int, out: int, width: int, float8: bool = False, gated: bool = False,
-             tile: StreamedTile | None = None) -> None:
+             tile: PersistentTile | None = None) -> None:
     if float8:
         skinny_matmul(fp8(rows, width), fp8(out, width), x_scale=fp32(rows, 1), scale=fp32(out), dtype=BF16)
     else:
@@ -337,10 +345,10 @@ CASES: dict[str, Callable[[], object]] = {
     "moe_experts float32, 8192 tokens": lambda: experts(8192, 64, 2048, 1408, 6, FP32),
     "widen_pages": lambda: widen_pages(*pool(8, 128, FP8), int32(7), BF16, 0.5, 0.25),
     "widen_pages, scales of one": lambda: widen_pages(*pool(8, 128, FP8), int32(7), BF16),
-    "fp8_rmsnorm 4096, a scale a token": lambda: float8_norm(7, 4096, Float8Form(4096)),
-    "fp8_rmsnorm 4096, a scale a group": lambda: float8_norm(7, 4096, Float8Form(128)),
-    "fp8_rmsnorm 4096, a known scale": lambda: float8_norm(7, 4096, Float8Form(4096, fp32(1))),
-    "fp8_rmsnorm 16384": lambda: float8_norm(7, 16384, Float8Form(128)),
+    "fp8_rmsnorm 4096, a scale a token": lambda: float8_norm(7, 4096, Float8Format(4096)),
+    "fp8_rmsnorm 4096, a scale a group": lambda: float8_norm(7, 4096, Float8Format(128)),
+    "fp8_rmsnorm 4096, a known scale": lambda: float8_norm(7, 4096, Float8Format(4096, fp32(1))),
+    "fp8_rmsnorm 16384": lambda: float8_norm(7, 16384, Float8Format(128)),
     "quantize_tokens 4096": lambda: quantize_tokens(of(7, 4096)),
     "quantize_tokens 14336, gated": lambda: quantize_tokens(of(7, 28672), gated=True),
     "quantize_groups 4096": lambda: quantize_groups(of(7, 4096), 128),
@@ -417,10 +425,10 @@ CASES: dict[str, Callable[[], object]] = {
     "copy_blocks 1 MiB": lambda: copied(7, 1 << 20),
     "copy_blocks 4 KiB": lambda: copied(7, 4096),
     "copy_blocks 18 KiB, of latents": lambda: copied(7, 18432),
-    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitTile(256, 64, 64, 4), True),
+    "split_matmul 256 rows, gated": lambda: split(256, 28672, SplitKTile(256, 64, 64, 4), True),
     "joined_rmsnorm of 4": lambda: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(200, 4096)),
-    "split_matmul 128 rows": lambda: split(128, 128256, SplitTile(128, 128, 64, 4)),
-    "split_pieces 256 rows": lambda: split_pieces(of(256, 4096), of(4096, 4096), SplitTile(256, 64, 64, 4, 4)),
+    "split_matmul 128 rows": lambda: split(128, 128256, SplitKTile(128, 128, 64, 4)),
+    "split_pieces 256 rows": lambda: split_pieces(of(256, 4096), of(4096, 4096), SplitKTile(256, 64, 64, 4, 4)),
     "copy_blocks 24 bytes": lambda: copied(7, 24),
     "copy_blocks 9 bytes": lambda: copied(7, 9),
 }
@@ -444,7 +452,7 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "paged_decode gpt-oss, window": lambda n: decode_heads(n, 64, 8, 64, BF16, window=128, sinks=True),
     "paged_prefill gpt-oss, window": lambda n: prefill_heads(n * 32, 64, 8, 64, BF16, window=128, sinks=True),
     "rmsnorm 4096, residual": lambda n: rmsnorm(of(n, 4096), of(4096), 1e-5, of(n, 4096)),
-    "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Form(128)),
+    "fp8_rmsnorm 4096, a scale a group": lambda n: float8_norm(n, 4096, Float8Format(128)),
     "widen_pages": lambda n: widen_pages(*pool(8, 128, FP8), int32(n), BF16, 0.5, 0.25),
     "silu_and_mul 14336": lambda n: silu_and_mul(of(n, 28672)),
     "rope_and_store Qwen3, float8": lambda n: store_heads(n, 32, 4, 128, BF16, True, FP8),
@@ -464,9 +472,9 @@ OTHER_SIZES: dict[str, Callable[[int], object]] = {
     "block_matmul 7 rows": lambda n: blocks(n, 4096, 4096),
     "dense_product Llama, gated": lambda n: many_rows(8176 + n, 28672, 4096, True),
     "skinny_matmul 7 rows of float8": lambda n: few_rows(n, 4096, 4096, True),
-    "split_pieces 256 rows": lambda n: split_pieces(of(200 + n, 4096), of(4096, 4096), SplitTile(256, 64, 64, 4, 4)),
+    "split_pieces 256 rows": lambda n: split_pieces(of(200 + n, 4096), of(4096, 4096), SplitKTile(256, 64, 64, 4, 4)),
     "joined_rmsnorm of 4": lambda n: joined_rmsnorm(fp32(4, 256, 4096), of(4096), 1e-5, of(n, 4096)),
-    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitTile(256, 64, 64, 4), True),
+    "split_matmul 256 rows, gated": lambda n: split(200 + n, 28672, SplitKTile(256, 64, 64, 4), True),
     "greatest": lambda n: greatest(fp32(n, 128256)),
     "greatest of bfloat16": lambda n: greatest(of(n, 128256), int64(n)),
     "draw, truncated": lambda n: drawn(of(n, 128256), True),

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.decode_plan import plan_decode
-from baton.kernels.forms import HeadNorms
-from baton.kernels.fresh_rows import FreshRows
-from baton.kernels.gather_rows import gather_rows
-from baton.kernels.greatest import greatest
-from baton.kernels.paged_decode import paged_decode, tile_of
-from baton.kernels.paged_prefill import paged_prefill, plan_prefill
-from baton.kernels.rmsnorm import rmsnorm
-from baton.kernels.rope_and_store import rope_and_store
-from baton.kernels.silu_and_mul import silu_and_mul
+from baton.kernels.arguments import HeadNorms
+from baton.kernels.attention.current_kv import CurrentKV
+from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.paged_decode import paged_decode, tile_of
+from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.attention.rope_and_store import rope_and_store
+from baton.kernels.rowwise.gather_rows import gather_rows
+from baton.kernels.rowwise.rmsnorm import rmsnorm
+from baton.kernels.rowwise.silu_and_mul import silu_and_mul
+from baton.kernels.sampling.argmax import greatest
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -178,7 +178,7 @@ def test_paged_decode_takes_in_fresh_rows(heads, kv_heads, dim, page_size, proce
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in
                    fused.clone().split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
         pool = [x.clone() for x in paged_pool(600, kv_heads, page_size, dim, dtype)]
-        rows = FreshRows(k, v, turns, positions, norms)
+        rows = CurrentKV(k, v, turns, positions, norms)
         if fresh:
             found = paged_decode(q, *pool, *table, dim**-0.5, plan, tile._replace(late=fresh == "late"), settled=True,
                                  window=window, fresh=rows)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.decode_plan import plan_decode
-from baton.kernels.mla_decode import head_block, mla_decode
-from baton.kernels.mla_prefill import mla_prefill, plan_mla_prefill
-from baton.kernels.mla_rope_and_store import mla_rope_and_store
-from baton.kernels.per_head_matmul import per_head_matmul
+from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.mla_decode import head_block, mla_decode
+from baton.kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
+from baton.kernels.attention.mla_rope_and_store import mla_rope_and_store
+from baton.kernels.attention.per_head_matmul import per_head_matmul
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, random
 from baton.tests.kernels.kernel_cases import pytestmark as pytestmark
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from baton.common.attention.mla_triton import MLATritonBackend
+from baton.common.attention.mla.triton_backend import MLATritonBackend
 from baton.kernels import _triton
-from baton.tests.common.deepseek_models import save_deepseek
-from baton.tests.common.gpt_oss_models import save_gpt_oss
-from baton.tests.common.small_models import (
+from baton.tests.helpers.deepseek_models import save_deepseek
+from baton.tests.helpers.gpt_oss_models import save_gpt_oss
+from baton.tests.helpers.small_models import (
     expected_logits,
     forward,
     load_runner,
@@ -18,7 +18,7 @@ from baton.tests.common.small_models import (
     scattered_pages,
     server_config,
 )
-from baton.tests.common.small_moe import save_moe
+from baton.tests.helpers.small_moe import save_moe
 
 
 def check_extends_and_decode(runner, model):

@@ -8,11 +8,11 @@ import torch
 
 from baton.common.config.moe import MoESpec
 from baton.kernels import reference
-from baton.kernels.forms import Scales
-from baton.kernels.moe_align import moe_align, num_blocks_of
-from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tile, Tiles
-from baton.kernels.moe_topk import moe_topk
+from baton.kernels.arguments import Scales
+from baton.kernels.moe.moe_align import moe_align, num_blocks_of
+from baton.kernels.moe.moe_experts import moe_experts
+from baton.kernels.moe.moe_tiles import Tile, Tiles
+from baton.kernels.moe.moe_topk import moe_topk
 from baton.tests.kernels.kernel_cases import DEVICE, each_dtype, pytestmark, random
 
 __all__ = ["pytestmark"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.peer_rows import peer_norm_gather, peer_scatter_norm, rows_fit
-from baton.kernels.peer_sum import SLOT
+from baton.kernels.comm.all_reduce import SLOT
+from baton.kernels.comm.gather_scatter_norm import peer_norm_gather, peer_scatter_norm, rows_fit
 from baton.tests.kernels.peer_sum_cases import Fakes, parts_of
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.peer_sum import (
+from baton.kernels.comm.all_reduce import (
     EMPTY,
     SLOT,
     SLOTS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from baton.kernels import _triton, reference
-from baton.kernels.forms import Float8Rows
-from baton.kernels.peer_areas import GROUP, Areas, PeerAreas
-from baton.kernels.peer_tokens import Launch, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.arguments import Float8Rows
+from baton.kernels.comm.all_to_all import Launch, peer_combine, peer_dispatch, peer_parts
+from baton.kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
 
 pytestmark = pytest.mark.skipif(not _triton.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 PLACES, CHOICES = 4, 3

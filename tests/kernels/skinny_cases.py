@@ -9,12 +9,12 @@ import torch
 
 from baton.common.quantization.float8 import quantize_channels
 from baton.kernels import reference
-from baton.kernels.forms import Float8Form
-from baton.kernels.fp8_quantize import quantize
-from baton.kernels.joined_rmsnorm import joined_rmsnorm
-from baton.kernels.skinny_matmul import skinny_matmul
-from baton.kernels.skinny_tiles import SkinnyTile, tile_for
-from baton.kernels.streamed_tiles import streamed_tile
+from baton.kernels.arguments import Float8Format
+from baton.kernels.gemm.persistent_tiles import streamed_tile
+from baton.kernels.gemm.small_m_matmul import skinny_matmul
+from baton.kernels.gemm.small_m_tiles import SmallMTile, tile_for
+from baton.kernels.rowwise.fp8_quantize import quantize
+from baton.kernels.rowwise.split_k_rmsnorm import joined_rmsnorm
 from baton.tests.kernels.kernel_cases import DEVICE, GPU, each_dtype, pytestmark, random
 
 __all__ = ["pytestmark"]
@@ -26,7 +26,7 @@ def product_of(kind: str, rows: int, out: int, width: int, dtype: torch.dtype) -
     wide, x = random(out, width, dtype=torch.float32, seed=1), random(rows, width + 16, dtype=dtype)[:, :width]
     if kind == "plain":
         return {"x": x, "weight": wide.to(dtype)}
-    given = quantize(x, Float8Form(width, torch.full((1,), 0.01, device=DEVICE) if kind == "one" else None))
+    given = quantize(x, Float8Format(width, torch.full((1,), 0.01, device=DEVICE) if kind == "one" else None))
     weight, scale = quantize_channels(wide)
     return {"x": given.values, "x_scale": given.scale, "weight": weight, "dtype": dtype,
             "scale": scale if kind == "row" else scale[:1].clone()}
@@ -40,7 +40,7 @@ def test_products_equal_the_twin(rows, out, width, kind, dtype, atol, rtol):
     held, bias = product_of(kind, rows, out, width, dtype), random(out, dtype=dtype, seed=2)
     if GPU and kind != "plain":  # tensor cores add up float8 products with 14 bits
         atol, rtol = 0.05, 1e-2
-    for tile, some in ((None, None), (SkinnyTile(16, 128, 3, 4, 3, 4096), bias), (SkinnyTile(32, 64, 1, 4, 3), bias)):
+    for tile, some in ((None, None), (SmallMTile(16, 128, 3, 4, 3, 4096), bias), (SmallMTile(32, 64, 1, 4, 3), bias)):
         got, want = skinny_matmul(bias=some, tile=tile, **held), reference.skinny_matmul(bias=some, **held)
         torch.testing.assert_close(got, want, atol=atol * width**0.5, rtol=rtol)
 
@@ -57,7 +57,7 @@ def test_a_row_does_not_depend_on_those_beside_it(kind):
 def test_gates_beside_ups_end_in_the_activation(rows, out, width, dtype, atol, rtol):
     """As by a kernel behind the product; of whole tiles and of others, in pieces and without."""
     held, bias = product_of("plain", rows, out, width, dtype), random(out, dtype=dtype, seed=2)
-    for tile in (None, SkinnyTile(16, 128, 3, 4, 3, 4096), SkinnyTile(32, 64, 1, 4, 3)):
+    for tile in (None, SmallMTile(16, 128, 3, 4, 3, 4096), SmallMTile(32, 64, 1, 4, 3)):
         got = skinny_matmul(bias=bias, tile=tile, gated=True, **held)
         want = reference.silu_and_mul(skinny_matmul(bias=bias, tile=tile, **held))
         assert got.shape == (rows, out // 2)

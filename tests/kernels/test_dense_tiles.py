@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.dense_tiles import MANY_ROWS, TALL, USUAL, best_tile, gated_tile
+from baton.kernels.gemm.dense_tiles import MANY_ROWS, TALL, USUAL, best_tile, gated_tile
 
 
 @pytest.mark.parametrize("rows,tile", [(8192, TALL), (4096, TALL), (1024, USUAL), (1040, None)])

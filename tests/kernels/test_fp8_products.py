@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from baton.kernels.forms import Float8Form
-from baton.kernels.fp8_block_matmul import _with_whole_rows
-from baton.kernels.fp8_quantize import quantize, quantize_groups
-from baton.kernels.fp8_tiles import tile_for
+from baton.kernels.arguments import Float8Format
+from baton.kernels.float8.fp8_block_matmul import _with_whole_rows
+from baton.kernels.float8.fp8_tiles import tile_for
+from baton.kernels.rowwise.fp8_quantize import quantize, quantize_groups
 
 MOST_SHARED = 227 << 10
 
@@ -29,7 +29,7 @@ def test_tiles_fit_and_spread():
 def test_rows_that_were_quantized_have_room_for_whole_fours(rows):
     """Nothing is copied then; rows of others are."""
     x = torch.randn(rows, 256)
-    given = quantize(x, Float8Form(128))
+    given = quantize(x, Float8Format(128))
     values, scale = quantize_groups(x, 128)
     for q, s in ((given.values, given.scale), (values, scale)):
         whole, whole_scale = _with_whole_rows(q, s)

@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton.kernels import cublaslt, dense_matmul, library_tiles, reference
-from baton.kernels.cublaslt import Algorithm
-from baton.kernels.library_tiles import better_plan, left_pieces, product_in_pieces
+from baton.kernels import reference
+from baton.kernels.gemm import cublaslt, dense_matmul, split_k_cublas
+from baton.kernels.gemm.cublaslt import Algorithm
+from baton.kernels.gemm.split_k_cublas import better_plan, left_pieces, product_in_pieces
 
 H200 = "NVIDIA H200"
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(library_tiles, "on_hopper", lambda device: True)
-    monkeypatch.setattr(library_tiles, "processors_of", lambda device: 132)
-    monkeypatch.setattr(library_tiles, "_plan", lambda *product: product[1:])
+    monkeypatch.setattr(split_k_cublas, "on_hopper", lambda device: True)
+    monkeypatch.setattr(split_k_cublas, "processors_of", lambda device: 132)
+    monkeypatch.setattr(split_k_cublas, "_plan", lambda *product: product[1:])
 
 
 def of(*sizes: int) -> torch.Tensor:
@@ -29,19 +30,19 @@ def of(*sizes: int) -> torch.Tensor:
     (192, 28672, 4096, None), (240, 28672, 8192, 221), (256, 4096, 14336, None), (256, 24576, 4096, None),
 ])
 def test_measured_products_have_their_tiles(rows, out, width, tile):
-    found = library_tiles.table(H200)
+    found = split_k_cublas.table(H200)
     assert found is not None
     algorithm = found.algorithm(rows, out, width)
     assert (algorithm and algorithm.tile) == tile
 
 
 def test_tables_are_of_one_entry_a_number_of_rows():
-    found = library_tiles.table(H200)
-    assert found is not None and found.products and library_tiles.table("another GPU") is None
+    found = split_k_cublas.table(H200)
+    assert found is not None and found.products and split_k_cublas.table("another GPU") is None
     for entries in found.products.values():
         rows = [rows for least, most, _ in entries for rows in range(least, most + 1)]
-        assert len(rows) == len(set(rows)) and min(rows) >= library_tiles.LEAST_ROWS
-        assert max(rows) <= library_tiles.MOST_ROWS
+        assert len(rows) == len(set(rows)) and min(rows) >= split_k_cublas.LEAST_ROWS
+        assert max(rows) <= split_k_cublas.MOST_ROWS
 
 
 def test_a_plan_is_asked_for_by_its_sizes(hopper):
@@ -72,10 +73,10 @@ def test_elsewhere_all_is_torchs():
 
 @pytest.fixture
 def h200(monkeypatch):
-    monkeypatch.setattr(library_tiles, "device_name", lambda device: H200)
-    library_tiles._plan.cache_clear()
+    monkeypatch.setattr(split_k_cublas, "device_name", lambda device: H200)
+    split_k_cublas._plan.cache_clear()
     yield torch.device("cuda", 0)
-    library_tiles._plan.cache_clear()
+    split_k_cublas._plan.cache_clear()
 
 
 class Loaded:
@@ -96,8 +97,8 @@ class Loaded:
 
 
 def test_without_the_library_torch_multiplies(monkeypatch, h200):
-    monkeypatch.setattr(library_tiles, "library", lambda device: None)
-    assert library_tiles._plan(h200, 256, 28672, 4096, 4096) is None
+    monkeypatch.setattr(split_k_cublas, "library", lambda device: None)
+    assert split_k_cublas._plan(h200, 256, 28672, 4096, 4096) is None
     monkeypatch.setattr(cublaslt.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     with pytest.raises(OSError):
         cublaslt.Library()
@@ -107,8 +108,8 @@ def test_without_the_library_torch_multiplies(monkeypatch, h200):
 def test_what_the_library_refuses_is_torchs(monkeypatch, h200, release, asked):
     """It is asked for every attribute, each by its number and size; another release is not asked."""
     loaded = Loaded(release)
-    monkeypatch.setattr(library_tiles, "library", lambda device: loaded)
-    assert library_tiles._plan(h200, 256, 28672, 4096, 4096) is None
+    monkeypatch.setattr(split_k_cublas, "library", lambda device: loaded)
+    assert split_k_cublas._plan(h200, 256, 28672, 4096, 4096) is None
     assert list(loaded.asked.values()) == asked and list(loaded.asked) == list(range(1, 1 + len(asked)))
 
 

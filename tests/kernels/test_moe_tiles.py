@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels import moe_tiles
-from baton.kernels.moe_tiles import Tile, Tiles, default_tiles, shape_key, table, tiles_for, to_json, warpgroup_tiles
+from baton.kernels.moe import moe_tiles
+from baton.kernels.moe.moe_tiles import (
+    Tile,
+    Tiles,
+    default_tiles,
+    shape_key,
+    table,
+    tiles_for,
+    to_json,
+    warpgroup_tiles,
+)
 
 FEW = Tiles(Tile(16, 32, 64, 1, 4, 4), Tile(16, 64, 64, 1, 4, 4))
 MANY = Tiles(Tile(64, 128, 64, 8, 8, 3), Tile(64, 64, 128, 8, 4, 3))

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton.kernels import dense_matmul, reference, split_tiles
-from baton.kernels.split_tiles import SplitTile, left_tile, split_tile
+from baton.kernels import reference
+from baton.kernels.gemm import dense_matmul, split_k_tiles
+from baton.kernels.gemm.split_k_tiles import SplitKTile, left_tile, split_tile
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(split_tiles, "runs_gluon", lambda device: True)
-    monkeypatch.setattr(split_tiles, "processors_of", lambda device: 132)
+    monkeypatch.setattr(split_k_tiles, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(split_k_tiles, "processors_of", lambda device: 132)
 
 
 def of(*sizes: int) -> torch.Tensor:
@@ -51,18 +52,18 @@ def test_others_are_the_librarys(x, weight):
 
 
 def test_without_gluon_none_is_taken(monkeypatch):
-    monkeypatch.setattr(split_tiles, "runs_gluon", lambda device: False)
+    monkeypatch.setattr(split_k_tiles, "runs_gluon", lambda device: False)
     assert split_tile(of(100, 4096), of(28672, 4096)) is None
 
 
 def test_captured_products_are_split(monkeypatch):
     """In a CUDA graph alone; a norm adds up what a product of few tiles leaves."""
-    def pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitTile, dtype: torch.dtype) -> torch.Tensor:
+    def pieces(x: torch.Tensor, weight: torch.Tensor, tile: SplitKTile, dtype: torch.dtype) -> torch.Tensor:
         halves = zip(x.split(32, 1), weight.split(32, 1))
         parts = [torch.nn.functional.pad(linear(*half), (0, 0, 0, tile.rows - len(x))) for half in halves]
         return torch.stack(parts).to(dtype)
 
-    tile = SplitTile(128, 64, 64, 6, 2)
+    tile = SplitKTile(128, 64, 64, 6, 2)
     split = SimpleNamespace(split_matmul=lambda x, weight, tile, gated: ("split", gated), split_pieces=pieces)
     monkeypatch.setattr(dense_matmul, "_split", lambda: split)
     for name in ("split_tile", "left_tile"):

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from baton.kernels import reference
-from baton.kernels.decode_plan import plan_decode
-from baton.kernels.forms import ExpertBiases
-from baton.kernels.moe_experts import moe_experts
-from baton.kernels.moe_tiles import Tile, Tiles
-from baton.kernels.paged_decode import paged_decode
-from baton.kernels.paged_prefill import paged_prefill, plan_prefill
-from baton.kernels.scale_by_sinks import scale_by_sinks
+from baton.kernels.arguments import ExpertBiases
+from baton.kernels.attention.decode_plan import plan_decode
+from baton.kernels.attention.paged_decode import paged_decode
+from baton.kernels.attention.paged_prefill import paged_prefill, plan_prefill
+from baton.kernels.attention.scale_by_sinks import scale_by_sinks
+from baton.kernels.moe.moe_experts import moe_experts
+from baton.kernels.moe.moe_tiles import Tile, Tiles
 from baton.tests.kernels.kernel_cases import DEVICE, DTYPES, GPU, page_table, paged_pool, pytestmark, random
 from baton.tests.kernels.moe_cases import choices_of
 

@@ -20,10 +20,10 @@ from baton.common.kvcache.host_memory import shared_bytes
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import BootstrapServer, register_rank
-from baton.kvtransfer.messages import PrefillResult
-from baton.kvtransfer.receiver import KVReceiver
-from baton.kvtransfer.sender import KVSender
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.messages import PrefillResult
+from baton.kvtransfer.protocol.states import Phase
+from baton.kvtransfer.receiver.kv_receiver import KVReceiver
+from baton.kvtransfer.sender.kv_sender import KVSender
 
 LAYOUT = KVLayout(groups=(2, 1), num_kv_heads=2, head_dim=8, page_size=4, dtype="float32")
 NUM_PAGES = 32

@@ -16,9 +16,9 @@ from baton.common.kvcache.host_memory import shared_bytes
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import register_rank
-from baton.kvtransfer.messages import PrefillResult
-from baton.kvtransfer.receiver import KVReceiver
-from baton.kvtransfer.sender import KVSender
+from baton.kvtransfer.protocol.messages import PrefillResult
+from baton.kvtransfer.receiver.kv_receiver import KVReceiver
+from baton.kvtransfer.sender.kv_sender import KVSender
 
 
 class Peer:

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from baton.kvtransfer import send_state
+from baton.kvtransfer.sender import sender_state
 
 NUM_FLAGS = 4
 
@@ -29,7 +29,7 @@ class Wire:
 class Flight:
     """A posted write for the request ``serial``. ``lost``: it cannot land."""
 
-    write: send_state.Write
+    write: sender_state.Write
     serial: int
     sender: int
     receiver: int

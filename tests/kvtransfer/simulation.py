@@ -17,11 +17,12 @@ import numpy as np
 
 from baton.common.api.errors import Aborted, TransferFailed
 from baton.common.kvcache.layout import KVLayout
-from baton.kvtransfer import receiving, recv_state, send_state, sending
 from baton.kvtransfer.checksum import Extent
-from baton.kvtransfer.messages import PrefillResult, RankInfo
-from baton.kvtransfer.states import Phase
-from baton.kvtransfer.timing import Timing
+from baton.kvtransfer.protocol.messages import PrefillResult, RankInfo
+from baton.kvtransfer.protocol.states import Phase
+from baton.kvtransfer.protocol.timing import Timing
+from baton.kvtransfer.receiver import receiver_core, receiver_state
+from baton.kvtransfer.sender import sender_core, sender_state
 from baton.tests.kvtransfer.simulated import NUM_FLAGS, Flight, Group, Job, Memory, Request, Ring, Wire
 
 TIMING = Timing(bootstrap_timeout=8.0, transfer_timeout=20.0, peer_timeout=3.0)
@@ -45,7 +46,7 @@ class World:
         self.wires: dict[bytes, Wire] = {}
         self.flights: list[Flight] = []
         self.inbox: list[tuple[int, bytes, object]] = []  # at a sender's host, of connections that are gone
-        self.unverified: deque[tuple[receiving.ReceiverCore, recv_state.Verify]] = deque()
+        self.unverified: deque[tuple[receiver_core.ReceiverCore, receiver_state.Verify]] = deque()
         self.completed = self.failed = self.rung = 0
         self.serial_of: dict[tuple[str, int], int] = {}  # by a receiver's instance, and its stamp
         self.gone_on: set[int] = set()  # requests that decode has taken over, or that were aborted there
@@ -55,14 +56,14 @@ class World:
         self.start_decode()
 
     def start_prefill(self) -> None:
-        self.prefill = Group([sending.SenderCore(self.identity(rank, self.ranks[0]), TIMING)
+        self.prefill = Group([sender_core.SenderCore(self.identity(rank, self.ranks[0]), TIMING)
                               for rank in range(self.ranks[0])])
         self.jobs: dict[int, Job] = {}
         self.awaiting_ack: dict[int, int] = {}  # room -> the request that its pages were for
 
     def start_decode(self) -> None:
         self.decode = Group([
-            receiving.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum=self.checksum,
+            receiver_core.ReceiverCore(self.identity(rank, self.ranks[1]), TIMING, NUM_PAGES, checksum=self.checksum,
                                    quarantine_seconds=self.quarantine_seconds) for rank in range(self.ranks[1])])
         self.memory = Memory(NUM_PAGES, self.ranks[1])
         self.requests: dict[int, Request] = {}
@@ -91,7 +92,7 @@ class World:
         self.memory.give(request)
         pages, now = np.array(request.page_ids, dtype=np.int64), self.now
 
-        def on_rank(core: receiving.ReceiverCore) -> None:
+        def on_rank(core: receiver_core.ReceiverCore) -> None:
             core.reserve(room, ADDRESS, 0, num_tokens, first_page, pages, now)
             self.serial_of[core.info.instance, core.transfers[room].reserve.stamp] = request.serial
 
@@ -227,7 +228,7 @@ class World:
             return writers & {rank * prefill // decode}
         return {writer for writer in writers if writer * decode // prefill == rank}
 
-    def serial(self, destination: send_state.Destination) -> int:
+    def serial(self, destination: sender_state.Destination) -> int:
         return self.serial_of[destination.session.info.instance, destination.stamp]
 
     # -- what the network and the machines do ---------------------------------------------------------------------
@@ -267,7 +268,7 @@ class World:
                 self.flights.append(Flight(write, self.serial(write.destination), rank, info.rank, lost=not alive))
             self.send_early_result(rank, core)
 
-    def send_early_result(self, rank: int, core: sending.SenderCore) -> None:
+    def send_early_result(self, rank: int, core: sender_core.SenderCore) -> None:
         """As the sender's I/O thread does: it rings behind all that is on its way to the peer."""
         mine = [flight for flight in self.flights if flight.sender == rank]
         for transfer in {id(flight.write.transfer): flight.write.transfer for flight in mine}.values():
@@ -419,31 +420,31 @@ class World:
                     self.sender_effect(core, core.effects.popleft())
                     again = True
 
-    def receiver_effect(self, core: receiving.ReceiverCore, effect: recv_state.Effect) -> None:
-        if isinstance(effect, recv_state.Lookup):
+    def receiver_effect(self, core: receiver_core.ReceiverCore, effect: receiver_state.Effect) -> None:
+        if isinstance(effect, receiver_state.Lookup):
             core.found(effect.address, [sender.info for sender in self.prefill.cores], self.now)
-        elif isinstance(effect, recv_state.Connect):
+        elif isinstance(effect, receiver_state.Connect):
             instances = [sender.info.instance for sender in self.prefill.cores]
             sender = instances.index(effect.session.instance)
             self.wires[effect.session.id] = Wire(sender, core.info.rank)
             self.sender_of[effect.session.id] = sender
-        elif isinstance(effect, recv_state.Send):
+        elif isinstance(effect, receiver_state.Send):
             if effect.session in self.wires:
                 wire = self.wires[effect.session]
                 wire.to_sender.append(effect.message)
                 wire.past.append((wire.to_sender, effect.message))
-        elif isinstance(effect, recv_state.Verify):
+        elif isinstance(effect, receiver_state.Verify):
             self.unverified.append((core, effect))
         else:
             self.wires.pop(effect.session, None)
 
-    def sender_effect(self, core: sending.SenderCore, effect: send_state.Effect) -> None:
-        if isinstance(effect, send_state.Send):
+    def sender_effect(self, core: sender_core.SenderCore, effect: sender_state.Effect) -> None:
+        if isinstance(effect, sender_state.Send):
             if effect.session in self.wires:
                 wire = self.wires[effect.session]
                 wire.to_receiver.append(effect.message)
                 wire.past.append((wire.to_receiver, effect.message))
-        elif isinstance(effect, send_state.Admit):
+        elif isinstance(effect, sender_state.Admit):
             core.sessions.admitted(effect.session, effect.session.id, self.now)
         else:
             for flight in [f for f in self.flights if f.session == effect.session.id]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.common.kvcache.layout import KVLayout
-from baton.kvtransfer import bench
-from baton.kvtransfer.bench_worker import Place, Worker
+from baton.kvtransfer.bench import run
+from baton.kvtransfer.bench.worker import Place, Worker
 
 TINY = ["--num-layers", "4", "--num-kv-heads", "2", "--head-dim", "8", "--page-size", "4", "--repeat", "2"]
 
@@ -19,7 +19,7 @@ TINY = ["--num-layers", "4", "--num-kv-heads", "2", "--head-dim", "8", "--page-s
 def test_every_case_has_a_figure(tmp_path, capsys):
     output, plot = tmp_path / "figures.json", tmp_path / "figures.svg"
     with pytest.raises(SystemExit) as exit:
-        bench.main([*TINY, "--backend", "ipc", "--tp", "2:1", "--prompt-tokens", "7", "64", "--output", str(output),
+        run.main([*TINY, "--backend", "ipc", "--tp", "2:1", "--prompt-tokens", "7", "64", "--output", str(output),
                     "--plot", str(plot)])
     assert exit.value.code == 0
     record = json.loads(output.read_text())
@@ -38,13 +38,13 @@ def test_every_case_has_a_figure(tmp_path, capsys):
 
 
 def test_descriptor_sizes_become_layer_groups():
-    args = bench.BenchArgs(descriptor_kib=(64, 1024, 1100, 1 << 20))
+    args = run.BenchArgs(descriptor_kib=(64, 1024, 1100, 1 << 20))
     assert [(len(layout.groups), layout.group_page_bytes(0) >> 10) for layout in args.layouts()] == [
         (32, 64), (2, 1024), (1, 2048)]
 
 
 def test_a_page_that_differs_has_another_checksum():
-    worker = Worker(Place("receiver", 0, 1, 1), bench.BenchArgs(device="cpu"))
+    worker = Worker(Place("receiver", 0, 1, 1), run.BenchArgs(device="cpu"))
     worker._layout = KVLayout((1,), 2, 8, 2, "bfloat16")
     worker._pool, worker._page_ids = [torch.arange(512, dtype=torch.uint8).view(4, 128) % 7], np.array([2, 0])
     before = worker.digest()[0]
@@ -59,5 +59,5 @@ def test_a_page_that_differs_has_another_checksum():
     (["--backend", "pigeon"], "invalid choice"), (["--plot", "/no/such/folder/figures.svg"], "Cannot write --plot")])
 def test_settings_that_make_no_sense_are_sentences(argv, words, capsys):
     with pytest.raises(SystemExit) as exit:
-        bench.main(argv)
+        run.main(argv)
     assert exit.value.code == 2 and words in capsys.readouterr().err

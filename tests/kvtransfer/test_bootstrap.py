@@ -13,7 +13,7 @@ import pytest
 from baton.common.api.errors import ConfigError
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.bootstrap import BootstrapServer, NotRegistered, fetch_ranks, register_rank
-from baton.kvtransfer.messages import RankInfo
+from baton.kvtransfer.protocol.messages import RankInfo
 
 LAYOUT = KVLayout(groups=(2,), num_kv_heads=2, head_dim=8, page_size=4, dtype="float32")
 

@@ -9,7 +9,7 @@ import torch
 from baton.common.api.errors import TransferFailed
 from baton.kvtransfer.backends.base import Region
 from baton.kvtransfer.checksum import SAMPLED_WORDS, Checksum, block_positions, make_checksum, resolve_extent
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.conftest import BACKENDS
 
 

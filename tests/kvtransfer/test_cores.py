@@ -8,10 +8,12 @@ import pytest
 
 from baton.common.api.errors import Aborted
 from baton.common.kvcache.layout import KVLayout
-from baton.kvtransfer import messages as m
-from baton.kvtransfer import receiving, recv_state, send_state, sending, waiting
-from baton.kvtransfer.states import Phase
-from baton.kvtransfer.timing import Timing
+from baton.kvtransfer import expiring
+from baton.kvtransfer.protocol import messages as m
+from baton.kvtransfer.protocol.states import Phase
+from baton.kvtransfer.protocol.timing import Timing
+from baton.kvtransfer.receiver import receiver_core, receiver_state
+from baton.kvtransfer.sender import sender_core, sender_state
 
 LAYOUT = KVLayout(groups=(1,), num_kv_heads=1, head_dim=1, page_size=1, dtype="float32")
 TIMING = Timing(bootstrap_timeout=30.0, transfer_timeout=120.0, peer_timeout=3.0)
@@ -22,15 +24,15 @@ ADDRESS = ("prefill", 8998)
 
 def sent(core) -> list:
     """The messages among the effects so far; clears the effects."""
-    messages = [e.message for e in core.effects if isinstance(e, (send_state.Send, recv_state.Send))]
+    messages = [e.message for e in core.effects if isinstance(e, (sender_state.Send, receiver_state.Send))]
     core.effects.clear()
     return messages
 
 
 @pytest.fixture
-def sender() -> sending.SenderCore:
+def sender() -> sender_core.SenderCore:
     """With one session, ``b"s"``, confirmed at time 10."""
-    core = sending.SenderCore(PREFILL, TIMING)
+    core = sender_core.SenderCore(PREFILL, TIMING)
     core.receive(b"s", m.Hello(DECODE, "prefill", 8, b""), 10.0)
     (admit,) = core.effects
     core.sessions.admitted(admit.session, "peer", 10.0)
@@ -43,13 +45,13 @@ def reserve(room=1, stamp=5, tokens=2, first_page=0, page_ids=(3, 4)) -> m.Reser
     return m.Reserve(room, stamp, 77, tokens, first_page, m.pack_page_ids(np.array(page_ids, dtype=np.int64)))
 
 
-def writing(sender: sending.SenderCore) -> None:
+def writing(sender: sender_core.SenderCore) -> None:
     sender.expect(1, 77, 2, 10.0)
     sender.receive(b"s", reserve(), 10.0)
     sender.push(1, 0, 0, np.array([0, 1]), None)
 
 
-def take(sender: sending.SenderCore, now: float) -> int:
+def take(sender: sender_core.SenderCore, now: float) -> int:
     return len(sender.queue.take(now, lambda event: True))
 
 
@@ -151,7 +153,7 @@ def test_a_destination_that_cannot_be_is_refused(sender, bad, words):
 
 
 def test_early_destinations_are_bounded(sender, monkeypatch):
-    monkeypatch.setattr(waiting, "MAX_WAITING", 3)
+    monkeypatch.setattr(expiring, "MAX_WAITING", 3)
     for room in range(4):
         sender.receive(b"s", reserve(room=room, stamp=room), 10.0)
     sender.tick(10.0)
@@ -164,7 +166,7 @@ def test_a_new_session_of_the_same_receiver_ends_the_old_one(sender):
     writing(sender)
     sender.receive(b"t", m.Hello(DECODE, "prefill", 8, b""), 10.0)
     assert sender.transfers[1].phase is Phase.FAILED
-    assert isinstance(sender.effects[0].message, m.Gone) and isinstance(sender.effects[1], send_state.Dismiss)
+    assert isinstance(sender.effects[0].message, m.Gone) and isinstance(sender.effects[1], sender_state.Dismiss)
 
 
 def test_hello_for_an_earlier_instance_is_refused_as_restarted(sender):
@@ -173,9 +175,9 @@ def test_hello_for_an_earlier_instance_is_refused_as_restarted(sender):
 
 
 @pytest.fixture
-def receiver() -> receiving.ReceiverCore:
+def receiver() -> receiver_core.ReceiverCore:
     """With room 1 published on a welcomed link, at time 10."""
-    core = receiving.ReceiverCore(DECODE, TIMING, 8)
+    core = receiver_core.ReceiverCore(DECODE, TIMING, 8)
     core.reserve(1, ADDRESS, 77, 2, 0, np.array([3, 4]), 10.0)
     core.found(ADDRESS, [PREFILL], 10.0)
     core.receive(link_of(core), m.Welcome("prefill"), 10.0)
@@ -183,7 +185,7 @@ def receiver() -> receiving.ReceiverCore:
     return core
 
 
-def link_of(core: receiving.ReceiverCore) -> bytes:
+def link_of(core: receiver_core.ReceiverCore) -> bytes:
     return next(iter(core.connections.sessions))
 
 
@@ -229,25 +231,25 @@ def test_a_silent_link_holds_the_pages_for_as_long_as_its_connection_stands(rece
     receiver.receive(session, m.Stopped(1, receiver.transfers[1].reserve.stamp), 1000.0)
     assert receiver.transfers[1].phase is Phase.FAILED
     receiver.tick(1000.1)
-    assert not receiver.connections.sessions and isinstance(receiver.effects[-1], recv_state.Close)
+    assert not receiver.connections.sessions and isinstance(receiver.effects[-1], receiver_state.Close)
 
 
 def test_a_restarted_sender_is_looked_up_again(receiver):
     receiver.receive(link_of(receiver), m.Gone("shut down"), 10.0)
     receiver.reserve(2, ADDRESS, 77, 2, 0, np.array([5, 6]), 10.0)
-    assert isinstance(receiver.effects[-1], recv_state.Lookup)
+    assert isinstance(receiver.effects[-1], receiver_state.Lookup)
     receiver.found(ADDRESS, [PREFILL], 10.0)
     receiver.receive(link_of(receiver), m.Refused("the prefill server was restarted", restarted=True), 10.0)
     assert receiver.transfers[2].phase is Phase.RESERVING
     receiver.tick(10.1)
-    assert isinstance(receiver.effects[-1], recv_state.Lookup)
+    assert isinstance(receiver.effects[-1], receiver_state.Lookup)
 
 
 @pytest.mark.parametrize("host, endpoint, expected", [
     ("10.0.0.7", "tcp://10.0.0.8:5", "tcp://10.0.0.8:5"), ("10.0.0.7", "tcp://0.0.0.0:5", "tcp://10.0.0.7:5"),
     ("fd00::7", "tcp://[::]:5", "tcp://[fd00::7]:5")])
 def test_a_sender_that_listens_everywhere_is_reached_at_its_bootstrap_address(host, endpoint, expected):
-    core = receiving.ReceiverCore(DECODE, TIMING, 8)
+    core = receiver_core.ReceiverCore(DECODE, TIMING, 8)
     core.reserve(1, (host, 8998), 77, 2, 0, np.array([3, 4]), 10.0)
     core.found((host, 8998), [m.msgspec.structs.replace(PREFILL, endpoint=endpoint)], 10.0)
     assert core.effects[1].endpoint == expected
@@ -267,7 +269,7 @@ def ranked(dp_rank: int, dp_size: int = 2) -> m.RankInfo:
 
 
 def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
-    core = receiving.ReceiverCore(DECODE, TIMING, 8)
+    core = receiver_core.ReceiverCore(DECODE, TIMING, 8)
     pages = np.array([3, 4])
     for room, named in ((4, None), (5, None), (6, 1), (7, 2)):
         core.reserve(room, ADDRESS, 77, 2, 0, pages, 10.0, named)
@@ -277,7 +279,7 @@ def test_a_room_leads_to_one_data_parallel_rank_of_the_sender():
     for dp_rank in (0, 1):
         core.receive(sessions[dp_rank].id, m.Welcome(f"prefill{dp_rank}"), 10.0)
     told = {(effect.session, effect.message.room) for effect in core.effects
-            if isinstance(effect, recv_state.Send) and isinstance(effect.message, m.Reserve)}
+            if isinstance(effect, receiver_state.Send) and isinstance(effect.message, m.Reserve)}
     assert told == {(sessions[0].id, 4), (sessions[1].id, 5), (sessions[1].id, 6)}
     error = core.transfers[7].error
     assert "no data-parallel rank 2, only 2" in error.message and error.status == 400

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.simulation import World
 
 ROOM, NEXT_ROOM = 2, 1

@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from baton.common.api.errors import Aborted, TransferFailed
-from baton.kvtransfer import messages
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol import messages
+from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.conftest import Proxy, wait_until
 
 

@@ -10,7 +10,7 @@ import pytest
 from baton.common.api.errors import PairMismatch, TransferFailed
 from baton.common.api.identity import ModelIdentity
 from baton.kvtransfer.bootstrap import register_rank
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.conftest import Pair, wait_until
 
 OLD, NEW = ModelIdentity("0ld", "base"), ModelIdentity("n3w", "base@tuned", 1)

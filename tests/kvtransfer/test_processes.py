@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from baton.common.api.errors import TransferFailed
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.states import Phase
 
 PEER = pathlib.Path(__file__).with_name("peer.py")
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.kvtransfer import receiving, recv_state, sending, states
-from baton.kvtransfer.states import Event, Phase
-from baton.kvtransfer.timing import Timing
+from baton.kvtransfer.protocol import states
+from baton.kvtransfer.protocol.states import Event, Phase
+from baton.kvtransfer.protocol.timing import Timing
+from baton.kvtransfer.receiver import receiver_core, receiver_state
+from baton.kvtransfer.sender import sender_core
 from baton.tests.kvtransfer.simulation import COMMON, RARE, SHAPES, World, run_seed
 
 
@@ -36,14 +38,14 @@ def free_at_abort(monkeypatch):
 
 def settle_with_writes_in_flight(monkeypatch, phase):
     """Prefill takes the writes of rooms in ``phase`` for ended."""
-    settle = sending.SenderCore._finish_if_drained
+    settle = sender_core.SenderCore._finish_if_drained
 
     def unmatched(self, transfer, now):
         in_flight, transfer.in_flight = transfer.in_flight, 0 if transfer.phase is phase else transfer.in_flight
         settle(self, transfer, now)
         transfer.in_flight = in_flight
 
-    monkeypatch.setattr(sending.SenderCore, "_finish_if_drained", unmatched)
+    monkeypatch.setattr(sender_core.SenderCore, "_finish_if_drained", unmatched)
 
 
 def stop_before_writes_have_ended(monkeypatch):
@@ -57,34 +59,34 @@ def result_before_writes_have_ended(monkeypatch):
 
 def no_quarantine(monkeypatch):
     """What is cut off counts as quiet at once."""
-    end_session = receiving.ReceiverCore._end_session
-    monkeypatch.setattr(receiving.ReceiverCore, "_end_session", lambda self, session, error, now, *, drained_at:
+    end_session = receiver_core.ReceiverCore._end_session
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_end_session", lambda self, session, error, now, *, drained_at:
                         end_session(self, session, error, now, drained_at=now))
 
 
 def no_time_for_what_lingers(monkeypatch):
     """Decode trusts in writes that were given up, whatever the backend says of them."""
-    begin = receiving.ReceiverCore.__init__
-    monkeypatch.setattr(receiving.ReceiverCore, "__init__",
+    begin = receiver_core.ReceiverCore.__init__
+    monkeypatch.setattr(receiver_core.ReceiverCore, "__init__",
                         lambda self, *args, quarantine_seconds, **named: begin(self, *args, **named))
 
 
 def no_lease(monkeypatch):
     """Prefill writes for as long as it likes after it was last heard, and gives up no session."""
     monkeypatch.setattr(Timing, "lease", property(lambda self: 1e9))
-    tick = sending.SenderCore.tick
+    tick = sender_core.SenderCore.tick
 
     def patient(self, now, stalled=0.0):
         for session in self.sessions.open.values():
             session.confirmed = now
         tick(self, now, stalled)
 
-    monkeypatch.setattr(sending.SenderCore, "tick", patient)
+    monkeypatch.setattr(sender_core.SenderCore, "tick", patient)
 
 
 def one_result_is_enough(monkeypatch):
     """Decode does not wait for the other prefill ranks that it has lanes from."""
-    quiet = receiving.ReceiverCore._on_drained
+    quiet = receiver_core.ReceiverCore._on_drained
 
     def hasty(self, transfer, session_id, now):
         if transfer.phase is Phase.RESERVED:
@@ -93,49 +95,49 @@ def one_result_is_enough(monkeypatch):
             transfer.writers.pending = {session_id: None}
         quiet(self, transfer, session_id, now)
 
-    monkeypatch.setattr(receiving.ReceiverCore, "_on_drained", hasty)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_on_drained", hasty)
 
 
 def any_stamp_will_do(monkeypatch):
     """A result of the room's use before counts for this one."""
-    about = receiving.ReceiverCore._on_transfer_message
+    about = receiver_core.ReceiverCore._on_transfer_message
 
     def trusting(self, session, message, now):
         if (transfer := session.transfers.get(message.room)) is not None and type(message).__name__ == "Stopped":
             message = type(message)(message.room, transfer.reserve.stamp)
         about(self, session, message, now)
 
-    monkeypatch.setattr(receiving.ReceiverCore, "_on_transfer_message", trusting)
-    peer_abort = sending.SenderCore._on_abort
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_on_transfer_message", trusting)
+    peer_abort = sender_core.SenderCore._on_abort
 
     def twice(self, session, abort, now):
         peer_abort(self, session, abort, now)
-        self.sessions.send(session.id, sending.m.Stopped(abort.room, abort.stamp))
+        self.sessions.send(session.id, sender_core.m.Stopped(abort.room, abort.stamp))
 
-    monkeypatch.setattr(sending.SenderCore, "_on_abort", twice)
+    monkeypatch.setattr(sender_core.SenderCore, "_on_abort", twice)
 
 
 def taken_by_anybody(monkeypatch):
     """Prefill takes decode's word on one request for another's."""
-    monkeypatch.setattr(sending.SenderCore, "is_acknowledged", lambda self, room: True)
+    monkeypatch.setattr(sender_core.SenderCore, "is_acknowledged", lambda self, room: True)
 
 
 def bells_are_believed_before_they_ring(monkeypatch):
     """Decode takes a bell's announcement for its ringing."""
-    monkeypatch.setattr(recv_state.RecvRoom, "take_completed", lambda self, bells: [
+    monkeypatch.setattr(receiver_state.RecvRoom, "take_completed", lambda self, bells: [
         (session_id, self.early_results.pop(session_id)) for session_id in list(self.early_results)])
 
 
 def deaf_to_failure(monkeypatch):
     """Decode hears of no failure at prefill, and waits."""
-    about = receiving.ReceiverCore._on_transfer_message
+    about = receiver_core.ReceiverCore._on_transfer_message
 
     def deaf(self, session, message, now):
         if type(message).__name__ == "Result":
             about(self, session, message, now)
 
-    monkeypatch.setattr(receiving.ReceiverCore, "_on_transfer_message", deaf)
-    monkeypatch.setattr(receiving.ReceiverCore, "_check_deadlines", lambda self, transfer, now: None)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_on_transfer_message", deaf)
+    monkeypatch.setattr(receiver_core.ReceiverCore, "_check_deadlines", lambda self, transfer, now: None)
 
 
 @pytest.mark.parametrize("break_a_rule", [

@@ -12,8 +12,8 @@ from baton.common.api.errors import TransferFailed
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import register_rank
-from baton.kvtransfer.sender import KVSender
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.states import Phase
+from baton.kvtransfer.sender.kv_sender import KVSender
 from baton.tests.kvtransfer.conftest import HOST, regions_of, shareable, wait_until
 from baton.tests.kvtransfer.test_tp import HEAD_DIM, NUM_PAGES, Fleet
 

@@ -14,10 +14,10 @@ from baton.common.config.server import DisaggregationArgs
 from baton.common.kvcache.layout import KVLayout
 from baton.kvtransfer.backends import make_backend
 from baton.kvtransfer.bootstrap import register_rank
-from baton.kvtransfer.messages import PrefillResult
-from baton.kvtransfer.receiver import KVReceiver
-from baton.kvtransfer.sender import KVSender
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.messages import PrefillResult
+from baton.kvtransfer.protocol.states import Phase
+from baton.kvtransfer.receiver.kv_receiver import KVReceiver
+from baton.kvtransfer.sender.kv_sender import KVSender
 from baton.tests.kvtransfer.conftest import BACKENDS, HOST, Bootstrap, regions_of, shareable, wait_until
 
 NUM_PAGES, PAGE_SIZE, HEAD_DIM, LATENT = 16, 4, 4, 0

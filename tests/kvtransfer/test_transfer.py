@@ -10,8 +10,8 @@ import pytest
 from baton.common.api.errors import Aborted, Conflict, DeadlineExceeded, TransferFailed
 from baton.common.api.messages import Logprobs
 from baton.common.kvcache.layout import KVLayout
-from baton.kvtransfer.messages import PrefillResult
-from baton.kvtransfer.states import Phase
+from baton.kvtransfer.protocol.messages import PrefillResult
+from baton.kvtransfer.protocol.states import Phase
 from baton.tests.kvtransfer.conftest import BACKENDS, wait_until
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...api.errors import ConfigError
-from ...openai.reasoning import REASONING
-from ...openai.tool_calls import FORMATS
+from ...parsers.reasoning import REASONING
+from ...parsers.tools import FORMATS
 from ..cli import flag
 
 

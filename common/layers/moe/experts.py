@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ....kernels.forms import ExpertBiases, Float8Rows, Scales
-from ....kernels.moe_experts import moe_experts, moe_products
+from ....kernels.arguments import ExpertBiases, Float8Rows, Scales
+from ....kernels.moe.moe_experts import moe_experts, moe_products
 from ...config.moe import MoESpec
 from ...distributed.expert_share import ExpertShare
 from ...quantization.shards import Shard

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ....kernels.forms import Float8Form
+from ....kernels.arguments import Float8Format
 from ...config.moe import MoESpec
+from ...distributed.deferred_reduce import DeferredSum, Summed
 from ...distributed.expert_share import ExpertShare
-from ...distributed.low_latency import Met
-from ...distributed.pending import PendingSum, Summed
+from ...distributed.low_latency import GatheredTokens
 from ...distributed.tp import TPGroup
 from ...weights.slots import Allocate, Slot
-from .balance import balanced, first_placement
 from .dispatch import compute_by_all_to_all
+from .eplb_algorithm import balanced, first_placement
 from .experts import Experts
-from .moving import move_experts
 from .placement import Placement
 from .routing import Router
 from .shared import SharedExpert
+from .weight_transfer import move_experts
 
 
 class MoE:
@@ -48,7 +48,7 @@ class MoE:
             tp = TPGroup() if share.spreads else share.group
             self.shared = SharedExpert(f"{name}.{spec.shared_name}", spec, hidden_size, tp, allocate)
 
-    def form(self, rows: int) -> Float8Form | None:
+    def form(self, rows: int) -> Float8Format | None:
         """See LinearMethod: None, for the router looks at the rows too."""
         return None
 
@@ -60,14 +60,14 @@ class MoE:
             return self._own_rows_gathered(x)
         return self.share.group.all_reduce(self.partial(x))
 
-    def pending(self, x: torch.Tensor | Met) -> Summed:
+    def pending(self, x: torch.Tensor | GatheredTokens) -> Summed:
         """The same, its sum left to the norm that follows where there is one to make."""
-        if isinstance(x, Met):
+        if isinstance(x, GatheredTokens):
             return self._met(x.rows)
         if self.own_tokens:
             return self._sent(x)
         if self.sums and self.share.group.size > 1:
-            return PendingSum(self.partial(x), self.share.group)
+            return DeferredSum(self.partial(x), self.share.group)
         return self(x)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import linear
 
-from ....kernels.moe_topk import moe_topk
+from ....kernels.moe.moe_topk import moe_topk
 from ...config.moe import MoESpec
 from ...weights.slots import Allocate, Slot
 

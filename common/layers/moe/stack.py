@@ -8,12 +8,12 @@ from itertools import count
 
 import torch
 
-from ....kernels.forms import By
+from ....kernels.arguments import By
 from ...api.errors import ConfigError
-from ...quantization.blocks import BlockFloat8
-from ...quantization.methods import LinearMethod, Plain, linear_method
-from ...quantization.rows import RowFloat8
-from ...quantization.scheme import BLOCK
+from ...config.quantization import BLOCK
+from ...quantization.fp8_block import Fp8Block
+from ...quantization.fp8_per_channel import Fp8PerChannel
+from ...quantization.methods import LinearMethod, Unquantized, linear_method
 from ...quantization.shards import Shard
 from ...weights.slots import Allocate, Slot
 
@@ -67,7 +67,7 @@ class ExpertLinear:
 
     @property
     def by(self) -> By:
-        return "block" if isinstance(self.methods[0], BlockFloat8) else "row"
+        return "block" if isinstance(self.methods[0], Fp8Block) else "row"
 
     def slots(self, residents: list[int], num_experts: int) -> Iterator[Slot]:
         """Of all experts, for place p holds expert ``residents[p]``; those of experts held elsewhere take nothing."""
@@ -90,11 +90,11 @@ class ExpertLinear:
 
 def _check(method: LinearMethod, name: str) -> None:
     """Raises ConfigError for a form that the grouped kernels do not compute."""
-    if isinstance(method, BlockFloat8) and method.scheme.block != BLOCK:
+    if isinstance(method, Fp8Block) and method.scheme.block != BLOCK:
         tall, wide = method.scheme.block
         raise ConfigError(f"{name} is quantized in blocks of {tall} x {wide}; experts are computed in blocks of "
                           f"{BLOCK[0]} x {BLOCK[1]}: use a checkpoint with those.")
-    if isinstance(method, RowFloat8) and method.scheme.activations == "static":
+    if isinstance(method, Fp8PerChannel) and method.scheme.activations == "static":
         raise ConfigError(f"{name} is quantized with static scales of activations, which is not supported for experts: "
                           "use a checkpoint with dynamic ones, or one in bfloat16 with --quantization fp8.")
-    assert isinstance(method, (Plain, BlockFloat8, RowFloat8))
+    assert isinstance(method, (Unquantized, Fp8Block, Fp8PerChannel))

@@ -1,0 +1,59 @@
+"""What multi-head latent attention asks of a backend, and what all backends do alike."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ....kernels.attention.mla_rope_and_store import mla_rope_and_store
+from ....kernels.attention.per_head_matmul import per_head_matmul
+from ...config.mla import MLASpec
+from ...forward.forward_batch import ForwardBatch
+from ...kvcache.pool import KVPool
+from ..base import Planned
+
+
+class LatentBackend(Planned, Protocol):
+    """``plan`` once a batch, as other backends do; ``run`` once a layer."""
+
+    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+            cos_sin: torch.Tensor) -> torch.Tensor:
+        """Store this step's latents in the pool, then attend; returns ``[T, H, V]``.
+
+        ``q`` [T, H, N + R], of which the last R values are turned (in place); ``latent`` [T, L], normalised;
+        ``k_rope`` [T, R], not yet turned; ``up`` [H, N + V, L] makes a head's key and value of a latent; ``cos_sin``
+        [positions, R] float32 the rotary table. Mutates the pool and ``q``.
+        """
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
+                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """As AttentionBackend's: ``[R, H, V]``."""
+
+
+def store(pool: KVPool, mla: MLASpec, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor,
+          k_rope: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """The first half of ``run``, equal for every backend; returns the layer's pages of latents."""
+    pages = pool.latents(layer)
+    page_scale, _ = pool.layout.scales_of(layer)
+    mla_rope_and_store(q[..., mla.nope_dim:], latent, k_rope, pages, batch.page_of_token, batch.offset_in_page, cos_sin,
+                       batch.positions, mla.interleaved, page_scale)
+    return pages
+
+
+def gather(rows: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """``rows[indices]`` in ``dtype``; those of float8 times ``scale``."""
+    if rows.itemsize > 1:
+        return rows.index_select(0, indices)
+    # As bytes: not every device indexes float8.
+    return rows.view(torch.uint8).index_select(0, indices).view(rows.dtype).to(dtype) * scale
+
+
+def absorb(q: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
+    """``[T, H, N] -> [T, H, L]``: queries that compare with latents as ``q`` does with the keys made of them."""
+    return per_head_matmul(q[..., :nope_dim], up[:, :nope_dim])
+
+
+def values_of(latents: torch.Tensor, up: torch.Tensor, nope_dim: int) -> torch.Tensor:
+    """``[T, H, L] -> [T, H, V]``: each head's values of (mean) latents."""
+    return per_head_matmul(latents, up[:, nope_dim:].transpose(1, 2))

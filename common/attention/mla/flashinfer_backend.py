@@ -1,0 +1,80 @@
+"""Decode steps of multi-head latent attention by FlashInfer's kernels, of DeepSeek's widths (compiled at first use)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+from ...config.mla import MLASpec
+from ...forward.forward_batch import ForwardBatch
+from ...kvcache.pool import KVPool
+from .base import absorb, store, values_of
+
+_WORKSPACE_BYTES = 128 << 20
+
+
+class MLAFlashInferBackend:
+    """Absorbed, as our own decode steps are. A captured step has a wrapper of its own, over the graph's table of pages:
+    its plan is made anew before each replay."""
+
+    attends_ends = False  # its plan would wait for the step before
+
+    def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
+        """``num_heads`` counts this rank's heads; ``dtype`` is the model's and the pool's."""
+        self._pool = pool
+        self._mla = mla
+        self._num_heads = num_heads
+        self._dtype = dtype
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.groups[0].device)
+        self._plain = BatchMLAPagedAttentionWrapper(self._workspace)
+        self._captured: dict[int, Any] = {}  # by batch size
+        self._wrapper: Any = None
+        self._batch: ForwardBatch | None = None
+        self._planned = torch.cuda.Event()
+
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+        assert batch.is_decode
+        self._batch = batch
+        if max_length is None:
+            self._plan(self._plain, batch)
+            return
+        if batch.num_reqs not in self._captured:
+            self._captured[batch.num_reqs] = self._over_tensors_of(batch)
+        self.refresh(batch)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        self._plan(self._captured[batch.num_reqs], batch)
+
+    def _over_tensors_of(self, batch: ForwardBatch) -> Any:
+        """A wrapper that finds the page indices where the graph does."""
+        rows = torch.zeros(3, batch.num_reqs + 1, dtype=torch.int32, device=self._workspace.device)
+        return BatchMLAPagedAttentionWrapper(
+            self._workspace, use_cuda_graph=True, qo_indptr=rows[0], kv_indptr=rows[1], kv_indices=batch.kv_indices,
+            kv_len_arr=rows[2, :batch.num_reqs])
+
+    def _plan(self, wrapper: Any, batch: ForwardBatch) -> None:
+        # A plan is copied to the device from the wrapper's pinned buffer, which must not change before that has run.
+        self._planned.synchronize()
+        page_size = self._pool.layout.page_size
+        lengths = (np.diff(batch.kv_indptr_cpu) - 1) * page_size + batch.kv_last_page_len_cpu
+        wrapper.plan(torch.arange(batch.num_reqs + 1, dtype=torch.int32), torch.from_numpy(batch.kv_indptr_cpu),
+                     batch.kv_indices[:int(batch.kv_indptr_cpu[-1])], torch.from_numpy(lengths.astype(np.int32)),
+                     self._num_heads, self._mla.kv_lora_rank, self._mla.rope_dim, page_size, False, self._mla.scale,
+                     self._dtype, self._dtype)
+        self._wrapper = wrapper
+        self._planned.record()
+
+    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+            cos_sin: torch.Tensor) -> torch.Tensor:
+        assert self._batch is not None
+        nope, rank = self._mla.nope_dim, self._mla.kv_lora_rank
+        pages = store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
+        queries = absorb(q, up, nope).contiguous()
+        latents = self._wrapper.run(queries, q[..., nope:].contiguous(), pages[..., :rank], pages[..., rank:])
+        return values_of(latents, up, nope)
+
+    def run_ends(self, *args: Any) -> torch.Tensor:
+        raise AssertionError("this backend does not attend to ends alone")

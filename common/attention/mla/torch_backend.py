@@ -1,0 +1,120 @@
+"""Multi-head latent attention in plain torch: what a CPU runs.
+
+Latents are gathered out of the pool a page at a time: the memory of a layer group is seen as rows of one page and
+layer, ``[pages * layers, page_size * latent_dim]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from ...config.mla import MLASpec
+from ...forward.forward_batch import ForwardBatch
+from ...kvcache.pool import KVPool
+from ..torch_backend import QUERY_BLOCK, similar
+from .base import absorb, gather, store, values_of
+
+
+@dataclass
+class _Bucket:
+    """Requests gathered together, padded to the longest: their ``pages`` [b, n], and what they see of the n pages'
+    tokens ``[b, 1, 1, tokens]``."""
+
+    requests: torch.Tensor
+    pages: torch.Tensor
+    mask: torch.Tensor
+    lengths: list[int]
+
+
+class MLATorchBackend:
+    attends_ends = True
+
+    def __init__(self, pool: KVPool, mla: MLASpec):
+        self._pool = pool
+        self._mla = mla
+        self._batch: ForwardBatch | None = None
+        self._buckets: list[_Bucket] = []
+
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+        self._batch = batch
+        pages = np.diff(batch.kv_indptr_cpu)
+        lengths = (pages - 1) * self._pool.layout.page_size + batch.kv_last_page_len_cpu
+        members = similar(pages) if batch.is_decode else [np.array([b]) for b in range(batch.num_reqs)]
+        self._buckets = [self._bucket(batch, requests, pages, lengths) for requests in members]
+
+    def _bucket(self, batch: ForwardBatch, requests: np.ndarray, pages: np.ndarray, lengths: np.ndarray) -> _Bucket:
+        device = batch.input_ids.device
+        padded = np.zeros((len(requests), pages[requests].max()), np.int64)
+        for row, b in enumerate(requests):
+            begin = batch.kv_indptr_cpu[b]
+            padded[row, :pages[b]] = batch.kv_indices_cpu[begin:begin + pages[b]]
+        tokens = np.arange(padded.shape[1] * self._pool.layout.page_size)
+        mask = torch.from_numpy(tokens < lengths[requests][:, None])[:, None, None].to(device)
+        return _Bucket(torch.from_numpy(requests).to(device), torch.from_numpy(padded).to(device), mask,
+                       lengths[requests].tolist())
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        raise AssertionError("this backend is never captured")
+
+    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+            cos_sin: torch.Tensor) -> torch.Tensor:
+        assert self._batch is not None
+        store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
+        return self._attend(layer, q, up)
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
+                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        assert batch.ends is not None
+        store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
+        self.plan(batch.ends)
+        return self._attend(layer, q[batch.logits_rows], up)
+
+    def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        batch = self._batch
+        assert batch is not None
+        attend = self._decode if batch.is_decode else self._extend
+        out = torch.empty((*q.shape[:2], self._mla.v_dim), dtype=q.dtype, device=q.device)
+        for bucket in self._buckets:
+            attend(batch, bucket, self._gather(bucket, layer, q.dtype), q, up, out)
+        return out
+
+    def _gather(self, bucket: _Bucket, layer: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[b, tokens, latent_dim]``; tokens beyond a request's length are arbitrary."""
+        layout = self._pool.layout
+        group, index = layout.locate(layer)
+        memory = self._pool.groups[group].view(-1, layout.page_size * layout.head_dim)
+        rows = bucket.pages * layout.groups[group] + index
+        scale, _ = layout.scales_of(layer)
+        return gather(memory, rows.flatten(), dtype, scale).view(len(rows), -1, layout.head_dim)
+
+    def _decode(self, batch: ForwardBatch, bucket: _Bucket, context: torch.Tensor, q: torch.Tensor, up: torch.Tensor,
+                out: torch.Tensor) -> None:
+        """Absorbed: the heads take the place of query rows over one key and value, the latents."""
+        nope, keys, rows = self._mla.nope_dim, context[:, None], q[bucket.requests]
+        queries = torch.cat((absorb(rows, up, nope), rows[..., nope:]), dim=-1)[:, None]
+        latents = scaled_dot_product_attention(queries, keys, keys[..., :self._mla.kv_lora_rank],
+                                               attn_mask=bucket.mask, scale=self._mla.scale)
+        out[bucket.requests] = values_of(latents[:, 0], up, nope)
+
+    def _extend(self, batch: ForwardBatch, bucket: _Bucket, context: torch.Tensor, q: torch.Tensor, up: torch.Tensor,
+                out: torch.Tensor) -> None:
+        """Expanded: each head's keys and values are made of the latents."""
+        mla = self._mla
+        (b,), (length,) = bucket.requests.tolist(), bucket.lengths
+        begin, end = batch.qo_indptr_cpu[b:b + 2].tolist()
+        context = context[0, :length]
+        kv = linear(context[:, :mla.kv_lora_rank], up.flatten(0, 1)).unflatten(-1, up.shape[:2]).transpose(0, 1)
+        shared = context[None, :, mla.kv_lora_rank:].expand(len(up), -1, -1)
+        keys = torch.cat((kv[..., :mla.nope_dim], shared), dim=-1)  # [H, tokens, N + R]
+        values = kv[..., mla.nope_dim:]
+        for row in range(begin, end, QUERY_BLOCK):
+            stop = min(row + QUERY_BLOCK, end)
+            seen = length - (end - stop)
+            mask = torch.ones(stop - row, seen, dtype=torch.bool, device=q.device).tril_(seen - (stop - row))
+            result = scaled_dot_product_attention(q[row:stop].transpose(0, 1), keys[:, :seen], values[:, :seen],
+                                                  attn_mask=mask, scale=mla.scale)
+            out[row:stop] = result.transpose(0, 1)

@@ -1,0 +1,111 @@
+"""Multi-head latent attention by Baton's own Triton kernels: absorbed for decode steps, expanded for prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from ....kernels.arguments import Segment
+from ....kernels.attention.decode_plan import DecodePlan, plan_decode, processors_of
+from ....kernels.attention.mla_decode import head_block, mla_decode, pieces_of
+from ....kernels.attention.mla_prefill import mla_prefill, plan_mla_prefill
+from ...config.mla import MLASpec
+from ...forward.forward_batch import ForwardBatch
+from ...kvcache.pool import KVPool
+from ..base import ANY_LENGTH
+from .base import absorb, gather, store, values_of
+
+_EXPANDED_BYTES = 256 << 20
+"""Of a context's keys and values at once: 32,768 tokens of 16 heads in bfloat16."""
+
+
+class MLATritonBackend:
+    attends_ends = True
+
+    def __init__(self, pool: KVPool, mla: MLASpec, num_heads: int, dtype: torch.dtype):
+        """``num_heads`` counts this rank's heads; ``dtype`` is the model's."""
+        self._pool = pool
+        self._mla = mla
+        device = pool.groups[0].device
+        self._head_blocks = -(-num_heads // head_block(num_heads, dtype.itemsize))
+        self._pieces = pieces_of(num_heads, dtype.itemsize)
+        self._most_tokens = _EXPANDED_BYTES // (num_heads * (mla.nope_dim + mla.v_dim) * dtype.itemsize)
+        self._processors = processors_of(device)
+        self._batch: ForwardBatch | None = None
+        self._longest = 0
+        self._plan: DecodePlan | None = None
+        self._segments: list[Segment] = []
+        if device.type == "cuda":
+            self.compile_merging(num_heads, dtype)
+
+    def compile_merging(self, num_heads: int, dtype: torch.dtype) -> None:
+        """Run the kernel that merges segments: the first long context would else wait for its compilation."""
+        mla, page_size, device = self._mla, self._pool.layout.page_size, self._pool.groups[0].device
+        one = np.array([0, 1], np.int32)
+        (segment,) = plan_mla_prefill(one, one, one[1:], page_size, page_size, device)
+        q = torch.zeros(1, num_heads, mla.qk_dim, dtype=dtype, device=device)
+        kv = torch.zeros(page_size, num_heads, mla.nope_dim + mla.v_dim, dtype=dtype, device=device)
+        context = torch.zeros(page_size, mla.latent_dim, dtype=dtype, device=device)
+        out = torch.zeros(1, num_heads, mla.v_dim, dtype=torch.float32, device=device)
+        lse = torch.full((1, num_heads), float("-inf"), device=device)
+        qo_indptr = torch.from_numpy(one).to(device)
+        mla_prefill(q, kv, context[:, mla.kv_lora_rank:], segment, qo_indptr, mla.scale, out, lse)
+
+    def plan(self, batch: ForwardBatch, max_length: int | None = None) -> None:
+        self._batch = batch
+        page_size = self._pool.layout.page_size
+        if batch.is_decode:
+            # The first layer makes it, so that a graph that captures the layers holds it, and makes it in every replay.
+            self._plan = None
+            self._longest = max_length or int(np.diff(batch.kv_indptr_cpu).max()) * page_size
+        else:
+            self._segments = plan_mla_prefill(batch.qo_indptr_cpu, batch.kv_indptr_cpu, batch.kv_last_page_len_cpu,
+                                              page_size, self._most_tokens, batch.input_ids.device)
+
+    def refresh(self, batch: ForwardBatch) -> None:
+        """Nothing: the plan is made on the device."""
+
+    def run(self, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor,
+            cos_sin: torch.Tensor) -> torch.Tensor:
+        assert self._batch is not None
+        store(self._pool, self._mla, self._batch, layer, q, latent, k_rope, cos_sin)
+        return self._attend(layer, q, up)
+
+    def run_ends(self, batch: ForwardBatch, layer: int, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor,
+                 up: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        assert batch.ends is not None
+        store(self._pool, self._mla, batch, layer, q, latent, k_rope, cos_sin)
+        if not batch.ends.num_reqs:
+            return q.new_empty(0, q.shape[1], self._mla.v_dim)
+        self.plan(batch.ends, ANY_LENGTH)
+        return self._attend(layer, q[batch.logits_rows], up)
+
+    def _attend(self, layer: int, q: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        batch, nope, pages = self._batch, self._mla.nope_dim, self._pool.latents(layer)
+        assert batch is not None
+        page_scale, _ = self._pool.layout.scales_of(layer)
+        if not batch.is_decode:
+            return self._extend(batch, q, pages, page_scale, up)
+        if self._plan is None:
+            self._plan = plan_decode(batch.kv_indptr, batch.kv_last_page_len, self._pool.layout.page_size,
+                                     self._head_blocks, self._processors, self._longest, **self._pieces)
+        latents = mla_decode(absorb(q, up, nope), q[..., nope:], pages, batch.kv_indptr, batch.kv_indices,
+                             batch.kv_last_page_len, self._mla.scale, self._plan, page_scale=page_scale)
+        return values_of(latents, up, nope)
+
+    def _extend(self, batch: ForwardBatch, q: torch.Tensor, pages: torch.Tensor, page_scale: float,
+                up: torch.Tensor) -> torch.Tensor:
+        rank, shape = self._mla.kv_lora_rank, (*q.shape[:2], self._mla.v_dim)
+        lse = None
+        if len(self._segments) == 1:
+            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        else:
+            out = torch.zeros(shape, dtype=torch.float32, device=q.device)
+            lse = torch.full(shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+        for segment in self._segments:
+            indices = batch.kv_indices[segment.first_page:segment.last_page]
+            context = gather(pages, indices, q.dtype, page_scale).flatten(0, 1)  # [S, L + R]
+            kv = linear(context[:, :rank], up.flatten(0, 1)).unflatten(-1, up.shape[:2])  # [S, H, N + V]
+            mla_prefill(q, kv, context[:, rank:], segment, batch.qo_indptr, self._mla.scale, out, lse)
+        return out.to(q.dtype)

@@ -1,0 +1,76 @@
+"""What a client saw of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..workloads.workload import Prompt
+
+
+class Failure(Exception):
+    """A request that was not answered. ``kind`` groups failures: ``HTTP 429``, ``broken stream``, ..."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+@dataclass
+class Answer:
+    """One request's. Times are the run's clock's, in seconds; counts are the server's where it tells them.
+
+    ``first`` to ``last``: the first and the last event that brought tokens; None where the answer came in one piece
+    (``first``) or not at all. ``gaps``: seconds between neighbours of these events, however many tokens each brings.
+    """
+
+    prompt: Prompt
+    output_len: int
+    due: float
+    sent: float = 0.0
+    first: float | None = None
+    last: float | None = None
+    gaps: list[float] = field(default_factory=list)
+    num_prompt: int | None = None
+    num_output: int | None = None
+    num_cached: int | None = None
+    text: str = ""
+    ids: Sequence[int] = ()
+    failure: Failure | None = None
+
+    def gained(self, now: float) -> None:
+        """An event with tokens."""
+        if self.first is None or self.last is None:
+            self.first = now
+        else:
+            self.gaps.append(now - self.last)
+        self.last = now
+
+    @property
+    def num_events(self) -> int:
+        return 0 if self.first is None else len(self.gaps) + 1
+
+    @property
+    def num_input_tokens(self) -> int:
+        return self.prompt.num_tokens if self.num_prompt is None else self.num_prompt
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of a server that does not count them: one an event."""
+        return self.num_events if self.num_output is None else self.num_output
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first is None else self.first - self.sent
+
+    @property
+    def e2e(self) -> float | None:
+        return None if self.last is None else self.last - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first."""
+        if self.first is None or self.last is None or self.num_output_tokens < 2:
+            return None
+        return (self.last - self.first) / (self.num_output_tokens - 1)

@@ -1,0 +1,112 @@
+"""What a benchmark asks of a server beside its load: whether it is there, what it serves, to begin anew."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from ...api.errors import ConfigError
+
+_SECONDS = 30.0
+_PROFILE_SECONDS = 600.0  # a trace is written before the answer comes
+_BUSY_SECONDS = 10.0
+
+
+class Control:
+    """One server's (or router's) management endpoints. Blocks: not for use while the load runs."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str]):
+        self._base_url = base_url
+        self._headers = {**headers, "Content-Type": "application/json"}
+
+    def wait_ready(self, seconds: float) -> None:
+        """Returns when models are told; raises ConfigError where they are not within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        told = False
+        while True:
+            try:
+                self._ask("/v1/models")
+                return
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}"
+                if error.code in (401, 403):
+                    raise ConfigError(f"{self._base_url} wants a key ({reason}): give --api-key.") from None
+                if error.code == 404:  # it is there, and tells no models
+                    return
+            except (OSError, ValueError) as error:
+                reason = str(getattr(error, "reason", error))
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"No server answers at {self._base_url} ({reason}); start it, or name another with "
+                                  "--base-url.")
+            if not told:
+                told = True
+                print(f"Waiting up to {seconds:g} s for {self._base_url} ({reason}).", file=sys.stderr, flush=True)
+            time.sleep(0.5)
+
+    def model(self) -> dict[str, Any]:
+        """The first model's entry, empty where none is told."""
+        found = (self._get("/v1/models") or {}).get("data") or [{}]
+        return dict(found[0])
+
+    def model_info(self) -> dict[str, Any]:
+        """``/get_model_info``'s, empty where the server has none."""
+        return self._get("/get_model_info") or {}
+
+    def flush_cache(self) -> None:
+        """Drop the prefix caches. Raises ConfigError where the server does not."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._ask("/flush_cache", {})
+                return
+            except urllib.error.HTTPError as error:
+                if error.code == 404:
+                    self._demand("/reset_prefix_cache", {}, "--flush-cache")  # vLLM's
+                    return
+                if error.code != 409 or time.monotonic() >= deadline:  # 409: the warm-up is being tidied away
+                    raise ConfigError(f"--flush-cache: the server answers HTTP {error.code}: {_told(error)}") from None
+            time.sleep(0.1)
+
+    def start_profile(self, options: Mapping[str, Any]) -> str:
+        """What the server says of it (a router nothing); raises ConfigError."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return self._demand("/start_profile", given, "--profile")
+
+    def stop_profile(self) -> str:
+        """As ``start_profile``."""
+        return self._demand("/stop_profile", {}, "--profile", _PROFILE_SECONDS)
+
+    def _demand(self, path: str, body: Mapping[str, Any], flag: str, timeout: float = _SECONDS) -> str:
+        try:
+            found = self._ask(path, body, timeout)
+        except urllib.error.HTTPError as error:
+            raise ConfigError(f"{flag}: {path} answers HTTP {error.code}: {_told(error)}") from None
+        except OSError as error:
+            raise ConfigError(f"{flag}: {path} cannot be asked: {error}.") from None
+        return str(found.get("message", "")) if isinstance(found, dict) else str(found or "")
+
+    def _get(self, path: str) -> dict[str, Any] | None:
+        try:
+            found = self._ask(path)
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = _SECONDS) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base_url + path, data, self._headers)
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            text = answer.read().decode("utf-8", "replace")
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    return " ".join(error.read().decode("utf-8", "replace").split())[:300]

@@ -1,0 +1,62 @@
+"""Questions of a ShareGPT file, with answers as long as the file's."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from ...api.errors import ConfigError
+from .dataset_args import DatasetArgs, dataset_file
+from .vocabulary import Vocabulary
+from .workload import Conversation, single
+
+_SHORTEST = 2  # tokens; what is shorter is a fragment
+
+
+def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
+    """The first question of each conversation that is answered, in random order."""
+    assert args.dataset_path is not None
+    pairs = [(said[0], said[1]) for said in _conversations(args.dataset_path) if len(said) > 1]
+    rng.shuffle(pairs)
+    made: list[Conversation] = []
+    for question, answer in pairs:
+        if len(made) == args.num_prompts:
+            break
+        prompt = vocabulary.prompt_of_text(question)
+        output = args.sharegpt_output_len or len(vocabulary.tokenizer.encode(answer, add_special_tokens=False))
+        if min(prompt.num_tokens, output) < _SHORTEST:
+            continue
+        if args.sharegpt_context_len is None or prompt.num_tokens + output <= args.sharegpt_context_len:
+            made.append(single(prompt, output))
+    if not made:
+        raise ConfigError(f"{args.dataset_path} holds no question and answer of {_SHORTEST} tokens or more that fit "
+                          "--sharegpt-context-len.")
+    return made
+
+
+def texts(path: str) -> list[str]:
+    """All that is said first in a file's conversations."""
+    found = [said[0] for said in _conversations(path) if said and said[0]]
+    if not found:
+        raise ConfigError(f"{path} holds no conversation.")
+    return found
+
+
+def _conversations(path: str) -> list[list[str]]:
+    """What is said in each, in order. Raises ConfigError."""
+    try:
+        with dataset_file(path) as file:
+            entries = json.loads(file.read().decode())
+        return [[_said(message) for message in entry.get("conversations") or entry.get("conversation") or ()]
+                for entry in entries]
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is no ShareGPT file, a JSON list of objects with conversations, whose messages have "
+                          f"a value: {error!r}.") from None
+
+
+def _said(message: dict[str, Any]) -> str:
+    said = message["value"] if "value" in message else message["content"]
+    if not isinstance(said, str):
+        raise TypeError(f"a message's value is {said!r}")
+    return said

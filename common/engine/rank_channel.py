@@ -1,0 +1,101 @@
+"""A rank's end of the channel to the front process, and the tick that keeps ranks in step.
+
+Rank 0 receives the front's messages and shares each batch of them, with its clock's reading, with the other
+ranks of its tensor-parallel group: all see the same inputs in the same order and so take the same decisions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from ..api.messages import FromEngine, ToEngine, decode_to_engine, encode
+from ..distributed.tp import TPGroup
+from ..execution.pp_channel import PPChannel
+
+
+class Tick(msgspec.Struct, array_like=True):
+    """One turn of the loop: what arrived, and rank 0's monotonic clock in seconds."""
+
+    now: float
+    messages: list[ToEngine]
+    ready: int = 0  # steps through the stages of a pipeline whose results are there
+
+
+_tick_decoder = msgspec.msgpack.Decoder(Tick)
+
+
+class RankChannel:
+    """Sockets of one rank. Only rank 0 takes messages in; every rank may report start-up progress and failure."""
+
+    def __init__(self, rank: int, to_engine: str, from_engine: str):
+        self._context = zmq.Context()
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.connect(from_engine)
+        self._inbox: zmq.Socket | None = None
+        if rank == 0:
+            self._inbox = self._context.socket(zmq.PULL)
+            self._inbox.connect(to_engine)
+
+    def send(self, message: FromEngine) -> None:
+        self._outbox.send(encode(message))
+
+    @property
+    def inbox(self) -> zmq.Socket[bytes] | None:
+        return self._inbox
+
+    def receive(self, wait_ms: int) -> list[ToEngine]:
+        """All messages that are there; waits up to ``wait_ms`` for a first one."""
+        inbox = self._inbox
+        assert inbox is not None, "only rank 0 receives from the front"
+        messages: list[ToEngine] = []
+        if inbox.poll(wait_ms):
+            while True:
+                try:
+                    messages.append(decode_to_engine(inbox.recv(zmq.NOBLOCK)))
+                except zmq.Again:
+                    break
+        return messages
+
+    def close(self) -> None:
+        """Sends what is queued, for a second at most."""
+        self._context.destroy(linger=1000)
+
+
+class Ticker:
+    """Yields the same ticks on all ranks of a group."""
+
+    def __init__(self, channel: RankChannel, tp: TPGroup, clock: Callable[[], float] = time.monotonic):
+        self._channel = channel
+        self._tp = tp
+        self._clock = clock
+
+    def next(self, wait_ms: int) -> Tick:
+        if self._tp.size == 1:
+            return Tick(messages=self._channel.receive(wait_ms), now=self._clock())
+        data = None
+        if self._tp.rank == 0:
+            messages = self._channel.receive(wait_ms)
+            data = encode(Tick(self._clock(), messages))  # type: ignore[arg-type]
+        return _tick_decoder.decode(self._tp.broadcast_bytes(data))
+
+
+class PPTicker:
+    """Ticker over the stages of a pipeline; a turn also begins where results have come in."""
+
+    def __init__(self, channel: RankChannel, line: PPChannel, clock: Callable[[], float] = time.monotonic):
+        self._channel = channel
+        self._line = line
+        self._clock = clock
+
+    def next(self, wait_ms: int) -> Tick:
+        data = None
+        if self._line.leads:
+            ready = self._line.wait(self._channel.inbox, wait_ms)
+            data = encode(Tick(self._clock(), self._channel.receive(0), ready))  # type: ignore[arg-type]
+        tick = _tick_decoder.decode(self._line.tell(data))
+        self._line.ready = tick.ready
+        return tick

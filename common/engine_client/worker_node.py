@@ -1,0 +1,75 @@
+"""A node beside the first: it has no front, and runs ranks for node 0's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+from ..api.errors import ConfigError
+from ..config.server import ServerConfig
+from ..obs.logging import setup_logging
+from .multi_node import NodeLink, join
+from .rank_processes import RankProcesses, RankTarget, rank_specs
+
+log = logging.getLogger("baton.node")
+
+_GRACE_SECONDS = 5.0
+
+
+def run_node(config: ServerConfig, target: RankTarget) -> int:
+    """Run ranks until node 0 ends or says so; returns the process's exit code, with a sentence on stderr where it is
+    not 0."""
+    setup_logging(config.logs, f"node{config.nodes.node_rank}")
+    try:
+        asyncio.run(_Node(config, target).run())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+class _Node:
+    def __init__(self, config: ServerConfig, target: RankTarget):
+        self._config = config
+        self._target = target
+
+    async def run(self) -> None:
+        """Raises ConfigError, with a sentence for the operator, unless the end was asked for."""
+        self._ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._finish, "The node was told to stop.")
+        joining = asyncio.create_task(join(self._config))
+        await asyncio.wait((joining, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():
+            joining.cancel()
+            raise ConfigError("The node was told to stop before node 0 was there.")
+        line, from_engine = joining.result()
+        specs = rank_specs(self._config, "", from_engine, f"tcp://{self._config.nodes.dist_init_addr}")
+        ranks = RankProcesses(self._target, specs, self._on_rank_exit)
+        ranks.start()
+        log.info("ranks %d to %d run here", specs[0].rank, specs[-1].rank)
+        listening = asyncio.create_task(self._listen(line))
+        try:
+            reason = await self._ended
+            if reason is not None:
+                line.send({"failed": f"Node {self._config.nodes.node_rank}: {reason}"})
+        finally:
+            listening.cancel()
+            await line.close()
+            await ranks.stop(_GRACE_SECONDS if self._ended.done() and self._ended.result() is None else 0.0)
+        if reason is not None:
+            raise ConfigError(reason)
+
+    async def _listen(self, line: NodeLink) -> None:
+        message = await line.receive()
+        self._finish(None if message is not None and "stop" in message else "Node 0 of the engine is gone.")
+
+    def _on_rank_exit(self, rank: int, code: int) -> None:
+        if code:  # otherwise it was told to leave, as this node will be
+            self._finish(f"Rank {rank} of the engine ended with exit code {code}.")
+
+    def _finish(self, reason: str | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(reason)

@@ -1,0 +1,25 @@
+"""The head of a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import linear
+
+from ..weights.slots import Allocate, Slot
+
+
+class ClassifierHead:
+    """``[R, hidden] -> [R, labels]``, whole on every rank: a few rows of weights."""
+
+    def __init__(self, name: str, num_labels: int, hidden_size: int, allocate: Allocate):
+        self.name = name
+        self.weight = allocate(num_labels, hidden_size)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32, of hidden states of any float type."""
+        return linear(hidden.to(self.weight.dtype), self.weight).float()
+
+    def slots(self) -> Iterator[Slot]:
+        yield Slot(f"{self.name}.weight", self.weight, tuple(self.weight.shape))

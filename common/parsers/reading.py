@@ -1,0 +1,79 @@
+"""How one server's answers are read: reasoning first, then tool calls, then what is left is content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .answer_parts import Reader, Thought
+from .cursor import Plain, ScriptReader
+from .harmony import MARKERS, Harmony
+from .reasoning import ReasoningFormat, ThinkReader
+from .tools import Calls, Schemas, ToolFormat
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What to look for in one answer. ``schemas`` is empty where no tool is offered.
+
+    ``inside``: the prompt has opened the reasoning. ``max_calls``: further calls are left out.
+    """
+
+    tools: ToolFormat | None = None
+    schemas: Schemas | None = None
+    max_calls: int | None = None
+    reasoning: ReasoningFormat | None = None
+    inside: bool = False
+    separate: bool = True
+    stream: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Words that must be in the text, even where they are special tokens."""
+        found = self.tools.markers if self._calls_wanted and self.tools else ()
+        if self.reasoning is None:
+            return found
+        return (*found, *MARKERS) if self.reasoning.harmony else (*found, self.reasoning.opener, self.reasoning.closer)
+
+    @property
+    def _calls_wanted(self) -> bool:
+        return self.tools is not None and bool(self.schemas)
+
+    def reader(self) -> Reader:
+        """A reader for one choice."""
+        if self.reasoning is not None and self.reasoning.harmony:
+            return _HarmonyReader(self)
+        rest = self._call_reader()
+        if self.reasoning is None:
+            return rest
+        return ThinkReader(self.reasoning, rest, inside=self.inside, separate=self.separate, stream=self.stream)
+
+    def _call_reader(self) -> Reader:
+        if self.tools is None or not self.schemas:
+            return Plain()
+        script, schemas = self.tools.script, self.schemas
+        return ScriptReader(lambda cursor: script(cursor, Calls(cursor, schemas, self.max_calls)))
+
+
+class _HarmonyReader(ScriptReader):
+    """Both kinds of markup in one format."""
+
+    def __init__(self, reading: Reading):
+        self._harmony = Harmony(with_calls=reading._calls_wanted, as_part=Thought if reading.separate else str,
+                                stream=reading.stream)
+        schemas, limit = reading.schemas or {}, reading.max_calls
+        super().__init__(lambda cursor: self._harmony.read(cursor, Calls(cursor, schemas, limit)))
+
+    @property
+    def thought_spans(self) -> list[tuple[int, int]]:
+        return self._harmony.thought_spans
+
+
+def count_thought_tokens(spans: list[tuple[int, int]], text: str, pieces: Iterable[bytes]) -> int:
+    """How many of an answer's tokens, whose bytes are ``pieces``, begin within ``spans`` of its ``text``."""
+    edges = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
+    at = count = 0
+    for piece in pieces:
+        count += any(start <= at < end for start, end in edges)
+        at += len(piece)
+    return count

@@ -1,0 +1,43 @@
+"""Which attention one rank's layers use: of the model, the flags and the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.base import Planned
+from ..attention.mla.select import choose_latent_decode_backend, select_latent_attention
+from ..attention.select import choose_decode_backend, select_attention
+from ..config.model import ModelSpec
+from ..config.server import ServerConfig
+from ..distributed.parallel import Parallel
+from ..kvcache.pool import KVPool
+from ..weights.kv_scales import KV_DTYPES
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """``dtype``: the model's."""
+
+    config: ServerConfig
+    spec: ModelSpec
+    parallel: Parallel
+    dtype: str
+
+    def check(self, device: torch.device) -> None:
+        """Raises ConfigError where the backend that the flags name cannot run the model; needs no weights."""
+        if self.spec.mla is None:
+            choose_decode_backend(self.config.kernels, device, self.dtype, self.spec.head_dim)
+        else:
+            stored = KV_DTYPES.get(self.config.cache.kv_cache_dtype, self.dtype)
+            choose_latent_decode_backend(self.config.kernels, device, self.spec.mla, self.dtype, stored)
+
+    def over(self, pool: KVPool) -> Planned:
+        """One more attention over ``pool``, with workspaces of its own."""
+        spec, device = self.spec, pool.groups[0].device
+        num_heads = spec.num_heads // self.parallel.attention.size
+        if spec.mla is None:
+            layers = self.parallel.stages.layers(spec.num_layers)
+            return select_attention(self.config.kernels, device, pool, num_heads, self.dtype, spec.seen_back(layers))
+        return select_latent_attention(self.config.kernels, device, pool, spec.mla, num_heads, self.dtype)

@@ -1,0 +1,78 @@
+"""One rank's model, and the checkpoints that its weights come from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..api.errors import ConfigError
+from ..api.identity import ModelIdentity
+from ..config.checkpoint import resolve_checkpoint
+from ..config.model import ModelSpec, load_model_spec
+from ..config.server import ModelArgs, ServerConfig
+from ..distributed.parallel import Parallel
+from ..models.causal_lm import CausalLM
+from ..models.registry import build_model
+from ..weights.fingerprint import identify
+from ..weights.kv_scales import Scales
+from ..weights.loader import Progress, check_safetensors, load_dummy, load_safetensors, silent
+from .kv_sizing import kv_scales, scales_of
+
+
+class ModelWeights:
+    """Owns ``model``, built for ``spec``, and knows whose weights it has (``identity``). ``load`` builds it and reads
+    its first weights; ``update`` puts another checkpoint's in their place, at the same addresses."""
+
+    def __init__(self, config: ServerConfig, spec: ModelSpec, model: CausalLM, parallel: Parallel):
+        self.spec = spec
+        self.model = model
+        self.identity: ModelIdentity = identify(config.model, spec)
+        self._config = config
+        self._layers = parallel.stages.layers(spec.num_layers)
+        self._elsewhere = parallel.stages.elsewhere(spec.num_layers)
+
+    @classmethod
+    def load(cls, config: ServerConfig, spec: ModelSpec, parallel: Parallel, dtype: str, device: torch.device,
+             progress: Progress) -> ModelWeights:
+        """Raises ConfigError where the checkpoint does not fit the model, or the memory."""
+        try:
+            weights = cls(config, spec, build_model(spec, parallel, getattr(torch, dtype), device), parallel)
+            if config.model.load_format == "dummy":
+                load_dummy(weights.model.slots(), config.model.random_seed, progress)
+            else:
+                weights._read(config.model, progress)
+        except torch.OutOfMemoryError:
+            raise ConfigError(f"The model's weights do not fit on {device}: use more GPUs with --tp-size, or a "
+                              f"smaller --dtype than {dtype}.") from None
+        return weights
+
+    def check(self, model_path: str, revision: str | None, stored: Scales) -> None:
+        """Raises ConfigError where ``update`` could not load this checkpoint; changes nothing. ``stored``: the scales
+        that the rank's KV cache was made with."""
+        args = self._args_of(model_path, revision)
+        spec = load_model_spec(args)
+        differing = [field.name for field in dataclasses.fields(spec)
+                     if getattr(spec, field.name) != getattr(self.spec, field.name)
+                     and field.name not in ("dtype", "eos_token_ids", "dropped_eos_ids")]
+        if differing:
+            raise ConfigError(f"{model_path} is another model than the one that runs: {', '.join(differing)} differ.")
+        if scales_of(kv_scales(self._config.cache, args, spec), self._layers) != stored:
+            raise ConfigError(f"{model_path} has other scales for a KV cache in float8 than those that run, which "
+                              "peers know: start servers with it, or give all --quantization-param-path.")
+        check_safetensors(resolve_checkpoint(args), self.model.slots(), stacked=spec.stacked_experts)
+
+    @torch.no_grad()
+    def update(self, model_path: str, revision: str | None) -> None:
+        """Load another checkpoint, which ``check`` accepted, over the weights. No step is in flight."""
+        args = self._args_of(model_path, revision)
+        self._read(args, silent)
+        self.identity = identify(args, self.spec, self.identity.updates + 1)
+
+    def _args_of(self, model_path: str, revision: str | None) -> ModelArgs:
+        return dataclasses.replace(self._config.model, model_path=model_path, revision=revision, load_format="auto",
+                                   model_fingerprint=None)
+
+    def _read(self, args: ModelArgs, progress: Progress) -> None:
+        load_safetensors(resolve_checkpoint(args), self.model.slots(), progress, tied=self.spec.tie_word_embeddings,
+                         unused=self.spec.unused_names, elsewhere=self._elsewhere, stacked=self.spec.stacked_experts)

@@ -1,0 +1,18 @@
+"""In a random order."""
+
+from __future__ import annotations
+
+import random
+
+from ...request.req import Req
+
+
+class RandomKey:
+    """Draws a number for each request as it is added. Ranks of a group, which add the same requests in the same order,
+    draw the same numbers from the same seed."""
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+
+    def __call__(self, req: Req) -> float:
+        return self._random.random()

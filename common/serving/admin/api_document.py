@@ -1,0 +1,179 @@
+"""The OpenAPI document of a server, made of its routes and of the structs that they decode and encode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from ...version import __version__
+from ..batches import schema as batches
+from ..embeddings import schema as embeddings
+from ..files import schema as files
+from ..messages import answer as anthropic_answer
+from ..messages import request as anthropic_request
+from ..native import schema as native
+from ..protocol import requests
+from ..protocol import responses as answers
+from ..protocol.responses import encode
+from ..responses import objects, request
+from ..sessions import handler as session_routes
+from ..tokens import schema as tokenizing
+from . import control, parsing
+from . import handler as admin_routes
+
+Route = tuple[str, str, Callable[..., Awaitable[web.StreamResponse]]]
+"""Method, path as aiohttp writes it, handler."""
+
+
+class ErrorDetails(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: ErrorDetails
+
+
+class _Shape(NamedTuple):
+    """What a route takes and gives, where that is JSON; ``chunk``: what the events of its stream hold, if it streams.
+
+    ``optional``: an empty body means defaults. ``query``: parameters of the URL.
+    """
+
+    takes: Any = None
+    gives: Any = None
+    chunk: Any = None
+    optional: bool = False
+    query: tuple[str, ...] = ()
+
+
+_PAGE = ("limit", "after", "order")
+_SHAPES: dict[str, _Shape] = {
+    "POST /v1/chat/completions": _Shape(requests.ChatRequest, answers.ChatCompletion, answers.ChatChunk),
+    "POST /v1/completions": _Shape(requests.CompletionRequest, answers.Completion, answers.Completion),
+    "POST /v1/responses": _Shape(request.ResponseRequest, objects.ResponseObject, dict[str, Any]),
+    "POST /v1/messages": _Shape(anthropic_request.MessagesRequest, anthropic_answer.AnswerMessage, dict[str, Any]),
+    "POST /v1/messages/count_tokens": _Shape(anthropic_request.Conversation, anthropic_answer.TokenCount),
+    "POST /generate": _Shape(native.GenerateRequest, native.GenerateAnswer | list[native.GenerateAnswer],
+                             native.GenerateAnswer),
+    "POST /v1/embeddings": _Shape(embeddings.EmbeddingRequest, embeddings.EmbeddingAnswer),
+    "POST /encode": _Shape(embeddings.EncodeRequest, embeddings.EncodeAnswer | list[embeddings.EncodeAnswer]),
+    "POST /classify": _Shape(embeddings.EncodeRequest, embeddings.EncodeAnswer | list[embeddings.EncodeAnswer]),
+    **dict.fromkeys(("POST /v1/rerank", "POST /rerank"),
+                    _Shape(embeddings.RerankRequest, list[embeddings.RankedDocument])),
+    **dict.fromkeys(("POST /v1/score", "POST /score"), _Shape(embeddings.ScoreRequest, embeddings.ScoreAnswer)),
+    **dict.fromkeys(("POST /v1/tokenize", "POST /tokenize"),
+                    _Shape(tokenizing.TokenizeRequest, tokenizing.TokenizeAnswer)),
+    **dict.fromkeys(("POST /v1/detokenize", "POST /detokenize"),
+                    _Shape(tokenizing.DetokenizeRequest, tokenizing.DetokenizeAnswer)),
+    "POST /v1/files": _Shape(gives=files.FileObject),
+    "GET /v1/files": _Shape(gives=files.Page[files.FileObject], query=(*_PAGE, "purpose")),
+    "GET /v1/files/{file_id}": _Shape(gives=files.FileObject),
+    "DELETE /v1/files/{file_id}": _Shape(gives=files.FileDeleted),
+    "POST /v1/batches": _Shape(batches.CreateBatch, batches.Batch),
+    "GET /v1/batches": _Shape(gives=files.Page[batches.Batch], query=_PAGE),
+    "GET /v1/batches/{batch_id}": _Shape(gives=batches.Batch),
+    "POST /v1/batches/{batch_id}/cancel": _Shape(gives=batches.Batch),
+    "POST /parse_function_call": _Shape(parsing._ParseRequest, parsing._ParseAnswer),
+    "POST /separate_reasoning": _Shape(parsing._SeparateRequest, parsing._SeparateAnswer),
+    "POST /open_session": _Shape(session_routes._Open, str),
+    "POST /close_session": _Shape(session_routes._Close),
+    "POST /abort_request": _Shape(admin_routes.AbortRequest),
+    "POST /connect_prefill": _Shape(admin_routes.PrefillAddress),
+    "POST /update_weights_from_disk": _Shape(control._Update),
+    "POST /release_memory_occupation": _Shape(control._Memory, optional=True),
+    "POST /resume_memory_occupation": _Shape(control._Memory, optional=True),
+    "POST /pause_generation": _Shape(control._Pause, optional=True),
+    "POST /start_profile": _Shape(control._Profile, optional=True),
+    "POST /set_internal_state": _Shape(control._InternalState),
+    "POST /dump_expert_distribution_record": _Shape(control._Dump, optional=True),
+}
+_QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1}, "order": {"enum": ["asc", "desc"]}}
+_FORM = {"type": "object", "required": ["purpose", "file"], "properties": {
+    "purpose": {"enum": list(files.PURPOSES)}, "file": {"type": "string", "format": "binary"},
+    "expires_after[anchor]": {"enum": ["created_at"]}, "expires_after[seconds]": {"type": "integer"}}}
+_REF = "#/components/schemas/"
+_PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
+
+
+def api_document(routes: Iterable[Route], open_paths: Iterable[str]) -> bytes:
+    """OpenAPI 3.1, as JSON; ``open_paths`` need no key."""
+    routes = list(routes)
+    kinds = {kind: None for shape in _SHAPES.values() for kind in (shape.takes, shape.gives, shape.chunk) if kind}
+    kinds |= dict.fromkeys((ErrorBody, anthropic_answer.MessagesError))
+    found, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+    schemas = dict(zip(kinds, found))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, handler in routes:
+        operation = _operation(method, path, handler, schemas, path in open_paths)
+        paths.setdefault(_template(path), {})[method.lower()] = operation
+    return encode(_renamed({
+        "openapi": "3.1.0", "info": {"title": "Baton", "version": __version__}, "paths": paths,
+        "security": [{"bearer": []}, {"header": []}],
+        "components": {"schemas": {_clean(name): schema for name, schema in components.items()}, "securitySchemes": {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"}}}}))
+
+
+def _operation(method: str, path: str, handler: Callable[..., Any], schemas: dict[Any, Any],
+               is_open: bool) -> dict[str, Any]:
+    shape = _SHAPES.get(f"{method} {_template(path)}", _Shape())
+    error = anthropic_answer.MessagesError if path.startswith("/v1/messages") else ErrorBody
+    content = {"application/json": {"schema": schemas[shape.gives] if shape.gives else {}}}
+    if shape.chunk is not None:
+        content["text/event-stream"] = {"schema": schemas[shape.chunk]}
+    operation: dict[str, Any] = {
+        "operationId": re.sub(r"[^A-Za-z0-9]+", "_", f"{method.lower()}{_template(path)}").strip("_"),
+        "summary": _summary(handler),
+        "responses": {"200": {"description": "The answer.", "content": content},
+                      "default": {"description": "An error.",
+                                  "content": {"application/json": {"schema": schemas[error]}}}}}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                  for name in _PARAMETER.findall(path)]
+    parameters += [{"name": name, "in": "query", "schema": _QUERY_SCHEMAS.get(name, {"type": "string"})}
+                   for name in shape.query]
+    if parameters:
+        operation["parameters"] = parameters
+    if shape.takes is not None:
+        operation["requestBody"] = {"required": not shape.optional,
+                                    "content": {"application/json": {"schema": schemas[shape.takes]}}}
+    elif path == "/v1/files" and method == "POST":
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+    if is_open:
+        operation["security"] = []
+    return operation
+
+
+def _template(path: str) -> str:
+    """Without what aiohttp matches parameters by."""
+    return _PARAMETER.sub(r"{\1}", path)
+
+
+def _summary(handler: Callable[..., Any]) -> str:
+    """The first sentence of its docstring, else its name."""
+    text = handler.__doc__ or handler.__name__.replace("_", " ").capitalize() + "."
+    return " ".join(re.split(r"(?<=\.)\s|\n\n", text.strip(), maxsplit=1)[0].split())
+
+
+def _renamed(value: Any) -> Any:
+    """With names of schemas that OpenAPI allows."""
+    if isinstance(value, list):
+        return [_renamed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _REF + _clean(item[len(_REF):]) if key == "$ref" and isinstance(item, str) else _renamed(item)
+            for key, item in value.items()}
+
+
+def _clean(name: str) -> str:
+    """``_Update`` is private to its module, not to readers of the document."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("_")

@@ -1,0 +1,228 @@
+"""The application: routes, and what surrounds every one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from ..api.errors import InvalidRequest, NotFound, ServingError, TooLarge
+from .admin import control, parsing
+from .admin import handler as admin_routes
+from .admin.api_document import api_document
+from .batches import handler as batch_routes
+from .chat import handler as chat_routes
+from .completions import handler as completion_routes
+from .context import CLIENT, ServingContext
+from .embeddings import handler as embedding_routes
+from .files import handler as file_routes
+from .lifecycle.api_keys import ApiKeys
+from .lifecycle.arrivals import SlowBody, SlowRequest
+from .lifecycle.in_flight import shut_down
+from .lifecycle.prompt_pages import tell_pages
+from .lifecycle.traces import TRACEPARENT
+from .messages import handler as message_routes
+from .messages.answer import error_body
+from .native import handler as native_routes
+from .responses import handler as response_routes
+from .sessions import handler as session_routes
+from .tokens import handler as tokenize_routes
+from .web import error_response, json_bytes, note_failure, our_fault
+
+log = logging.getLogger("baton.front")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Route = Callable[[ServingContext, web.Request], Awaitable[web.StreamResponse]]
+
+_ROUTES: tuple[tuple[str, str, Route], ...] = (
+    ("POST", "/v1/chat/completions", chat_routes.chat_completions),
+    ("POST", "/v1/completions", completion_routes.completions),
+    ("POST", "/v1/responses", response_routes.responses),
+    ("POST", "/v1/messages", message_routes.messages),
+    ("POST", "/v1/messages/count_tokens", message_routes.count_tokens),
+    ("GET", "/v1/responses/{response_id}", response_routes.stored),
+    ("DELETE", "/v1/responses/{response_id}", response_routes.stored),
+    ("POST", "/generate", native_routes.generate),
+    ("POST", "/v1/tokenize", tokenize_routes.tokenize),
+    ("POST", "/tokenize", tokenize_routes.tokenize),
+    ("POST", "/v1/detokenize", tokenize_routes.detokenize),
+    ("POST", "/detokenize", tokenize_routes.detokenize),
+    ("POST", "/parse_function_call", parsing.parse_function_call),
+    ("POST", "/separate_reasoning", parsing.separate_reasoning),
+    ("POST", "/v1/files", file_routes.upload),
+    ("GET", "/v1/files", file_routes.files),
+    ("GET", "/v1/files/{file_id}", file_routes.file),
+    ("GET", "/v1/files/{file_id}/content", file_routes.content),
+    ("DELETE", "/v1/files/{file_id}", file_routes.delete),
+    ("POST", "/v1/batches", batch_routes.create),
+    ("GET", "/v1/batches", batch_routes.batches),
+    ("GET", "/v1/batches/{batch_id}", batch_routes.batch),
+    ("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel),
+    ("GET", "/v1/models", admin_routes.models),
+    ("GET", "/v1/models/{model:.+}", admin_routes.model),
+    ("GET", "/", admin_routes.root),
+    ("GET", "/health", admin_routes.health),
+    ("GET", "/health_generate", admin_routes.health_generate),
+    ("GET", "/get_model_info", admin_routes.model_info),
+    ("GET", "/model_info", admin_routes.model_info),
+    ("GET", "/get_load", admin_routes.load),
+    ("GET", "/get_server_info", admin_routes.server_info),
+    ("GET", "/server_info", admin_routes.server_info),
+    ("POST", "/abort_request", admin_routes.abort_request),
+    ("POST", "/connect_prefill", admin_routes.connect_prefill),
+    ("POST", "/v1/embeddings", embedding_routes.embeddings),
+    ("POST", "/encode", embedding_routes.encode),
+    ("POST", "/classify", embedding_routes.classify),
+    ("POST", "/v1/rerank", embedding_routes.rerank),
+    ("POST", "/rerank", embedding_routes.rerank),
+    ("POST", "/v1/score", embedding_routes.score),
+    ("POST", "/score", embedding_routes.score),
+    ("POST", "/open_session", session_routes.open_session),
+    ("POST", "/close_session", session_routes.close_session),
+    ("GET", "/metrics", admin_routes.metrics),
+)
+_CONTROL: tuple[tuple[str, str, Route], ...] = (
+    ("GET", "/flush_cache", control.flush_cache),
+    ("POST", "/flush_cache", control.flush_cache),
+    ("POST", "/update_weights_from_disk", control.update_weights_from_disk),
+    ("POST", "/release_memory_occupation", control.release_memory_occupation),
+    ("POST", "/resume_memory_occupation", control.resume_memory_occupation),
+    ("POST", "/pause_generation", control.pause_generation),
+    ("POST", "/continue_generation", control.continue_generation),
+    ("POST", "/start_profile", control.start_profile),
+    ("POST", "/stop_profile", control.stop_profile),
+    ("POST", "/set_internal_state", control.set_internal_state),
+    ("POST", "/start_expert_distribution_record", control.start_expert_distribution_record),
+    ("POST", "/stop_expert_distribution_record", control.stop_expert_distribution_record),
+    ("POST", "/dump_expert_distribution_record", control.dump_expert_distribution_record),
+)
+"""What changes the server, or all of its requests: for an administrator."""
+_FOR_CLIENTS = frozenset(re.sub(r":[^}]*}", "}", path) for _, path, _ in _ROUTES) | {"/openapi.json"}
+"""As aiohttp spells routes. Whatever else there is needs an administrator's key, also what was forgotten here."""
+_OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
+
+
+class MethodNotAllowed(ServingError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+def make_app(front: ServingContext) -> web.Application:
+    app = web.Application(client_max_size=front.config.http.max_payload_size, middlewares=[_guard(front)])
+    for method, path, route in (*_ROUTES, *_CONTROL):
+        handler = functools.partial(route, front)
+        if method == "GET":
+            app.router.add_get(path, handler)  # and HEAD
+        else:
+            app.router.add_route(method, path, handler)
+
+    async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["X-Request-Id"] = _request_id(request)
+
+    app.on_response_prepare.append(echo_request_id)
+    app.on_response_prepare.append(tell_pages)
+    logging.getLogger("aiohttp.server").addFilter(our_fault)
+    document = functools.cache(lambda: api_document((*_ROUTES, *_CONTROL), _OPEN_TO_ALL))
+
+    async def openapi(request: web.Request) -> web.Response:
+        return json_bytes(document())
+
+    app.router.add_get("/openapi.json", openapi)
+    storage = front.config.storage
+    if storage.file_storage_path is not None:
+        batched = {path: route for method, path, route in _ROUTES if path in batch_routes.ENDPOINTS}
+        batch_routes.keep_files(app, front, storage.file_storage_path, batched, storage.batch_concurrency)
+    return app
+
+
+def _guard(front: ServingContext) -> Any:
+    """Checks the key, and turns every error into OpenAI's error object."""
+    http, in_flight = front.config.http, front.in_flight
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if front.traces is not None:
+            TRACEPARENT.set(request.headers.get("traceparent"))
+        CLIENT.set(functools.partial(_client, request))
+        task = asyncio.current_task()
+        assert task is not None
+        in_flight.begin(task, request)
+        front.arrivals.headed(request)
+        try:
+            _check_key(request, front.keys)
+            return await handler(request)
+        except ServingError as error:
+            return _told(request, error)
+        except web.HTTPException as error:
+            return _http_error(request, error, http.max_payload_size)
+        except SlowBody:
+            return _told(request, SlowRequest("The request's body did not arrive in time; see "
+                                              "--client-body-timeout-secs."))
+        except web.RequestPayloadError:
+            return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
+                                                 "form of its chunks, is broken."))
+        except asyncio.CancelledError:
+            if not in_flight.cut or request.writer.output_size:
+                raise  # the client left, or has half of an answer
+            return _told(request, shut_down())
+        except Exception as error:
+            if isinstance(error, ConnectionError) and request.writer.output_size:
+                raise  # the client left
+            log.exception("%s %s failed", request.method, request.path)
+            return _told(request, ServingError("The server failed to handle the request; its log says why."))
+        finally:
+            in_flight.end(task)
+
+    return guard
+
+
+def _client(request: web.Request) -> str:
+    """A key's hash, which may be logged by nobody, or what a proxy says of the address, or the address."""
+    headers = request.headers
+    key = headers.get("Authorization") or headers.get("x-api-key")
+    return str(hash(key)) if key else headers.get("X-Forwarded-For") or request.remote or ""
+
+
+def _check_key(request: web.Request, keys: ApiKeys) -> None:
+    """By the route that serves the request, however its path is written."""
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else None
+    if path in _OPEN_TO_ALL:
+        return
+    keys.check(request, admin=path is not None and path not in _FOR_CLIENTS)
+
+
+def _told(request: web.Request, error: ServingError) -> web.Response:
+    """In the words of the API that was asked."""
+    note_failure(error, request)
+    anthropic = request.path.startswith(message_routes.PATH)
+    return error_response(error, error_body(error) if anthropic else None)
+
+
+def _http_error(request: web.Request, error: web.HTTPException, max_payload: int) -> web.Response:
+    if isinstance(error, web.HTTPNotFound):
+        return _told(request, NotFound(f"There is no route {request.method} {request.path}."))
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = _told(request, MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
+        response.headers["Allow"] = allowed
+        return response
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return _told(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+                                        f"({max_payload} bytes)."))
+    failure = ServingError(f"{error.reason}.")
+    failure.status = error.status
+    return _told(request, failure)
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's id where it can be echoed safely, else one of ours."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if given and len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex

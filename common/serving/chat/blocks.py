@@ -1,0 +1,124 @@
+"""A chat's answer as a row of blocks: reasoning, text, tool calls.
+
+Chat completions tell an answer in the fields of one message. OpenAI's Responses and Anthropic's Messages tell it as a
+row of items, each of which is opened, grows, and is closed before the next one is opened. ``Blocks`` makes the one of
+the other, for whole answers and for streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from msgspec import UnsetType
+
+from ..protocol.responses import ChatDelta, ChatMessage, TokenLogprob
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(eq=False)
+class Block:
+    """``text``: what has been said so far; of a call its arguments, a JSON object in a string."""
+
+    index: int
+    kind: Kind
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Opened(NamedTuple):
+    """The block may hold text by the time that this is read: tell it as empty."""
+
+    block: Block
+
+
+class Grown(NamedTuple):
+    """``piece`` may be empty where only ``logprobs`` came."""
+
+    block: Block
+    piece: str
+    logprobs: list[TokenLogprob]
+
+
+class Closed(NamedTuple):
+    block: Block
+
+
+Change = Opened | Grown | Closed
+
+
+class Blocks:
+    """The blocks so far; at most the last one is open."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._call = -1  # the index, in its message, of the call that is open
+
+    @classmethod
+    def of(cls, message: ChatMessage, logprobs: list[TokenLogprob]) -> Blocks:
+        """Those of a whole message."""
+        found = cls()
+        changes = [found._say("reasoning", message.reasoning_content, []),
+                   found._say("text", message.content, logprobs)]
+        changes += [found._take_call(index, call.id, call.function.name, call.function.arguments)
+                    for index, call in enumerate(message.tool_calls or ())]
+        for change in changes:
+            list(change)
+        found.end()
+        return found
+
+    def take(self, delta: ChatDelta, logprobs: list[TokenLogprob]) -> list[Change]:
+        """What one piece of a message changes."""
+        changes = [*self._say("reasoning", delta.reasoning_content, []), *self._say("text", delta.content, logprobs)]
+        for call in delta.tool_calls or ():
+            changes += self._take_call(call.index, call.id or "", call.function.name or "", call.function.arguments)
+        return changes
+
+    def end(self) -> list[Change]:
+        """The message is complete: close what is open. One that says nothing is an empty text."""
+        changes = [] if self.blocks else [*self._start(Block(0, "text"))]
+        return [*changes, *self._close()]
+
+    def _say(self, kind: Kind, piece: str | UnsetType | None, logprobs: list[TokenLogprob]) -> Iterator[Change]:
+        if not isinstance(piece, str) or not (piece or (logprobs and self._is_open(kind))):
+            return
+        if not self._is_open(kind):
+            yield from self._start(Block(len(self.blocks), kind))
+        yield self._grow(piece, logprobs)
+
+    def _take_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Change]:
+        if not self._is_open("call") or index != self._call:
+            self._call = index
+            yield from self._start(Block(len(self.blocks), "call", call_id, name))
+        if arguments:
+            yield self._grow(arguments, [])
+
+    def _is_open(self, kind: Kind) -> bool:
+        return self._open is not None and self._open.kind == kind
+
+    def _start(self, block: Block) -> Iterator[Change]:
+        yield from self._close()
+        self.blocks.append(block)
+        self._open = block
+        yield Opened(block)
+
+    def _close(self) -> Iterator[Change]:
+        if self._open is not None:
+            yield Closed(self._open)
+            self._open = None
+
+    def _grow(self, piece: str, logprobs: list[TokenLogprob]) -> Grown:
+        block = self._open
+        assert block is not None
+        block.pieces.append(piece)
+        block.logprobs += logprobs
+        return Grown(block, piece, logprobs)

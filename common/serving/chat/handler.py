@@ -1,0 +1,15 @@
+"""``/v1/chat/completions``"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from ..context import ServingContext
+from ..protocol.requests import decode_chat
+from ..run import respond
+from .run import plan_chat
+
+
+async def chat_completions(front: ServingContext, request: web.Request) -> web.StreamResponse:
+    """OpenAI's chat completions."""
+    return await respond(front, request, decode_chat, plan_chat)

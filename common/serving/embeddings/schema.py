@@ -1,0 +1,127 @@
+"""Requests and answers of ``/v1/embeddings`` and of SGLang's ``/encode``, ``/classify``, ``/v1/rerank`` and
+``/v1/score``."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from ...api.errors import InvalidRequest
+from ...api.wire import Int32
+from ..protocol.decoding import BodyDecoder
+from ..protocol.prompts import Prompts, parse_prompts
+from ..protocol.refused_fields import EMBEDDING
+
+Vector = np.ndarray  # [dimensions] float32
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int32 | None = None
+    rid: str | list[str] | None = None
+    priority: Int32 | None = None
+
+
+class EncodeRequest(msgspec.Struct, kw_only=True):
+    """Either ``text`` or ``input_ids``, one or several."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Int32 | list[Int32]] | None = None
+    rid: str | list[str] | None = None
+    priority: Int32 | None = None
+
+    def prompts(self) -> Prompts:
+        """Raises InvalidRequest."""
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest("Give either text or input_ids.", param="text")
+        if self.text is not None:
+            return parse_prompts(self.text, "text")
+        return parse_prompts(self.input_ids or [], "input_ids")
+
+
+class RerankRequest(msgspec.Struct, kw_only=True):
+    query: str
+    documents: list[str]
+    model: str | None = None
+    instruct: str | None = None
+    top_n: Int32 | None = None
+    return_documents: bool = True
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """The probability of each of ``label_token_ids`` behind ``query`` and each item."""
+
+    query: str | list[Int32]
+    items: str | list[str | list[Int32]]
+    label_token_ids: list[Int32]
+    apply_softmax: bool = False
+    item_first: bool = False
+    model: str | None = None
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingAnswer(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class EncodeAnswer(msgspec.Struct):
+    embedding: list[float]
+    meta_info: dict[str, Any]
+
+
+class RankedDocument(msgspec.Struct, omit_defaults=True):
+    score: float
+    index: int
+    meta_info: dict[str, Any]
+    document: str | None = None
+
+
+class ScoreAnswer(msgspec.Struct):
+    scores: list[list[float]]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "scoring"
+
+
+decode_embedding = BodyDecoder(EmbeddingRequest, EMBEDDING).decode
+decode_encode = BodyDecoder(EncodeRequest, EMBEDDING).decode
+decode_rerank = BodyDecoder(RerankRequest, EMBEDDING).decode
+decode_score = BodyDecoder(ScoreRequest, EMBEDDING).decode
+
+
+def shortened(vector: Vector, dimensions: int | None) -> Vector:
+    """The first ``dimensions`` of a vector, at length 1 (Matryoshka embeddings, Kusupati et al., 2022).
+
+    Raises InvalidRequest for more than there are.
+    """
+    if dimensions is not None:
+        if not 1 <= dimensions <= len(vector):
+            raise InvalidRequest(f"dimensions must be between 1 and {len(vector)}, got {dimensions}.",
+                                 param="dimensions")
+        vector = vector[:dimensions]
+    return vector / max(float(np.linalg.norm(vector)), 1e-12)
+
+
+def written(vector: Vector, encoding_format: str | None) -> list[float] | str:
+    """As JSON holds it: numbers, or base64 of little-endian float32."""
+    if encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()

@@ -1,0 +1,259 @@
+"""``/v1/messages``: its request, as the chat that it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...api.errors import InvalidRequest
+from ...api.wire import Float32, Int32
+from ..protocol.bootstrap import BootstrapFields
+from ..protocol.continuation import Continuation
+from ..protocol.decoding import BodyDecoder
+from ..protocol.requests import (
+    ChatRequest,
+    Function,
+    FunctionCall,
+    Message,
+    MessageToolCall,
+    StreamOptions,
+    Tool,
+)
+
+
+class ContentBlock(msgspec.Struct):
+    """A block of a message, by ``type``: text, thinking, tool_use or tool_result; images and documents are refused."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+
+
+class InputMessage(msgspec.Struct):
+    role: str
+    content: str | list[ContentBlock]
+
+
+class ToolDefinition(msgspec.Struct):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    type: str
+    budget_tokens: Int32 | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class Conversation(BootstrapFields, kw_only=True):
+    """What sending a message and counting its tokens share."""
+
+    messages: list[InputMessage]
+    model: str | None = None
+    system: str | list[ContentBlock] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(Conversation, kw_only=True):
+    max_tokens: Int32
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_k: Int32 | None = None
+    metadata: dict[str, Any] | None = None
+    # SGLang's
+    rid: str | None = None
+    priority: Int32 | None = None
+    # ours
+    continuation: Continuation | None = None
+
+
+_messages = BodyDecoder(MessagesRequest)
+_count = BodyDecoder(Conversation)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def decode_messages(body: bytes) -> MessagesRequest:
+    """Raises InvalidRequest."""
+    request = _messages.decode(body)
+    if request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be 1 or more, got {request.max_tokens}.", param="max_tokens")
+    return request
+
+
+def decode_count(body: bytes) -> Conversation:
+    """Raises InvalidRequest."""
+    return _count.decode(body)
+
+
+def as_chat(request: Conversation) -> ChatRequest:
+    """The chat that the request stands for. Raises InvalidRequest."""
+    messages = _turns(request)
+    chat = ChatRequest(
+        messages=messages, model=request.model, tools=_tools(request) or None, tool_choice=_tool_choice(request),
+        continue_final_message=bool(messages) and messages[-1].role == "assistant" or None,
+        chat_template_kwargs=_template_options(request), response_format=_response_format(request),
+        **{name: getattr(request, name) for name in BootstrapFields.__struct_fields__})
+    if request.output_config is not None:
+        chat.reasoning_effort = request.output_config.effort
+    if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use:
+        chat.parallel_tool_calls = False
+    if isinstance(request, MessagesRequest):
+        chat.max_tokens, chat.stop, chat.stream = request.max_tokens, request.stop_sequences, request.stream
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+        chat.rid, chat.priority, chat.continuation = request.rid, request.priority, request.continuation
+        chat.stream_options = StreamOptions(include_usage=True) if request.stream else None
+    return chat
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _turns(request: Conversation) -> list[Message]:
+    if not request.messages:
+        raise InvalidRequest("messages is empty; send at least one message.", param="messages")
+    system = _text(request.system, "system")
+    turns = [Message("system", system)] if system else []
+    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    for i, message in enumerate(request.messages):
+        path = f"messages[{i}].content"
+        blocks = message.content
+        if isinstance(blocks, str):
+            blocks = [ContentBlock("text", blocks)]
+        if message.role == "assistant":
+            turns.append(_said(blocks, path, names))
+        elif message.role in ("user", "system"):
+            turns += _heard(message.role, blocks, path, names)
+        else:
+            raise InvalidRequest(f"messages[{i}].role must be 'user' or 'assistant', got {message.role[:80]!r}.",
+                                 param=f"messages[{i}].role")
+    return turns
+
+
+def _said(blocks: list[ContentBlock], path: str, names: dict[str, str]) -> Message:
+    """A turn of the assistant."""
+    turn = Message("assistant")
+    for i, block in enumerate(blocks):
+        at = f"{path}[{i}]"
+        if block.type == "text":
+            turn.content = f"{turn.content or ''}{_required(block.text, f'{at}.text')}"
+        elif block.type == "thinking":
+            turn.reasoning_content = f"{turn.reasoning_content or ''}{_required(block.thinking, f'{at}.thinking')}"
+        elif block.type == "tool_use":
+            call_id, name = _required(block.id, f"{at}.id"), _required(block.name, f"{at}.name")
+            names[call_id] = name
+            call = MessageToolCall(FunctionCall(name, block.input or {}), call_id)
+            turn.tool_calls = [*(turn.tool_calls or ()), call]
+        elif block.type != "redacted_thinking":
+            raise _unknown(block, at)
+    return turn
+
+
+def _heard(role: str, blocks: list[ContentBlock], path: str, names: dict[str, str]) -> list[Message]:
+    """A turn of the user: each tool's result is a message of its own, and so is the text between them."""
+    turns: list[Message] = []
+    for i, block in enumerate(blocks):
+        at = f"{path}[{i}]"
+        if block.type == "tool_result":
+            call_id = _required(block.tool_use_id, f"{at}.tool_use_id")
+            turns.append(Message("tool", _text(block.content, f"{at}.content"), names.get(call_id),
+                                 tool_call_id=call_id))
+        elif block.type != "text":
+            raise _unknown(block, at)
+        elif turns and turns[-1].role == role:
+            turns[-1].content = f"{turns[-1].content}{_required(block.text, f'{at}.text')}"
+        else:
+            turns.append(Message(role, _required(block.text, f"{at}.text")))
+    return turns or [Message(role, "")]
+
+
+def _text(content: str | list[ContentBlock] | None, path: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for i, block in enumerate(content):
+        if block.type != "text":
+            raise _unknown(block, f"{path}[{i}]")
+    return "\n".join(_required(block.text, f"{path}[{i}].text") for i, block in enumerate(content))
+
+
+def _unknown(block: ContentBlock, path: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} is of type {block.type[:80]!r}, which this model does not take here.", param=path,
+                          code="unsupported_content")
+
+
+def _required(value: str | None, path: str) -> str:
+    if value is None:
+        raise InvalidRequest(f"{path} is missing.", param=path)
+    return value
+
+
+# ---------------------------------------------------------------- options
+
+
+def _tools(request: Conversation) -> list[Tool]:
+    tools = []
+    for i, tool in enumerate(request.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise InvalidRequest(f"tools[{i}] is of type {tool.type[:80]!r}, and this server runs no tools; it must "
+                                 "be 'custom'.", param=f"tools[{i}].type", code="unsupported_parameter")
+        tools.append(Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)))
+    return tools
+
+
+def _tool_choice(request: Conversation) -> str | dict[str, Any] | None:
+    choice = request.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": _required(choice.name, "tool_choice.name")}}
+    if choice.type not in _CHOICES:
+        raise InvalidRequest(f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', got {choice.type[:80]!r}.",
+                             param="tool_choice.type")
+    return _CHOICES[choice.type]
+
+
+def _template_options(request: Conversation) -> dict[str, Any] | None:
+    """Templates of models that can leave out their reasoning know this by ``enable_thinking``."""
+    if request.thinking is None:
+        return request.chat_template_kwargs
+    return {"enable_thinking": request.thinking.type != "disabled", **(request.chat_template_kwargs or {})}
+
+
+def _response_format(request: Conversation) -> dict[str, Any] | None:
+    wanted = request.output_config.format if request.output_config is not None else None
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema" or wanted.schema is None:
+        raise InvalidRequest("output_config.format must be of type 'json_schema' and have a schema.",
+                             param="output_config.format")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema, "strict": True}}

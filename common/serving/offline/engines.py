@@ -1,0 +1,139 @@
+"""An engine, or a prefill and a decode engine, inside a caller's process, asked by calls instead of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...api.errors import ConfigError, WorkerUnavailable
+from ...config.server import ServerConfig
+from ...engine_client.rank_processes import RankTarget
+from ..chat.run import plan_chat
+from ..context import ServingContext
+from ..host import EngineHost, Service
+from ..native.handler import plan_generate
+from ..native.schema import GenerateRequest, decode_generate
+from ..protocol.requests import ChatRequest, decode_chat
+from ..run import Planner, Run
+
+
+@dataclass(frozen=True)
+class EngineProcesses:
+    """One engine of a cluster: its configuration, what its ranks run, and what runs beside it."""
+
+    config: ServerConfig
+    rank_target: RankTarget
+    services: Sequence[Service] = field(default=())
+
+
+class Cluster:
+    """A unified engine, or a pair, on the running event loop. Use as an asynchronous context manager.
+
+    The last part answers. With a prefill engine before it, every request goes to both, as a router sends it: they meet
+    in a random bootstrap room.
+    """
+
+    def __init__(self, parts: Sequence[EngineProcesses]):
+        assert [part.config.mode for part in parts] in (["null"], ["prefill", "decode"])
+        self._parts = parts
+        self._hosts = [EngineHost(part.config, part.rank_target, spare_torch=False)
+                       for part in parts]
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Cluster:
+        """Returns when requests can be served; raises ConfigError where an engine cannot start."""
+        async with self._stack:
+            for host, part in zip(self._hosts, self._parts):
+                await self._stack.enter_async_context(host)
+                await host.start(part.services)
+            for host in self._hosts:
+                await _until_ready(host)
+            self._stack = self._stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def front(self) -> ServingContext:
+        """Of the engine that answers."""
+        return self._hosts[-1].front
+
+    @property
+    def fronts(self) -> list[ServingContext]:
+        return [host.front for host in self._hosts]
+
+    # ------------------------------------------------------------------ requests
+
+    async def generate(self, body: Mapping[str, Any]) -> Any:
+        """The answer to a body of ``/generate``, as plain data; raises ServingError."""
+        return msgspec.to_builtins(await self._whole(_generate(body), plan_generate))
+
+    async def chat(self, body: Mapping[str, Any]) -> Any:
+        """The answer to a body of ``/v1/chat/completions``, as plain data; raises ServingError."""
+        return msgspec.to_builtins(await self._whole(_chat(body), plan_chat))
+
+    def stream_generate(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """Its events, each with all of a choice's answer so far."""
+        return self._chunks(_generate(body), plan_generate)
+
+    def stream_chat(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        return self._chunks(_chat(body), plan_chat)
+
+    async def _whole(self, body: Any, plan: Planner) -> Any:
+        async with self._prefilled(body, plan):
+            run: Run = await plan(self.front, body, arrived=time.monotonic(), with_ids=False)
+            return await run.whole()
+
+    async def _chunks(self, body: Any, plan: Planner) -> AsyncGenerator[Any, None]:
+        async with self._prefilled(body, plan):
+            run: Run = await plan(self.front, body, arrived=time.monotonic(), with_ids=False)
+            async with contextlib.aclosing(run.chunks()) as chunks:
+                async for ready in chunks:
+                    for chunk in ready:
+                        yield msgspec.to_builtins(chunk)
+
+    @contextlib.asynccontextmanager
+    async def _prefilled(self, body: Any, plan: Planner) -> AsyncGenerator[None, None]:
+        """Runs the prefill engine's half, where there is one, until it ends or the block is left."""
+        if len(self._hosts) == 1:
+            yield
+            return
+        args = self._parts[0].config
+        body.bootstrap_host, body.bootstrap_room = args.http.host, secrets.randbits(62)
+        body.bootstrap_port = args.disaggregation.disaggregation_bootstrap_port
+        run: Run = await plan(self.fronts[0], body, arrived=time.monotonic(), with_ids=False)
+        half = asyncio.create_task(run.whole())
+        try:
+            yield
+        finally:
+            half.cancel()
+            await asyncio.gather(half, return_exceptions=True)  # its errors have reached the decode engine
+
+
+async def _until_ready(host: EngineHost) -> None:
+    ready = asyncio.create_task(host.ready.wait())
+    try:
+        await asyncio.wait((ready, host.ended), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ready.cancel()
+    if host.ended.done():
+        raise ConfigError(host.ended.result() or "The engine was stopped.")
+    if host.front.dead is not None:
+        raise WorkerUnavailable(host.front.dead)
+
+
+def _generate(body: Mapping[str, Any]) -> GenerateRequest:
+    """Raises InvalidRequest, as over HTTP."""
+    return decode_generate(msgspec.json.encode(body))
+
+
+def _chat(body: Mapping[str, Any]) -> ChatRequest:
+    return decode_chat(msgspec.json.encode(body))

@@ -1,0 +1,54 @@
+"""An answer that one server began and another goes on with, because the first one died.
+
+A router asks for ``X-Baton-Token-Ids: 1`` with a streamed request; each event then names the tokens that it ends with.
+(The events of ``/v1/messages`` and ``/v1/responses`` are not ours to add fields to: there the ids stand in comments
+behind them, which readers of event streams pass over.) When the stream breaks the router sends the same request
+elsewhere with ``continuation`` added, and gets the events that were still to come: text, tool calls, token counts and
+ids are those of one unbroken answer. Greedy and seeded requests choose their tokens by position, so the answer itself
+is the same, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ...api.errors import InvalidRequest
+from ...api.messages import Generate
+from ...api.token_ids import check_ids
+from ...api.wire import Int32, Int64
+
+HEADER = "X-Baton-Token-Ids"
+
+
+class Continuation(msgspec.Struct):
+    """What has been answered: ``token_ids`` in order; ``id`` and ``created`` as its events named them, and the
+    ``sequence_number`` of the last event, where they have one."""
+
+    token_ids: list[Int32]
+    id: str | None = None
+    created: Int64 | None = None
+    sequence_number: Int64 | None = None
+
+
+def continue_after(given: Continuation | None, requests: list[Generate], vocab_size: int) -> Sequence[int]:
+    """Put the tokens of an answer's beginning behind its prompt, and take them off its budget; returns them.
+
+    Mutates the only one of ``requests``; raises InvalidRequest where there are more, or nothing is left to say.
+    """
+    if given is None or not given.token_ids:
+        return ()
+    if len(requests) != 1 or requests[0].return_logprob:
+        raise InvalidRequest("continuation works for one prompt with n=1 and without logprobs.", param="continuation")
+    check_ids(given.token_ids, vocab_size, "continuation.token_ids")
+    request, done = requests[0], len(given.token_ids)
+    sampling = request.sampling
+    if done >= sampling.max_new_tokens:
+        raise InvalidRequest(f"continuation holds {done} tokens, and the request allows {sampling.max_new_tokens}: the "
+                             "answer is complete.", param="continuation")
+    request.input_ids = [*request.input_ids, *given.token_ids]
+    request.num_answered = done
+    request.sampling = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - done,
+                                               min_new_tokens=max(0, sampling.min_new_tokens - done))
+    return given.token_ids

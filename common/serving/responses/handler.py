@@ -1,0 +1,215 @@
+"""``/v1/responses``: a chat told as items"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from hashlib import blake2b
+
+from aiohttp import web
+from msgspec import UNSET
+
+from ...api.errors import InvalidRequest, NotFound, ServingError
+from ..chat.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from ..chat.run import ChatRun, plan_chat
+from ..context import ServingContext
+from ..lifecycle.prompt_pages import note_pages
+from ..protocol.continuation import HEADER
+from ..protocol.requests import check_chat
+from ..protocol.responses import ChatChunk, ChatDelta, FinishReason, Usage, encode
+from ..sse import shown, stream_events
+from ..stream_adapter import retold, retold_whole
+from ..web import json_bytes
+from .objects import (
+    Events,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningText,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+)
+from .request import ResponseRequest, as_chat, decode_response, in_own_words
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+async def responses(front: ServingContext, request: web.Request) -> web.StreamResponse:
+    """A chat told as items."""
+    arrived = time.monotonic()
+    with front.counting_refusals():
+        front.serving_tokenizer()  # a server that is starting reads no bodies
+        body = decode_response(await request.read())
+        begun, with_ids = body.continuation, HEADER in request.headers
+        name = (begun and begun.id) or f"resp_{uuid.uuid4().hex}"
+        try:
+            run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived, with_ids=with_ids, name=name)
+        except InvalidRequest as error:
+            raise in_own_words(error) from None
+        note_pages(front, request, run.requests)
+    answer = _Answer(front, body, name)
+    if body.stream:
+        return await stream_events(request, retold(run, answer, resumed=begun is not None, with_ids=with_ids))
+    return json_bytes(encode(await answer.whole(run)))
+
+
+async def stored(front: ServingContext, request: web.Request) -> web.Response:
+    """404: no response is stored."""
+    raise NotFound("This server stores no responses.", param="response_id", code="response_not_found")
+
+
+class _Answer:
+    def __init__(self, front: ServingContext, body: ResponseRequest, name: str):
+        begun = body.continuation
+        self._body = body
+        self._id = name
+        self._created = (begun and begun.created) or int(time.time())
+        self._model = body.model or front.config.model_name
+        self._blocks = Blocks()
+        self._closed: set[Block] = set()
+        told = begun.sequence_number if begun is not None else None
+        self._events = Events(0 if told is None else told + 1)
+        self._reason: FinishReason | None = None
+        self._usage: Usage | None = None
+
+    async def whole(self, run: ChatRun) -> ResponseObject:
+        choice, answer = await retold_whole(run)
+        self._blocks = Blocks.of(choice.message, choice.logprobs.content if choice.logprobs else [])
+        self._closed = set(self._blocks.blocks)
+        self._reason, self._usage = choice.finish_reason, answer.usage
+        return self._object(self._end_status)
+
+    # ------------------------------------------------------------------ events
+
+    def begin(self) -> list[bytes]:
+        response = self._object("in_progress")
+        return [self._events.make("response.created", response=response),
+                self._events.make("response.in_progress", response=response)]
+
+    def resume(self, told: list[ChatDelta]) -> None:
+        for delta in told:
+            for change in self._blocks.take(delta, []):
+                if isinstance(change, Closed):
+                    self._closed.add(change.block)
+
+    def fail(self, error: Exception) -> bytes:
+        return self._events.make("response.failed", response=self._object("failed", shown(error)))
+
+    def say(self, chunk: ChatChunk) -> list[bytes]:
+        self._usage = chunk.usage or self._usage
+        said: list[bytes] = []
+        for choice in chunk.choices:
+            self._reason = choice.finish_reason or self._reason
+            logprobs = choice.logprobs.content if choice.logprobs else []
+            for change in self._blocks.take(choice.delta, logprobs):
+                said += self._tell(change)
+        return said
+
+    def end(self) -> list[bytes]:
+        said = [event for change in self._blocks.end() for event in self._tell(change)]
+        status = self._end_status
+        return [*said, self._events.make(f"response.{status}", response=self._object(status))]
+
+    def _tell(self, change: Change) -> list[bytes]:
+        block = change.block
+        at = {"output_index": block.index, "item_id": self._item_id(block)}
+        if block.kind == "call":
+            return self._tell_call(change, at)
+        is_text = block.kind == "text"
+        kind = "response.output_text" if is_text else "response.reasoning_text"
+        at["content_index"] = 0
+        make = self._events.make
+        match change:
+            case Opened():
+                part = OutputText("") if is_text else ReasoningText("")
+                return [make("response.output_item.added", output_index=block.index, item=self._opened(block)),
+                        make("response.content_part.added", part=part, **at)]
+            case Grown(_, piece, logprobs):
+                return [make(f"{kind}.delta", delta=piece, **at, **({"logprobs": logprobs} if is_text else {}))]
+            case Closed():
+                self._closed.add(block)
+                return [make(f"{kind}.done", text=block.text, **at,
+                             **({"logprobs": block.logprobs} if is_text else {})),
+                        make("response.content_part.done", part=_part(block), **at),
+                        make("response.output_item.done", output_index=block.index, item=self._item(block))]
+
+    def _tell_call(self, change: Change, at: dict[str, object]) -> list[bytes]:
+        block, make = change.block, self._events.make
+        match change:
+            case Opened():
+                return [make("response.output_item.added", output_index=block.index, item=self._opened(block))]
+            case Grown(_, piece, _):
+                return [make("response.function_call_arguments.delta", delta=piece, **at)]
+            case Closed():
+                self._closed.add(block)
+                return [make("response.function_call_arguments.done", name=block.name, arguments=block.text, **at),
+                        make("response.output_item.done", output_index=block.index, item=self._item(block))]
+
+    # ------------------------------------------------------------------ objects
+
+    @property
+    def _end_status(self) -> str:
+        return "incomplete" if self._reason == "length" else "completed"
+
+    def _object(self, status: str, error: ServingError | None = None) -> ResponseObject:
+        body = self._body
+        answer = ResponseObject(
+            id=self._id, created_at=self._created, status=status, model=self._model,
+            output=[self._item(block) for block in self._blocks.blocks], tools=body.tools or [],
+            tool_choice=body.tool_choice or "auto", parallel_tool_calls=body.parallel_tool_calls is not False,
+            instructions=body.instructions, temperature=body.temperature, top_p=body.top_p,
+            top_logprobs=body.top_logprobs, max_output_tokens=body.max_output_tokens, reasoning=body.reasoning,
+            metadata=body.metadata, user=body.user, usage=_usage(self._usage))
+        if body.text is not None and body.text.format is not None:
+            answer.text = body.text
+        if status == "incomplete":
+            answer.incomplete_details = IncompleteDetails("max_output_tokens")
+        if status == "completed":
+            answer.completed_at = int(time.time())
+        if error is not None:
+            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+            answer.error = ResponseError(code, error.message)
+        return answer
+
+    def _item_id(self, block: Block) -> str:
+        """The same on every server that tells this answer."""
+        name = f"{self._id}/{block.index}"
+        return f"{_PREFIXES[block.kind]}_{blake2b(name.encode(), digest_size=16).hexdigest()}"
+
+    def _opened(self, block: Block) -> OutputItem:
+        item_id = self._item_id(block)
+        if block.kind == "call":
+            return OutputCall(item_id, block.call_id, block.name, "", "in_progress")
+        return (OutputMessage if block.kind == "text" else OutputReasoning)(item_id, [], "in_progress")
+
+    def _item(self, block: Block) -> OutputItem:
+        closed = block in self._closed
+        cut = self._reason == "length" and block is self._blocks.blocks[-1]
+        status = "incomplete" if closed and cut else "completed" if closed else "in_progress"
+        item_id = self._item_id(block)
+        if block.kind == "call":
+            return OutputCall(item_id, block.call_id, block.name, block.text, status)
+        if block.kind == "reasoning":
+            return OutputReasoning(item_id, [ReasoningText(block.text)] if block.pieces else [], status)
+        said = [OutputText(block.text, block.logprobs)] if closed or block.pieces else []
+        return OutputMessage(item_id, said, status)
+
+
+def _part(block: Block) -> OutputText | ReasoningText:
+    return OutputText(block.text, block.logprobs) if block.kind == "text" else ReasoningText(block.text)
+
+
+def _usage(usage: Usage | None) -> ResponseUsage | None:
+    if usage is None:
+        return None
+    details = usage.completion_tokens_details
+    reasoning = details.reasoning_tokens if details else 0
+    cached = InputTokensDetails(usage.cached_tokens) if usage.prompt_tokens_details else UNSET
+    return ResponseUsage(usage.prompt_tokens, usage.completion_tokens, OutputTokensDetails(reasoning),
+                         usage.total_tokens, usage.prompt_tokens, usage.completion_tokens, cached)

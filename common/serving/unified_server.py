@@ -1,0 +1,22 @@
+"""A unified server: both phases in one engine."""
+
+from __future__ import annotations
+
+from ..config.packages import check_engine
+from ..config.server import ServerConfig
+from ..engine_client.rank_processes import RankSpec
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until stopped; returns the process's exit code."""
+    check_engine()
+    from .server import run_server
+
+    return run_server(config, run_rank)
+
+
+def run_rank(spec: RankSpec) -> None:
+    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    from ..engine import rank
+
+    rank.main(spec)

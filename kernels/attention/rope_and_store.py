@@ -1,0 +1,127 @@
+"""Norm and rotary embedding of queries and keys, fused with storing keys and values into the KV pool."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import reference
+from .._triton import pdl, runs_triton, start_next, tl, triton, wait_for_last
+from ..arguments import HeadNorms
+
+# Heads that one program turns: 16 KiB of a 128-wide head's bf16. One head a program took 3 % of a prefill at 8B.
+_BLOCK_HEADS = 8
+
+
+@triton.jit
+def _turn(x_ptr, x_stride_h, out_ptr, out_stride_h, first_head, num_heads, cos, sin, half, factor, weight_ptr, eps,
+          LARGEST: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, ROTATE: tl.constexpr,
+          NORM: tl.constexpr, IN_PLACE: tl.constexpr):
+    """Write a block of heads, the first half of each paired with its second, to ``out_ptr``; ``IN_PLACE``: and where
+    they came from.
+
+    Into float8, whose largest value is LARGEST, they are written times ``factor``; else LARGEST is 0.
+    """
+    heads = first_head + tl.arange(0, BLOCK_HEADS)
+    columns = tl.arange(0, HALF)
+    inside = (heads < num_heads)[:, None] & (columns < half)[None, :]
+    source = x_ptr + heads[:, None] * x_stride_h + columns[None, :]
+    target = out_ptr + heads[:, None] * out_stride_h + columns[None, :]
+    first = tl.load(source, inside, other=0.0)
+    second = tl.load(source + half, inside, other=0.0)
+    if NORM:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        level = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * half) + eps)[:, None]
+        # Rounded before the weight is applied, as kernels/rowwise/rmsnorm.py does.
+        first = (a * level).to(first.dtype) * tl.load(weight_ptr + columns, columns < half, other=0.0)[None, :]
+        second = (b * level).to(second.dtype) * tl.load(weight_ptr + half + columns, columns < half,
+                                                        other=0.0)[None, :]
+    if ROTATE:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
+        second = (b * cos[None, :] + a * sin[None, :]).to(second.dtype)
+    if IN_PLACE:
+        tl.store(source, first, inside)
+        tl.store(source + half, second, inside)
+    if LARGEST > 0:
+        first = tl.minimum(tl.maximum(first.to(tl.float32) * factor, -LARGEST), LARGEST).to(out_ptr.dtype.element_ty)
+        second = tl.minimum(tl.maximum(second.to(tl.float32) * factor, -LARGEST), LARGEST).to(out_ptr.dtype.element_ty)
+    tl.store(target, first, inside)
+    tl.store(target + half, second, inside)
+
+
+@triton.jit
+def _rope_and_store_kernel(q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, page_ptr, offset_ptr, cos_sin_ptr,
+                           position_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+                           stride_page, stride_head, stride_slot, num_q_heads, num_kv_heads, half,
+                           k_factor, v_factor, q_weight_ptr, k_weight_ptr, eps, LARGEST: tl.constexpr,
+                           ROTATE: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+                           TURN_KEYS: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    if not SETTLED:
+        wait_for_last(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    columns = tl.arange(0, HALF)
+    cos = tl.full((HALF,), 1.0, tl.float32)
+    sin = tl.full((HALF,), 0.0, tl.float32)
+    if ROTATE:
+        table = cos_sin_ptr + tl.load(position_ptr + token, cache_modifier=".cg") * 2 * half
+        cos = tl.load(table + columns, columns < half, other=0.0)
+        sin = tl.load(table + half + columns, columns < half, other=0.0)
+    slot = tl.load(page_ptr + token, cache_modifier=".cg") * stride_page
+    slot += tl.load(offset_ptr + token, cache_modifier=".cg") * stride_slot
+    if SETTLED:
+        wait_for_last(PDL)
+    kv_blocks = tl.cdiv(num_kv_heads, BLOCK_HEADS)
+    if block < kv_blocks:
+        _turn(k_ptr + token * k_stride_t, k_stride_h, k_pages_ptr + slot, stride_head, block * BLOCK_HEADS,
+              num_kv_heads, cos, sin, half, k_factor, k_weight_ptr, eps, LARGEST, HALF, BLOCK_HEADS, ROTATE, NORM,
+              TURN_KEYS)
+    elif block < 2 * kv_blocks:
+        _turn(v_ptr + token * v_stride_t, v_stride_h, v_pages_ptr + slot, stride_head,
+              (block - kv_blocks) * BLOCK_HEADS, num_kv_heads, cos, sin, half, v_factor, k_weight_ptr, eps, LARGEST,
+              HALF, BLOCK_HEADS, False, False, False)
+    else:
+        q = q_ptr + token * q_stride_t
+        _turn(q, q_stride_h, q, q_stride_h, (block - 2 * kv_blocks) * BLOCK_HEADS, num_q_heads, cos, sin, half, 1.0,
+              q_weight_ptr, eps, 0, HALF, BLOCK_HEADS, ROTATE, NORM, False)
+
+
+def rope_and_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+                   page_of_token: torch.Tensor, offset_in_page: torch.Tensor,
+                   cos_sin: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+                   k_scale: float = 1.0, v_scale: float = 1.0, norms: HeadNorms | None = None,
+                   settled: bool = False, turn_keys: bool = False) -> None:
+    """Turn ``q`` in place; store turned ``k`` and plain ``v`` at ``(page_of_token, offset_in_page)``. ``turn_keys``:
+    ``k`` is turned in place, too.
+
+    ``q`` [T, Hq, D], ``k`` and ``v`` [T, Hkv, D], views contiguous in D; ``k_pages`` and ``v_pages`` one layer of
+    the pool with equal strides [pages, Hkv, page_size, D]; ``page_of_token``, ``offset_in_page`` and ``positions``
+    [T] int64; ``cos_sin`` [positions, D] float32, cosines in the first half. Without ``cos_sin`` nothing is turned.
+    Pages of float8 hold keys over ``k_scale`` and values over ``v_scale``; else the scales are 1. With ``norms`` heads
+    of ``q`` and ``k`` are normed first. ``settled``: places, positions and ``cos_sin`` were written before the last
+    launch without PDL (kernels/_triton.py).
+    """
+    if not runs_triton(q):
+        reference.rope_and_store(q, k, v, k_pages, v_pages, page_of_token, offset_in_page, cos_sin, positions,
+                                 k_scale, v_scale, norms, turn_keys)
+        return
+    assert k_pages.stride() == v_pages.stride()
+    tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    rotates = cos_sin is not None
+    # Python's own arithmetic: Triton's functions take microseconds a call, in every layer of every step of prompts.
+    blocks = 2 * -(-num_kv_heads // _BLOCK_HEADS)
+    if rotates or norms is not None:
+        blocks += -(-num_q_heads // _BLOCK_HEADS)
+    half = head_dim // 2
+    _rope_and_store_kernel[(tokens, blocks)](
+        q, k, v, k_pages, v_pages, page_of_token, offset_in_page, cos_sin, positions, q.stride(0), q.stride(1),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
+        num_q_heads, num_kv_heads, half, 1 / k_scale, 1 / v_scale, norms.q_weight if norms else q,
+        norms.k_weight if norms else k, norms.eps if norms else 0.0,
+        LARGEST=torch.finfo(k_pages.dtype).max if k_pages.itemsize == 1 else 0, ROTATE=rotates,
+        NORM=norms is not None, HALF=1 << (half - 1).bit_length(), BLOCK_HEADS=_BLOCK_HEADS,
+        TURN_KEYS=turn_keys and (rotates or norms is not None), SETTLED=settled, num_warps=2, **pdl(q))

@@ -1,0 +1,161 @@
+"""State of a receiver: its transfers, sessions and lookups, and the effects that its core asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ...common.api.errors import DeadlineExceeded, ServingError
+from ..notices import Warn
+from ..protocol import messages as m
+from ..protocol.states import RECEIVER, Event, Phase, step
+from ..protocol.timing import Timing
+from .writers import Writers
+
+Address = tuple[str, int]  # host and port of a prefill server's bootstrap server
+
+
+@dataclass(eq=False)
+class RecvRoom:
+    """The receiver's side of one transfer."""
+
+    room: int
+    address: Address
+    reserve: m.Reserve
+    began: float
+    phase: Phase = Phase.RESERVING
+    error: ServingError | None = None
+    result: m.PrefillResult | None = None
+    checksum: int = 0  # of the bytes that the senders wrote, by their results
+    blocks: tuple[int, ...] = ()  # into which the senders cut our pages, by layer group
+    subpages: int = 1  # in one of our pages
+    writers: Writers = field(default_factory=Writers)
+    dp_rank: int | None = None  # the sender's data-parallel rank; None: chosen by room
+    early_results: dict[bytes, m.Landing] = field(default_factory=dict)  # by session, until the flag is set
+
+    def dp_rank_of(self, dp_size: int) -> int:
+        """Returns the data-parallel rank, of ``dp_size``, that computes the prompt."""
+        return self.room % dp_size if self.dp_rank is None else self.dp_rank
+
+    def publish(self, server: Route, sessions: list[Link]) -> None:
+        self.phase = step(RECEIVER, self.phase, Event.PUBLISH)
+        self.blocks, self.subpages = server.blocks, server.subpages
+        for session in sessions:
+            session.transfers[self.room] = self
+            self.writers.add(session.id, session.instance)
+
+    def accept(self, result: m.PrefillResult, checksum: int = 0) -> None:
+        """Stores the result of one of the sender's ranks. Called before DONE, since readers take no lock."""
+        self.result = result.merge(self.result)
+        self.checksum = (self.checksum + checksum) % 2**64
+
+    def take_completed(self, flags: np.ndarray) -> list[tuple[bytes, m.Landing]]:
+        """Removes and returns the early results whose completion flags are set, with their sessions."""
+        completed = [(session_id, early) for session_id, early in self.early_results.items()
+                     if 0 <= early.flag < len(flags) and flags[early.flag] == early.value]
+        for session_id, _ in completed:
+            del self.early_results[session_id]
+        return completed
+
+    def overdue(self, now: float, timing: Timing, reason: str) -> DeadlineExceeded | None:
+        """Returns why the transfer must fail now; ``reason`` is why there is no connection to its sender yet."""
+        if self.phase is Phase.RESERVING and now >= self.began + timing.bootstrap_timeout:
+            return DeadlineExceeded(
+                f"decode could not connect to the prefill server at {self.address[0]}:{self.address[1]} within "
+                f"{timing.bootstrap_timeout:g} s" + (f": {reason}" if reason else ""))
+        if self.phase is Phase.RESERVED and now >= self.began + timing.transfer_timeout:
+            return DeadlineExceeded(
+                f"the KV cache did not arrive within {timing.transfer_timeout:g} s (--kv-transfer-timeout)")
+        return None
+
+
+@dataclass
+class Link:
+    """Our side of a session: one connection to one sender instance.
+
+    ``welcome`` is set by the sender's Welcome; ``silent`` when the session was given up although its connection exists;
+    ``retired`` when another session with the same server has ended: it serves open transfers, and is then closed.
+    """
+
+    id: bytes
+    address: Address
+    instance: str
+    heard: float
+    last_pong: float
+    welcome: bool = False
+    silent: bool = False
+    retired: bool = False
+    dp_rank: int = 0  # the sender's
+    transfers: dict[int, RecvRoom] = field(default_factory=dict)
+    completed_early: set[int] = field(default_factory=set)  # stamps of transfers that are DONE before their Result
+
+
+@dataclass
+class Route:
+    """The sessions with all ranks of one prefill server that write to us. They cut our pages into ``blocks``, by layer
+    group, and into ``subpages``."""
+
+    sessions: dict[bytes, Link]
+    blocks: tuple[int, ...] = ()
+    subpages: int = 1
+    dp_size: int = 1
+
+    def sessions_for(self, transfer: RecvRoom) -> list[Link]:
+        """Returns the sessions with the data-parallel rank that computes the prompt; none where there is no such
+        rank."""
+        dp_rank = transfer.dp_rank_of(self.dp_size)
+        return [session for session in self.sessions.values() if session.dp_rank == dp_rank]
+
+    @property
+    def welcome(self) -> bool:
+        return all(session.welcome for session in self.sessions.values())
+
+
+@dataclass
+class Search:
+    """State of connecting to one sender, from the first lookup to its Welcome; the next try is at ``retry_at``."""
+
+    retry_at: float | None = None
+    unreachable_since: float | None = None
+    reason: str = ""
+
+
+@dataclass
+class Trial:
+    """An attempt to connect to a sender before a request needs it: ``done`` without ``error`` means connected."""
+
+    deadline: float
+    done: bool = False
+    error: ServingError | None = None
+
+
+class Lookup(NamedTuple):
+    """Asks the bootstrap server for its ranks; then ``found``, ``unreachable``, ``refused`` or
+    ``connections.not_registered`` is to be called."""
+
+    address: Address
+
+
+class Connect(NamedTuple):
+    session: Link
+    endpoint: str
+
+
+class Send(NamedTuple):
+    session: bytes
+    message: m.ToSender
+
+
+class Close(NamedTuple):
+    session: bytes
+
+
+class Verify(NamedTuple):
+    """Asks for the checksum of a transfer's pages; then ``verified`` is to be called."""
+
+    transfer: RecvRoom
+
+
+Effect = Lookup | Connect | Send | Close | Verify | Warn

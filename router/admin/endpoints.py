@@ -1,0 +1,254 @@
+"""The router's own endpoints: health, metrics, membership, broadcasts. Each returns a Response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from ...common.api.errors import InvalidRequest
+from ...common.api.unreadable import UNREADABLE
+from ...common.obs.about_page import POLICY, about
+from ..config.endpoint import Endpoint
+from ..config.workers import parse_bootstrap_port
+from ..monitoring import dashboard
+from ..monitoring.cluster_view import ClusterView
+from ..monitoring.engine_metrics import merge
+from ..net.request import Request
+from ..net.responses import Response, said
+from ..relay.dispatcher import RETRY_AFTER_SECONDS
+from ..routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
+from ..workers.ask import Answer, ask, ask_models, get
+from ..workers.compatibility import misfits_of
+from ..workers.dp_ranks import report_of, server_url
+from ..workers.registry import Worker, WorkerMetadata
+
+Handler = Callable[[ClusterView, Request], Response | Coroutine[Any, Any, Response]]
+_BROADCAST_SECONDS = 30.0
+_REPORT_SECONDS = 5.0
+_FIRST_CHECK_SECONDS, _POLL_SECONDS = 1.0, 0.002
+_FOREVER = 24 * 3600.0
+
+
+_LINKS = {
+    "/dashboard": "the cluster live", "/list_workers": "its workers", "/readiness": "whether it could serve now",
+    "/health": "whether it runs", "/v1/models": "the models that its workers serve", "/metrics": "Prometheus metrics",
+    "/engine_metrics": "those of its workers", "/openapi.json": "every endpoint of a worker with its fields"}
+
+
+def root(router: ClusterView, request: Request) -> Response:
+    """What this is, and where to go on."""
+    pairs = router.config.workers.pd_disaggregation
+    before = "pairs of prefill and decode servers" if pairs else "whole servers"
+    what = f"This is a router before {before}. It speaks OpenAI's API."
+    as_html = b"text/html" in request.headers
+    kind = "text/html; charset=utf-8" if as_html else "application/json"
+    return Response(200, about(what, _LINKS, as_html=as_html), kind,
+                    (("content-security-policy", POLICY), ("vary", "accept")) if as_html else (("vary", "accept"),))
+
+
+def liveness(router: ClusterView, request: Request) -> Response:
+    """The process runs; says nothing about workers."""
+    return Response.json({"status": "ok"})
+
+
+def readiness(router: ClusterView, request: Request) -> Response:
+    """200 when a request could be served now, else 503."""
+    if router.registry.ready(pairs=router.config.workers.pd_disaggregation):
+        states = [worker.state for worker in router.registry]
+        return Response.json({"status": "ready", "healthy_workers": states.count("healthy"),
+                              "total_workers": len(states)})
+    return Response(503, msgspec.json.encode({"status": "not ready", "workers": router.counts(),
+                                              "misfits": misfits_of(router.registry)}),
+                    headers=(("retry-after", f"{RETRY_AFTER_SECONDS:g}"),))
+
+
+def metrics(router: ClusterView, request: Request) -> Response:
+    return Response(200, router.metrics.render(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def list_workers(router: ClusterView, request: Request) -> Response:
+    workers = [worker.describe() for worker in router.registry]
+    return Response.json({"urls": [worker["url"] for worker in workers], "workers": workers})
+
+
+async def add_worker(router: ClusterView, request: Request) -> Response:
+    """Register a worker; it takes requests once it answers /health. 409 when its URL is taken."""
+    worker = worker_from(parameters_of(request), pairs=router.config.workers.pd_disaggregation)
+    await join(router, worker)
+    return Response.json({"message": f"Worker {worker.url} is added; it takes requests once it is healthy.",
+                          "worker": worker.describe()})
+
+
+async def join(router: ClusterView, worker: Worker) -> None:
+    """Register a worker, and wait for its first check, for a moment: who asks next finds it healthy if it is. Raises
+    Conflict."""
+    loop = router.dispatcher.loop
+    deadline = loop.time() + _FIRST_CHECK_SECONDS
+    router.add_worker(worker)
+    while not worker.checked and worker in router.registry and loop.time() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def remove_worker(router: ClusterView, request: Request) -> Response:
+    """Take a worker off the list; its running requests end undisturbed, with ``force=true`` they are cut. 404 when it
+    is unknown."""
+    return removed(router, request, _endpoint(parameters_of(request)).url)
+
+
+def removed(router: ClusterView, request: Request, url: str) -> Response:
+    workers = router.remove_worker(url, force=_switch(parameters_of(request), "force"))
+    return Response.json({"message": f"Worker {url} is removed.", "running": sum(worker.load for worker in workers)})
+
+
+def drain_worker(router: ClusterView, request: Request) -> Response:
+    """Give a worker no new requests, and let it leave when the running ones have ended. 404 when it is unknown."""
+    return drained(router, _endpoint(parameters_of(request)).url)
+
+
+def drained(router: ClusterView, url: str) -> Response:
+    running = sum(worker.load for worker in router.drain_worker(url))
+    fate = "leaves when its running requests have ended" if running else "had nothing to do and left"
+    return Response.json({"message": f"Worker {url} {fate}.", "running": running})
+
+
+async def broadcast(router: ClusterView, request: Request) -> Response:
+    """Send the request to every worker; 200 when all agree, with each worker's status (0: no answer) and error.
+
+    Where all that did not, refused the request by a 4xx, that is the status, else 502.
+    """
+    slow = request.path in SLOW_BROADCASTS
+    seconds = (router.config.http.request_timeout_secs or _FOREVER) if slow else _BROADCAST_SECONDS
+    servers = _servers(router)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, request, seconds) for w in servers.values()))
+    if request.path in RENAMING:
+        await asyncio.gather(*(ask_models(router.dispatcher, worker, _REPORT_SECONDS) for worker in router.registry))
+    failed = [answer.status for answer in answers if not answer.ok]
+    refused = all(400 <= status < 500 for status in failed)
+    told: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
+    if failed:
+        told["errors"] = {url: a.detail or said(a.body) for url, a in zip(servers, answers) if not a.ok}
+    return Response.json(told, 200 if not failed else max(failed) if refused else 502)
+
+
+async def engine_metrics(router: ClusterView, request: Request) -> Response:
+    """The metrics of all servers, on one page; 502 when none answers."""
+    servers = _servers(router)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/metrics"), _REPORT_SECONDS)
+                                     for w in servers.values()))
+    pages = {url: answer.body for url, answer in zip(servers, answers) if answer.ok}
+    return Response(200 if pages or not servers else 502, merge(pages), "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def loads(router: ClusterView, request: Request) -> Response:
+    """Each worker's load: ``load`` as the router counts it, ``report`` as the worker itself does (null: no answer)."""
+    servers = _servers(router)
+    answers = await asyncio.gather(*(ask(router.dispatcher, w, get("/get_load"), _REPORT_SECONDS)
+                                     for w in servers.values()))
+    reports = dict(zip(servers, map(Answer.json, answers)))
+    return Response.json({"workers": [
+        {"worker": worker.url, "role": worker.role, "load": worker.load,
+         "report": report_of(worker, reports.get(worker.endpoint.url))} for worker in router.registry]})
+
+
+def _servers(router: ClusterView) -> dict[str, Worker]:
+    """One worker a server, by the server's URL: what is asked of a server is asked once, not of each of its ranks."""
+    return {worker.endpoint.url: worker for worker in router.registry}
+
+
+def parameters_of(request: Request) -> dict[str, Any]:
+    """The query's parameters and over them those of a JSON body; raises InvalidRequest."""
+    found: dict[str, Any] = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
+    if request.body:
+        try:
+            body = msgspec.json.decode(request.body)
+        except UNREADABLE:
+            body = None
+        if not isinstance(body, dict):
+            raise InvalidRequest("The request body must be a JSON object.")
+        found.update(body)
+    return found
+
+
+def _endpoint(parameters: dict[str, Any]) -> Endpoint:
+    url = parameters.get("url")
+    if not isinstance(url, str):
+        raise InvalidRequest("Name the worker: ?url=http://HOST:PORT.", param="url")
+    try:
+        return Endpoint.parse(server_url(url))
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="url") from None
+
+
+def worker_from(parameters: dict[str, Any], *, pairs: bool) -> Worker:
+    role = parameters.get("role", parameters.get("worker_type"))  # the latter in sglang-router's REST form
+    allowed = ("prefill", "decode") if pairs else ("regular",)
+    if role is not None and role not in allowed:
+        raise InvalidRequest(f"role must be {' or '.join(allowed)} on this router, not {role!r}.", param="role")
+    port: Any = "ask"
+    if "bootstrap_port" in parameters:
+        try:
+            port = parse_bootstrap_port(str(parameters["bootstrap_port"]))
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="bootstrap_port") from None
+    return Worker(_endpoint(parameters), role or "regular", bootstrap_port=port, asks_role=pairs and role is None,
+                  api_key=key_from(parameters), model_id=_model(parameters), metadata=metadata_from(parameters),
+                  always_healthy=_switch(parameters, "disable_health_check"))
+
+
+def metadata_from(parameters: dict[str, Any], before: WorkerMetadata | None = None) -> WorkerMetadata:
+    """What is to be noted of a worker, over what was; raises InvalidRequest."""
+    told = {name: parameters[name] for name in WorkerMetadata.__struct_fields__ if parameters.get(name) is not None}
+    before = before or WorkerMetadata()
+    if isinstance(told.get("labels"), dict):
+        told["labels"] = {**before.labels, **told["labels"]}
+    try:
+        return msgspec.convert({**msgspec.to_builtins(before), **told}, WorkerMetadata, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"priority is an integer, cost a number, labels are strings by name: {error}.") from None
+
+
+def _model(parameters: dict[str, Any]) -> str | None:
+    name = parameters.get("model_id")
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest("model_id must be a string.", param="model_id")
+    return name or None
+
+
+def _switch(parameters: dict[str, Any], name: str) -> bool:
+    value = str(parameters.get(name, "false")).lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"{name} is true or false, not {value!r}.", param=name)
+    return value in ("true", "1")
+
+
+def key_from(parameters: dict[str, Any]) -> str | None:
+    key = parameters.get("api_key")
+    if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable()):
+        raise InvalidRequest("api_key must be a printable string.", param="api_key")
+    return key or None
+
+
+ADMIN_ROUTES: dict[bytes, tuple[tuple[bytes, ...], Handler]] = {
+    b"/": ((b"GET",), root),
+    b"/health": ((b"GET",), liveness),
+    b"/liveness": ((b"GET",), liveness),
+    b"/readiness": ((b"GET",), readiness),
+    b"/metrics": ((b"GET",), metrics),
+    b"/engine_metrics": ((b"GET",), engine_metrics),
+    b"/dashboard": ((b"GET",), dashboard.page),
+    b"/dashboard/data": ((b"GET",), dashboard.data),
+    b"/list_workers": ((b"GET",), list_workers),
+    b"/add_worker": ((b"POST",), add_worker),
+    b"/remove_worker": ((b"POST",), remove_worker),
+    b"/drain_worker": ((b"POST",), drain_worker),
+    b"/get_load": ((b"GET",), loads),
+    b"/get_loads": ((b"GET",), loads),
+    **dict.fromkeys((*QUICK_BROADCASTS, *SLOW_BROADCASTS), ((b"POST",), broadcast)),
+    b"/flush_cache": ((b"GET", b"POST"), broadcast),
+}
+OPEN_PATHS = frozenset((b"/", b"/health", b"/liveness", b"/readiness", b"/metrics", b"/dashboard"))
+"""Paths that need no API key: probes and scrapers have none, and the dashboard's page asks for one."""

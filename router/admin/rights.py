@@ -1,0 +1,57 @@
+"""What a request asks for, as far as keys are concerned: see ``access.Keys``."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from ...common.api.errors import InvalidRequest
+from ...common.api.unreadable import UNREADABLE
+from ..net.request import Request
+from ..routes import PREFIXES, QUICK_BROADCASTS, SLOW_BROADCASTS
+from .worker_routes import changes_workers
+
+_CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", *QUICK_BROADCASTS, *SLOW_BROADCASTS))
+_CHANGING_NAMES = frozenset((*(path.rpartition(b"/")[2] for path in _CHANGING),
+                             b"sleep", b"wake_up", b"collective_rpc", b"scale_elastic_ep"))
+"""Under ``PREFIXES``, where all else is relayed, the last parts of paths that change the worker."""
+_SEPARATOR = re.compile(rb"[/\\]")
+
+
+class _Abort(msgspec.Struct):
+    abort_all: Any = None
+
+
+_read_abort = msgspec.json.Decoder(_Abort).decode
+
+
+def check_path(path: bytes) -> None:
+    """Raises InvalidRequest for a path that a worker could take for another one than the router does."""
+    if any(part in (b".", b"..") for part in _SEPARATOR.split(unquote_to_bytes(path))):
+        raise InvalidRequest("A part of the path is . or ..: give the path that is meant.")
+
+
+def needs_admin(request: Request) -> bool:
+    """Whether a request changes workers, or which there are. Of requests, a client may abort those that it can name."""
+    path = request.path
+    if path == b"/abort_request":
+        try:
+            return bool(_read_abort(request.body).abort_all)
+        except UNREADABLE:
+            return False  # The workers say what is wrong with it.
+    if path in _CHANGING or changes_workers(request):
+        return True
+    return path.startswith(PREFIXES) and (
+        unquote_to_bytes(path).rstrip(b"/").rpartition(b"/")[2] in _CHANGING_NAMES)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address to listen on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

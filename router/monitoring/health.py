@@ -1,0 +1,228 @@
+"""Watching the workers: who takes traffic is decided by their answers to ``GET /health``.
+
+A worker that is not healthy, or does not fit with others, is asked twice a second whatever the interval, so that
+traffic returns within a second or so of its recovery. Failed requests are evidence too (``suspect``): a refused
+connection takes a worker out at once, anything else asks it at once.
+
+A worker that does not answer in time is asked again at once: with the defaults it is out at most 4 s after it
+stopped (1 s to the next check, two of 1.5 s), and what it has left silent since then fails as if it had died. It is
+not silent while it goes on with other answers, nor where it was this process that was late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+
+from ...common.api.unreadable import UNREADABLE
+from ..config.workers import HealthArgs
+from ..net.upstream_answer import Failure
+from ..relay.dispatcher import Dispatcher
+from ..workers.ask import ask, ask_models, get
+from ..workers.dp_ranks import count_of
+from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
+from .pair_trials import PairTrials
+
+logger = logging.getLogger("baton.router")
+
+_RECOVERY_SECONDS = 0.5
+_CROWD_SECONDS = 0.05
+"""Between two checks of a worker, however many requests fail."""
+_LATE_SECONDS = 0.25
+"""A timer of ours that is later than this says that we stood still, so the answer may lie there unread."""
+_MODELS_SECONDS = 10.0
+"""How often a healthy worker is asked for its models: adapters come and go while it serves."""
+_NOT_FOR: dict[Role, tuple[str, ...]] = {"regular": ("prefill",), "prefill": ("null", "decode"),
+                                          "decode": ("null", "prefill")}
+"""What a worker of a role may not say of itself (``disaggregation_mode``). Our decode servers serve alone, too."""
+
+
+class HealthMonitor:
+    """One watching task a worker; moves worker states through the registry.
+
+    ``on_ranks(worker, count)`` is told how many ranks a worker's server has, before the worker takes requests; it may
+    put other workers in its place.
+    """
+
+    def __init__(self, args: HealthArgs, registry: Registry, *,
+                 on_ranks: Callable[[Worker, int], None] | None = None):
+        self._registry = registry
+        self._on_ranks = on_ranks
+        self._interval = args.health_check_interval_secs
+        self._pauses = {"healthy": self._interval, "starting": args.worker_startup_check_interval}
+        self._timeout = args.health_check_timeout_secs
+        self._endpoint = args.health_check_endpoint
+        self._startup = args.worker_startup_timeout_secs
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._wake: dict[Worker, asyncio.Event] = {}
+        self._told: set[Worker] = set()
+        self._trials = PairTrials(registry, self._look_often)
+        self._refused: set[Worker] = set()
+        """Workers to be asked anew what they are: a peer found that they do not fit."""
+
+    def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        self._wake[worker] = asyncio.Event()
+        self._tasks[worker] = asyncio.get_running_loop().create_task(self._watch(worker, dispatcher))
+
+    def unwatch(self, worker: Worker) -> None:
+        del self._wake[worker]
+        self._told.discard(worker)
+        self._refused.discard(worker)
+        self._trials.forget(worker)
+        self._tasks.pop(worker).cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for worker in list(self._tasks):
+            self.unwatch(worker)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._trials.close()
+
+    def suspect(self, worker: Worker, failure: Failure) -> None:
+        """A request failed on a worker below HTTP."""
+        if worker in self._wake:
+            if failure.refused:
+                for known in self._registry:
+                    if known.root is worker.root:  # Nobody listens there: true of all ranks of the server.
+                        self._note_failure(known, failure.detail, certain=True)
+            if failure.reason == "misfit":
+                self._refused.add(worker)
+                self._trials.again(worker)
+            self._wake[worker].set()
+
+    def _look_often(self, worker: Worker) -> None:
+        """End a pause that was meant for a worker that is well."""
+        if worker in self._wake:
+            self._wake[worker].set()
+
+    async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        wake = self._wake[worker]
+        deadline: float | None = dispatcher.loop.time() + self._startup
+        asked_models = 0.0
+        while True:
+            wake.clear()
+            if worker.state != "healthy":
+                asked_models = dispatcher.loop.time()
+            silent = await self._check(worker, dispatcher)
+            self._registry.first_checked(worker)
+            if worker.state == "healthy" and not silent and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
+                asked_models = dispatcher.loop.time()
+                await ask_models(dispatcher, worker, self._timeout)
+            checked = dispatcher.loop.time()
+            if worker.state != "starting":
+                deadline = None
+            elif deadline is not None and dispatcher.loop.time() > deadline:
+                deadline = None
+                logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
+            pause = self._pauses.get("unhealthy" if worker.misfits else worker.state,
+                                     min(self._interval, _RECOVERY_SECONDS))
+            if silent:
+                pause = _CROWD_SECONDS
+            # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
+            due = dispatcher.loop.time() + pause
+            timer = dispatcher.loop.call_at(due, wake.set)
+            try:
+                await wake.wait()
+            finally:
+                timer.cancel()
+            if (wait := checked + _CROWD_SECONDS - dispatcher.loop.time()) > 0:
+                await asyncio.sleep(wait)  # Woken by a failed request, perhaps one of a crowd.
+
+    async def _check(self, worker: Worker, dispatcher: Dispatcher) -> bool:
+        """Ask a worker how it is; returns whether it was silent."""
+        if worker.always_healthy:
+            if worker.state != "healthy" or worker in self._refused:
+                await self._admit(worker, dispatcher)
+            return False
+        began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
+        pool.note_silence()
+        answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
+        if answer.silent:
+            late = dispatcher.loop.time() - began - self._timeout > _LATE_SECONDS
+            if not late and not pool.heard_since(began):
+                self._note_failure(worker, answer.detail, certain=False, silent=True)
+                if worker.hung:
+                    dispatcher.end_silent(worker)
+            return True
+        stage = "" if answer.ok else _stage(answer.body)
+        if stage != worker.stage:
+            worker.stage = stage
+            self._registry.changed()
+        if not answer.ok:
+            detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
+            self._note_failure(worker, detail, certain=answer.refused)
+        else:
+            await self._admit(worker, dispatcher, answer.json_object().get("epoch"))
+        return False
+
+    async def _admit(self, worker: Worker, dispatcher: Dispatcher, epoch: str | None = None) -> None:
+        """A check passed: let a worker take requests that fits its role. It is asked what it is where it may
+        have become another."""
+        changed = (worker.state != "healthy" or worker in self._refused
+                   or (epoch is not None and epoch != worker.epoch))
+        self._refused.discard(worker)
+        if changed and (role := await self._learn(worker, dispatcher)) is not None:
+            self._misplaced(worker, role)
+        elif worker in self._wake and self._registry.passed(worker):
+            logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
+
+    def _note_failure(self, worker: Worker, detail: str, *, certain: bool, silent: bool = False) -> None:
+        if self._registry.failed(worker, certain=certain, silent=silent):
+            logger.warning("Worker %s takes no requests: %s.", worker.url, detail)
+
+    def _misplaced(self, worker: Worker, role: str) -> None:
+        """It would answer, and wrongly: a prefill server in decode's place ends every answer with its first token."""
+        self._registry.failed(worker, certain=True)
+        if worker not in self._told:
+            self._told.add(worker)
+            logger.error("Worker %s was named as %s worker, and says that it is a %s server: it gets no requests.",
+                         worker.url, worker.role, "unified" if role == "null" else role)
+
+    async def _learn(self, worker: Worker, dispatcher: Dispatcher) -> str | None:
+        """Ask a worker what it is, as far as nobody said; a worker that cannot tell keeps the defaults. Returns the
+        role that it says it has, where that cannot serve in the one that it was given."""
+        await ask_models(dispatcher, worker, self._timeout)
+        info = (await ask(dispatcher, worker, get("/get_server_info"), self._timeout)).json_object()
+        mode = info.get("disaggregation_mode")
+        if not worker.asks_role and mode in _NOT_FOR[worker.role]:
+            return str(mode)
+        worker.is_baton = info.get("stream_continuation") is True
+        worker.keeps_files = bool(info.get("file_storage_path"))
+        if self._on_ranks is not None and info:
+            self._on_ranks(worker, count_of(info))
+        if worker.asks_role or (worker.role == "prefill" and worker.asks_port):
+            apply_server_info(worker, info)
+            if worker.role == "regular":
+                logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
+        if worker in self._wake and self._trials.learnt(worker, info, dispatcher) and worker.state == "healthy":
+            for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
+                wake.set()
+        return None
+
+
+def _stage(body: bytes) -> str:
+    """What a server that starts says of it in its answer to /health; empty of any other answer."""
+    try:
+        told = msgspec.json.decode(body, type=_Starting)
+    except UNREADABLE:
+        return ""
+    return f"{told.stage[:100]}, {told.progress:.0%}"
+
+
+class _Starting(msgspec.Struct):
+    stage: str
+    progress: Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+def apply_server_info(worker: Worker, info: dict[str, Any]) -> None:
+    """Take role and bootstrap port from a ``/get_server_info`` answer, where they were left open."""
+    mode = info.get("disaggregation_mode")
+    if worker.asks_role:
+        worker.role = mode if mode in ("prefill", "decode") else "regular"
+    if worker.asks_port:
+        port = info.get("disaggregation_bootstrap_port")
+        worker.bootstrap_port = port if isinstance(port, int) else DEFAULT_BOOTSTRAP_PORT

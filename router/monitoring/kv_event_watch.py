@@ -1,0 +1,228 @@
+"""Following the KV events of workers: one subscription each, with a way back after every gap.
+
+A worker's batches are numbered. Whoever comes late, or missed a number, asks the worker's replay port for
+the rest and gets it, or everything (see ``common/engine/kv_event_publisher.py``). A worker that cannot be asked
+(vLLM or SGLang without a replay endpoint) counts as empty from a gap on, until it tells of new pages:
+a page that is wrongly thought absent costs one prompt's affinity, one wrongly thought present costs many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from ...common.api.kv_events import END_OF_REPLAY, decode
+from ..policies.cache_exact import CacheExact
+from ..policies.page_costs import Memory
+from ..relay.dispatcher import Dispatcher
+from ..workers.ask import ask, get
+from ..workers.dp_ranks import report_of
+from ..workers.registry import Worker
+
+logger = logging.getLogger("baton.router")
+
+ANSWER_SECONDS = 5.0
+SILENCE_SECONDS = 8.0
+"""Four heartbeats of our servers: by then a silent one is asked whether there is something new."""
+_PAUSE_SECONDS = 0.5
+_QUEUED_BATCHES = 100_000
+
+
+class Source(NamedTuple):
+    """Where a worker publishes. ``native``: it is one of our servers, with their hashes, heartbeats and replays."""
+
+    events: str
+    replay: str | None
+    topic: str
+    native: bool
+
+
+def source_of(worker: Worker, info: dict[str, Any]) -> Source | None:
+    """Where a ``/get_server_info`` answer says that events are published: our servers' or SGLang's; None: nowhere."""
+    host = worker.endpoint.host
+    port = info.get("kv_events_port")
+    if isinstance(port, int) and port:
+        address = f"[{host}]" if ":" in host else host
+        return Source(f"tcp://{address}:{port}", f"tcp://{address}:{port + 1}", "kv-events", True)
+    try:
+        config = json.loads(info.get("kv_events_config") or "null")
+        if config["publisher"] != "zmq":
+            return None
+        replay = config.get("replay_endpoint")
+        rank = worker.rank or 0  # Each rank publishes on a port of its own, from the configured one on.
+        return Source(_at(host, config.get("endpoint") or "tcp://*:5557", rank),
+                      _at(host, replay, rank) if replay else None, config.get("topic") or "", False)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _at(host: str, endpoint: str, rank: int) -> str:
+    """An endpoint as its server binds it for a rank, seen from elsewhere; raises ValueError where it names no port."""
+    port = urlsplit(endpoint).port
+    if port is None:
+        raise ValueError(endpoint)
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port + rank}"
+
+
+class Gap(Exception):
+    """Batches were missed and cannot be had."""
+
+
+class Follower:
+    """One worker's events, from a subscription to its end, applied through ``apply`` and ``clear``."""
+
+    def __init__(self, context: zmq.asyncio.Context, source: Source, apply: Callable[[list[Any]], None],
+                 clear: Callable[[], None], resynced: Callable[[], None]):
+        self._source = source
+        self._apply = apply
+        self._clear = clear
+        self._context = context
+        self._resynced = resynced
+        self._next = 0
+        self._newest = -1
+
+    async def run(self, followed: Callable[[], None]) -> None:
+        """Follow until cancelled; calls ``followed`` once in step. Raises Gap, OSError or zmq.ZMQError."""
+        with self._context.socket(zmq.SUB) as events:
+            events.rcvhwm = _QUEUED_BATCHES
+            events.subscribe(self._source.topic.encode())
+            events.connect(self._source.events)
+            await self._catch_up()
+            followed()
+            while True:
+                if self._source.native and not await events.poll(SILENCE_SECONDS * 1000):
+                    await self._catch_up()
+                    continue
+                _, number, payload = await events.recv_multipart()
+                await self._take(int.from_bytes(number, "big"), payload)
+
+    async def _take(self, number: int, payload: bytes) -> None:
+        if number <= self._newest:  # A server begins anew: what the old one held is gone.
+            self._restart(number)
+        elif number > self._next:
+            await self._catch_up()
+        self._newest = number
+        if number >= self._next:
+            self._next = number + 1
+            self._apply(decode(payload))
+
+    def _restart(self, number: int) -> None:
+        self._resynced()
+        self._clear()
+        self._next = number
+
+    async def _catch_up(self) -> None:
+        """Take in all from ``_next`` on, or start from nothing where it cannot be had."""
+        self._resynced()
+        if self._source.replay is None:
+            self._clear()
+            self._next = 0
+            return
+        with self._context.socket(zmq.DEALER) as replays:
+            replays.linger = 0
+            replays.connect(self._source.replay)
+            await replays.send_multipart((b"", self._next.to_bytes(8, "big")))
+            first = True
+            while True:
+                if not await replays.poll(ANSWER_SECONDS * 1000):
+                    raise Gap(f"{self._source.replay} does not answer")
+                _, number, payload = await replays.recv_multipart()
+                if number == END_OF_REPLAY:
+                    return
+                found = int.from_bytes(number, "big")
+                if first and found > self._next and not self._source.native:
+                    self._clear()  # Its replay does not reach back to us: what we have may be outdated.
+                first = False
+                self._next = found + 1
+                self._apply(decode(payload))
+
+
+class KVWatch:
+    """Follows all workers for a ``CacheExact`` policy, and asks them how full their memory is."""
+
+    def __init__(self, dispatcher: Dispatcher, policy: CacheExact):
+        self._dispatcher = dispatcher
+        self._policy = policy
+        self._context = zmq.asyncio.Context()
+        self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
+
+    def join(self, worker: Worker) -> None:
+        loop = self._dispatcher.loop
+        self._tasks[worker] = [loop.create_task(self._watch(worker)), loop.create_task(self._weigh(worker))]
+
+    def leave(self, worker: Worker) -> None:
+        for task in self._tasks.pop(worker, ()):
+            task.cancel()
+        self._policy.forget(worker)
+
+    def close(self) -> None:
+        for worker in list(self._tasks):
+            self.leave(worker)
+        self._context.destroy(linger=0)
+
+    async def _watch(self, worker: Worker) -> None:
+        silent = False
+        while True:
+            if worker.state == "healthy":
+                info = (await ask(self._dispatcher, worker, get("/get_server_info"), ANSWER_SECONDS)).json_object()
+                source = source_of(worker, info)
+                if source is not None:
+                    await self._follow(worker, source)
+                elif info and not silent:
+                    silent = True
+                    logger.warning("Worker %s publishes no KV events: its cache is guessed (start it with "
+                                   "--kv-events-port).", worker.url)
+            await asyncio.sleep(_PAUSE_SECONDS if not silent else 20 * _PAUSE_SECONDS)
+
+    async def _follow(self, worker: Worker, source: Source) -> None:
+        policy, residency = self._policy, self._policy.residency
+
+        def apply(events: list[Any]) -> None:
+            policy.take(worker, events, native=source.native)
+            worker.cached_tokens = residency.sizes.get(worker.id, 0) * residency.page_sizes.get(worker.id, 0)
+
+        follower = Follower(self._context, source, apply, lambda: policy.cleared(worker), self._count_resync)
+        try:
+            await follower.run(lambda: policy.follow(worker))
+        except (Gap, OSError, zmq.ZMQError, ValueError, struct.error) as error:
+            logger.warning("The KV events of %s are lost for the moment: %s.", worker.url, error)
+        finally:
+            policy.followed.discard(worker.id)
+            residency.clear(worker.id)
+            if worker not in self._tasks:
+                residency.forget(worker.id)
+            worker.cached_tokens = None
+
+    def _count_resync(self) -> None:
+        self._dispatcher.metrics.kv_resyncs += 1
+
+    async def _weigh(self, worker: Worker) -> None:
+        """Ask for the worker's memory every second; one that cannot tell is not asked again for a minute."""
+        while True:
+            pause = 1.0
+            if worker.state == "healthy":
+                answer = await ask(self._dispatcher, worker, get("/get_load"), ANSWER_SECONDS)
+                memory = _memory(report_of(worker, answer.json()), self._policy.residency.page_sizes.get(worker.id, 16))
+                if memory is not None:
+                    self._policy.costs.memory[worker.id] = memory
+                elif answer.status:
+                    self._policy.costs.memory.pop(worker.id, None)
+                    pause = 60.0
+            await asyncio.sleep(pause)
+
+
+def _memory(load: Any, page_size: int) -> Memory | None:
+    """Sums a ``/get_load`` answer over its ranks; None where it does not tell tokens."""
+    try:
+        return Memory(sum(rank["num_tokens"] for rank in load) / page_size,
+                      sum(rank["max_total_num_tokens"] for rank in load) / page_size)
+    except (TypeError, KeyError):
+        return None

@@ -1,0 +1,275 @@
+"""One of a router's serving processes: a whole router, but for what the parent and the board do for it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from ...common.api.errors import ConfigError, WorkerUnavailable
+from ...common.obs.logging import setup_logging
+from ..admin.worker_routes import changes_workers
+from ..admission.admission import Admission, AdmissionRules
+from ..app import Router
+from ..components import Components, Health
+from ..config import RouterConfig
+from ..config.endpoint import Endpoint
+from ..monitoring.cluster_view import ClusterView
+from ..net.http_server import Request
+from ..net.responses import Response
+from ..net.upstream_answer import Failure
+from ..process_setup import prepare
+from ..relay.dispatcher import Dispatcher
+from ..relay.poison_guard import Deaths
+from ..workers.registry import Registry, Worker
+from .counters import dump
+from .link import Link
+from .messages import (
+    Answered,
+    Asks,
+    Begin,
+    Count,
+    Counted,
+    End,
+    Knows,
+    Listens,
+    Refuses,
+    Suspects,
+    ToChild,
+    Updates,
+    WorkerUpdate,
+)
+from .shared_admission import SharedAdmission
+from .shared_policies import PolicySharing
+from .shared_stats import SharedStats
+from .shared_workers import SharedRegistry, SharedSlots, SharedWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..policies import Policy
+    from ..workers.models import Group
+    from ..workers.registry import Role
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ANSWER_SECONDS = 20.0
+"""Longest wait for the parent, which itself waits at most a few seconds for the other children."""
+_IDLE_SECONDS = 0.25
+"""How often a process without requests takes in what the others tell."""
+_PARENT_ANSWERS = frozenset((b"/metrics", b"/dashboard/data", b"/add_worker", b"/remove_worker", b"/drain_worker"))
+
+
+def main() -> None:
+    """The child's command line: the descriptor of its end of the link."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends us in order.
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prepare()
+    link = socket.socket(fileno=int(sys.argv[1]))
+    if os.getppid() != int(sys.argv[2]):  # The parent died before prctl took effect.
+        return
+    uvloop.run(_run(link))
+
+
+async def _run(sock: socket.socket) -> None:
+    child: Child | None = None
+    begun = asyncio.get_running_loop().create_future()
+    ended = asyncio.Event()
+
+    def received(message: Any) -> None:
+        if isinstance(message, Begin):
+            begun.set_result(message)
+        else:
+            early.append(message) if child is None else child.received(message)
+
+    early: list[Any] = []
+    link = await Link.over(sock, ToChild, received, ended.set)
+    begin: Begin = await begun
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    setup_logging(begin.config.logs, f"router.{begin.child}")
+    child = Child(begin, link, ended)
+    try:
+        await child.start(early)
+    except ConfigError as error:
+        link.tell(Refuses(str(error)))
+        await link.close()
+        return
+    link.tell(Listens())
+    await ended.wait()
+    await child.stop()
+    link.tell(Counted(0, dump(child.router.metrics), {}))
+    await link.close()
+
+
+class Child(Components):
+    """A router's parts in a child."""
+
+    def __init__(self, begin: Begin, link: Link, ended: asyncio.Event):
+        self._begin = begin
+        self._link = link
+        self._ended = ended
+        self._board = SharedStats(begin.board, begin.count)
+        self._column = self._board.loads(begin.child)
+        self._workers: dict[int, SharedWorker] = {}
+        self._roots: dict[int, Worker] = {}
+        self._questions: dict[int, asyncio.Future[Answered]] = {}
+        self._asked = 0
+        self._ticker: asyncio.Task[None] | None = None
+        self.router = Router(begin.config, parts=self)
+
+    async def start(self, early: list[Any]) -> None:
+        """Take in the news that came so far, and accept connections; raises ConfigError."""
+        self._early = early
+        await self.router.start()
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def stop(self) -> None:
+        assert self._ticker is not None
+        self._ticker.cancel()
+        await self.router.stop()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_IDLE_SECONDS)
+            self._registry.look()
+
+    # ------------------------------------------------------------------ the parts
+
+    def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
+        self._registry = SharedRegistry(self._board, self._begin.child, self._link.tell, config.circuit.rules,
+                                        config.workers.models)
+        return self._registry
+
+    def health(self, config: RouterConfig, registry: Registry,
+               on_ranks: Callable[[Worker, int], None] | None) -> Health:
+        return _Informant(self._link, self._registry)
+
+    def dispatcher(self, *args: Any) -> Dispatcher:
+        dispatcher = super().dispatcher(*args)
+        self._sharing = PolicySharing(self._board, self._begin.child)
+        dispatcher.policies.built = self._share
+        self._share(None, dispatcher.policies.common)
+        self._dispatcher = dispatcher
+        dispatcher.poison.slots = SharedSlots(self._board, self._begin.child)
+        dispatcher.poison.tell = self._link.tell
+        for message in (self._begin.news, *self._begin.deaths, *self._early):
+            self.received(message)
+        return dispatcher
+
+    def _share(self, group: Group, policies: Mapping[Role, Policy]) -> None:
+        apply = self._sharing.join(group, policies.values())
+        for neighbour in self._registry.neighbours:
+            neighbour.apply.update(apply)
+
+    def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> Admission:
+        return SharedAdmission(rules, loop, self._board, self._begin.child, self._begin.signals)
+
+    def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
+        if request.path in _PARENT_ANSWERS or changes_workers(request):
+            return self._ask(request)
+        return super().answer(router, request)
+
+    async def _ask(self, request: Request) -> Response:
+        """The parent's answer."""
+        self._asked += 1
+        number = self._asked
+        found: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._questions[number] = found
+        self._link.tell(Asks(number, request.method, request.path, request.query, request.body))
+        try:
+            answered = await asyncio.wait_for(found, _ANSWER_SECONDS)
+        except asyncio.TimeoutError:
+            return Response.error(WorkerUnavailable("The router's parent process does not answer.", retry_after=1.0))
+        finally:
+            del self._questions[number]
+        return Response(answered.status, answered.body, answered.content_type, answered.headers)
+
+    # ------------------------------------------------------------------ what the parent says
+
+    def received(self, message: Any) -> None:
+        if isinstance(message, Updates):
+            self._take(message)
+        elif isinstance(message, Answered):
+            found = self._questions.get(message.number)
+            if found is not None and not found.done():
+                found.set_result(message)
+        elif isinstance(message, Count):
+            cached = {worker.id: worker.cached_tokens for worker in self._workers.values()
+                      if worker.cached_tokens is not None}
+            self._link.tell(Counted(message.number, dump(self.router.metrics), cached))
+        elif isinstance(message, Deaths):
+            self._dispatcher.poison.learn(message)
+        elif isinstance(message, End):
+            self._ended.set()
+
+    def _take(self, news: Updates) -> None:
+        for worker_id in news.gone:
+            worker = self._workers.pop(worker_id)
+            self._registry.remove(worker.url)
+            if worker_id in news.cut:
+                self._dispatcher.cut(worker)
+            self._dispatcher.close_pool(worker)
+        for told in news.changed:
+            known = self._workers.get(told.id)
+            if known is None:
+                self._join(told)
+            else:
+                known.take(told)
+                if known.api_key != told.api_key:
+                    known.api_key = told.api_key
+                    self._dispatcher.use_key(known)
+                if known.hung:
+                    self._dispatcher.end_silent(known)
+        self._registry.changed()
+        for group in self._registry.models.groups:  # Before it is asked for: others tell of it already.
+            self._dispatcher.policies.of(group)
+        self._link.tell(Knows(news.version))
+
+    def _join(self, news: WorkerUpdate) -> None:
+        worker = SharedWorker(Endpoint.parse(news.server), news.role, api_key=news.api_key, rank=news.rank,
+                              root=self._roots.get(news.root), row=news.row, column=self._column)
+        worker.id = news.id
+        if news.root not in self._roots:
+            known = {other.root for other in self._workers.values()}
+            self._roots = {number: root for number, root in self._roots.items() if root in known}
+            self._roots[news.root] = worker
+        self._workers[worker.id] = worker
+        self._registry.add(worker)
+        worker.take(news)
+        self._dispatcher.open_pool(worker)
+
+
+class _Informant:
+    """A child's health monitor: it tells the parent what failed, and checks nothing itself."""
+
+    def __init__(self, link: Link, registry: SharedRegistry):
+        self._link = link
+        self._registry = registry
+
+    def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+        raise AssertionError("the parent watches the workers")
+
+    def unwatch(self, worker: Worker) -> None:
+        raise AssertionError("the parent watches the workers")
+
+    def suspect(self, worker: Worker, failure: Failure) -> None:
+        if worker in self._registry:
+            if failure.refused and self._registry.failed(worker, certain=True):
+                logging.getLogger("baton.router").warning("Worker %s takes no requests: %s.", worker.url,
+                                                          failure.detail)
+            self._link.tell(Suspects(worker.id, failure.reason, failure.detail, failure.refused))
+
+    async def close(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    main()

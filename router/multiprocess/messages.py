@@ -1,0 +1,160 @@
+"""What parent and children tell each other: msgpack structs, each with its name as tag."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from ..config import RouterConfig
+from ..relay.poison_guard import Deaths
+from ..workers.circuit import CircuitState
+from ..workers.compatibility import Misfit
+from ..workers.registry import Role, State, WorkerMetadata
+
+
+class WorkerUpdate(msgspec.Struct, frozen=True):
+    """One worker, as the parent knows it. ``root`` is the id of the worker whose ranks belong together."""
+
+    id: int
+    row: int
+    server: str
+    rank: int | None
+    root: int
+    api_key: str | None
+    role: Role
+    bootstrap_port: int | None
+    model_ids: tuple[str, ...]
+    model_cards: tuple[dict[str, Any], ...]
+    checked: bool
+    always_healthy: bool
+    named: bool
+    metadata: WorkerMetadata
+    state: State
+    hung: bool
+    draining: bool
+    is_baton: bool
+    keeps_files: bool
+    pair_key: str | None
+    model_fingerprint: str | None
+    fitting: frozenset[str] | None
+    misfits: tuple[Misfit, ...]
+    stage: str
+    circuit: CircuitState
+    troubled: bool
+    probing: bool
+
+    of_worker: ClassVar[tuple[str, ...]] = (
+        "role", "bootstrap_port", "model_ids", "model_cards", "state", "hung", "draining", "is_baton", "keeps_files",
+        "checked", "always_healthy", "named", "metadata", "pair_key", "model_fingerprint", "fitting", "misfits",
+        "stage")
+    """Fields that are attributes of a worker and may change."""
+
+
+# ---------------------------------------------------------------------- to a child
+
+
+class Updates(msgspec.Struct, tag=True, frozen=True):
+    """Workers that came or changed, and the ids of those that left; with ``cut`` their requests are cut."""
+
+    version: int
+    changed: tuple[WorkerUpdate, ...]
+    gone: tuple[int, ...] = ()
+    cut: tuple[int, ...] = ()
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """The first message: who the child is, and with what it runs. ``signals`` are the children's event descriptors."""
+
+    config: RouterConfig
+    child: int
+    count: int
+    board: int
+    signals: tuple[int, ...]
+    news: Updates
+    deaths: tuple[Deaths, ...] = ()
+
+
+class Answered(msgspec.Struct, tag=True, frozen=True):
+    number: int
+    status: int
+    body: bytes
+    content_type: str
+    headers: tuple[tuple[str, str], ...]
+
+
+class Count(msgspec.Struct, tag=True, frozen=True):
+    """Tell what you counted."""
+
+    number: int
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """Accept no more, let the running requests end, and exit."""
+
+
+# ---------------------------------------------------------------------- to the parent
+
+
+class Listens(msgspec.Struct, tag=True, frozen=True):
+    """The child accepts connections."""
+
+
+class Refuses(msgspec.Struct, tag=True, frozen=True):
+    """The child cannot start: a sentence for the user."""
+
+    sentence: str
+
+
+class Knows(msgspec.Struct, tag=True, frozen=True):
+    """The child has taken in all news up to a version."""
+
+    version: int
+
+
+class Asks(msgspec.Struct, tag=True, frozen=True):
+    """A request to the router itself that the parent answers."""
+
+    number: int
+    method: bytes
+    path: bytes
+    query: bytes
+    body: bytes
+
+
+class Counted(msgspec.Struct, tag=True, frozen=True):
+    number: int
+    counts: bytes
+    cached_tokens: dict[int, int]
+
+
+class Suspects(msgspec.Struct, tag=True, frozen=True):
+    """A request failed on a worker below HTTP."""
+
+    worker: int
+    reason: str
+    detail: str
+    refused: bool
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """A worker failed a request."""
+
+    worker: int
+
+
+class Served(msgspec.Struct, tag=True, frozen=True):
+    """A worker that had failed requests answered one."""
+
+    worker: int
+
+
+class Probed(msgspec.Struct, tag=True, frozen=True):
+    """The probe of a half-open circuit begins, or ended."""
+
+    worker: int
+    runs: bool
+
+
+ToChild = Begin | Updates | Answered | Count | End | Deaths
+ToParent = Listens | Refuses | Knows | Asks | Counted | Suspects | Failed | Served | Probed | Deaths

@@ -1,0 +1,41 @@
+"""TLS contexts: the one clients meet, and the one https:// workers meet."""
+
+from __future__ import annotations
+
+import ssl
+
+from ...common.api.errors import ConfigError
+from ..config.security import SecurityArgs
+
+
+def server_context(args: SecurityArgs) -> ssl.SSLContext | None:
+    """For --ssl-certfile; None without. Raises ConfigError for files that cannot be used."""
+    if args.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load_chain(context, args.ssl_certfile, args.ssl_keyfile, "--ssl-certfile and --ssl-keyfile")
+    return context
+
+
+def worker_context(args: SecurityArgs) -> ssl.SSLContext:
+    """For https:// workers: the system's authorities, or those of --worker-ca-file instead."""
+    context = ssl.create_default_context()
+    if args.worker_ca_file:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for path in args.worker_ca_file:
+            try:
+                context.load_verify_locations(path)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"Cannot use --worker-ca-file {path}: {error}.") from None
+    if args.client_cert_path is not None:
+        _load_chain(context, args.client_cert_path, args.client_key_path, "--client-cert-path and --client-key-path")
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, certificate: str, key: str | None, names: str) -> None:
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"Cannot use {names} ({certificate}, {key}): {error}.") from None

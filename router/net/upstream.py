@@ -1,0 +1,353 @@
+"""A connection to a worker: raw, and read only as far as framing needs.
+
+An answer's bytes reach the sink as they came; nothing is decoded or rebuilt. Of an answer with a known head
+(``KnownHeads``) the bytes are counted; llhttp runs over all others to learn where head and message end.
+
+Contract with the sink (``Sink``): after ``UpstreamPool.send`` returned (never before), zero or one
+``answer_head``, then any number of ``answer_data``, then exactly one of ``answer_end`` and
+``answer_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the answer told
+its reader to close the connection, or ended with it.
+
+An answer of up to ``BUFFERED_BYTES`` that is no stream reaches the sink whole, in its ``answer_head``, or not at all:
+one that breaks off half-way is as good as none, and can be asked of another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+import httptools
+import msgspec
+
+from .heads import KnownHead, KnownHeads
+from .outbox import Bytes, Outbox
+from .upstream_answer import ENGINE_DEAD, AnswerFacts, AnswerHead, Failure, Sink, engine_died
+
+_MAX_HEAD = 128 * 1024
+BUFFERED_BYTES = 1024 * 1024
+"""Longest answer, head included, that is held until it is whole. A chat answer has some 5 bytes a token, with five
+log-probabilities each 600; a router with 1,000 such answers half-way here lends them 1 GiB."""
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
+
+
+def _comes_whole(head: AnswerHead) -> bool:
+    """Whether an answer's body is to be held until its end: it is no stream, and announces no more than we hold.
+
+    Of chunked ones only JSON: anything else may be a stream in a form that we do not know.
+    """
+    facts = head.facts
+    if facts.event_stream or not facts.delimited:
+        return False
+    if facts.chunked:
+        return facts.json
+    found = _LENGTH.search(head.data, 0, head.size)
+    return found is not None and head.size + int(found[1]) <= BUFFERED_BYTES
+
+
+class Home(Protocol):
+    """What a connection needs of those that it stands among."""
+
+    url: str
+    known: KnownHeads[AnswerFacts]
+    connections: set[UpstreamConnection]
+    heard: Callable[[], None] | None
+    """Called whenever data arrives."""
+    outbox: Outbox
+
+    def park(self, connection: UpstreamConnection) -> None:
+        """It idles, and may carry another call."""
+
+    def unpark(self, connection: UpstreamConnection) -> None:
+        """It carries no call any more."""
+
+    def connect(self, call: Call) -> None:
+        """Carry a call on a new connection."""
+
+
+class Call(msgspec.Struct, eq=False):
+    """One request on one worker, from ``UpstreamPool.send`` to its end."""
+
+    pool: Home
+    sink: Sink | None
+    head: bytes
+    """And with it the body, unless that is large."""
+    body: tuple[Bytes, ...]
+    """The parts of a large one."""
+    bodiless: bool
+    """The answer to a HEAD request ends with its head, whatever Content-Length says."""
+    resend: bool
+    """Whether to send again, on a new connection, what met a stale idle one; else the call is lost as "stale"."""
+    connection: UpstreamConnection | None = None
+    connecting: asyncio.Task[None] | None = None
+    paused: bool = False
+    stale: bool = False
+    """Whether a connection that had idled was lost under it: is the worker still there?"""
+
+    def cancel(self) -> None:
+        """Drop the call: the worker sees its connection close, the sink hears nothing more. Idempotent."""
+        self.sink = None
+        if self.connecting is not None:
+            self.connecting.cancel()
+            self.connecting = None
+        if self.connection is not None:
+            self.connection.abandon()
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the answer so far ends where one more event may follow; nothing can be read of it afterwards."""
+        return self.connection is not None and self.connection.at_boundary()
+
+    def pause(self) -> None:
+        """Stop reading from the worker: its socket fills up, and it waits."""
+        if self.paused:
+            return
+        self.paused = True
+        if self.connection is not None:
+            self.connection.transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self.paused:
+            return
+        self.paused = False
+        if self.connection is not None:
+            self.connection.heard = True
+            self.connection.transport.resume_reading()
+
+    def ended(self, reusable: bool) -> None:
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            sink.answer_end(reusable=reusable)
+
+    def lost(self, failure: Failure) -> None:
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            sink.answer_lost(failure)
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One keep-alive connection to a worker; carries one call at a time."""
+
+    __slots__ = ("_pool", "_parser", "_pending", "_head", "_head_complete", "_missing", "_done", "_keep_alive",
+                 "_buffered", "_buffered_size", "transport", "call", "reused", "heard", "silent_since",
+                 "idle_since", "_last")
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: Home):
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._pending = b""
+        self._head: AnswerHead | None = None
+        self._head_complete = self._done = self._keep_alive = False
+        self._buffered: list[bytes] | None = None
+        """The pieces so far of an answer that its sink is given whole."""
+        self._buffered_size = 0
+        self._missing = 0
+        """Bytes to come of an answer with a known head; the parser sees nothing of it."""
+        self.call: Call | None = None
+        self.reused = False
+        self.heard = True
+        """Whether anything came, or was sent, since the last sweep: cheaper than a time noted with each piece."""
+        self.silent_since = self.idle_since = 0.0
+        self._last: KnownHead[AnswerFacts] | None = None
+
+    def carry(self, call: Call) -> None:
+        """Send a call's request and deliver its answer."""
+        self.call = call
+        call.connection = self
+        self.heard = True
+        if call.paused:
+            self.transport.pause_reading()
+        if call.body:
+            self._pool.outbox.put(self.transport, (call.head, *call.body))
+        else:
+            self._pool.outbox.put(self.transport, call.head)
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer has begun."""
+        return self._head is not None
+
+    def abandon(self) -> None:
+        """Cut the connection; a worker notices at its next read or write."""
+        self._detach()
+        self.transport.abort()
+
+    def fail(self, failure: Failure) -> None:
+        """End the call with a failure and cut the connection."""
+        call = self.call
+        self.abandon()
+        if call is not None:
+            call.lost(failure._replace(at_boundary=self.at_boundary()))
+
+    def _detach(self) -> None:
+        if self.call is not None:
+            self.call.connection = None
+            self.call = None
+
+    # ------------------------------------------------------------------ callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        if self._done:  # A second answer to one request would be relayed as part of the first.
+            raise ValueError("more than one answer")
+
+    def on_headers_complete(self) -> None:
+        self._head_complete = True
+
+    def on_message_complete(self) -> None:
+        self._done = True
+        self._keep_alive = self._parser.should_keep_alive()  # Only here: the parser forgets it right after.
+
+    # ------------------------------------------------------------------ callbacks of the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self._pool.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if (heard := self._pool.heard) is not None:
+            heard()
+        call = self.call
+        if call is None:  # A worker that talks unasked: nothing it says belongs to a request.
+            self.transport.abort()
+            return
+        self.heard = True
+        if self._head is None:
+            if not self._pending and not call.bodiless and (
+                    found := self._pool.known.find(data, self._last)) is not None:
+                self._last, size, length = found
+                missing = length + size - len(data)
+                if missing >= 0:
+                    self._missing = missing
+                    self._head = head = AnswerHead(self._last.fact, data, size, not missing)
+                    call.head = b""
+                    if missing and size + length <= BUFFERED_BYTES and not head.facts.event_stream:
+                        self._buffered, self._buffered_size = [data], len(data)
+                    elif call.sink is not None:
+                        call.sink.answer_head(head)
+                    if not missing and self.call is call:
+                        self._finish(call, True)
+                    return
+        elif self._missing:
+            self._count(call, data)
+            return
+        self._parse(call, data)
+
+    def _count(self, call: Call, data: bytes) -> None:
+        """More of an answer with a known head."""
+        missing = self._missing - len(data)
+        if missing < 0:
+            self.fail(Failure("malformed", f"{self._pool.url} sent more than it announced"))
+            return
+        self._missing = missing
+        self._pass_on(call, data, last=not missing)
+        if not missing and self.call is call:
+            self._finish(call, True)
+
+    def _pass_on(self, call: Call, data: bytes, *, last: bool) -> None:
+        """More of a body, for the sink or, of an answer that comes whole, until its ``last`` piece to keep."""
+        if (buffered := self._buffered) is None:
+            if call.sink is not None:
+                call.sink.answer_data(data)
+            return
+        buffered.append(data)
+        self._buffered_size += len(data)
+        if last or self._buffered_size > BUFFERED_BYTES:
+            head, self._buffered = self._head, None
+            head.data, head.whole = b"".join(buffered), last  # type: ignore[union-attr]  # it has come
+            if call.sink is not None:
+                call.sink.answer_head(head)  # type: ignore[arg-type]
+
+    def _parse(self, call: Call, data: bytes) -> None:
+        """More of any other answer."""
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.fail(Failure("malformed", f"{self._pool.url} sent a malformed answer ({error})"))
+            return
+        if self._head is None:
+            self._read_head(call, data)
+        else:
+            self._pass_on(call, data, last=self._done)
+        if self._done and self.call is call:
+            self._done = self._head_complete = False
+            self._finish(call, self._keep_alive)
+
+    def _read_head(self, call: Call, data: bytes) -> None:
+        if self._pending:
+            data = self._pending + data
+        if not self._head_complete:
+            self._pending = data
+            if len(data) > _MAX_HEAD:
+                self.fail(Failure("malformed", f"{self._pool.url} sent a head of more than {_MAX_HEAD} bytes"))
+            return
+        status = self._parser.get_status_code()
+        size = data.find(b"\r\n\r\n") + 4
+        if status < 200 or size < 4:  # An interim answer, which our requests never ask for.
+            self.fail(Failure("malformed", f"{self._pool.url} sent an answer that cannot be relayed (status {status})"))
+            return
+        self._pending = call.head = b""
+        call.body = ()
+        if status == 503 and ENGINE_DEAD in data[:size].lower():  # as if its process were gone, which it soon will be
+            self.fail(engine_died(self._pool.url))
+            return
+        self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
+        if call.bodiless:
+            self._done, self._keep_alive = True, False  # The parser waits for a body, so the connection is spent.
+        if not self._done and _comes_whole(head):
+            self._buffered, self._buffered_size = [data], len(data)
+        elif call.sink is not None:
+            call.sink.answer_head(head)
+
+    def _finish(self, call: Call, reusable: bool) -> None:
+        self._head = self.call = call.connection = self._buffered = None
+        if reusable and not call.paused:
+            self._pool.park(self)
+        else:
+            self.transport.close()
+        sink, call.sink = call.sink, None
+        if sink is not None:
+            sink.answer_end(reusable=reusable)
+
+    def eof_received(self) -> None:
+        """The worker closes; the connection is lost in a moment, and must not be taken for a call before."""
+        self._pool.unpark(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.unpark(self)
+        self._pool.connections.discard(self)
+        call = self.call
+        if call is not None:
+            self._detach()
+            self._lose(call, exc)
+        self._parser = None  # type: ignore[assignment]  # It holds us: a cycle that only a rare collection would end.
+
+    def _lose(self, call: Call, exc: Exception | None) -> None:
+        if self._head is None and not self._pending and self.reused and self.heard and call.sink is not None:
+            # At once: the worker may have closed the idle connection while our request was on its way, which is not its
+            # failure. Or it died under the request: then nobody listens there.
+            call.stale = True
+            self._pool.connect(call)
+        elif self._head is not None and not self._head.facts.delimited and exc is None:
+            call.ended(False)
+        else:
+            call.lost(Failure("lost", f"{self._pool.url} closed the connection before the end of its answer",
+                              at_boundary=self.at_boundary()))
+
+    def at_boundary(self) -> bool:
+        """Whether a broken answer stopped where an event may be put: between two chunks.
+
+        The parser does not tell; but between chunks, and only there, a last chunk ends the message. Nothing can be read
+        any more once it was asked.
+        """
+        if self._head is None or not self._head.facts.chunked:
+            return self._head is not None and not self._head.facts.delimited
+        self._done = False
+        try:
+            self._parser.feed_data(b"0\r\n\r\n")
+        except httptools.HttpParserError:
+            return False
+        return self._done

@@ -1,0 +1,110 @@
+"""Admission as connections meet it: relays start now or later, waiting clients may leave, waits end in time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from ...common.api.errors import ServingError
+from ...common.api.unreadable import UNREADABLE
+from ..admission.admission import Admission, Permit, Waiting
+from ..net.request import Request
+from .client_response import ClientResponse
+from .pair import PairRelay
+from .single import Relay
+
+
+class _Fields(msgspec.Struct):
+    stream: bool | None = None
+    priority: int | None = None
+
+
+_fields = msgspec.json.Decoder(_Fields).decode
+
+
+def _peek(body: bytes) -> _Fields:
+    try:
+        return _fields(body)
+    except UNREADABLE:
+        return _Fields()
+
+
+def priority_of(request: Request) -> int:
+    """The ``x-priority`` header, else the body's ``priority``, else 0."""
+    if named := request.header(b"x-priority"):
+        try:
+            return int(named)
+        except ValueError:
+            return 0
+    return _peek(request.body).priority or 0
+
+
+class AdmissionGate:
+    """Starts relays as the admission lets them in."""
+
+    def __init__(self, admission: Admission, loop: asyncio.AbstractEventLoop):
+        self.admission = admission
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, exchange: ClientResponse, relay: Relay | PairRelay) -> None:
+        """Start a relay, or make it wait as its connection's handler; raises Overloaded."""
+        request = exchange.request
+        streamed = bool(self.admission.rules.slo_ttft and _peek(request.body).stream)
+        entry = _Entry(exchange, relay)
+        found = self.admission.enter(request.authorization, streamed, lambda: priority_of(request), entry.start,
+                                     entry.refuse)
+        if isinstance(found, Permit):
+            entry.start(found)
+            return
+        entry.waiting = found
+        exchange.connection.handler = entry
+        if self._timer is None:
+            self._arm(found.since + self.admission.rules.queue_timeout)
+
+    def close(self) -> None:
+        self.admission.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self, when: float | None) -> None:
+        self._timer = self._loop.call_at(when + 0.002, self._sweep) if when is not None else None
+
+    def _sweep(self) -> None:
+        self._arm(self.admission.sweep())
+
+
+class _Entry:
+    """A request at the gate; while it waits, the handler of its connection."""
+
+    __slots__ = ("_exchange", "_relay", "waiting")
+
+    def __init__(self, exchange: ClientResponse, relay: Relay | PairRelay):
+        self._exchange = exchange
+        self._relay = relay
+        self.waiting: Waiting | None = None
+
+    def start(self, ticket: Permit) -> None:
+        self._exchange.ticket = ticket
+        self._exchange.connection.handler = self._relay
+        self._relay.start()
+
+    def refuse(self, error: ServingError) -> None:
+        self._exchange.fail(error)
+
+    def cancel(self) -> None:
+        assert self.waiting is not None
+        self.waiting.leave()
+        self._exchange.abandon()
+
+    def expire(self, error: ServingError) -> None:
+        assert self.waiting is not None
+        self.waiting.leave()
+        self._exchange.fail(error)
+
+    def pause(self) -> None:
+        self._relay.pause()
+
+    def resume(self) -> None:
+        self._relay.resume()

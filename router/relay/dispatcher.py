@@ -1,0 +1,318 @@
+"""What all relays share: the decision who serves a request, and the connections to carry it out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+from ...common.api.errors import WorkerUnavailable
+from ..config import RouterConfig
+from ..net.body import Body, LargeBody, Peek
+from ..net.busy_poll import BusyPoll
+from ..net.heads import KnownHeads
+from ..net.outbox import Bytes, Outbox
+from ..net.request import Request
+from ..net.tls import worker_context
+from ..net.upstream import Call
+from ..net.upstream_answer import Failure, Sink
+from ..net.upstream_pool import UpstreamPool, plain_answer
+from ..obs.metrics import Metrics
+from ..policies import PolicySets, Subject
+from ..policies.cache_exact import CacheExact
+from ..workers.compatibility import Pairs
+from ..workers.dp_ranks import tell_rank
+from ..workers.models import Group
+from ..workers.registry import ROLES, Registry, Reservation, Role, Worker, without
+from .poison_guard import PoisonGuard
+from .retry import FAILURES, Backoff, Outcome, Retries
+
+logger = logging.getLogger("baton.router")
+
+RETRY_AFTER_SECONDS = 1.0
+_JOINED = 16 * 1024
+"""Bodies up to this are copied behind their head: a second buffer costs more than so small a copy."""
+
+
+class Watch(Protocol):
+    """Follows the workers beside their requests."""
+
+    def join(self, worker: Worker) -> None: ...
+    def leave(self, worker: Worker) -> None: ...
+    def close(self) -> None: ...
+
+
+class Dispatcher:
+    """Decides synchronously over the registry and reserves at the decision; sends through one pool a worker.
+
+    ``suspect(worker, failure)`` is told of every attempt that failed below HTTP.
+    """
+
+    def __init__(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
+                 suspect: Callable[[Worker, Failure], None]):
+        self.registry = registry
+        self.metrics = metrics
+        self.rng = rng
+        self.loop = asyncio.get_running_loop()
+        self._suspect = suspect
+        self._circuit_seconds = config.circuit.cb_timeout_duration_secs
+        self.policies = PolicySets({role: config.policy.policy_for(role) for role in ROLES}, config.policy, rng)
+        self.watch: Watch | None = None
+        self._hung_seconds = config.health.health_check_timeout_secs
+        self.poison = PoisonGuard(self, config.retry.poison_refusal_secs,
+                                  (config.health.health_check_endpoint, config.health.health_check_timeout_secs))
+        self._connect_timeout = config.health.connect_timeout_secs
+        self._backoff = Backoff(config.retry.most, config.retry.retry_initial_backoff_ms / 1e3,
+                                config.retry.retry_max_backoff_ms / 1e3, config.retry.retry_backoff_multiplier,
+                                config.retry.retry_jitter_factor)
+        self._pools: dict[Worker, UpstreamPool] = {}
+        self._tls = worker_context(config.security)
+        self._known = KnownHeads(plain_answer)
+        microseconds = config.http.busy_poll_us
+        self.heard = BusyPoll(self.loop, microseconds / 1e6).heard if microseconds else None
+        """To be called by connections whenever data arrives."""
+        self.outbox = Outbox(self.loop)
+        """Takes what connections, of both sides, write."""
+        self._worker_key = config.security.worker_api_key
+        self._keeps_keys = bool(config.security.client_keys)
+        self._unauthorized: set[str] = set()
+        """Workers of which it was said that they refuse the router."""
+
+    # ------------------------------------------------------------------ connections
+
+    def open_pool(self, worker: Worker) -> UpstreamPool:
+        self._pools[worker] = pool = UpstreamPool(
+            worker.endpoint, connect_timeout=self._connect_timeout, authorization=self._shown_to(worker),
+            tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, outbox=self.outbox,
+            heard=self.heard)
+        if self.watch is not None:
+            self.watch.join(worker)
+        return pool
+
+    def use_key(self, worker: Worker) -> None:
+        """Show a worker its key from now on: it was changed."""
+        self._pools[worker].authorization = self._shown_to(worker)
+
+    def _shown_to(self, worker: Worker) -> bytes:
+        key = worker.api_key or self._worker_key
+        return bearer(key) if key else b""
+
+    def pool(self, worker: Worker) -> UpstreamPool:
+        return self._pools[worker]
+
+    def close_pool(self, worker: Worker) -> None:
+        """Drop what is idle now; running calls end undisturbed and their connections close after them."""
+        self._pools[worker].close()
+        if self.watch is not None:
+            self.watch.leave(worker)
+
+    def cut(self, worker: Worker) -> None:
+        """Fail what runs on a worker."""
+        self._pools[worker].cut(Failure("removed", f"{worker.url} was removed by force"))
+
+    def end_silent(self, worker: Worker) -> None:
+        """Fail what a hung worker has left without a byte for as long as a health check may take."""
+        if worker in self._pools:
+            self._pools[worker].end_silent(self._hung_seconds)
+
+    def sweep(self, silence_limit: float) -> None:
+        """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
+        self.policies.sweep(self.loop.time(), self.registry.models.groups)
+        self.poison.sweep()
+        for worker, pool in list(self._pools.items()):
+            pool.sweep(silence_limit)
+            if worker.hung:
+                pool.end_silent(self._hung_seconds)
+            if worker not in self.registry and not worker.load and not pool.busy:
+                del self._pools[worker]
+
+    def close(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def send(self, worker: Worker, request: Request, body: Body, sink: Sink, *, resend: bool = True) -> Call:
+        """Send ``request`` with ``body`` in place of its own to a worker."""
+        if worker.rank is not None:
+            body = tell_rank(request.path, body, worker.rank)
+        pool = self._pools[worker]
+        method = request.method
+        end = b"\r\ncontent-length: %d\r\n\r\n" % len(body) if body or method == b"POST" else b"\r\n\r\n"
+        joined: bytes = b""
+        parts: tuple[Bytes, ...] = ()
+        if isinstance(body, LargeBody):
+            parts = body.parts
+        elif len(body) > _JOINED:
+            parts = (body,)
+        else:
+            joined = body
+        head = b"".join((
+            method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n",
+            pool.host_line, request.headers, pool.authorization or request.authorization_line,
+            b"x-request-id: ", request.request_id, end, joined))
+        return pool.send(sink, head, parts, method == b"HEAD", resend)
+
+    # ------------------------------------------------------------------ decisions
+
+    def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
+        """What the role's policy decides a request by, for ``place``."""
+        return self.policies.of(request.group)[role].read(request, found)
+
+    def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
+                   found: Peek) -> tuple[Reservation, Reservation]:
+        """Choose and reserve a prefill and a decode worker that fit (neither sequence is empty). Raises
+        WorkerUnavailable, as a policy may, and reserves none then."""
+        policies = self.policies.of(request.group)
+        pairs = self.registry.pairs(request.group)
+        if not pairs.all_fit:
+            return self._place_fitting(pairs, prefills, decodes, request, found)
+        pairing = policies["prefill"]
+        if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
+            chosen = pairing.choose_pair(prefills, decodes, pairing.read(request, found))
+            return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
+                "decode", chosen.decode, chosen.reason)
+        subject = self.subject("prefill", request, found)
+        prefill = pairing.choose(prefills, subject)
+        if policies["decode"].read is not pairing.read:
+            subject = self.subject("decode", request, found)
+        decode = policies["decode"].choose(decodes, subject)
+        return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
+            "decode", decode.worker, decode.reason)
+
+    def _place_fitting(self, pairs: Pairs, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
+                       found: Peek) -> tuple[Reservation, Reservation]:
+        """The prefill worker first, of those that have a partner, then one of its partners."""
+        prefills = pairs.with_partner(prefills, decodes)
+        if not prefills:  # What is left for a retry has no pair among it.
+            prefills, decodes = pairs.prefills, pairs.decodes
+        policies = self.policies.of(request.group)
+        prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, found))
+        partners = pairs.partners(prefill.worker, decodes)
+        decode = policies["decode"].choose(partners, self.subject("decode", request, found))
+        return self._reserve("prefill", prefill.worker, prefill.reason), self._reserve(
+            "decode", decode.worker, decode.reason)
+
+    def place(self, role: Role, workers: Sequence[Worker], subject: Subject, group: Group = None) -> Reservation:
+        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it. Raises WorkerUnavailable, as a policy
+        may."""
+        chosen = self.policies.of(group)[role].choose(workers, subject)
+        return self._reserve(role, chosen.worker, chosen.reason)
+
+    def _reserve(self, role: Role, worker: Worker, reason: str) -> Reservation:
+        self.metrics.decisions[role, reason] += 1
+        worker.change_load(1)
+        reservation = Reservation(worker)
+        if worker.circuit.state != "closed":
+            self.registry.probe(reservation)
+        return reservation
+
+    def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, own: bool = False,
+                   only: Worker | None = None, weights: str | None = None) -> Sequence[Worker]:
+        """Workers of a role and group that may be tried; those that failed this request only when no other is left.
+
+        ``own``: only our servers, for what no other understands. ``only``: none but this worker. ``weights``: only with
+        this fingerprint.
+        """
+        return self._left_of(self.registry.available(role, group), retries, own, only, weights)
+
+    def pair_candidates(self, retries: Retries | None, group: Group = None, *, own: bool = False,
+                        only: Worker | None = None,
+                        weights: str | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        """``candidates`` of both roles that have a partner; ``only`` is a decode worker."""
+        pairs = self.registry.pairs(group)
+        return (self._left_of(pairs.prefills, retries, own, None, weights),
+                self._left_of(pairs.decodes, retries, own, only, weights))
+
+    def _left_of(self, available: Sequence[Worker], retries: Retries | None, own: bool, only: Worker | None,
+                 weights: str | None) -> Sequence[Worker]:
+        if retries is None and only is None and not own:
+            return available
+        if only is not None:
+            available = [only] if only in available else []
+        if own and not all(worker.is_baton for worker in available):
+            available = [worker for worker in available if worker.is_baton]
+        if weights is not None:
+            available = [worker for worker in available if worker.model_fingerprint == weights]
+        return (without(available, retries.excluded) or available) if retries is not None else available
+
+    def untried(self, role: Role, retries: Retries, group: Group = None) -> bool:
+        """Whether a worker is left that has not failed this request."""
+        return any(worker not in retries.excluded for worker in self.registry.available(role, group))
+
+    # ------------------------------------------------------------------ outcomes
+
+    def on_misfit(self, prefill: Worker, decode: Worker) -> None:
+        """The two refused each other: one of them is not what it was, which is to be found out at once."""
+        for worker in (prefill, decode):
+            self._suspect(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
+
+    def on_failure(self, worker: Worker, failure: Failure) -> None:
+        """An attempt failed below HTTP, or in the middle of its stream."""
+        outcome = FAILURES[failure.reason]
+        if outcome.excludes or failure.refused:
+            self._suspect(worker, failure)
+        if outcome.counts:
+            self.on_server_error(worker)
+
+    def report_dead(self, worker: Worker, detail: str) -> None:
+        """A worker that failed a request does not pass a health check either."""
+        self._suspect(worker, Failure("dead", detail, refused=True))
+
+    def on_server_error(self, worker: Worker) -> None:
+        """An attempt failed by its worker's fault."""
+        self.metrics.worker_failures[worker.url] += 1
+        if self.registry.request_failed(worker, self.loop.time()):
+            logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
+            self.metrics.circuits_opened[worker.url] += 1
+            # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
+            self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
+
+    def on_status(self, worker: Worker, status: int, outcome: Outcome, retries: Retries | None) -> None:
+        """A worker answered; a 4xx tells nothing about it, nor that it is busy.
+
+        An error of its own counts once another worker has served the same request: what all refuse so, a client may
+        send as often as it likes. Where nothing is retried, nobody can tell, and each error counts.
+        """
+        if outcome.counts and not self._backoff.max_retries:
+            self.on_server_error(worker)
+        elif status < 400:
+            if retries is not None:
+                for accused in retries.accused:
+                    self.on_server_error(accused)
+                retries.accused.clear()
+            if worker.circuit.troubled and self.registry.request_served(worker):
+                logger.info("Worker %s answers again: its circuit is closed.", worker.url)
+        elif status == 401 and self._keeps_keys and worker.url not in self._unauthorized:
+            self._unauthorized.add(worker.url)
+            logger.error("Worker %s asks for a key that the router does not show it: clients' keys end here, so give "
+                         "the worker's by --worker-api-key.", worker.url)
+
+    def _half_open(self, worker: Worker) -> None:
+        if self.registry.half_open(worker, self.loop.time()):
+            logger.info("Worker %s gets one request at a time, to see whether it answers again.", worker.url)
+
+    def new_retries(self) -> Retries:
+        return Retries(self._backoff, self.rng, self.loop)
+
+
+def no_pair(registry: Registry, group: Group) -> WorkerUnavailable:
+    """The answer when no pair of workers can take a request for a group."""
+    for role in ("prefill", "decode"):
+        if not registry.available(role, group):
+            return nobody(role, group)
+    return WorkerUnavailable("No prefill worker fits with a decode worker.", retry_after=RETRY_AFTER_SECONDS)
+
+
+def nobody(role: Role, group: Group = None) -> WorkerUnavailable:
+    """The answer when no worker of a role can take a request for a group."""
+    name = "worker" if role == "regular" else f"{role} worker"
+    named = f" for the model `{group}`" if group else ""
+    return WorkerUnavailable(f"No healthy {name} is available{named}.", retry_after=RETRY_AFTER_SECONDS)
+
+
+def bearer(key: str) -> bytes:
+    """The header line that shows a key."""
+    return b"authorization: Bearer " + key.encode() + b"\r\n"

@@ -1,0 +1,395 @@
+"""Who the workers are, how they fare and how loaded they are: plain state, no I/O."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from ...common.api.errors import Conflict, NotFound
+from ..config.endpoint import Endpoint
+from .circuit import Circuit, CircuitRules
+from .compatibility import Misfit, Pairs
+from .models import Group, Models
+
+Role = Literal["regular", "prefill", "decode"]
+State = Literal["starting", "healthy", "unhealthy"]
+ROLES: tuple[Role, ...] = ("regular", "prefill", "decode")
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+_ids = itertools.count()
+
+
+class WorkerMetadata(msgspec.Struct, frozen=True):
+    """What an administrator notes of a worker, in sglang-router's fields; shown, and nothing else."""
+
+    priority: int = 50
+    cost: float = 1.0
+    labels: dict[str, str] = {}
+
+
+class LoadOrder(Protocol):
+    """Keeps workers in order of their loads."""
+
+    def moved(self, worker: Worker, before: int) -> None:
+        """A worker's ``known_load`` was ``before``."""
+        ...
+
+
+class Worker:
+    """One instance that requests may be sent to.
+
+    Identity: ``id`` is never reused, so a worker that left and came back is another worker.
+    Health (moved by the registry only): ``state``, ``failures`` and ``successes`` in a row; ``hung``: it answers
+    no checks at all, so what it has not answered yet it probably never will. ``checked``: its first check is over.
+    ``always_healthy``: no check, and no failed request, takes it out.
+    ``named``: the router was started with it. ``metadata``: what an administrator notes of it.
+    Learnt from the worker before it first takes traffic: ``role`` when ``asks_role``,
+    ``bootstrap_port`` (None: the router sends null) when ``asks_port``, ``model_ids`` (none: unknown) and their
+    ``model_cards`` (see ``/v1/models``) when ``asks_models``, and ``is_baton``: one of our servers, which prefills
+    what it is sent alone and goes on with the answers of others; ``keeps_files``: it was given a folder for them.
+    Of its pairs: ``pair_key`` (equal for workers that fit with the same others; None: unknown), ``model_fingerprint``,
+    ``epoch`` (another one when what was learnt may have changed), and as found by trials (see ``compatibility``)
+    ``fitting``, the kinds of decode workers that a prefill worker fits with (None: all), and ``misfits``.
+    One rank of a server (see ``ranks``): ``rank``, and ``root``, the same object for all ranks (a worker without
+    ranks is its own root). ``url`` names the rank too, ``endpoint`` is the server's.
+    Load: ``load`` counts reservations that are not released yet; ``on_release``, where set, is called with each
+    release, and each of ``load_orders`` with each change of the load.
+    ``cached_tokens``: in its prefix cache, None unless it is followed (see ``kv_watch``).
+    Leaving: a worker that is ``draining`` gets nothing new, and is off the list once its load is 0.
+    Failing requests: ``circuit``, moved by the registry once the worker is in it.
+    """
+
+    __slots__ = ("id", "endpoint", "url", "api_key", "role", "bootstrap_port", "asks_role", "asks_port",
+                 "asks_models", "model_ids", "model_cards", "state", "failures", "successes", "hung", "known_load",
+                 "load_orders", "on_release", "draining", "is_baton", "circuit", "cached_tokens", "rank", "root",
+                 "keeps_files", "checked", "always_healthy", "named", "metadata", "pair_key",
+                 "model_fingerprint", "epoch", "fitting", "misfits", "stage")
+
+    def __init__(self, endpoint: Endpoint, role: Role = "regular", *, asks_role: bool = False,
+                 bootstrap_port: int | None | Literal["ask"] = "ask", api_key: str | None = None,
+                 rank: int | None = None, root: Worker | None = None, model_id: str | None = None,
+                 always_healthy: bool = False, named: bool = False, metadata: WorkerMetadata | None = None):
+        self.id = next(_ids)
+        self.endpoint = endpoint
+        self.api_key = api_key
+        self.rank = rank
+        self.root = root or self
+        self.url = endpoint.url if rank is None else f"{endpoint.url}@{rank}"
+        self.role: Role = role
+        self.asks_role = asks_role
+        self.asks_port = bootstrap_port == "ask"
+        self.bootstrap_port = DEFAULT_BOOTSTRAP_PORT if bootstrap_port == "ask" else bootstrap_port
+        self.asks_models = model_id is None
+        self.model_ids: tuple[str, ...] = () if model_id is None else (model_id,)
+        self.model_cards: tuple[dict[str, Any], ...] = ()
+        self.state: State = "starting"
+        self.failures = 0
+        self.successes = 0
+        self.hung = False
+        self.known_load = 0
+        self.load_orders: tuple[LoadOrder, ...] = ()
+        self.on_release: Callable[[Reservation], None] | None = None
+        self.draining = False
+        self.is_baton = False
+        self.keeps_files = False
+        self.circuit = Circuit(CircuitRules())
+        self.cached_tokens: int | None = None
+        self.pair_key: str | None = None
+        self.model_fingerprint: str | None = None
+        self.stage = ""
+        """How far a worker that starts is, as it says itself: ``downloading, 34 %``."""
+        self.epoch: str | None = None
+        self.fitting: frozenset[str] | None = None
+        self.misfits: tuple[Misfit, ...] = ()
+        self.checked = False
+        self.always_healthy = always_healthy
+        self.named = named
+        self.metadata = metadata or WorkerMetadata()
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.url} {self.state} load={self.load}>"
+
+    @property
+    def load(self) -> int:
+        return self.known_load
+
+    @load.setter
+    def load(self, load: int) -> None:
+        self.change_load(load - self.known_load)
+
+    def change_load(self, change: int) -> None:
+        """Count requests of this process that came or went."""
+        before = self.known_load
+        self.known_load = before + change
+        if self.load_orders:
+            for order in self.load_orders:
+                order.moved(self, before)
+
+    shift_load = change_load
+    """The same for requests of another process."""
+
+    def of_rank(self, rank: int | None) -> Worker:
+        """A worker, yet unknown, for one rank of the same server (None: for the server as a whole)."""
+        return Worker(self.endpoint, self.role, asks_role=self.asks_role, api_key=self.api_key, rank=rank,
+                      bootstrap_port="ask" if self.asks_port else self.bootstrap_port, root=self.root,
+                      model_id=None if self.asks_models else self.model_ids[0],
+                      always_healthy=self.always_healthy, named=self.named, metadata=self.metadata)
+
+    def describe(self) -> dict[str, Any]:
+        """The worker as ``/list_workers`` shows it."""
+        shown: dict[str, Any] = {"id": str(self.id), "url": self.url, "role": self.role, "state": self.state,
+                                 "healthy": self.state == "healthy", "load": self.load, "circuit": self.circuit.state,
+                                 "draining": self.draining, "models": list(self.model_ids),
+                                 "cached_tokens": self.cached_tokens, "dp_rank": self.rank,
+                                 "model_fingerprint": self.model_fingerprint,
+                                 "misfits": [{"worker": other.worker, "why": other.why} for other in self.misfits]}
+        if self.stage:
+            shown["stage"] = self.stage
+        if self.role == "prefill":
+            shown["bootstrap_port"] = self.bootstrap_port
+        return shown
+
+
+class Reservation(msgspec.Struct, eq=False, gc=False):
+    """One unit of a worker's load, from the decision to the end of the attempt; released exactly once.
+
+    Whoever makes one adds it to ``worker.load`` (``change_load``).
+    """
+
+    worker: Worker
+    held: bool = True
+
+    def release(self) -> None:
+        assert self.held, "a reservation was released twice"
+        self.held = False
+        worker = self.worker
+        worker.change_load(-1)
+        if worker.on_release is not None:
+            worker.on_release(self)
+
+
+class Registry:
+    """All workers by URL, and for each role and model those that may take new requests.
+
+    ``available(role, group)`` is one tuple object until its workers change, so that a decision costs no filtering and
+    a policy may cache what it derives from the tuple. ``models`` says which group a request is for.
+    """
+
+    def __init__(self, *, failure_threshold: int = 3, success_threshold: int = 2,
+                 circuit_rules: CircuitRules | None = None, on_drained: Callable[[Worker], None] | None = None,
+                 models: Models | None = None):
+        self.models = models or Models()
+        self.unchecked: tuple[Worker, ...] = ()
+        """Workers whose first check is not over."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever workers come, go, or become available or not."""
+        self._circuit_rules = circuit_rules or CircuitRules()
+        self._probes: set[Reservation] = set()
+        self._on_drained = on_drained or (lambda worker: None)
+        self._failure_threshold = failure_threshold
+        self._success_threshold = success_threshold
+        self._workers: dict[str, Worker] = {}
+        self._available: dict[tuple[str, Group], tuple[Worker, ...]] = {}
+        self._pairs: dict[Group, Pairs] = {}
+        self._rename()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def __contains__(self, worker: Worker) -> bool:
+        return self._workers.get(worker.url) is worker
+
+    def add(self, worker: Worker) -> None:
+        """Raises Conflict when the URL is taken."""
+        if worker.url in self._workers or any(
+                known.endpoint == worker.endpoint and known.root is not worker.root for known in self):
+            raise Conflict(f"Worker {worker.url} is already registered.")
+        self._workers[worker.url] = worker
+        worker.circuit = Circuit(self._circuit_rules)
+        self._rename()
+
+    def remove(self, url: str) -> Worker:
+        """Take a worker out of all future decisions; running requests keep their reservations. Raises NotFound."""
+        worker = self._workers.pop(url, None)
+        if worker is None:
+            raise NotFound(f"Worker {url} is not registered.")
+        self._rename()
+        return worker
+
+    def get(self, url: str) -> Worker:
+        """Raises NotFound."""
+        worker = self._workers.get(url)
+        if worker is None:
+            raise NotFound(f"Worker {url} is not registered.")
+        return worker
+
+    def at(self, url: str) -> list[Worker]:
+        """The worker of a URL, or the ranks of the server there; raises NotFound."""
+        found = [worker for worker in self if worker.endpoint.url == url]
+        if not found:
+            raise NotFound(f"Worker {url} is not registered.")
+        return found
+
+    def drain(self, url: str) -> Worker:
+        """Take a worker out of all future decisions; ``on_drained(worker)`` is called once nothing runs on it, which
+        may be now. Raises NotFound."""
+        worker = self.get(url)
+        worker.draining = True
+        worker.on_release = self._released
+        self._refresh()
+        if not worker.load:
+            self._on_drained(worker)
+        return worker
+
+    def available(self, role: Role, group: Group = None) -> tuple[Worker, ...]:
+        return self._available.get((role, group), ())
+
+    def pairs(self, group: Group = None) -> Pairs:
+        """Which of the available prefill and decode workers fit together; one object until they change."""
+        found = self._pairs.get(group)
+        if found is None:
+            prefills, decodes = self.available("prefill", group), self.available("decode", group)
+            found = self._pairs[group] = Pairs(prefills, decodes)
+        return found
+
+    def refit(self) -> None:
+        """Other workers fit together than before."""
+        self._refresh()
+
+    def ready(self, *, pairs: bool) -> bool:
+        """Whether a request could be served now; ``pairs`` wants both roles present, of one model, that fit."""
+        if not pairs:
+            return bool(self.available("regular"))
+        return any(self.pairs(group).prefills and self.pairs(group).decodes
+                   for group in self.models.groups or (None,))
+
+    def learn_models(self, worker: Worker, cards: Sequence[dict[str, Any]]) -> None:
+        """Note which models a worker says that it serves, where nobody said so before."""
+        ids = tuple(card["id"] for card in cards)
+        if worker.asks_models and (ids != worker.model_ids or tuple(cards) != worker.model_cards):
+            worker.model_ids, worker.model_cards = ids, tuple(cards)
+            self._rename()
+
+    def passed(self, worker: Worker) -> bool:
+        """Note a passed health check; returns whether the worker became available by it.
+
+        A starting worker needs one, a failed one needs the success threshold.
+        """
+        worker.failures = 0
+        worker.successes += 1
+        worker.hung = False
+        if worker.state == "healthy" or (worker.state == "unhealthy" and worker.successes < self._success_threshold):
+            return False
+        worker.state = "healthy"
+        worker.circuit.reset()  # It was down and is back: what the old process failed says nothing of the new one.
+        self._rename()  # Its role is known now.
+        return True
+
+    def failed(self, worker: Worker, *, certain: bool, silent: bool = False) -> bool:
+        """Note a failure; returns whether the worker became unavailable by it.
+
+        ``certain`` failures (nobody listens there) count at once, others from the failure threshold on. ``silent``:
+        there was no answer to a health check.
+        """
+        worker.successes = 0
+        worker.failures += 1
+        enough = certain or worker.failures >= self._failure_threshold
+        hung_before, worker.hung = worker.hung, silent and enough
+        out = worker.state == "healthy" and enough and not worker.always_healthy
+        if out:
+            worker.state = "unhealthy"
+        if out or worker.hung is not hung_before:
+            self._refresh()
+        return out
+
+    def first_checked(self, worker: Worker) -> None:
+        """Note that a worker's first check is over, however it ended."""
+        if not worker.checked:
+            worker.checked = True
+            self._refresh()
+
+    # ------------------------------------------------------------------ circuits
+
+    def request_failed(self, worker: Worker, now: float) -> bool:
+        """Note a request that failed by the worker's fault; returns whether its circuit opened by it."""
+        opened = worker.circuit.failed(now)
+        if opened:
+            self._refresh()
+        return opened
+
+    def request_served(self, worker: Worker) -> bool:
+        """Note a request that the worker answered; returns whether its circuit closed by it.
+
+        Needs to be called only while ``worker.circuit.troubled``.
+        """
+        closed = worker.circuit.succeeded()
+        if closed:
+            self._refresh()
+        return closed
+
+    def half_open(self, worker: Worker, now: float) -> bool:
+        """Let probes through to a worker whose circuit has been open for long enough; returns whether it was."""
+        turned = worker.circuit.timeout_passed(now)
+        if turned:
+            self._refresh()
+        return turned
+
+    def probe(self, reservation: Reservation) -> None:
+        """Make a reservation the probe of a half-open circuit: its worker gets nothing more until this ends."""
+        worker = reservation.worker
+        worker.circuit.probing = True
+        worker.on_release = self._released
+        self._probes.add(reservation)
+        self._refresh()
+
+    def _released(self, reservation: Reservation) -> None:
+        worker = reservation.worker
+        if reservation in self._probes:
+            self._probes.remove(reservation)
+            worker.circuit.probing = False
+            if not worker.draining:
+                worker.on_release = None
+            self._refresh()
+        if worker.draining and not worker.load and worker in self:
+            self._on_drained(worker)
+
+    def changed(self) -> None:
+        """Workers are no longer what they were."""
+        self._rename()
+
+    def _rename(self) -> None:
+        """Workers came, went, or serve other models."""
+        workers = tuple(self._workers.values())
+        self.models.update(workers, pairs=any(worker.role != "regular" for worker in workers))
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Derive who is available to whom; what did not change stays the same object."""
+        ready = [worker for worker in self._workers.values() if worker.state == "healthy"
+                 and worker.circuit.admits and not worker.draining]
+        found: dict[tuple[str, Group], list[Worker]] = {(role, None): [] for role in ROLES}
+        groups = self.models.groups
+        for worker in ready:
+            found[worker.role, None].append(worker)
+            for group in groups and (worker.model_ids or groups):
+                found.setdefault((worker.role, group), []).append(worker)
+        self._pairs = {}  # Derived anew where they are asked for.
+        before = self._available
+        self._available = {}
+        for key, workers in found.items():
+            old = before.get(key)
+            now = tuple(workers)
+            self._available[key] = old if old == now else now  # type: ignore[assignment]
+        self.unchecked = tuple(worker for worker in self._workers.values() if not worker.checked)
+        self.on_change()
+
+
+def without(workers: Sequence[Worker], excluded: set[Worker]) -> Sequence[Worker]:
+    """``workers`` that are not excluded; the very same object when nothing is."""
+    return [worker for worker in workers if worker not in excluded] if excluded else workers

@@ -1,0 +1,124 @@
+"""Prompts by FlashInfer's backend, the library stood in for: which pages, or which rows, its kernels see."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from baton.common.attention.torch_backend import TorchBackend
+from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.kvcache.layout import KVLayout
+from baton.common.kvcache.pool import KVPool
+from baton.kernels import reference
+
+CPU = torch.device("cpu")
+SCALES = ((0.5, 0.25), (1.0, 2.0), (0.03, 0.02))
+
+
+class Wrapper:
+    """What the backend calls of FlashInfer's wrappers; takes queries and keys of one type, as FA3 does."""
+
+    runs = 0
+
+    def __init__(self, workspace, layout, **options):
+        pass
+
+    def plan(self, *tables, **options):
+        self.tables, self.options = tables, options
+
+    def run(self, q, pages, out):
+        assert self.options["kv_data_type"] == pages[0].dtype == q.dtype
+        Wrapper.runs += 1
+        return out.copy_(reference.paged_attention(q, *pages, *self.tables, q.shape[-1] ** -0.5, 1.0))
+
+
+class Ragged:
+    """The same of prompts whose keys and values are the step's own rows."""
+
+    runs = 0
+
+    def __init__(self, workspace, layout, **options):
+        assert layout == "NHD"
+
+    def plan(self, qo_indptr, kv_indptr, **options):
+        assert options["causal"] and torch.equal(qo_indptr, kv_indptr)
+        self.bounds = qo_indptr.tolist()
+
+    def run(self, q, k, v, out):
+        Ragged.runs += 1
+        for begin, end in zip(self.bounds, self.bounds[1:]):
+            heads = (part[begin:end].transpose(0, 1)[None] for part in (q, k, v))
+            made = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            out[begin:end] = made[0].transpose(0, 1)
+        return out
+
+
+@pytest.fixture
+def backend_of(monkeypatch):
+    if "flashinfer" in sys.modules:
+        pytest.skip("FlashInfer itself is here: tests/gpu has this test")
+    library = ModuleType("flashinfer")
+    for name in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper",
+                 "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"):
+        setattr(library, name, Wrapper)
+    library.BatchPrefillWithRaggedKVCacheWrapper = Ragged  # type: ignore[attr-defined]
+    name, plain = "baton.common.attention.flashinfer_backend", torch.empty
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None))
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: plain(*shape, **options))
+    yield importlib.import_module(name).FlashInferBackend
+    del sys.modules[name]
+
+
+def results_of(backends, pages, start: int, count: int, layer: int) -> list[torch.Tensor]:
+    """What each backend, which has planned a chunk of ``count`` tokens of every request, attends to."""
+    fused = torch.randn(len(pages) * count, 12 * 16, generator=torch.Generator().manual_seed(start + layer))
+    angles = torch.randn(400, 16, generator=torch.Generator().manual_seed(7))
+    found = []
+    for backend in backends:
+        q, k, v = (part.clone().unflatten(-1, (-1, 16)) for part in fused.split([128, 32, 32], -1))
+        found.append(backend.run(layer, q, k, v, angles))
+    return found
+
+
+def test_whole_prompts_attend_to_their_own_rows(backend_of):
+    """And chunks behind a prefix to pages, also where some requests have none."""
+    layout = KVLayout((2, 1), num_kv_heads=2, head_dim=16, page_size=16, dtype="float32")
+    pools = [KVPool(layout, 60, CPU) for _ in range(2)]
+    backends = [TorchBackend(pools[0]), backend_of(pools[1], 8, torch.float32)]
+    pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
+    ragged, paged = Ragged.runs, Wrapper.runs
+    for starts, count, expected in [((0, 0), 37, (3, 0)), ((37, 37), 20, (3, 3)), ((57, 0), 9, (3, 6))]:
+        rows = [Row([0] * count, start, row) for start, row in zip(starts, pages)]
+        batch = build_forward_batch(rows, 16, CPU, False)
+        for backend in backends:
+            backend.plan(batch)
+        for layer in range(3):
+            want, got = results_of(backends, pages, starts[0], count, layer)
+            torch.testing.assert_close(got, want)
+        assert (Ragged.runs - ragged, Wrapper.runs - paged) == expected
+
+
+def test_float8_pages_are_widened_for_the_library_and_too_many_are_not(backend_of):
+    layout = KVLayout((2, 1), num_kv_heads=2, head_dim=16, page_size=16, dtype="float8_e4m3fn", scales=SCALES)
+    pools = [KVPool(layout, 60, CPU) for _ in range(2)]
+    backends = [TorchBackend(pools[0]), backend_of(pools[1], 8, torch.float32)]
+    pages = np.random.default_rng(0).permutation(60)[:40].reshape(2, 20)
+    before = Wrapper.runs
+    # The first batch, and one whose pages are too many, are our kernel's.
+    for start, count, by_library in [(0, 100, 0), (100, 50, 3), (150, 20, 3)]:
+        batch = build_forward_batch([Row([0] * count, start, row) for row in pages], 16, CPU, False)
+        for backend in backends:
+            backend.plan(batch)
+        for layer in range(3):
+            want, got = results_of(backends, pages, start, count, layer)
+            torch.testing.assert_close(got, want)
+        assert Wrapper.runs - before == by_library
+        backends[1]._most_pages = 10**6 if start == 0 else 3

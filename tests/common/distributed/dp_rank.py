@@ -1,0 +1,183 @@
+"""One rank of test_dp.py: ``dp_rank.py RANK SIZE INIT_METHOD OUT DP_SIZE DEVICE CASE...``, each case a JSON object.
+
+A case has a checkpoint, the prompts of each data-parallel rank, and options of the engine, ``sizes`` among them: of the
+decode steps that are padded, on a GPU those of CUDA graphs, of which there are none without it. OUT gets the tokens of
+every prompt of this rank, and what was seen on the way. With ``peers`` the GPUs exchange rows through each other's
+memory, from that case on, and ranks on a CPU have HostPeers. With ``halves`` steps of
+prompts are cut in two, with ``pieces`` they replay what is recorded for these sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import torch
+
+from baton.common.api.messages import OutputBatch
+from baton.common.config.server import DataParallelArgs, KernelArgs, ParallelArgs
+from baton.common.distributed.deferred_reduce import DeferredSum
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.parallel import Parallel, init_parallel
+from baton.common.distributed.peer_all_reduce import connect_all
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.helpers.host_peers import HostPeers
+from baton.tests.helpers.padded_steps import PaddedSteps
+from baton.tests.helpers.rank_processes import SECONDS, end_rank, place_of
+from baton.tests.helpers.replayed_prompts import record_again
+
+
+def main(rank: int, size: int, init_method: str, out: str, dp_size: int, device: str, cases: list[dict]) -> None:
+    torch.set_num_threads(1)
+    place, backend = place_of(rank, device)
+    joined = init_parallel(rank, size, dp_size, init_method, place, timeout=SECONDS / 2, beside=True, backend=backend)
+    seen = {"exchanges": check_exchange(joined), "cases": [run(case, joined) for case in cases]}
+    torch.save(seen, out)
+    end_rank(joined.world)
+
+
+def check_exchange(parallel: Parallel) -> list[bool]:
+    """Whether rows come together in order and part again, for parts of every kind of sizes."""
+    found = []
+    for counts in ([3, 3], [5, 2], [0, 4], [40, 1], [1, 0]):
+        counts = (counts * parallel.dp_size)[:parallel.dp_size]
+        parts = [torch.arange(count * 6.0, device=parallel.device).view(count, 6) + 1000 * i
+                 for i, count in enumerate(counts)]
+        whole = torch.cat(parts)
+
+        def compute(x: torch.Tensor, whole=whole) -> torch.Tensor:
+            assert torch.equal(x, whole)
+            return x * 2
+
+        parallel.tokens.begin(counts)
+        mine = parts[parallel.dp_rank]
+        share = (parallel.world.rank + 1) / sum(range(1, parallel.world.size + 1))  # of the sum, this rank's
+        summed = parallel.tokens.summed(lambda x: compute(x) * share, lambda x: (x, None), mine)  # noqa: B023
+        if isinstance(summed, DeferredSum):
+            summed = summed.total()
+        found.append(torch.equal(parallel.tokens.around(compute, mine), mine * 2)
+                     and torch.allclose(summed, mine * 2))
+    parallel.tokens.begin([0] * parallel.dp_size)
+    found.append(parallel.tokens.around(lambda x: x, torch.empty(0, 6, device=parallel.device)).shape == (0, 6))
+    return found
+
+
+def run(case: dict, joined: Parallel) -> dict:
+    experts = ExpertShare(joined.world, *case.pop("experts", ()))
+    parallel = Parallel(joined.world, joined.attention, joined.across, experts,
+                        dp_head=case.pop("dp_head", False), beside=joined.beside)
+    if case.pop("peers", False):
+        if joined.device.type == "cpu":
+            joined.across.peers = HostPeers(joined.across)
+        elif joined.world.through_host:
+            from baton.tests.gpu.ipc_buffers import ipc_sums
+            joined.world.peers = ipc_sums(joined.world, slots=200)
+        connect_all(parallel, rows=200)
+        assert joined.across.peers is not None
+    meeting = watch_meeting(parallel)
+    prompts, sizes = case.pop("prompts")[parallel.dp_rank], tuple(case.pop("sizes", ()))
+    backend = "triton" if parallel.device.type == "cuda" else "auto"
+    pieces = tuple(case.pop("pieces", ()))
+    kernels = KernelArgs(backend, disable_cuda_graph=not sizes and not pieces, cuda_graph_bs=sizes,
+                         disable_piecewise_cuda_graph=not pieces, piecewise_cuda_graph_tokens=pieces)
+    groups = DataParallelArgs(True, parallel.dp_size, enable_two_batch_overlap=case.pop("halves", False),
+                              two_batch_min_tokens=4)
+    engine = Engine(case.pop("checkpoint"), parallel=parallel, device=parallel.device, kernels=kernels, groups=groups,
+                    parts=ParallelArgs(parallel.world.size), **case)
+    cut = watch_halves(engine)
+    replayed = watch_replays(engine, sizes)
+    pieces_of = watch_pieces(engine, list(pieces))
+    for i, prompt in enumerate(prompts):
+        engine.start(str(i), prompt, max_new_tokens=8 + 5 * i)
+    turns = computed = 0
+    while parallel.across.gather_ints(np.array([not engine.scheduler.idle])).any():
+        turns += 1
+        computed += engine.scheduler.step(0.0)
+        engine.ledger.flush()
+    assert not engine.ledger.live and engine.cache.num_held == 0
+    engine.cache.check_integrity()
+    outputs = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
+    tokens = tokens_of(outputs)
+    return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
+            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting, "cut": cut,
+            "pieces": pieces_of, "connected": parallel.tokens.sent is not None and parallel.tokens.sent.connected}
+
+
+def watch_meeting(parallel: Parallel) -> list[list[int]]:
+    """Which rows of every norm that brings rows of all groups together are tokens; on a GPU, which is not asked while
+    it captures, how many there are."""
+    met: list[list[int]] = []
+    decode = parallel.tokens.decode
+    if decode is None:
+        return met
+    normed = decode.normed
+
+    def watched(*given):
+        live = decode.live
+        met.append([] if live is None else [len(live)] if live.is_cuda else live.int().tolist())
+        return normed(*given)
+
+    decode.normed = watched
+    return met
+
+
+def watch_halves(engine: Engine) -> list[list[int]]:
+    """Rows of the halves of every step that will be cut."""
+    seen: list[list[int]] = []
+    if engine.runner._two is not None:
+        plan = engine.runner._two.plan
+
+        def watched(batch):
+            halves = plan(batch)
+            seen.append([half.end - half.begin for half in halves])
+            return halves
+
+        engine.runner._two.plan = watched
+    return seen
+
+
+def watch_pieces(engine: Engine, sizes: list[int]) -> list[tuple[int, list[int]]]:
+    """The size of every step in pieces, and the tokens of all groups in it."""
+    runner, seen = engine.runner, []
+    if not sizes:
+        return seen
+    if runner.device.type == "cpu":
+        record_again(runner, sizes)
+    step = runner.prompts.graphs.step
+
+    def watched(size, tokens, own):
+        seen.append((size, list(tokens)))
+        return step(size, tokens, own)
+
+    runner.prompts.graphs.step = watched
+    return seen
+
+
+def watch_replays(engine: Engine, sizes: tuple[int, ...]) -> list[int]:
+    """The size of every decode step that will run as a graph, or padded as one."""
+    runner = engine.runner
+    if not sizes:
+        return []
+    if runner.device.type == "cpu":
+        runner._graphs = PaddedSteps(runner, sizes)
+        return runner._graphs.replayed
+    replayed: list[int] = []
+    graphs = runner._graphs
+    run, decode = graphs.run, getattr(graphs, "decode", None)
+
+    def watched_run(batch):
+        replayed.append(batch.num_reqs)
+        return run(batch)
+
+    def watched_decode(table, token_ids, size):
+        replayed.append(size)
+        return decode(table, token_ids, size)
+
+    graphs.run, graphs.decode = watched_run, watched_decode
+    return replayed
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5]), sys.argv[6],
+         [json.loads(case) for case in sys.argv[7:]])

@@ -1,0 +1,90 @@
+"""Experts over gloo ranks, each a process: slices of experts, whole ones, and tokens sent to them; all equal to
+transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.common.api.errors import ConfigError
+from baton.common.config.moe import MoESpec
+from baton.common.config.server import ParallelArgs
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.tp import TPGroup
+from baton.tests.common.distributed.moe_rank import TOKENS, layer, own_tokens, two_tokens
+from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.small_models import expected_logits
+from baton.tests.helpers.small_moe import save_moe
+
+MOE_RANK = Path(__file__).with_name("moe_rank.py")
+
+
+@pytest.mark.parametrize("size,families", [(2, ("GptOss", "Mixtral", "Qwen2Moe")), (4, ("Qwen3Moe",))])
+def test_ranks_equal_transformers(tmp_path, size, families):
+    checkpoints = tmp_path / "models"
+    models = {family: save_moe(checkpoints / family, family, num_hidden_layers=2) for family in families}
+    ranks = run_ranks(MOE_RANK, size, tmp_path, str(checkpoints))
+    want = {family: expected_logits(model, TOKENS) for family, model in models.items()}
+    alone = layer(ExpertShare(TPGroup()))
+    for rank, found in enumerate(ranks):
+        assert {name for _, name in found["logits"]} == {"ep1", "ep2", "alltoall", *(["ep4"] if size == 4 else [])}
+        for (family, name), logits in found["logits"].items():
+            assert (logits - want[family]).abs().max() < 1e-4, (family, name)
+        for a2a, moved in found["balanced"].items():
+            check_moved(moved, want[families[0 if a2a == "none" else -1]], a2a)
+            assert moved["residents"] == ranks[0]["balanced"][a2a]["residents"]
+        with torch.inference_mode():
+            torch.testing.assert_close(found["spread"], alone(own_tokens(rank)), atol=1e-5, rtol=1e-4)
+            for sent, met, _ in found["apart"]:
+                torch.testing.assert_close(sent, found["spread"], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(met, alone(two_tokens(rank)), atol=1e-5, rtol=1e-4)
+        choices = 3 * (sum(len(own_tokens(other)) for other in range(size)) + 2 * size)
+        assert [counted for *_, counted in found["apart"]] == [choices, 2 * choices], "each token once"
+
+
+def check_moved(moved: dict, want: torch.Tensor, a2a: str) -> None:
+    """Experts have moved after every third step, and no logit has changed; the record has all of 30 tokens' choices in
+    two layers."""
+    assert (moved["logits"] - want).abs().max() < 1e-4, a2a
+    assert (moved["again"] - want).abs().max() < 1e-4, a2a
+    steps = moved["residents"]
+    assert steps[0] == steps[1] != steps[2] == steps[3] == steps[4], "the third step's forward pass moves experts first"
+    assert len({str(step) for step in steps}) >= 3
+    assert moved["said"] == f"Recorded {30 * 3 * 2} choices of experts."
+
+
+def test_shares_of_experts():
+    """Three by two of six ranks: every expert whole in one row, every slice of it on one rank."""
+    shares = [ExpertShare(TPGroup(rank, 6), 3) for rank in range(6)]
+    assert [(share.ep_rank, share.split_rank) for share in shares] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    spec = MoESpec(num_experts=6, top_k=2, intermediate_size=8, layers=(0,))
+    shares[0].check(spec)
+
+
+@pytest.mark.parametrize("share,experts,width,sentence", [
+    (ExpertShare(TPGroup(0, 4), 4), 6, 8, "--ep-size 4 must divide the model's 6 experts"),
+    (ExpertShare(TPGroup(0, 4), 4, redundant=3), 8, 8, "--ep-num-redundant-experts 3 must be a multiple of --ep-size"),
+    (ExpertShare(TPGroup(0, 2), 2, redundant=10), 8, 8, "leave each rank at most the model's 8 experts once"),
+    (ExpertShare(TPGroup(0, 4), 2), 6, 7, "2 ranks cannot share an expert's intermediate size 7 evenly"),
+])
+def test_experts_that_do_not_come_out_even_are_refused(share, experts, width, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        share.check(MoESpec(num_experts=experts, top_k=2, intermediate_size=width, layers=(0,)))
+
+
+def test_flags_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="for mixtures of experts, which this model is not"):
+        ExpertShare(TPGroup(0, 2), 2).check(None)
+    for args in ({"enable_eplb": True}, {"ep_num_redundant_experts": 2, "tp_size": 4, "ep_size": 2}):
+        with pytest.raises(ConfigError, match="set --tp-size and --ep-size to the same number of 2 or more"):
+            ParallelArgs(**args)
+    with pytest.raises(ConfigError, match="--eplb-rebalance-num-iterations is for --enable-eplb"):
+        ParallelArgs(eplb_rebalance_num_iterations=5)
+    with pytest.raises(ConfigError, match="--ep-size 3 must be 1 or more and divide --tp-size 4"):
+        ParallelArgs(tp_size=4, ep_size=3)
+    for backend in ("alltoall", "peer"):
+        with pytest.raises(ConfigError, match=f"--moe-a2a-backend {backend} needs whole experts on every rank: set "
+                                              "--ep-size to 4"):
+            ParallelArgs(tp_size=4, ep_size=2, moe_a2a_backend=backend)

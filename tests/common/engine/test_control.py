@@ -1,0 +1,131 @@
+"""Commands that change an engine as a whole, and the routes that give them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.common.api.commands import (
+    FlushCache,
+    ReleaseMemory,
+    ResumeMemory,
+    SetLimits,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+)
+from baton.common.api.errors import Conflict, InvalidRequest, WorkerUnavailable
+from baton.common.engine.control import Control
+from baton.common.tinychat import CHECKPOINT
+from baton.tests.helpers.hand_driven import Engine, tokens_of
+
+PROMPT = [3, 7, 11, 19, 23]
+
+
+@pytest.fixture
+def engine():
+    return Engine(CHECKPOINT)
+
+
+@pytest.fixture
+def control(engine):
+    return Control(engine.config, engine.parallel.world, engine.runner, engine.scheduler.batcher)
+
+
+def answer(engine, rid):
+    engine.start(rid, PROMPT)
+    return tokens_of(engine.run())[rid]
+
+
+def other_checkpoint(folder, change):
+    shutil.copytree(CHECKPOINT, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_other_weights_answer_otherwise_and_back(engine, control, tmp_path):
+    before = answer(engine, "a")
+    torch.manual_seed(0)
+    path = other_checkpoint(tmp_path / "other", lambda w: w.update(
+        {name: torch.randn_like(t) for name, t in w.items() if "embed" in name}))
+    control.carry_out(UpdateWeights(path), idle=True)
+    assert engine.cache.num_cached == 0
+    changed = answer(engine, "b")
+    control.carry_out(UpdateWeights(str(CHECKPOINT)), idle=True)
+    assert changed != before and answer(engine, "c") == before
+
+
+@pytest.mark.parametrize("change, named", [
+    (lambda w: w.pop(next(iter(w))), "lacks"),
+    (lambda w: w.update({next(iter(w)): torch.zeros(3, 3)}), "shape"),
+])
+def test_weights_that_do_not_fit_change_nothing(engine, control, tmp_path, change, named):
+    before = answer(engine, "a")
+    path = other_checkpoint(tmp_path / "other", change)
+    with pytest.raises(InvalidRequest, match=named):
+        control.carry_out(UpdateWeights(path), idle=True)
+    assert answer(engine, "b") == before
+
+
+def test_another_model_is_refused(control, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    with pytest.raises(InvalidRequest, match="num_layers"):
+        control.carry_out(UpdateWeights(str(folder)), idle=True)
+
+
+@pytest.mark.parametrize("kinds", [("weights",), ("kv_cache",), ("weights", "kv_cache")])
+def test_released_memory_comes_back(engine, control, kinds):
+    before = answer(engine, "a")
+    storages = {"weights": [slot.target.untyped_storage() for slot in engine.runner._model.slots()],
+                "kv_cache": [group.untyped_storage() for group in engine.runner.pool.groups]}
+    control.carry_out(ReleaseMemory(kinds), idle=True)
+    assert {kind for kind, held in storages.items() if not any(s.nbytes() for s in held)} == set(kinds)
+    with pytest.raises(WorkerUnavailable, match="resume_memory_occupation"):
+        control.check_serving()
+    control.carry_out(ReleaseMemory(kinds), idle=True)  # again: nothing more to give
+    control.carry_out(ResumeMemory(("weights", "kv_cache")), idle=True)
+    control.check_serving()
+    assert answer(engine, "b") == before
+
+
+def test_a_profile_is_written_after_its_steps(control, tmp_path):
+    control.carry_out(StartProfile(str(tmp_path / "new"), num_steps=1), idle=False)
+    with pytest.raises(Conflict):
+        control.carry_out(StartProfile(str(tmp_path)), idle=False)
+    torch.ones(3).sum()
+    control.profiler.step()
+    assert not control.profiler.active
+    [trace] = (tmp_path / "new").iterdir()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any("aten::sum" in str(event.get("name")) for event in events)
+    with pytest.raises(Conflict):
+        control.carry_out(StopProfile(), idle=False)
+
+
+def test_limits(engine, control):
+    control.carry_out(SetLimits(max_running_requests=1), idle=False)
+    for rid in "ab":
+        engine.start(rid, PROMPT)
+    for _ in range(3):
+        engine.scheduler.step(0.0)
+    assert engine.scheduler.num_running == 1
+    engine.run()
+    for wrong in (SetLimits(max_running_requests=65), SetLimits(schedule_policy="best")):
+        with pytest.raises(InvalidRequest):
+            control.carry_out(wrong, idle=True)
+
+
+def test_nothing_changes_under_running_requests(control):
+    for command in (FlushCache(), UpdateWeights("x"), ReleaseMemory(("weights",))):
+        with pytest.raises(Conflict, match="while requests run"):
+            control.carry_out(command, idle=False)

@@ -1,0 +1,83 @@
+"""Streams that end in one step: the last token of each is told before anything is done about their end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from baton.common.api.messages import OutputBatch
+from baton.common.serving.context import ServingContext
+from baton.common.serving.run import Run
+from baton.tests.bench import dummy_engine
+
+
+def test_the_engine_tells_last_tokens_before_it_frees_pages():
+    engine = dummy_engine.make(4000, 8, shape=dummy_engine.TINY, device="cpu")
+    batcher, told = engine._parts.batcher, []
+
+    def take(message):
+        assert isinstance(message, OutputBatch)
+        if any(output.finish for output in message.items):
+            told.append((len(message.items), batcher.cache.num_held, len(batcher.running)))
+
+    engine._parts.ledger._send = take
+    engine.start(4, 20, 10)
+    engine.finish()
+    assert told == [(4, 4 * 2, 4)]
+    assert batcher.cache.num_held == 0 and batcher.cache.num_free == batcher.cache.num_pages
+
+
+class Ending:
+    """A generation that gains its last token at once."""
+
+    def __init__(self, number: int, seen: list[str]):
+        self.live = True
+        self.choices: list[int] = [number]
+        self._seen = seen
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._seen.append(f"closed {self.choices[0]}")
+
+    async def deltas(self, interval):
+        self.live = False
+        yield self.choices
+
+
+class Telling:
+    """An Answer of numbers."""
+
+    def begin(self, choices):
+        """Nothing to say."""
+
+    def gained(self, choice):
+        return [choice]
+
+    def end(self, choices):
+        return []
+
+
+def test_the_front_tells_last_tokens_before_it_closes_streams():
+    seen: list[str] = []
+
+    class Offers:
+        class config:
+            class http:
+                stream_interval = 1
+
+        @staticmethod
+        def generation(requests, arrived, continued):
+            return Ending(requests[0], seen)
+
+    async def read(number):
+        run: Any = Run(cast(ServingContext, Offers), cast(Any, [number]), cast(Any, Telling()), arrived=0.0)
+        async for chunks in run.chunks():
+            seen.append(f"told {chunks[0]}")
+
+    async def both():
+        await asyncio.gather(read(0), read(1))
+
+    asyncio.run(both())
+    assert seen == ["told 0", "told 1", "closed 0", "closed 1"]

@@ -1,0 +1,106 @@
+"""Where experts go by their loads: properties of the placement, and of moves from one to the next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.common.config.moe import MoESpec
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.tp import TPGroup
+from baton.common.layers.moe import experts as experts_module
+from baton.common.layers.moe.eplb_algorithm import balanced, first_placement, replicas_of, unevenness
+from baton.common.layers.moe.experts import Experts
+from baton.common.layers.moe.placement import Placement
+from baton.common.layers.moe.weight_transfer import sources_of
+from baton.common.weights.slots import allocator
+
+
+@st.composite
+def layers(draw):
+    """``(load, ranks, places)``: any loads, of some experts none; from no redundant place to all experts everywhere."""
+    ranks = draw(st.integers(2, 6))
+    experts = ranks * draw(st.integers(1, 5))
+    places = draw(st.integers(experts // ranks, experts))
+    load = draw(st.lists(st.integers(0, 1000), min_size=experts, max_size=experts))
+    return np.array(load, float), ranks, places
+
+
+def check(placement: np.ndarray, num_experts: int) -> None:
+    assert sorted(set(placement.ravel().tolist())) == list(range(num_experts)), "every expert is somewhere"
+    assert all(len(set(row)) == len(row) for row in placement.tolist()), "and on no rank twice"
+
+
+@settings(max_examples=150, deadline=None)
+@given(layers())
+def test_every_placement_is_whole(layer):
+    load, ranks, places = layer
+    first = first_placement(len(load), ranks, places)
+    check(first, len(load))
+    after = balanced(load, first)
+    check(after, len(load))
+    assert np.array_equal(balanced(load, after), after), "what is balanced stays"
+    count = np.bincount(after.ravel(), minlength=len(load))
+    assert np.array_equal(count, replicas_of(load, ranks * places, ranks))
+
+
+@settings(max_examples=100, deadline=None)
+@given(layers(), st.randoms(use_true_random=False))
+def test_moves_arrive(layer, random):
+    """Following the plan with whole experts as tokens of play: each place gets what it is to hold, from a holder."""
+    load, ranks, places = layer
+    before = balanced(np.array(random.sample(load.tolist(), len(load))), first_placement(len(load), ranks, places))
+    after = balanced(load, before)
+    sources = sources_of(before, after)
+    for rank in range(ranks):
+        for place in range(places):
+            source = sources[rank, place]
+            assert (source == -1) == (before[rank, place] == after[rank, place])
+            assert source == -1 or after[rank, place] in before[source]
+            if after[rank, place] in before[rank]:
+                assert source in (-1, rank), "what a rank has it does not fetch"
+
+
+def test_replicas_go_to_the_busiest():
+    assert replicas_of(np.array([8.0, 1.0, 1.0, 2.0]), 7, 4).tolist() == [4, 1, 1, 1]
+    assert replicas_of(np.array([8.0, 1.0, 2.0, 6.0]), 7, 2).tolist() == [2, 1, 2, 2]
+    assert sorted(replicas_of(np.zeros(4), 6, 4).tolist()) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("redundant,bound", [(0, 1.5), (8, 1.15), (32, 1.08)])
+def test_skewed_loads_become_even(redundant, bound):
+    """Loads as Zipf's law has them, over 64 experts on 8 ranks, as they would be if neighbours stayed together: about
+    3 times the mean."""
+    for seed in range(5):
+        load = np.random.default_rng(seed).permutation(1000 / np.arange(1, 65) ** 0.8)
+        first = first_placement(64, 8, (64 + redundant) // 8)
+        assert unevenness(load, balanced(load, first)) < min(bound, unevenness(load, first))
+
+
+def test_one_hot_expert_alone_needs_replicas():
+    load = np.array([100.0, 1, 1, 1, 1, 1, 1, 1])
+    assert unevenness(load, balanced(load, first_placement(8, 4, 2))) > 3.5
+    assert unevenness(load, balanced(load, first_placement(8, 4, 3))) < 1.1
+
+
+def test_replicas_take_turns_and_follow_moves():
+    placement = Placement(np.array([[0, 1, 2], [2, 3, 0]]), 4, torch.device("cpu"))
+    ids = torch.tensor([[0, 3], [0, 3], [1, 2], [1, 2]])
+    assert placement.numbers_of(ids).tolist() == [[0, 4], [5, 4], [1, 2], [1, 3]]
+    assert placement.numbers_of(ids, shift=1).tolist() == [[5, 4], [0, 4], [1, 3], [1, 2]]
+    placement.move(np.array([[3, 1, 2], [2, 3, 0]]))
+    assert placement.numbers_of(ids).tolist() == [[5, 0], [5, 4], [1, 2], [1, 3]]
+
+
+def test_kernels_are_warmed_up_for_all_sizes(monkeypatch):
+    """By powers of two up to a largest that is none, and with more choices than places."""
+    seen = []
+    spec = MoESpec(num_experts=3, top_k=2, intermediate_size=8, layers=(0,))
+    made = Experts("experts", spec, 16, ExpertShare(TPGroup()), allocator(torch.float32, torch.device("cpu")))
+    monkeypatch.setattr(experts_module, "moe_experts",
+                        lambda x, *rest, **others: seen.append((len(x), int(rest[2].max()))))
+    made.warm_up(13)
+    assert seen == [(1, 1), (2, 2), (4, 2), (8, 2), (13, 2)]

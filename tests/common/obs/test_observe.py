@@ -1,0 +1,86 @@
+"""The watchdog, the request log and the crash dump."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+from baton.common.api.messages import Generate
+from baton.common.api.sampling import SamplingParams
+from baton.common.engine.watchdog import EXIT_CODE, Watchdog
+from baton.common.serving.lifecycle.request_log import RequestLog
+from baton.tests.helpers.fake_engine import Seed, make_checkpoint
+from baton.tests.helpers.serving import Server
+from baton.tests.integration.harness import post_json
+
+REQUEST = Generate("a", list(range(5000)), SamplingParams(temperature=0.5))
+
+
+def test_watchdog_barks_once_the_loop_stands_still():
+    told = threading.Event()
+    watchdog = Watchdog(0.4, lambda silent: told.set())
+    for _ in range(10):
+        watchdog.beat()
+        time.sleep(0.05)
+    with watchdog.suspended():
+        assert not told.wait(1.0)
+    assert told.wait(10)
+    watchdog.close()
+
+
+def test_a_hanging_process_shows_its_stacks_and_ends():
+    code = ("from baton.common.engine.watchdog import Watchdog\nimport time\n"
+            "def stands_still():\n    time.sleep(60)\nWatchdog(0.2)\nstands_still()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == EXIT_CODE and "in stands_still" in done.stderr
+
+
+@pytest.mark.parametrize("level, begins, ends", [
+    (0, {"prompt_tokens"}, set()), (1, {"prompt_tokens", "sampling"}, set()),
+    (2, {"prompt_tokens", "sampling", "input_ids"}, {"text"}),
+    (3, {"prompt_tokens", "sampling", "input_ids"}, {"text"}),
+])
+def test_levels_of_the_request_log(caplog, level, begins, ends):
+    journal = RequestLog(level, None)
+    with caplog.at_level(logging.INFO, "baton.requests"):
+        journal.began([REQUEST])
+        journal.ended("a", "stop", num_output_tokens=3, seconds=0.5, text="x" * 5000)
+    begin, end = (json.loads(record.getMessage()) for record in caplog.records)
+    assert begin.keys() == {"event", "rid"} | begins
+    assert end.keys() == {"event", "rid", "outcome", "output_tokens", "seconds"} | ends
+    if level >= 2:
+        assert len(begin["input_ids"]) == len(end["text"]) == (2048 if level == 2 else 5000)
+
+
+def test_a_dump_holds_what_ran_and_what_ended(tmp_path):
+    journal = RequestLog(None, tmp_path / "new")
+    journal.began([REQUEST, msgspec.structs.replace(REQUEST, rid="b")])
+    journal.ended("a", "length", num_output_tokens=7, seconds=1.0, text="")
+    first, *entries = map(json.loads, journal.dump("It died.").read_text().splitlines())
+    assert first["reason"] == "It died."
+    assert [(e["request"]["rid"], e["outcome"], e["num_output_tokens"]) for e in entries] == [
+        ("a", "length", 7), ("b", None, 0)]
+    assert RequestLog(0, None).dump("It died.") is None
+
+
+def test_a_server_whose_engine_dies_leaves_a_dump(tmp_path):
+    folder = make_checkpoint(tmp_path / "model")
+    server = Server(tmp_path / "log", "--model-path", str(folder), "--log-requests", "--crash-dump-folder",
+                    str(tmp_path / "dumps"))
+    try:
+        server.wait_ready()
+        body = {"text": "hello", "rid": "fatal", "sampling_params": {"seed": int(Seed.DIE)}}
+        assert post_json(server.url + "/generate", body)[0] == 503
+        assert server.process.wait(30) == 1
+    finally:
+        server.kill()
+    [dump] = (tmp_path / "dumps").iterdir()
+    assert any(json.loads(line).get("request", {}).get("rid") == "fatal" for line in dump.read_text().splitlines())
+    assert '"event":"begin","rid":"fatal"' in (tmp_path / "log").read_text()

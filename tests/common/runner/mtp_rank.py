@@ -1,0 +1,54 @@
+"""One rank of test_predictors.py: ``predictor_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINT``; writes the predictors'
+rows to OUT. Each rank has whole experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import numpy as np
+import torch
+
+from baton.common.config.server import ParallelArgs
+from baton.common.distributed.expert_share import ExpertShare
+from baton.common.distributed.parallel import Parallel
+from baton.common.distributed.tp import init_tp
+from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.runner.model_runner import ModelRunner
+from baton.common.runner.mtp import MTPDraftLayers
+from baton.tests.helpers.rank_processes import end_rank
+from baton.tests.helpers.small_models import load_runner, scattered_pages, server_config
+
+TOKENS = np.random.default_rng(4).integers(0, 131, 40)
+"""Of which 2 are only guessed."""
+
+
+def main(rank: int, size: int, init_method: str, out: str, checkpoint: str) -> None:
+    torch.set_num_threads(1)
+    world = init_tp(rank, size, init_method, "cpu", timeout=120)
+    config = dataclasses.replace(server_config(checkpoint), parallel=ParallelArgs(tp_size=size, ep_size=size))
+    runner = load_runner(config, Parallel(world, experts=ExpertShare(world, size)))
+    torch.save(rows_by_chunks(runner, load_predictors(runner), 38), out)
+    end_rank(world)
+
+
+def load_predictors(runner: ModelRunner) -> MTPDraftLayers:
+    return runner.load_predictors(lambda what, share: None)
+
+
+def rows_by_chunks(runner: ModelRunner, predictors: MTPDraftLayers, chunk: int) -> torch.Tensor:
+    """``[predictors, 38, hidden]``, of all of TOKENS but the last two."""
+    pages = scattered_pages(runner, 1, len(TOKENS))[0]
+    parts = []
+    for start in range(0, 38, chunk):
+        stop = min(start + chunk, 38)
+        batch = build_forward_batch([Row(TOKENS[start:stop], start, pages)], runner.layout.page_size, runner.device,
+                                    False, list(range(stop - start)))
+        following = np.stack([TOKENS[start + k:stop + k] for k in range(1, len(predictors) + 1)])
+        rows = predictors.rows(batch, runner.hidden(batch), torch.from_numpy(following).to(runner.device))
+        parts.append(torch.stack(rows))
+    return torch.cat(parts, dim=1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

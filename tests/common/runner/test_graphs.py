@@ -1,0 +1,121 @@
+"""What is captured of a decode step; the device is played, for a graph needs a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import torch
+
+from baton.common.forward.forward_batch import DecodeTable, Row, build_forward_batch
+from baton.common.runner.cuda_graphs.decode_graphs import DecodeGraphs
+
+
+class Played:
+    """Attention and model: a step needs the plan that the attention's first layer has made since ``plan``."""
+
+    def __init__(self):
+        self.capturing = False
+        self.made_in_capture = None
+        self.captured = []
+
+    def plan(self, batch, max_length=None):
+        assert max_length == 32
+        self.made_in_capture = None
+
+    def refresh(self, batch):
+        self.refreshed = batch
+
+    def forward(self, batch, attention, after_layer):
+        if self.made_in_capture is None:  # as backends do, whose plans are computed on the device
+            self.made_in_capture = self.capturing
+        if self.capturing:
+            self.captured.append((batch.num_reqs, self.made_in_capture))
+        return torch.zeros(batch.num_reqs, 3)
+
+    @contextlib.contextmanager
+    def graph(self, made, **options):
+        self.capturing = True
+        yield
+        self.capturing = False
+
+
+def captured(played, begin=lambda size: None, progress=lambda share: None):
+    """Graphs of 1, 2 and 4 rows over two pages of 16 tokens each; page 9 is the padding's."""
+    cuda = {"Stream": MagicMock(), "current_stream": MagicMock(), "stream": lambda stream: contextlib.nullcontext(),
+            "CUDAGraph": MagicMock(), "graph": played.graph, "graph_pool_handle": MagicMock()}
+    with patch.multiple(torch.cuda, **cuda):
+        return DecodeGraphs(played, played, [1, 2, 4], 16, 2, 9, torch.device("cpu"), begin, progress)
+
+
+def test_a_graph_holds_the_making_of_its_plan():
+    """Else replays would read the plan of the padding, from memory that has been given back."""
+    played, seen, begun = Played(), [], []
+    graphs = captured(played, begun.append, seen.append)
+    assert played.captured == [(4, True), (2, True), (1, True)]
+    assert begun == [4, 2, 1]
+    assert graphs.size_for(3) == 4 and graphs.size_for(5) is None and seen == [1 / 3, 2 / 3, 1]
+
+
+def test_a_graph_is_launched_before_requests_come():
+    """Its first launch takes longer; what it reads then is padding, whose keys and values go to the scratch page."""
+    launched = []
+
+    class Launched(Played):
+        @contextlib.contextmanager
+        def graph(self, made, **options):
+            with super().graph(made, **options):
+                made.replay = lambda: launched.append(graphs_table(self.batch))
+                yield
+
+        def forward(self, batch, attention, after_layer):
+            self.batch = batch
+            return super().forward(batch, attention, after_layer)
+
+    def graphs_table(batch):
+        return batch.num_reqs, set(batch.page_of_token.tolist()), set(batch.kv_indices.tolist())
+
+    captured(Launched())
+    assert launched == [(4, {9}, {9}), (2, {9}, {9}), (1, {9}, {9})]
+
+
+def test_likeliest_tokens_are_left_to_the_graph_that_found_them():
+    """It copies them itself; tokens of other steps, rows or sizes are copied, also when another batch ran between."""
+    graphs = captured(Played())
+    table = DecodeTable(np.array([3, 17]), np.array([5, 7]), np.array([3, 1]), np.array([0, 1, 3], np.int32),
+                        np.array([5, 8, 7], np.int32), np.array([4, 2], np.int32))
+    ids = graphs._views[2]["input_ids"]
+
+    def given(tokens, size=2):
+        ids.fill_(99)  # stands for what the graph has left there
+        found = graphs.decode(table, tokens, size)[1]
+        return ids.tolist(), found
+
+    assert given(torch.tensor([11, 12]))[0] == [11, 12]
+    seen, likeliest = given(torch.tensor([13, 14]))
+    assert seen == [13, 14]
+    assert given(likeliest)[0] == [99, 99]
+    assert given(likeliest.clone())[0] == [0, 0]
+    other = given(torch.tensor([15, 16]), 4)[1]
+    assert given(likeliest)[0] == [0, 0] and given(other)[0] == [0, 0] and given(likeliest)[0] == [99, 99]
+    row = Row([7], 0, np.array([1]))
+    graphs.run(build_forward_batch([row, row], 16, torch.device("cpu"), True))
+    assert given(likeliest)[0] == [0, 0]
+
+
+def test_a_run_is_put_where_the_graph_reads_it():
+    played = Played()
+    graphs = captured(played)
+    table = DecodeTable(np.array([3, 17, 4]), np.array([5, 7, 6]), np.array([3, 1, 4]),
+                        np.array([0, 1, 3, 4], np.int32), np.array([5, 8, 7, 6], np.int32),
+                        np.array([4, 2, 5], np.int32))
+    logits, likeliest = graphs.decode(table, torch.tensor([11, 12, 13]), 4)
+    assert logits.shape == (3, 3) and likeliest.tolist() == [0, 0, 0]
+    batch = played.refreshed
+    assert batch.num_reqs == 4 and batch.input_ids[:3].tolist() == [11, 12, 13]
+    assert batch.positions.tolist() == [3, 17, 4, 0] and batch.page_of_token.tolist() == [5, 7, 6, 9]
+    assert batch.kv_indptr.tolist() == batch.kv_indptr_cpu.tolist() == [0, 1, 3, 4, 5]
+    assert batch.kv_indices[:5].tolist() == batch.kv_indices_cpu.tolist() == [5, 8, 7, 6, 9]
+    assert batch.kv_last_page_len.tolist() == batch.kv_last_page_len_cpu.tolist() == [4, 2, 5, 1]
+    assert graphs._views[4]["positions"].data_ptr() == batch.positions.data_ptr()

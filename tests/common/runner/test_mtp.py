@@ -1,0 +1,105 @@
+"""Layers of multi-token prediction against transformers' decoder layers, over chunks and ranks; what they foretell of
+greedy answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.common.api.errors import ConfigError
+from baton.common.bench import draft_acceptance
+from baton.common.bench.draft_acceptance import Acceptance, Drafting
+from baton.common.bench.workloads.workload import Prompt, Turn
+from baton.tests.common.models.test_models_numerics import TOLERANCE
+from baton.tests.common.runner.mtp_rank import TOKENS, load_predictors, rows_by_chunks
+from baton.tests.helpers.deepseek_models import save_deepseek, save_with_predictors
+from baton.tests.helpers.rank_processes import run_ranks
+from baton.tests.helpers.small_models import load_runner, server_config
+
+
+@torch.inference_mode()
+def expected_rows(model: Any, *foretell: Any) -> torch.Tensor:
+    ids = torch.from_numpy(TOKENS)
+    rows = [model.model(ids[None, :38]).last_hidden_state[0]]
+    for k, foretold in enumerate(foretell, 1):
+        rows.append(foretold(rows[-1], ids[k:38 + k]))
+    return torch.stack(rows[1:])
+
+
+@pytest.mark.parametrize("chunk", [38, 11])
+def test_rows_equal_transformers(tmp_path, chunk):
+    models = save_with_predictors(tmp_path, 2)
+    runner = load_runner(server_config(tmp_path, page_size=4))
+    got = rows_by_chunks(runner, load_predictors(runner), chunk)
+    torch.testing.assert_close(got, expected_rows(*models), atol=TOLERANCE, rtol=0)
+
+
+def test_ranks_equal_transformers(tmp_path):
+    models = save_with_predictors(tmp_path / "model", 2)
+    want = expected_rows(*models)
+    for found in run_ranks(Path(__file__).with_name("predictor_rank.py"), 2, tmp_path, str(tmp_path / "model")):
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
+
+
+def test_acceptance_of_a_models_own_answer(tmp_path):
+    """Counted by hand from transformers' answer and its predictors' guesses."""
+    model, first, second = save_with_predictors(tmp_path, 2, echo=3.0)
+    drafting = Drafting.load(server_config(tmp_path))
+    prompt, count = TOKENS[:9].tolist(), 30
+    with torch.inference_mode():
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=[-1])[0]
+        hidden = model.model(ids[None]).last_hidden_state[0]
+        behind = torch.cat([ids, ids.new_zeros(2)])
+        one = first(hidden, behind[1:len(ids) + 1])
+        two = second(one, behind[2:len(ids) + 2])
+        guesses = [model.lm_head(rows).argmax(-1) for rows in (one, two)]
+    places = range(8, len(ids) - 3)
+    right = [(bool(guesses[0][t] == ids[t + 2]), bool(guesses[1][t] == ids[t + 3])) for t in places]
+    want = Acceptance(len(right), (sum(a for a, _ in right), sum(a and b for a, b in right)))
+    assert drafting.measure(Turn(Prompt(9, ids=prompt), count)) == want
+    assert want.steps == 28 and 0 < want.accepted[1] < want.accepted[0] < 28
+    assert Acceptance(20, (10, 5)) + Acceptance(20, (10, 1)) == Acceptance(40, (20, 6))
+    assert Acceptance(40, (20, 6)).tokens_per_step == 1.65
+
+
+def test_command(tmp_path, capsys):
+    model, *_ = save_with_predictors(tmp_path / "model", 1)
+    out = tmp_path / "figures.jsonl"
+    flags = ["--model-path", str(tmp_path / "model"), "--device", "cpu", "--dataset-name", "random-ids",
+             "--num-prompts", "2", "--random-input-len", "12", "--random-output-len", "8", "--random-range-ratio", "1",
+             "--output-file", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        draft_acceptance.main(flags)
+    assert ended.value.code == 0
+    assert "14 places in greedy answers" in capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert record["steps"] == 14 and record["tokens_per_step"] == 1 + record["accepted"][0] / 14
+    with pytest.raises(SystemExit) as ended:
+        draft_acceptance.main([*flags, "--random-output-len", "300"])
+    assert ended.value.code == 2 and "more than the model's context of 256" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        draft_acceptance.main([*flags, "--max-total-tokens", "16"])
+    assert ended.value.code == 2 and "--max-total-tokens 16 has no room for 20 tokens" in capsys.readouterr().err
+
+
+def test_checkpoints_without_predictors_are_refused(tmp_path):
+    save_deepseek(tmp_path, 3, num_nextn_predict_layers=0)
+    with pytest.raises(ConfigError, match="has no layers of multi-token prediction"):
+        load_predictors(load_runner(server_config(tmp_path)))
+
+
+def test_predictors_that_are_not_whole_are_refused(tmp_path):
+    save_with_predictors(tmp_path, 1)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.3.enorm.weight"]
+    file.unlink()
+    save_file(tensors, file)
+    runner = load_runner(server_config(tmp_path))
+    with pytest.raises(ConfigError, match="lacks model.layers.3.enorm.weight"):
+        load_predictors(runner)

@@ -1,0 +1,25 @@
+"""How late a front's event loop is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from baton.common.serving.lifecycle.loop_lag import note_lateness
+
+
+async def test_a_loop_that_was_held_up_is_late_by_that() -> None:
+    seen: list[float] = []
+    task = asyncio.create_task(note_lateness(seen.append, 0.01))
+
+    async def one_more() -> None:
+        count = len(seen)
+        while len(seen) == count:
+            await asyncio.sleep(0.001)
+
+    await one_more()
+    asyncio.get_running_loop().call_soon(time.sleep, 0.2)
+    await one_more()
+    await one_more()
+    task.cancel()
+    assert min(seen) >= 0 and max(seen) > 0.15

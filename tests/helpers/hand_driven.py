@@ -1,0 +1,96 @@
+"""An engine in this process, stepped by hand: a scheduler with everything under it."""
+
+from __future__ import annotations
+
+from baton.common.api.grammar import GrammarSpec
+from baton.common.api.messages import Generate, OutputBatch, PrepareGrammar
+from baton.common.api.sampling import SamplingParams
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import (
+    CacheArgs,
+    DataParallelArgs,
+    DisaggregationArgs,
+    HttpArgs,
+    KernelArgs,
+    ModelArgs,
+    ParallelArgs,
+    ScheduleArgs,
+    ServerConfig,
+)
+from baton.common.distributed.parallel import Parallel
+from baton.common.engine.unified_scheduler import UnifiedScheduler
+from baton.common.execution.executor import Executor
+from baton.common.execution.pp_executor import PPExecutor
+from baton.common.grammar.store import GrammarStore
+from baton.common.kvcache.manager import KVCacheManager
+from baton.common.runner.model_runner import ModelRunner
+from baton.common.sampling.sampler import Sampler
+from baton.common.scheduler.make_batcher import make_batcher
+from baton.common.scheduler.request_tracker import RequestTracker
+
+
+class Engine:
+    """A scheduler with everything under it, driven by hand."""
+
+    def __init__(self, folder, *, page_size=4, max_total_tokens=2048, chunk=8192, max_running=64, radix=True,
+                 policy="fcfs", overlap=False, device="cpu", kernels=None, dtype="float32",
+                 load_format="auto", schedule=None, parallel=None, vocabulary=None, quantization=None,
+                 kv_cache_dtype="auto", line=None, parts=None, groups=None):
+        """``schedule``: further fields of ScheduleArgs. Nothing is reserved for output unless it says so, so that small
+        pools see retractions. ``vocabulary``: what grammars are made over. ``line``: between stages, of which ``parts``
+        (ParallelArgs) tell. ``groups``: DataParallelArgs."""
+        cache_args = CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, disable_radix_cache=not radix,
+                               kv_cache_dtype=kv_cache_dtype)
+        schedule = ScheduleArgs(**{"schedule_conservativeness": 0.0} | dict(schedule or {}), chunked_prefill_size=chunk,
+                                max_running_requests=max_running, schedule_policy=policy)
+        model = ModelArgs(model_path=str(folder), dtype=dtype, load_format=load_format, quantization=quantization)
+        config = ServerConfig(model, cache_args, schedule, parts or ParallelArgs(), kernels or KernelArgs(),
+                              DisaggregationArgs(), HttpArgs(), data_parallel=groups or DataParallelArgs())
+        spec = load_model_spec(config.model)
+        self.config, self.parallel = config, parallel or Parallel()
+        runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
+        self.cache = KVCacheManager(runner.num_pages, page_size, radix)
+        self.sent = []
+        self.ledger = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
+                                     vocab_size=spec.vocab_size,
+                                     max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
+        self.grammars = None
+        if vocabulary is not None:
+            self.grammars = GrammarStore(None, spec.vocab_size, self.ledger.eos_ids)
+            self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
+        executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attention), self.grammars)
+        self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
+        batcher = make_batcher(config, runner, self.cache, self.parallel.attention)
+        self.scheduler = UnifiedScheduler(batcher, self.executor, self.ledger, overlap=overlap)
+
+    def start(self, rid, prompt, **sampling):
+        options = {"logprobs": {}} | sampling
+        logprobs = options.pop("logprobs")
+        fields = options.pop("fields", {})  # further ones of Generate
+        params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 12} | options)
+        req = self.ledger.accept(Generate(rid, list(prompt), params, **logprobs, **fields),
+                                 now=float(len(self.ledger.live)))
+        if req is not None:
+            if params.grammar is not None:
+                req.matcher = self.grammars.matcher(req, req.num_prompt_tokens)
+            self.scheduler.add(req)
+        return req
+
+    def run(self):
+        while self.scheduler.step(0.0):
+            self.ledger.flush()
+        assert self.scheduler.idle and not self.ledger.live
+        self.cache.check_integrity()
+        assert self.cache.num_held == 0
+        swap = self.scheduler.batcher.swap
+        assert swap is None or swap.host.num_held == 0
+        outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
+        self.sent.clear()
+        return outputs
+
+
+def tokens_of(outputs):
+    found = {}
+    for item in outputs:
+        found.setdefault(item.rid, []).extend(item.token_ids)
+    return found

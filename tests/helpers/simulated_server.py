@@ -1,0 +1,284 @@
+"""The unified scheduler, its batcher and its pipeline as they are, on a virtual clock: a step takes what a model of its
+cost says, and so do the front and a client in one process. Nothing is random but what a seed says; half a minute of
+load takes less than a second.
+
+Times are in milliseconds. ``H200`` is a Llama-3-8B shape in bf16 as measured (tests/bench/results/2026-11-21-*.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from baton.common.api.messages import FromEngine, Generate, OutputBatch
+from baton.common.api.sampling import SamplingParams
+from baton.common.config.server import ScheduleArgs
+from baton.common.engine.unified_scheduler import UnifiedScheduler
+from baton.common.execution.executor import NewToken
+from baton.common.kvcache.manager import KVCacheManager
+from baton.common.request.batch import ScheduledBatch
+from baton.common.request.req import Req
+from baton.common.scheduler.batcher import Batcher
+from baton.common.scheduler.request_tracker import RequestTracker
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of a decode step of b requests with n tokens in all: ``step + b * row + n * context``; of a prompt's step ``start
+    + tokens * prompt``, and of both in one step ``beside`` of the sum. What the host needs to launch them; what front
+    and client need for a token, and for a request until the engine has it."""
+
+    step: float = 4.2
+    row: float = 0.0178
+    context: float = 2.848e-5
+    start: float = 0.7
+    prompt: float = 1 / 43.2
+    beside: float = 0.95
+    host_decode: float = 0.37
+    host_prompt: float = 6.0
+    front_token: float = 0.012
+    client_token: float = 0.03
+    front_request: float = 0.6
+    client_request: float = 0.5
+
+    def decode(self, reqs: int, tokens: int) -> float:
+        return self.step + reqs * self.row + tokens * self.context
+
+    def of(self, batch: ScheduledBatch) -> float:
+        prompts = sum(chunk.stop - chunk.start for chunk in batch.prompts)
+        riding = batch.chunks[len(batch.prompts):]
+        total = self.start + prompts * self.prompt if prompts else 0.0
+        if riding:
+            total += self.decode(len(riding), sum(chunk.stop for chunk in riding))
+        return total * (self.beside if prompts and riding else 1.0)
+
+
+H200 = Costs()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step on the device: prompt tokens and prompts that it completes, and requests that gain a token by decoding."""
+
+    begin: float
+    end: float
+    tokens: int
+    prompts: int
+    decoded: int
+
+
+@dataclass
+class Asked:
+    """A request as its client sees it: when it was sent, and when each token came."""
+
+    number: int
+    input_len: int
+    output_len: int
+    sent: float = 0.0
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.sent
+
+    @property
+    def gaps(self) -> np.ndarray:
+        return np.diff(self.tokens)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An executor's step, whose tokens are known when the clock says so."""
+
+    server: SimulatedServer
+    batch: ScheduledBatch
+    sampling: list[Req]
+    end: float
+
+    def plain_tokens(self) -> list[int] | None:
+        if self.batch.run is None:
+            return None
+        self.server.wait_until(self.end)
+        return [9] * len(self.sampling)
+
+    def gains(self) -> list[NewToken]:
+        self.server.wait_until(self.end)
+        return [NewToken(req, 9, None) for req in self.sampling]
+
+
+class _Queue:
+    """Somebody who does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._free = 0.0
+
+    def done(self, now: float, takes: float) -> float:
+        self._free = max(now, self._free) + takes
+        return self._free
+
+
+class SimulatedServer:
+    """One engine, its front, and the process that asks it."""
+
+    def __init__(self, args: ScheduleArgs, costs: Costs = H200, *, pool_tokens: int = 800_000, **batcher: Any):
+        """Overlap is on; no prefix is ever shared. ``batcher``: more of its arguments."""
+        self.now = 0.0
+        self.ran: list[Ran] = []
+        self.asked: list[Asked] = []
+        self._costs = costs
+        self._device_free = 0.0
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._inbox: list[Asked] = []
+        self._by_rid: dict[str, Asked] = {}
+        self._front, self._client = _Queue(), _Queue()
+        self._ended: Callable[[float], None] = lambda now: None
+        self.ledger = RequestTracker(self._send, eos_ids=frozenset({1}), vocab_size=1 << 31,
+                                     max_request_tokens=1 << 20, max_requests=1 << 20, timeout=1e9)
+        self.batcher = Batcher(KVCacheManager(pool_tokens // PAGE, PAGE, False), args, **batcher)
+        self.scheduler = UnifiedScheduler(self.batcher, self, self.ledger, overlap=True)  # type: ignore[arg-type]
+
+    # -- what an Executor offers -----------------------------------------------------------------
+
+    asynchronous = True
+
+    def launch(self, batch: ScheduledBatch, after_group: None = None) -> _Step:
+        prompts = batch.prompts
+        self.now += self._costs.host_prompt if prompts else self._costs.host_decode
+        sampling = [chunk.req for chunk in batch.chunks if chunk.samples]
+        begin = max(self._device_free, self.now - (self._costs.host_prompt if prompts else 0.0))
+        self._device_free = end = max(begin + self._costs.of(batch), self.now)
+        tokens = sum(chunk.stop - chunk.start for chunk in prompts)
+        self.ran.append(Ran(begin, end, tokens, sum(chunk.samples for chunk in prompts),
+                            len(batch.chunks) - len(prompts)))
+        if batch.run is not None:
+            sampling = batch.run.reqs
+        return _Step(self, batch, sampling, end)
+
+    def accompany(self) -> None:
+        """Nobody else."""
+
+    def wait_until(self, time: float) -> None:
+        self.now = max(self.now, time)
+
+    # -- loads -----------------------------------------------------------------------------------
+
+    def closed_loop(self, requests: int, clients: int, input_len: int, output_len: int) -> None:
+        """As many as ``clients`` at a time; ends when all are answered."""
+        waiting = iter([Asked(i, input_len, output_len) for i in range(requests)])
+
+        def send_next(now: float) -> None:
+            if (asked := next(waiting, None)) is not None:
+                self._ask(now, asked)
+
+        self._ended = send_next
+        for _ in range(clients):
+            send_next(0.0)
+        self._run()
+
+    def open_loop(self, requests: int, rate: float, input_len: int, output_len: int, seed: int = 0) -> None:
+        """Poisson arrivals, ``rate`` a second."""
+        times = np.cumsum(np.random.default_rng(seed).exponential(1e3 / rate, requests))
+        self.at_times([(time, input_len, output_len) for time in times])
+
+    def at_times(self, due: Sequence[tuple[float, int, int]]) -> None:
+        """Requests ``(time, input tokens, output tokens)``."""
+        for i, (time, input_len, output_len) in enumerate(due):
+            asked = Asked(i, input_len, output_len)
+            self._later(time, lambda now, asked=asked: self._ask(now, asked))
+        self._run()
+
+    # -- the machinery ---------------------------------------------------------------------------
+
+    def _ask(self, now: float, asked: Asked) -> None:
+        self._by_rid[str(asked.number)] = asked
+        self.asked.append(asked)
+        asked.sent = now
+        leaves = self._client.done(now, self._costs.client_request)
+        self._later(leaves, lambda now: self._later(self._front.done(now, self._costs.front_request),
+                                                    lambda _: self._inbox.append(asked)))
+
+    def _later(self, time: float, what: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), what))
+
+    def _happen(self) -> None:
+        """All that has happened outside of the engine by now."""
+        while self._events and self._events[0][0] <= self.now:
+            time, _, what = heapq.heappop(self._events)
+            what(time)
+
+    def _send(self, message: FromEngine) -> None:
+        assert isinstance(message, OutputBatch)
+        told = [(output.rid, output.finish is not None) for output in message.items]
+        self._later(self.now, lambda now: self._deliver(now, told))
+
+    def _deliver(self, now: float, told: list[tuple[str, bool]]) -> None:
+        for rid, ends in told:
+            leaves = self._front.done(now, self._costs.front_token)
+            asked = self._by_rid[rid]
+            self._later(leaves, lambda at, asked=asked, ends=ends: self._arrive(at, asked, ends))
+
+    def _arrive(self, now: float, asked: Asked, ends: bool) -> None:
+        now = self._client.done(now, self._costs.client_token)
+        asked.tokens.append(now)
+        if ends:
+            assert len(asked.tokens) == asked.output_len
+            self._later(now, self._ended)
+
+    def _run(self) -> None:
+        while True:
+            self._happen()
+            for asked in self._inbox:
+                self._add(asked)
+            self._inbox.clear()
+            before = len(self.ran)
+            busy = self.scheduler.step(self.now / 1e3)
+            self.ledger.flush()
+            if not busy and len(self.ran) == before:
+                if self._events:
+                    wake = self._events[0][0] if self.scheduler.idle else min(self._events[0][0], self.now + 1.0)
+                    self.now = max(self.now, wake)
+                elif self.scheduler.idle:
+                    return
+                else:
+                    self.now += 1.0  # a loop that waits for nothing in particular looks again after a millisecond
+
+    def _add(self, asked: Asked) -> None:
+        params = SamplingParams(max_new_tokens=asked.output_len, ignore_eos=True)
+        req = self.ledger.accept(Generate(str(asked.number), [5] * asked.input_len, params), self.now / 1e3)
+        assert req is not None
+        self.scheduler.add(req)
+
+    # -- what it showed --------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, float]:
+        """The relay bench's columns, in requests a second and milliseconds."""
+        ttft = np.array([asked.ttft for asked in self.asked])
+        gaps = np.concatenate([asked.gaps for asked in self.asked])
+        tpot = [asked.gaps.mean() for asked in self.asked if len(asked.gaps)]
+        last = max(asked.tokens[-1] for asked in self.asked)
+
+        def of(values: Any, percent: int) -> float:
+            return float(np.percentile(values, percent)) if len(values) else 0.0
+
+        return {"req_s": 1e3 * len(self.asked) / (last - min(asked.sent for asked in self.asked)),
+                "ttft_p50": of(ttft, 50), "ttft_p99": of(ttft, 99), "tpot_p50": of(tpot, 50),
+                "itl_p50": of(gaps, 50), "itl_p99": of(gaps, 99), "itl_max": float(gaps.max(initial=0.0))}
+
+    def interruptions(self) -> Iterator[tuple[int, int, int]]:
+        """For each run of prompts' steps between decode steps: how many requests decode after it, its tokens and
+        steps."""
+        tokens = steps = 0
+        for ran in self.ran:
+            if ran.tokens and not ran.decoded:
+                tokens, steps = tokens + ran.tokens, steps + 1
+            elif steps:
+                yield ran.decoded, tokens, steps
+                tokens = steps = 0

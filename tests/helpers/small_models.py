@@ -1,0 +1,97 @@
+"""Small random models, saved by transformers, and runners over them; shared by the tests of the engine core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from baton.common.config.model import load_model_spec
+from baton.common.config.server import (
+    CacheArgs,
+    DisaggregationArgs,
+    HttpArgs,
+    KernelArgs,
+    ModelArgs,
+    ParallelArgs,
+    ScheduleArgs,
+    ServerConfig,
+)
+from baton.common.distributed.parallel import Parallel
+from baton.common.forward.forward_batch import Row, build_forward_batch
+from baton.common.runner.model_runner import ModelRunner
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+BASE = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 7}
+
+
+def save_model(folder: Path, family: str, shard: str = "50GB", **changes: Any) -> Any:
+    """A transformers model with random weights, norms and biases included, saved to ``folder``."""
+    torch.manual_seed(0)
+    extra = {"sliding_window": None} if family == "Mistral" else {"head_dim": 16} if family == "Qwen3" else {}
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **extra, **changes})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def server_config(folder: Path | str, *, page_size: int = 16, backend: str = "torch", tp: int = 1,
+                  max_total_tokens: int | None = 2048, num_layer_groups: int | None = None,
+                  **model: Any) -> ServerConfig:
+    return ServerConfig(
+        ModelArgs(model_path=str(folder), **model),
+        CacheArgs(page_size=page_size, max_total_tokens=max_total_tokens, num_layer_groups=num_layer_groups),
+        ScheduleArgs(), ParallelArgs(tp_size=tp), KernelArgs(attention_backend=backend), DisaggregationArgs(),
+        HttpArgs())
+
+
+def load_runner(config: ServerConfig, parallel: Parallel | None = None, device: str = "cpu") -> ModelRunner:
+    return ModelRunner.load(config, load_model_spec(config.model), parallel or Parallel(), device,
+                            lambda what, fraction: None)
+
+
+def forward(runner: ModelRunner, parts: list[tuple[np.ndarray, int, np.ndarray]], *, is_decode: bool = False,
+            every_row: bool = True) -> torch.Tensor:
+    """Logits of ``(tokens, start, page_ids)`` of each request."""
+    total = sum(len(tokens) for tokens, _, _ in parts)
+    batch = build_forward_batch([Row(*part) for part in parts], runner.layout.page_size, runner.device, is_decode,
+                                list(range(total)) if every_row else None)
+    return runner.forward(batch)
+
+
+def expected_logits(model: Any, tokens: np.ndarray) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.from_numpy(tokens)[None]).logits[0]
+
+
+def scattered_pages(runner: ModelRunner, requests: int, tokens: int) -> np.ndarray:
+    """Distinct pages in random order, ``[requests, pages]``."""
+    each = runner.layout.pages_for(tokens)
+    return np.random.default_rng(1).permutation(runner.num_pages)[:requests * each].reshape(requests, each)
+
+
+def check_chunks(runner, model, prompts, chunk: int, tolerance: float) -> None:
+    """Prompts in chunks of ``chunk`` tokens, all but their last token, then that one in a joint decode step; logits
+    against transformers' ``model``."""
+    count = len(prompts)
+    pages = scattered_pages(runner, count, 80)
+    want = [expected_logits(model, prompt) for prompt in prompts]
+    last = [len(prompt) - 1 for prompt in prompts]
+    for start in range(0, max(last), chunk):
+        rows = [(b, prompts[b][start:min(start + chunk, last[b])]) for b in range(count) if start < last[b]]
+        got = forward(runner, [(part, start, pages[b]) for b, part in rows])
+        expected = torch.cat([want[b][start:start + len(part)] for b, part in rows])
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+    got = forward(runner, [(prompts[b][last[b]:], last[b], pages[b]) for b in range(count)], is_decode=True)
+    torch.testing.assert_close(got, torch.stack([w[-1] for w in want]), atol=tolerance, rtol=0)
