@@ -6,7 +6,7 @@ FOLDERS := kernels common kvtransfer prefill decode router
 TYPES := /tmp/baton-types-$(shell id -u)
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: demo test lint
+.PHONY: demo test lint docs
 
 # Router, prefill and decode server on this host; asks one question, prints the answer, stops.
 demo: $(VENV)/engine
@@ -22,6 +22,11 @@ lint: $(VENV)/dev
 	cd $(TYPES) && $(abspath $(BIN))/mypy --config-file baton/pyproject.toml --cache-dir $(abspath $(VENV))/mypy \
 	  $(foreach folder,$(FOLDERS),-p baton.$(folder)) -m baton.launch -m baton.bench
 	@rm -rf $(TYPES)
+
+# Writes the pages that follow from the code, and builds the site into build/site; it loads nothing over the network.
+docs: $(VENV)/dev
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -48,5 +53,5 @@ ifneq ($(HAS_GPU),yes)
 	if $(BIN)/python -c "import importlib.metadata as m, sys; sys.exit(any(n.startswith('triton') for n in m.requires('torch')))"; \
 	  then $(BIN)/python -m pip install -q --no-deps triton==3.6.0; fi
 endif
-	$(INSTALL) -e '.[$(ENGINE),otel,k8s,dev]'
+	$(INSTALL) -e '.[$(ENGINE),otel,k8s,dev,docs]'
 	@touch $@

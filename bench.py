@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @command("bench_offline_throughput")
 def bench_offline_throughput(argv: Sequence[str] | None = None) -> None:
-    """``baton.Engine``, which stands above all folders, over a data set."""
+    """Run ``baton.Engine`` over a data set; the engine is passed in, because common/ may not import it."""
     from .common.bench import offline_throughput
 
     offline_throughput.main(_engine, argv)

@@ -87,8 +87,9 @@ class ClusterConfig:
     def roles(self) -> list[Mode]:
         """The role of each server, in the order of their ports; "null" is a whole server."""
         args = self.cluster
-        pairs: list[Mode] = ["prefill"] * args.prefill + ["decode"] * args.decode
-        return ["null"] * args.dp_size if args.dp_size and not self.servers.data_parallel.enable_dp_attention else pairs
+        if args.dp_size and not self.servers.data_parallel.enable_dp_attention:
+            return ["null" for _ in range(args.dp_size)]
+        return [*("prefill" for _ in range(args.prefill)), *("decode" for _ in range(args.decode))]
 
 
 @dataclass(frozen=True)

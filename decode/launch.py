@@ -9,7 +9,7 @@ from ..common.config.cli import parse
 from ..common.config.command import command
 from ..common.config.packages import check_engine
 from ..common.config.server import ServerConfig
-from ..common.engine_client.rank_processes import RankSpec
+from ..common.engine.rank_spec import RankSpec
 
 
 @command("launch_decode")

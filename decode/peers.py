@@ -30,7 +30,7 @@ class PrefillPeers:
             self._receiver.connect(address)
         self._requests.setdefault(address, []).append(message.seq)
 
-    def outcomes(self) -> list[Done]:
+    def take_results(self) -> list[Done]:
         outcomes: list[Done] = []
         for address in list(self._requests):
             if (attempt := self._receiver.connected(address)) is not None:

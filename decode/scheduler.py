@@ -24,7 +24,7 @@ class DecodeScheduler:
     def __init__(self, unified: UnifiedScheduler, receiver: KVReceiver, tp: TPGroup):
         self.unified = unified
         self.batcher = unified.batcher
-        self.ledger = unified.ledger
+        self.tracker = unified.tracker
         self.receiver = receiver
         self.transfers = TransferTable(receiver, tp)
         self.peers = PrefillPeers(receiver)
@@ -83,44 +83,45 @@ class DecodeScheduler:
         for progress in self.transfers.poll():
             self._advance(progress)
         self._reserve_arrived()
-        self.ledger.flush()  # so that first tokens which arrived do not wait for the step that is launched now
+        self.tracker.flush()  # so that first tokens which arrived do not wait for the step that is launched now
         self._close_started()
         return self.unified.step(now)
 
-    def settle(self) -> None:
-        self.unified.settle()
+    def synchronize(self) -> None:
+        self.unified.synchronize()
 
     def close(self) -> None:
         self.receiver.close()
 
     def _reserve_arrived(self) -> None:
         """Reserves pages in the queue's order while there are any; retracted requests that are as urgent come first."""
-        while not self.paused and (req := self.arrived.head()) is not None and self._is_next(req):
-            self.unified.make_way(req, req.num_prompt_tokens, req.num_prompt_tokens)
-            if not self.batcher.has_slot or not self.batcher.reserve(req, req.num_prompt_tokens, req.num_prompt_tokens):
+        while not self.paused and (req := self.arrived.peek()) is not None and self._is_next(req):
+            self.unified.preempt_for(req, req.num_prompt_tokens, req.num_prompt_tokens)
+            if not self.batcher.has_slot or not self.batcher.page_budget.reserve(
+                    req, req.num_prompt_tokens, req.num_prompt_tokens):
                 return
             self.arrived.remove(req)
-            req.mark("queue")
+            req.end_span("queue")
             self._ask_prefill(req)
 
     def _is_next(self, req: Req) -> bool:
         urgency = self.batcher.priorities.urgency
-        waiting = self.batcher.waiting.head()
+        waiting = self.batcher.waiting.peek()
         return waiting is None or urgency(req) > urgency(waiting)
 
     def _ask_prefill(self, req: Req) -> None:
-        assert req.hold is not None and req.bootstrap is not None
-        first = req.hold.num_cached_pages
+        assert req.page_table is not None and req.bootstrap is not None
+        first = req.page_table.num_cached_pages
         peer = (req.bootstrap.host, req.bootstrap.port)
         try:
             self.receiver.reserve(req.bootstrap.room, peer, req.prompt_digest, req.num_prompt_tokens,
-                                  first, req.hold.ids[first:].copy(), req.bootstrap.dp_rank)
+                                  first, req.page_table.ids[first:].copy(), req.bootstrap.dp_rank)
         except ServingError as error:
             self.batcher.finish(req, keep=False)
-            self.ledger.fail(req, error)
+            self.tracker.fail(req, error)
         else:
             self.transfers.open(req, TransferStatus.RECEIVING)
-            self.batcher.expect(req)
+            self.batcher.add_transferring(req)
 
     def _advance(self, progress: Progress) -> None:
         transfer = progress.transfer
@@ -137,7 +138,7 @@ class DecodeScheduler:
 
     def _fail(self, transfer: TransferRequest, error: ServingError) -> None:
         self.transfers.abort(transfer, error)
-        self.ledger.fail(transfer.req, error)
+        self.tracker.fail(transfer.req, error)
 
     def _close_started(self) -> None:
         """Acknowledges the first tokens, which were sent: prefill need not retain these prompts any more."""
@@ -150,21 +151,22 @@ class DecodeScheduler:
         """Starts to decode a request whose KV cache and first token have arrived."""
         req = transfer.req
         result = self.receiver.result(transfer.room)
-        if not 0 <= result.token_id < self.ledger.vocab_size:
+        if not 0 <= result.token_id < self.tracker.vocab_size:
             self._fail(transfer, TransferFailed(
                 f"The prefill server chose token {result.token_id}, and this model's vocabulary has ids 0 to "
-                f"{self.ledger.vocab_size - 1}: the two servers do not serve the same model."))
+                f"{self.tracker.vocab_size - 1}: the two servers do not serve the same model."))
             return
-        req.mark("transfer")
+        req.end_span("transfer")
         self._started.append(transfer)
-        assert req.hold is not None
+        assert req.page_table is not None
         req.num_computed_tokens = req.num_prompt_tokens
-        req.num_cached_tokens = max(result.num_cached_tokens, req.hold.num_cached_pages * self.batcher.cache.page_size)
+        req.num_cached_tokens = max(result.num_cached_tokens,
+                                    req.page_table.num_cached_pages * self.batcher.cache.page_size)
         req.prompt_logprobs = result.prompt_logprobs
         if req.hidden is not None and result.hidden_states is not None:
-            req.hidden.add_told(result.hidden_states, req.num_prompt_tokens)
-        self.batcher.cache.commit(req.hold, req.prompt)
-        self.batcher.adopt(req)
-        self.unified.report(req, req.take(result.token_id), result.logprobs)
+            req.hidden.add_prefilled(result.hidden_states, req.num_prompt_tokens)
+        self.batcher.cache.commit(req.page_table, req.prompt)
+        self.batcher.start_decode(req)
+        self.unified.report(req, req.append_token(result.token_id), result.logprobs)
         if self.batcher.paused == "retract":
             self.batcher.pause("retract")  # this request too

@@ -19,9 +19,8 @@ from typing import Any, Literal
 import numpy as np
 
 from .backends.base import Region
+from .protocol.messages import Extent
 from .protocol.reshard import expand_blocks
-
-Extent = Literal["sampled", "full", "off"]
 
 SAMPLED_WORDS = 8
 _CHUNK_WORDS = 1 << 21  # 16 MiB of pages at a time, which bounds the copy that is made of them

@@ -54,7 +54,7 @@ class KVPush:
         if self._overlap == "prompt":
             return
         for chunk in batch.chunks:
-            hold = chunk.req.hold
+            hold = chunk.req.page_table
             assert hold is not None
             cached = hold.num_cached_pages
             if cached and chunk.start == cached * self._cache.page_size:
@@ -77,10 +77,10 @@ class KVPush:
 
     def _pages_of(self, batch: ScheduledBatch) -> Iterator[_Pages]:
         for chunk in batch.chunks:
-            assert chunk.req.hold is not None
+            assert chunk.req.page_table is not None
             first, end = self._span(chunk)
             if end > first:
-                yield _Pages(_room(chunk.req), first, chunk.req.hold.ids[first:end].copy())
+                yield _Pages(_room(chunk.req), first, chunk.req.page_table.ids[first:end].copy())
 
     def _span(self, chunk: Chunk) -> tuple[int, int]:
         """Returns the range of the prompt's pages that are pushed with a chunk, first and end."""

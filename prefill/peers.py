@@ -29,7 +29,7 @@ class DecodePeers:
     def connect(self, message: ConnectPeer) -> None:
         raise InvalidRequest("Only a decode server connects to prefill servers.")
 
-    def outcomes(self) -> list[Done]:
+    def take_results(self) -> list[Done]:
         return []
 
     def leave(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..common.engine.rank import EngineParts, run_rank
-from ..common.engine_client.rank_processes import RankSpec
+from ..common.engine.rank_spec import RankSpec
 from ..kvtransfer.bootstrap import register_rank
 from ..kvtransfer.endpoint import transport_arguments
 from ..kvtransfer.sender.kv_sender import KVSender
@@ -24,7 +24,7 @@ def _make_scheduler(parts: EngineParts) -> PrefillScheduler:
     register = partial(register_rank, f"http://{host}:{args.disaggregation_bootstrap_port}",
                        secret=args.cluster_secret)
     register(sender.info)
-    return PrefillScheduler(parts.batcher, parts.executor, parts.ledger, sender, parts.agreeing,
+    return PrefillScheduler(parts.batcher, parts.executor, parts.tracker, sender, parts.agreeing,
                             len(parts.runner.layout.groups), overlap=parts.overlap,
                             kv_retain_seconds=args.kv_retain_seconds,
                             transfer_overlap=args.kv_transfer_overlap, register=register)

@@ -31,7 +31,7 @@ class RetainedPrompt:
 
     token_ids: np.ndarray
     parameters: tuple[object, ...]
-    tail: PartialPage | None
+    partial_page: PartialPage | None
     result: PrefillResult
     number: int
     expires: float | None = None
@@ -56,11 +56,11 @@ class RetainedPrompts:
     def add(self, room: int, req: Req, result: PrefillResult) -> None:
         """Retains ``req``, which is computed and whose transfer is in flight. Requests with hidden states, which are
         large, or with embeddings in place of tokens, which the radix tree cannot index, are not retained."""
-        assert req.hold is not None
-        if self._seconds == 0 or req.hold.node is None or req.hidden is not None:
+        assert req.page_table is not None
+        if self._seconds == 0 or req.page_table.node is None or req.hidden is not None:
             return
-        tail = req.hold.tail or self._cache.keep_tail(req.hold, req.prompt)
-        self._prompts[room] = RetainedPrompt(req.prompt, _parameters_of(req), tail, result, next(self._numbers))
+        partial_page = req.page_table.partial_page or self._cache.keep_partial_page(req.page_table, req.prompt)
+        self._prompts[room] = RetainedPrompt(req.prompt, _parameters_of(req), partial_page, result, next(self._numbers))
 
     def on_failed(self, room: int, now: float, *, may_retry: bool) -> None:
         """Handles the failure of a transfer; ``may_retry``: another attempt may come."""
@@ -87,11 +87,11 @@ class RetainedPrompts:
             return None
         if not np.array_equal(prompt.token_ids, req.prompt) or prompt.parameters != _parameters_of(req):
             return None
-        if (hold := self._cache.begin_whole(req.prompt, prompt.tail)) is None:
+        if (page_table := self._cache.match_full_prompt(req.prompt, prompt.partial_page)) is None:
             self.drop(room)
             return None
         self._remove(room)
-        req.hold = hold
+        req.page_table = page_table
         self.num_reused += 1
         return msgspec.structs.replace(prompt.result, num_cached_tokens=req.num_prompt_tokens)
 
@@ -99,8 +99,8 @@ class RetainedPrompts:
         """Drops the prompt of a room, if there is one."""
         if (prompt := self._prompts.get(room)) is not None:
             self._remove(room)
-            if prompt.tail is not None:
-                self._cache.drop_tail(prompt.tail)
+            if prompt.partial_page is not None:
+                self._cache.drop_partial_page(prompt.partial_page)
 
     def clear(self) -> None:
         """Drops all prompts: their first tokens and pages are of other weights than the next attempt's."""

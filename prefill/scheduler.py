@@ -33,12 +33,12 @@ from .step_size import step_tokens
 class PrefillScheduler:
     """Computes prompts and pushes their pages to the decode server that reserved pages for each request's room."""
 
-    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, ledger: RequestTracker, sender: KVSender,
+    def __init__(self, batcher: Batcher, executor: Executor | PPExecutor, tracker: RequestTracker, sender: KVSender,
                  group: Agreeing, num_groups: int, *, register: Callable[[RankInfo], None], overlap: bool,
                  kv_retain_seconds: float, transfer_overlap: TransferOverlap = "layers"):
         self.batcher = batcher
         self.executor = executor
-        self.ledger = ledger
+        self.tracker = tracker
         self.sender = sender
         self.transfers = TransferTable(sender, group)
         self._kv_push = KVPush(sender, batcher.cache, num_groups, transfer_overlap, lambda: executor.event())
@@ -92,7 +92,7 @@ class PrefillScheduler:
     def abort(self, req: Req, error: ServingError) -> None:
         transfer = self.transfers.find(req)
         assert transfer is not None
-        self.batcher.detach([req])
+        self.batcher.remove([req])
         self.transfers.abort(transfer, error)
         # The client that disconnected may be the router, which tries again with another decode server.
         self._retained.on_failed(transfer.room, self._now, may_retry=not isinstance(error, AbortRequested))
@@ -108,8 +108,8 @@ class PrefillScheduler:
         self._kv_push.push_cached(batch)
         return self._pipeline.advance(batch, self._kv_push.callback_for(batch))
 
-    def settle(self) -> None:
-        self._pipeline.settle()
+    def synchronize(self) -> None:
+        self._pipeline.synchronize()
 
     def close(self) -> None:
         self.sender.close()
@@ -125,14 +125,14 @@ class PrefillScheduler:
             error = self.transfers.error_for(transfer)
             self.abort(transfer.req, error)
             self._retained.on_failed(transfer.room, self._now, may_retry=not progress.aborted)
-            self.ledger.fail(transfer.req, error)
+            self.tracker.fail(transfer.req, error)
         elif transfer.status is TransferStatus.BOOTSTRAPPING and progress.phase >= Phase.RESERVED:
-            transfer.req.mark("meeting")
+            transfer.req.end_span("meeting")
             self._begin(transfer)
         elif transfer.status is TransferStatus.SENDING and progress.settled:
             token_ids, logprobs = self._first_tokens[transfer.room]
             self._release(transfer)
-            self.ledger.gain(transfer.req, token_ids, logprobs)
+            self.tracker.add_output(transfer.req, token_ids, logprobs)
 
     def _begin(self, transfer: TransferRequest) -> None:
         """Computes the prompt of a transfer whose ranks are all RESERVED, or sends what an earlier attempt has
@@ -142,30 +142,30 @@ class PrefillScheduler:
         if (result := self._retained.reuse(req)) is None:
             self.batcher.waiting.append(req)
             return
-        assert req.hold is not None
+        assert req.page_table is not None
         req.num_computed_tokens = req.num_cached_tokens = req.num_prompt_tokens
         req.prompt_logprobs = result.prompt_logprobs
-        self._kv_push.push_retained(transfer.room, req.hold.ids.copy())
-        self._hand_over(transfer, req.take(result.token_id), result)
+        self._kv_push.push_retained(transfer.room, req.page_table.ids.copy())
+        self._hand_over(transfer, req.append_token(result.token_id), result)
 
     def _take_in(self, step: StepOutput | PPStep) -> None:
         for gain in step.gains():
             transfer = self.transfers.find(gain.req)
             if transfer is not None and transfer.status is TransferStatus.COMPUTING and gain.error is not None:
                 self.abort(gain.req, gain.error)
-                self.ledger.fail(gain.req, gain.error)
+                self.tracker.fail(gain.req, gain.error)
             elif transfer is not None and transfer.status is TransferStatus.COMPUTING:
-                self.batcher.detach([gain.req])
+                self.batcher.remove([gain.req])
                 req = gain.req
                 hidden = None if req.hidden is None else req.hidden.take()
-                self._hand_over(transfer, req.take_pending(gain.token_id), PrefillResult(
+                self._hand_over(transfer, req.append_pending(gain.token_id), PrefillResult(
                     gain.token_id, req.num_cached_tokens, gain.logprobs, req.prompt_logprobs, hidden))
 
     def _hand_over(self, transfer: TransferRequest, token_ids: list[int], result: PrefillResult) -> None:
         """Sends the first token after the pages of a computed prompt."""
         req = transfer.req
         transfer.advance(TransferStatus.SENDING)
-        req.mark("prefill")
+        req.end_span("prefill")
         self._first_tokens[transfer.room] = (token_ids, result.logprobs)
         req.finish = req.finish or Finish("length")
         self._retained.add(transfer.room, req, result)

@@ -13,7 +13,7 @@ from random import Random
 from ..common.api.errors import ConfigError, WorkerUnavailable
 from ..common.config.addresses import cannot_listen
 from ..common.obs.tracing import exporter_for
-from .components import Components
+from .components import Components, LocalParts
 from .config import RouterConfig
 from .config.endpoint import Endpoint
 from .entry import RequestHandler
@@ -42,7 +42,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, *, rng: Random | None = None, parts: Components | None = None):
         self.config = config
-        self._parts = parts = parts or Components()
+        self._parts = parts = parts or LocalParts()
         self.registry = parts.registry(config, self._leave)
         self.metrics = Metrics(self.registry)
         self.reports = WorkerReports(self)
@@ -99,7 +99,7 @@ class Router:
                 lambda: ClientConnection(serve, max_payload=self.config.http.max_payload_size,
                                          connections=self._connections, loop=loop, rules=rules,
                                          outbox=self.dispatcher.outbox, deadlines=self._deadlines,
-                                         heard=self.dispatcher.heard),
+                                         on_data=self.dispatcher.on_data),
                 host, port, backlog=4096, ssl=tls, reuse_port=self.config.http.router_workers > 1 or None)
         except OSError as error:
             flags = ("--host", "--port") if serve == self.entry.serve else ("--prometheus-host", "--prometheus-port")
@@ -188,7 +188,7 @@ class Router:
         removed = self.registry.at(url)
         for worker in removed:
             if force:
-                self.dispatcher.cut(worker)
+                self._parts.cut(self.dispatcher, worker)
             self._leave(worker)
         return removed
 
@@ -198,7 +198,7 @@ class Router:
             worker.metadata = metadata
             if api_key is not None:
                 worker.api_key = api_key
-                self.dispatcher.use_key(worker)
+                self.dispatcher.update_key(worker)
         self.registry.changed()
 
     def _leave(self, worker: Worker) -> None:
@@ -231,7 +231,12 @@ def _watch(dispatcher: Dispatcher, policy: CacheExact) -> Watch:
     except ImportError:
         raise ConfigError("--policy cache_exact listens to the workers' KV events over ZMQ: "
                           "pip install pyzmq, or choose another policy.") from None
-    return KVWatch(dispatcher, policy)
+    metrics = dispatcher.metrics
+
+    def count_resync() -> None:
+        metrics.kv_resyncs += 1
+
+    return KVWatch(dispatcher, policy, count_resync)
 
 
 async def serve(config: RouterConfig, *, ready: Callable[[Router], None] | None = None,

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from .admin.endpoints import ADMIN_ROUTES
 from .admin.worker_routes import serve_workers
-from .admission.admission import Admission, AdmissionRules
+from .admission.admission import Admission, AdmissionControl
 from .config import RouterConfig
+from .config.admission import AdmissionRules
 from .monitoring.cluster_view import ClusterView
 from .monitoring.health import HealthMonitor
 from .net.request import Request
@@ -18,28 +19,49 @@ from .net.responses import Response, check_method
 from .net.upstream_answer import Failure
 from .obs.metrics import Metrics
 from .relay.dispatcher import Dispatcher
+from .workers.ask import WorkerClient
+from .workers.models import Models
 from .workers.registry import Registry, Worker
 
 
 class Health(Protocol):
     """Decides which workers take traffic."""
 
-    def watch(self, worker: Worker, dispatcher: Dispatcher) -> None: ...
+    def watch(self, worker: Worker, client: WorkerClient) -> None: ...
     def unwatch(self, worker: Worker) -> None: ...
     def suspect(self, worker: Worker, failure: Failure) -> None: ...
     async def close(self) -> None: ...
 
 
-class Components:
+class Components(Protocol):
+    """Builds the parts of a router, and answers requests to the router itself."""
+
+    accepts: bool
+    """Clients connect to this process."""
+
+    def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry: ...
+    def health(self, config: RouterConfig, registry: Registry,
+               on_ranks: Callable[[Worker, int], None] | None) -> Health: ...
+    def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
+                   suspect: Callable[[Worker, Failure], None]) -> Dispatcher: ...
+    def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl: ...
+    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
+        """Fails the requests that run on a worker."""
+    def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
+        """Answers a request to the router itself, now or later; raises ServingError."""
+        ...
+
+
+class LocalParts:
     """The parts of a router that is one process."""
 
     accepts = True
-    """Whether clients connect to this process."""
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
         return Registry(failure_threshold=config.health.health_failure_threshold,
                         success_threshold=config.health.health_success_threshold,
-                        circuit_rules=config.circuit.rules, on_drained=on_drained, models=config.workers.models)
+                        circuit_rules=config.circuit.rules, on_drained=on_drained,
+                        models=Models.from_args(config.workers))
 
     def health(self, config: RouterConfig, registry: Registry,
                on_ranks: Callable[[Worker, int], None] | None) -> Health:
@@ -49,14 +71,21 @@ class Components:
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher:
         return Dispatcher(config, registry, metrics, rng, suspect)
 
-    def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> Admission:
+    def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl:
         return Admission(rules, loop.time)
 
+    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
+        dispatcher.fail_calls(worker)
+
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
-        """Answer a request to the router itself, now or later; raises ServingError."""
-        route = ADMIN_ROUTES.get(request.path)
-        if route is None:
-            return serve_workers(router, request)
-        methods, handler = route
-        check_method(request, (*methods, b"HEAD") if b"GET" in methods else methods)
-        return handler(router, request)
+        return answer_locally(router, request)
+
+
+def answer_locally(router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
+    """Answers from what this process knows, now or later; raises ServingError."""
+    route = ADMIN_ROUTES.get(request.path)
+    if route is None:
+        return serve_workers(router, request)
+    methods, handler = route
+    check_method(request, (*methods, b"HEAD") if b"GET" in methods else methods)
+    return handler(router, request)

@@ -1,12 +1,15 @@
-"""Paths that are relayed, broadcast and collected: which, with which methods."""
+"""The route table: each path's handler and methods."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Literal, NamedTuple
 
 _POST, _GET = (b"POST",), (b"GET", b"HEAD")
 
 PAIR_PATHS = frozenset((b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/generate"))
-"""In a cluster of pairs these need one; all others one worker of either role. Streams of our servers name their tokens,
-so that another worker can go on with them."""
+"""Paths that need a pair in a cluster of pairs; all others need one worker of either role. Streams of our servers name
+their tokens here, so that another worker can continue them."""
 
 RELAYED: dict[bytes, tuple[bytes, ...]] = {
     **dict.fromkeys(PAIR_PATHS, _POST),
@@ -18,18 +21,19 @@ RELAYED: dict[bytes, tuple[bytes, ...]] = {
     **dict.fromkeys((b"/v1/models", b"/get_model_info", b"/model_info", b"/get_server_info", b"/server_info",
                      b"/health_generate", b"/openapi.json"), _GET),
 }
-"""Relayed to one worker. Under ``PREFIXES`` all else is relayed too, so that a worker may offer more."""
+"""Methods of the paths that are relayed to one worker."""
 
 PREFIXES = (b"/v1/", b"/v2/", b"/api/", b"/inference/")
+"""Prefixes of further relayed paths, with any method: a worker may offer more than ``RELAYED``."""
 ANY_METHOD = (b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE")
 
-ELSEWHERE: dict[bytes, str] = {
+UNSUPPORTED: dict[bytes, str] = {
     b"/parse/function_call": "use /parse_function_call, which the workers answer",
     b"/parse/reasoning": "use /separate_reasoning, which the workers answer",
     b"/wasm": "this router runs no plug-ins",
     b"/ha/": "processes of one router share their state by --router-workers; several routers need none in common",
 }
-"""Paths of sglang-router that are not served here, and what to do instead."""
+"""Prefixes of sglang-router's paths that this router does not have, and what to do instead."""
 
 QUICK_BROADCASTS = (b"/flush_cache", b"/abort_request", b"/start_profile", b"/stop_profile", b"/pause_generation",
                     b"/continue_generation", b"/configure_logging", b"/set_internal_state", b"/reset_prefix_cache",
@@ -40,21 +44,47 @@ SLOW_BROADCASTS = (
     b"/update_weights_from_ipc", b"/init_weights_update_group", b"/destroy_weights_update_group",
     b"/update_weight_version", b"/release_memory_occupation", b"/resume_memory_occupation",
     b"/load_lora_adapter", b"/unload_lora_adapter", b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
-"""Sent to every worker; the slow ones move weights and may take minutes."""
+"""Paths that are sent to every worker and move weights, which may take minutes."""
 RENAMING = frozenset((b"/update_weights_from_disk", b"/load_lora_adapter", b"/unload_lora_adapter",
                       b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"))
-"""After these the workers may serve other models."""
+"""Broadcasts after which workers may serve other models."""
 
 
-LABELS = {path: path.decode() for path in RELAYED}
-"""Of the paths that most requests have."""
+class Route(NamedTuple):
+    """A row of the route table."""
+
+    kind: Literal["relay", "router", "unknown"]
+    """The handler: a worker, the router itself, or none (404)."""
+    methods: tuple[bytes, ...] = ()
+    """Methods of a relayed path; the router's own handlers check theirs."""
+    label: str = "other"
+    """The path in metrics: few values, whatever clients ask for."""
+    runs_on_pair: bool = False
+    """True if a cluster of pairs needs a pair for it."""
+    is_open: bool = False
+    """True if it needs no API key."""
+    is_plain: bool = False
+    """True for an exact path that changes no worker: it needs no check of its spelling, or for an admin key."""
+    hint: str = ""
+    """What to do instead, for an unknown path."""
 
 
-def label(path: bytes, own: frozenset[bytes]) -> str:
-    """A path as a metric's label; the label set stays small whatever clients ask for."""
-    if path in LABELS or path in own:
-        return path.decode()
-    for prefix in PREFIXES:
-        if path.startswith(prefix):
-            return prefix.decode() + "*"
-    return "other"
+_UNKNOWN = Route("unknown")
+
+
+class RouteTable:
+    """Routes by path: exact paths first, then prefixes in order."""
+
+    def __init__(self, router_paths: Iterable[bytes], *, open_paths: Set[bytes], router_folder: bytes):
+        """``router_paths`` and the paths in ``router_folder`` are the router's own."""
+        self._exact = {path: Route("router", label=path.decode(), is_open=path in open_paths) for path in router_paths}
+        self._exact[router_folder] = folder = Route("router")
+        self._exact |= {path: Route("relay", methods, path.decode(), path in PAIR_PATHS, is_plain=True)
+                        for path, methods in RELAYED.items()}
+        self._prefixes = [(prefix, Route("relay", ANY_METHOD, prefix.decode() + "*")) for prefix in PREFIXES]
+        self._prefixes.append((router_folder + b"/", folder))
+        self._prefixes += [(prefix, Route("unknown", hint=hint)) for prefix, hint in UNSUPPORTED.items()]
+
+    def find(self, path: bytes) -> Route:
+        return self._exact.get(path) or next(
+            (route for prefix, route in self._prefixes if path.startswith(prefix)), _UNKNOWN)

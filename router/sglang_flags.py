@@ -1,7 +1,7 @@
-"""sglang-router's command line where it differs from ours: what is taken, and what is refused with its reason.
+"""sglang-router's command line: the flags that differ from ours, dropped or refused with a reason.
 
-Flags of the same meaning are simply ours (some as a second spelling). The rest stands here, so that
-a script written for sglang-router either does here what it did there, or says at once what it cannot do.
+Flags of the same meaning are simply ours (some as a second spelling). The rest is listed here, so that
+a script written for sglang-router either does here what it did there, or fails at once with a reason.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("--jwt-issuer", "--jwt-audience", "--jwt-jwks-uri", "--jwt-role-mapping"), _NO_JWT),
     "--control-plane-audit-enabled": "the access log (--log-level info) has every request; use that",
 }
-_SAME_ANYWAY: dict[str, tuple[frozenset[str], str]] = {
+_DEFAULT_VALUES: dict[str, tuple[frozenset[str], str]] = {
     "--backend": (frozenset(("sglang", "openai")), "workers of any make are spoken to alike"),
     "--history-backend": (frozenset(("none",)), _NO_HISTORY),
 }
-"""Flags of which some values ask for what happens anyway; those are dropped."""
+"""Flags with the values that ask for what the router does anyway, which are dropped, and the reason against others."""
 
 NOT_NEEDED: dict[str, str] = {
     **dict.fromkeys(("--model-path", "--tokenizer-path", "--chat-template", "--tokenizer-cache-enable-l0",
@@ -40,14 +40,14 @@ NOT_NEEDED: dict[str, str] = {
                      "--tokenizer-cache-l1-max-memory"), _NO_TOKENIZER),
     **dict.fromkeys(("--reasoning-parser", "--tool-call-parser"), _NO_PARSER),
 }
-"""Flags for gRPC workers, for which sglang-router tokenizes and parses: before HTTP workers they change nothing there
-either. They are dropped, with a line that says so."""
+"""Flags for gRPC workers, for which sglang-router tokenizes and parses; with HTTP workers they change nothing there
+either. They are dropped, and a line on stderr says so."""
 _SWITCHES = frozenset(("--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"))
 
 
 def translate(argv: Sequence[str]) -> list[str]:
     """``argv`` without sglang-router's flags that change nothing here; raises ConfigError for those that would."""
-    kept: list[str] = []
+    translated: list[str] = []
     words = iter(argv)
     for word in words:
         name, joined, value = word.partition("=")
@@ -55,39 +55,40 @@ def translate(argv: Sequence[str]) -> list[str]:
             raise ConfigError(f"{word} is not supported: give the worker's HTTP address, http://HOST:PORT.")
         if name in REFUSED:
             raise ConfigError(f"{name} is not supported: {REFUSED[name]}.")
-        if name not in _SAME_ANYWAY and name not in NOT_NEEDED:
-            kept.append(word)
+        if name not in _DEFAULT_VALUES and name not in NOT_NEEDED:
+            translated.append(word)
             continue
         if not joined and name not in _SWITCHES:
             value = next(words, "")
         if name in NOT_NEEDED:
             print(f"launch_router: {name} is not needed: {NOT_NEEDED[name]}.", file=sys.stderr)
             continue
-        accepted, reason = _SAME_ANYWAY[name]
+        accepted, reason = _DEFAULT_VALUES[name]
         if value not in accepted:
             raise ConfigError(f"{name} {value} is not supported: {reason}.")
-    return kept
+    return translated
 
 
-_OWN_PREFIX = "--router-"
-_CLUSTERS = frozenset(("--worker-urls", "--pd-disaggregation", "--prefill", "--decode", "--host", "--port"))
-_NOT_THE_ROUTERS = frozenset(("--router-dp-worker-base-port",))
+_ROUTER_PREFIX = "--router-"
+_CLUSTER_FLAGS = frozenset(("--worker-urls", "--pd-disaggregation", "--prefill", "--decode", "--host", "--port"))
+_NOT_ROUTER_FLAGS = frozenset(("--router-dp-worker-base-port",))
 
 
 def co_launched(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line of ``launch_cluster`` as its own and its router's part: ``--router-FLAG`` becomes ``--FLAG``.
+    """Splits a command line of ``launch_cluster`` into the cluster's flags and the router's, without their prefix.
 
-    As in sglang_router.launch_server. Raises ConfigError for what the router refuses, and for what the cluster decides.
+    ``--router-FLAG`` becomes ``--FLAG``, as in sglang_router.launch_server. Raises ConfigError for flags that the
+    router refuses, and for those that the cluster sets.
     """
     parts: dict[bool, list[str]] = {False: [], True: []}
     is_router = False
     for word in argv:
         if word.startswith("--"):
             name = word.partition("=")[0]
-            is_router = name.startswith(_OWN_PREFIX) and name not in _NOT_THE_ROUTERS
-            if is_router and name != "--router-workers":  # This one is the router's own spelling.
-                word = "--" + word[len(_OWN_PREFIX):]
-                if word.partition("=")[0] in _CLUSTERS:
+            is_router = name.startswith(_ROUTER_PREFIX) and name not in _NOT_ROUTER_FLAGS
+            if is_router and name != "--router-workers":  # This one has the prefix in its own name.
+                word = "--" + word[len(_ROUTER_PREFIX):]
+                if word.partition("=")[0] in _CLUSTER_FLAGS:
                     raise ConfigError(f"{name} is not supported: this command starts the workers that its router has; "
                                       "see --prefill, --decode, --dp-size, --host and --port.")
         parts[is_router].append(word)

@@ -38,9 +38,11 @@ def test_contents(wheel):
     inside = {name.split("/")[1] for name in names if name.startswith("baton/")}
     assert inside == {"py.typed", "__init__.py", "launch.py", "offline.py", "bench.py", "common", "kernels",
                       "kvtransfer", "prefill", "decode", "router"}
-    assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/dashboard.html",
+    shipped = {name.removeprefix("baton/common/tinychat/") for name in names if "/tinychat/" in name}
+    assert {name for name in shipped if name.endswith(".py")} == {"__init__.py"}, "training code is not for users"
+    assert {"baton/common/tinychat/checkpoint/model.safetensors", "baton/router/monitoring/dashboard.html",
             "baton/common/tokenizer/chat_templates/qwen.jinja"} <= set(names)
-    assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tiles").rglob("*.json")} <= set(names)
+    assert {f"baton/{table.relative_to(ROOT)}" for table in (ROOT / "kernels/tuning").rglob("*.json")} <= set(names)
 
 
 def test_metadata(wheel):

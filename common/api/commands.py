@@ -1,6 +1,6 @@
 """Commands that change an engine as a whole: its cache, weights, memory, limits, and whether it is profiled.
 
-Every rank of a group carries out the same commands in the same turn of its loop.
+Every rank of a group executes the same commands in the same iteration of its loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True):
 class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
     """Load another checkpoint of the same architecture, from a local folder or the hub, and drop the prefix cache.
 
-    Refused while requests run. The checkpoint is looked at before the first weight is touched: one that does not fit
+    Refused while requests run. The checkpoint is checked before the first weight is changed: one that does not fit
     changes nothing.
     """
 
@@ -29,14 +29,14 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
-    """Give the device memory of weights (kept in host memory) or of the KV pool (forgotten) back. Refused while
-    requests run; requests are refused until ``ResumeMemory``."""
+    """Free the device memory of weights (copied to host memory) or of the KV pool (discarded). Refused while requests
+    run; requests are refused until ``ResumeMemory``."""
 
     kinds: tuple[MemoryKind, ...]
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, tag=True):
-    """Take released memory again."""
+    """Allocate released memory again."""
 
     kinds: tuple[MemoryKind, ...]
 
@@ -56,7 +56,7 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetLimits(msgspec.Struct, frozen=True, tag=True):
-    """Change what the scheduler may do; None leaves a limit as it is. None may exceed what the server started with, for
+    """Change the scheduler's limits; None leaves a limit as it is. No limit may exceed its value at startup, because
     memory was sized by that."""
 
     max_running_requests: int | None = None
@@ -68,20 +68,20 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class PauseGeneration(msgspec.Struct, frozen=True, tag=True):
-    """Launch no step until ``ContinueGeneration``. With ``retract`` running requests give their pages back: they are
-    computed again later, by the weights of then. With ``in_place`` they keep them; with ``abort`` whoever sends this
-    ends them too."""
+    """Launch no step until ``ContinueGeneration``. With ``retract`` running requests are retracted: they are recomputed
+    later, with the weights of that time. With ``in_place`` they keep their pages; with ``abort`` the sender of this
+    command aborts them too."""
 
     mode: PauseMode = "abort"
 
 
 class ContinueGeneration(msgspec.Struct, frozen=True, tag=True):
-    """Go on after ``PauseGeneration``."""
+    """Continue after ``PauseGeneration``."""
 
 
 class RecordExperts(msgspec.Struct, frozen=True, tag=True):
-    """Record how many tokens every expert computes, from ``start`` to ``stop``; ``dump`` writes what was recorded so
-    far, or last, into ``folder``. Refused where the engine does not count them."""
+    """Record the number of tokens that every expert computes, from ``start`` to ``stop``; ``dump`` writes the current,
+    or last, record into ``folder``. Refused where the engine does not count them."""
 
     action: Literal["start", "stop", "dump"]
     folder: str = ""

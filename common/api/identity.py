@@ -1,4 +1,4 @@
-"""Which model a server computes with."""
+"""Identity of the model that a server runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """A KV cache is of use only to a server whose weights are those that it was computed with: two servers may be
+    """Identity of a model's weights. A KV cache is valid only with the weights that computed it: two servers may be
     paired when their ``fingerprint`` is equal.
 
-    ``source`` is what an operator knows the weights by, ``updates`` how often they were replaced at run time.
+    ``source`` names the weights for an operator; ``updates`` counts their replacements at run time.
     """
 
     fingerprint: str

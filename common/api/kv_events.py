@@ -1,4 +1,4 @@
-"""KV events: what a server tells about its prefix cache, in the form that vLLM and SGLang publish.
+"""KV events: changes of a server's prefix cache, in the format that vLLM and SGLang publish.
 
 A message has three frames: topic, sequence number (8 bytes, big-endian) and a msgpack batch
 ``[ts, [event, ...]]``. Events are arrays that begin with their name: ``BlockStored`` (hashes, the hash
@@ -23,14 +23,14 @@ from .unreadable import UNREADABLE
 TOPIC = b"kv-events"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 PROMPT_PAGES_HEADER = "x-baton-prompt-pages"
-"""On a request: asks for the prompt's page hashes. On its answer: them (see ``encode_pages``)."""
-_TOLD_PAGES = 64
+"""On a request: asks for the prompt's page hashes. On its response: the hashes (see ``encode_pages``)."""
+_MAX_ENCODED_PAGES = 64
 
 Hash = int | bytes
 
 
 class Stored(NamedTuple):
-    """Pages entered the cache: ``hashes[i]`` stands for all tokens up to the end of page i of ``token_ids``.
+    """Pages entered the cache: ``hashes[i]`` covers all tokens up to the end of page i of ``token_ids``.
 
     ``parent`` is the hash of the page before the first one, None at the beginning of a prompt.
     """
@@ -61,19 +61,19 @@ _decode = msgspec.msgpack.Decoder().decode
 def page_hashes(token_ids: Sequence[int], page_size: int, parent: int | None = None) -> list[int]:
     """The hashes of the full pages of ``token_ids``, each over all tokens from the prompt's beginning.
 
-    63 bits each (peers keep them in signed 64-bit integers): among 10 million pages two would be equal
-    once in 200,000 such caches, and the price of it is one badly placed request.
+    63 bits each (peers store them in signed 64-bit integers): among 10 million pages two would be equal
+    once in 200,000 such caches, and a collision costs one badly routed request.
     """
     return chained(token_bytes(token_ids), 4 * page_size, parent)
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Little-endian int32; raises struct.error where they are none."""
+    """Packs ids as little-endian int32; raises struct.error where one is not."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 def chained(tokens: bytes, page_bytes: int, parent: int | None) -> list[int]:
-    """``page_hashes`` of tokens that are little-endian int32 already; 0.5 us a page."""
+    """``page_hashes`` of tokens packed as little-endian int32; 0.5 us a page."""
     pack, unpack = _U64.pack, _U64.unpack
     hashes = []
     previous = pack(parent or 0)
@@ -102,7 +102,7 @@ def _as_array(event: Event) -> tuple[Any, ...]:
 
 
 def decode(payload: bytes) -> list[Event]:
-    """The events of a batch; unknown ones, and those of other memory than the GPU's, are left out.
+    """The events of a batch; unknown ones, and those of memory other than the GPU's, are left out.
 
     Raises ValueError where the payload is no batch.
     """
@@ -131,7 +131,7 @@ def _read(event: Any) -> Event | None:
         fields = dict(zip(_FIELDS.get(name, ()), event[1:]))
     if name == "AllBlocksCleared":
         return Cleared()
-    # A LoRA's pages hold other keys and values for the same tokens; layer groups beside the first are no prefixes.
+    # A LoRA's pages have other keys and values for the same tokens; layer groups after the first are no prefixes.
     if name not in _FIELDS or fields.get("medium") not in (None, "GPU") or fields.get("group_idx"):
         return None
     if name == "BlockRemoved":
@@ -159,28 +159,29 @@ def _count(value: Any) -> int:
 def encode_pages(token_ids: Sequence[int], page_size: int) -> str:
     """A prompt's page hashes as a header's value: ``PAGES;PAGE_SIZE;PAGE:HASH,PAGE:HASH,...``, hashes in hexadecimal.
 
-    Of long prompts every 2nd, 4th, 8th ... page is told, 64 or fewer, and the last one: the value stays below 2 KB,
-    and prompts that share a beginning tell the same pages of it.
+    For long prompts the value has every 2nd, 4th, 8th ... page, 64 or fewer, and the last one: it stays below 2 KB,
+    and prompts that share a prefix have the same pages of it.
     """
     hashes = page_hashes(token_ids, page_size)
     count = len(hashes)
     stride = 1
-    while count > stride * _TOLD_PAGES:
+    while count > stride * _MAX_ENCODED_PAGES:
         stride *= 2
-    told = [*range(stride, count + 1, stride), *([count] if count % stride else [])]
-    return f"{count};{page_size};" + ",".join(f"{page}:{hashes[page - 1]:x}" for page in told)
+    pages = [*range(stride, count + 1, stride), *([count] if count % stride else [])]
+    return f"{count};{page_size};" + ",".join(f"{page}:{hashes[page - 1]:x}" for page in pages)
 
 
 class PromptPages(NamedTuple):
-    """What ``encode_pages`` told: how many pages, and of some, in order, ``(number of pages up to its end, hash)``."""
+    """Decoded ``encode_pages``: the number of pages, and for some of them, in order, ``(number of pages up to its end,
+    hash)``."""
 
     pages: int
     page_size: int
-    told: list[tuple[int, int]]
+    hashes: list[tuple[int, int]]
 
 
 def decode_pages(value: str) -> PromptPages:
     """Raises ValueError where the value is not ``encode_pages``'s."""
-    count, page_size, told = value.split(";")
-    pairs = [pair.split(":") for pair in told.split(",")] if told else []
+    count, page_size, hashes = value.split(";")
+    pairs = [pair.split(":") for pair in hashes.split(",")] if hashes else []
     return PromptPages(int(count), int(page_size), [(int(page), int(hashed, 16)) for page, hashed in pairs])

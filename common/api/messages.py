@@ -1,8 +1,9 @@
-"""Messages between a server's front process and its engine ranks (msgpack over ZMQ, tagged unions).
+"""Messages between a server's API server process and its engine ranks (msgpack over ZMQ, tagged unions).
 
-Front -> rank 0: ``ToEngine``. Rank 0 -> front: ``FromEngine``; with data-parallel attention, the first rank of each
-attention group, which all answer ``Control``, ``ConnectPeer``, ``GetState`` and ``PrepareGrammar``. The engine
-promises exactly one terminal message (``Output.finish`` set, or ``Failed``) for every ``Generate`` it was sent.
+API server -> rank 0: ``ToEngine``. Rank 0 -> API server: ``FromEngine``; with data-parallel attention, the first rank
+of each attention group sends, and all of these answer ``Control``, ``ConnectPeer``, ``GetState`` and
+``PrepareGrammar``. The engine sends exactly one terminal message (``Output.finish`` set, or ``Failed``) for every
+``Generate`` it receives.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from .sampling import SamplingParams
 
 
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
-    """Where the two halves of one attempt meet: the prefill server's bootstrap address, and their room.
+    """Rendezvous of the two requests of one attempt: the prefill server's bootstrap address, and the bootstrap room.
 
-    ``previous`` is the room of the attempt before this one, with the same prefill server, if there was one.
+    ``previous`` is the room of the previous attempt with the same prefill server, if there was one.
     ``dp_rank`` is the prefill server's data-parallel rank, where it does not follow from the room."""
 
     host: str
@@ -31,11 +32,11 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True):
 
 
 Pooling = Literal["last", "mean"]
-"""Whether a prompt's vector is its last token's hidden state, or the average of all of them."""
+"""A prompt's vector is its last token's hidden state, or the mean over all tokens."""
 
 
 class CustomProcessor(msgspec.Struct, frozen=True, array_like=True):
-    """A logit processor that the engine imports, ``package.module:Name``, and what this request gives it."""
+    """A logit processor that the engine imports, ``package.module:Name``, and this request's parameters for it."""
 
     path: str
     params: dict[str, Any] = {}
@@ -44,11 +45,11 @@ class CustomProcessor(msgspec.Struct, frozen=True, array_like=True):
 class Generate(msgspec.Struct, tag=True):
     """Run one prompt. ``deadline`` is in seconds from arrival, None for the server's default.
 
-    ``logprob_start_len`` is the first prompt position whose logprob is wanted; -1 means none of the prompt.
-    ``token_ids_logprob``: tokens whose logprobs are wanted at every position. The last ``num_answered`` of
-    ``input_ids`` are output that another server has answered: they count as output for penalties.
-    ``input_embeds`` (float32, little endian, one row of the model's hidden size each) take the place of the first
-    token embeddings: the ids at these positions mean nothing.
+    ``logprob_start_len`` is the first prompt position whose logprob is requested; -1 means none of the prompt.
+    ``token_ids_logprob``: tokens whose logprobs are requested at every position. The last ``num_answered`` of
+    ``input_ids`` are output that another server has sent already: they count as output for penalties.
+    ``input_embeds`` (float32, little endian, one row of the model's hidden size each) replace the first token
+    embeddings: the ids at these positions have no meaning.
     """
 
     rid: str
@@ -62,29 +63,29 @@ class Generate(msgspec.Struct, tag=True):
     bootstrap: Bootstrap | None = None
     priority: int | None = None  # None: the server's default
     deadline: float | None = None
-    traced: bool = False  # the front wants to know of the request's stages
-    pooling: Pooling | None = None  # of an embedding server: what the answer is made of
+    traced: bool = False  # the API server asks for the request's latency spans
+    pooling: Pooling | None = None  # on an embedding server
     processor: CustomProcessor | None = None
     input_embeds: bytes | None = None
     return_hidden_states: bool = False
     dp_rank: int | None = None  # the data-parallel rank that computes it; None where there is one
-    aborted: bool = False  # before it was sent: it never is
+    aborted: bool = False  # before it was sent: then it never is
 
 
-StageName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
+SpanName = Literal["meeting", "queue", "prefill", "transfer", "decode"]
 
 
 class LatencySpan(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a request's life in an engine, and its end on the host's monotonic clock in seconds. It began with the
-    end of the one before, the first with the request's arrival."""
+    """A latency span of a request in an engine, and its end on the host's monotonic clock in seconds. It begins at the
+    end of the previous one, the first at the request's arrival."""
 
-    name: StageName
+    name: SpanName
     end: float
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Cancel one request (``rid``), or all (``rid == ""``). ``silent``: the front has already answered it
-    (a stop string matched, the client left) and wants no terminal message."""
+    """Cancel one request (``rid``), or all (``rid == ""``). ``silent``: the API server has already answered it
+    (a stop string matched, the client left) and expects no terminal message."""
 
     rid: str
     silent: bool = False
@@ -108,8 +109,8 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 class PrepareGrammar(msgspec.Struct, tag=True):
-    """Make a grammar ready, which requests that follow the answer (``Done``) may name. ``vocabulary`` comes with the
-    first. ``compiled``: what another process has made of it; without that the engine compiles it itself."""
+    """Prepare a grammar, which requests sent after the answer (``Done``) may name. ``vocabulary`` comes with the first.
+    ``compiled``: the grammar as another process has compiled it; without that the engine compiles it itself."""
 
     seq: int
     spec: GrammarSpec
@@ -118,14 +119,14 @@ class PrepareGrammar(msgspec.Struct, tag=True):
 
 
 class DropGrammar(msgspec.Struct, tag=True):
-    """No request that follows names this grammar, unless it is prepared again."""
+    """Drop a grammar: no later request names it, unless it is prepared again."""
 
     spec: GrammarSpec
 
 
 class ConnectPeer(msgspec.Struct, tag=True):
     """Connect to the prefill server whose bootstrap server is at ``host`` and ``port``, before a request needs it.
-    Answered by ``Done``, whose code is ``kv_transfer_failed:pair_mismatch`` where the two do not fit together."""
+    Answered by ``Done``, whose code is ``kv_transfer_failed:pair_mismatch`` where the two are incompatible."""
 
     seq: int
     host: str
@@ -138,7 +139,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Finish(msgspec.Struct, array_like=True):
-    """Why generation ended. ``matched`` is the stop token id, where one did."""
+    """Reason why generation ended. ``matched`` is the stop token id, where one did."""
 
     reason: FinishReason
     matched: int | None = None
@@ -147,7 +148,7 @@ class Finish(msgspec.Struct, array_like=True):
 class Logprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of consecutive tokens.
 
-    ``top`` (the likeliest) and ``of_ids`` (those asked for) hold, per token, ``(token id, logprob)`` pairs.
+    ``top`` and ``of_ids`` (those of the requested ids) have a list of ``(token id, logprob)`` pairs for each token.
     """
 
     token_ids: list[int]
@@ -157,7 +158,7 @@ class Logprobs(msgspec.Struct, array_like=True):
 
 
 class Output(msgspec.Struct):
-    """Tokens that a request gained in one step. Counts are totals so far."""
+    """New tokens of a request in one step. Counts are totals so far."""
 
     rid: str
     token_ids: list[int]
@@ -167,13 +168,13 @@ class Output(msgspec.Struct):
     finish: Finish | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    embedding: bytes | None = None  # float32, of a request with ``pooling``; labels' scores of a model that has labels
-    hidden_states: bytes | None = None  # float32 rows of the positions behind those that were told before
-    stages: list[LatencySpan] = []  # those that ended since the last output, of requests that are traced
+    embedding: bytes | None = None  # float32, of a request with ``pooling``; class scores of a classifier
+    hidden_states: bytes | None = None  # float32 rows of the positions after those sent before
+    spans: list[LatencySpan] = []  # those that ended since the last output, of traced requests
 
 
 class NewTokens(msgspec.Struct, array_like=True):
-    """A token each that requests gained, and nothing else to tell of them: Output's fields, each of all requests."""
+    """One new token for each of several requests, and nothing else to report. Columns are Output's fields."""
 
     rids: list[str]
     token_ids: list[int]
@@ -183,19 +184,21 @@ class NewTokens(msgspec.Struct, array_like=True):
 
 
 class OutputBatch(msgspec.Struct, tag=True):
-    """All that one engine step produced: first what requests ``gained`` that go on, then what is ``told`` of others."""
+    """All outputs of one engine step: first the ``new_tokens`` of requests that merely continue, then the ``outputs``
+    of all others."""
 
-    told: list[Output]
-    gained: NewTokens | None = None
+    outputs: list[Output]
+    new_tokens: NewTokens | None = None
 
     @property
     def items(self) -> list[Output]:
-        """Both, as outputs."""
-        one = self.gained
-        if one is None:
-            return self.told
+        """All as ``Output``."""
+        new = self.new_tokens
+        if new is None:
+            return self.outputs
         return [Output(rid, [token_id], prompt, cached, output) for rid, token_id, prompt, cached, output in zip(
-            one.rids, one.token_ids, one.num_prompt_tokens, one.num_cached_tokens, one.num_output_tokens)] + self.told
+            new.rids, new.token_ids, new.num_prompt_tokens, new.num_cached_tokens, new.num_output_tokens)
+                ] + self.outputs
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -223,13 +226,13 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class StartFailed(msgspec.Struct, tag=True):
-    """A rank could not start; ``message`` is one sentence for the operator."""
+    """A rank failed to start; ``message`` is one sentence for the operator."""
 
     message: str
 
 
 class Done(msgspec.Struct, tag=True):
-    """A command was carried out, or why it was not: ``code`` is then a ServingError's. ``message`` is a sentence."""
+    """A command was executed, or failed: ``code`` is then a ServingError's. ``message`` is a sentence."""
 
     seq: int
     message: str
@@ -241,8 +244,8 @@ class State(msgspec.Struct, tag=True):
 
     ``free_pages + held_pages + cached_pages == total_pages`` always; ``held_pages`` is 0 when idle.
     ``counters`` only grow (names without the metric prefix), ``gauges`` are current values.
-    ``dp_rank`` is that of the data-parallel rank that tells. ``pair_key`` is equal for servers of one role that fit
-    with the same servers of the other.
+    ``dp_rank`` is that of the data-parallel rank that answers. ``pair_key`` is equal for servers of one role that are
+    compatible with the same servers of the other.
     """
 
     seq: int
@@ -263,12 +266,12 @@ class State(msgspec.Struct, tag=True):
 
 RANK_TOTALS = frozenset(("kv_bytes_sent", "kv_bytes_received", "kv_messages_dropped", "kv_writes_queued",
                          "kv_writes_in_flight"))
-"""Counters and gauges of which every rank has a part of its own. Ranks that share requests count all others alike, and
-the first of them tells those for all."""
+"""Counters and gauges that differ from rank to rank. All others are equal on ranks that share requests, and the first
+of these ranks reports them for all."""
 
 
 class RankTotals(msgspec.Struct, tag=True):
-    """Beside the ``State`` of a data-parallel rank: what one of its other ranks has of RANK_TOTALS, by name."""
+    """Supplements the ``State`` of a data-parallel rank: RANK_TOTALS of one of its other ranks, by name."""
 
     seq: int
     dp_rank: int

@@ -1,4 +1,4 @@
-"""What the ``bench_`` commands are made of: workloads, a load client, figures and their reports.
+"""The ``bench_`` commands: workloads, a load client, figures and their reports.
 
 ``bench_serving`` measures a server over HTTP, ``bench_offline_throughput`` an engine without one, ``bench_one_batch``
 the steps of a model alone. Only the last needs torch in its own process.

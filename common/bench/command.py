@@ -1,4 +1,4 @@
-"""How a bench command ends: with a figure, a sentence, or Ctrl-C, which ends a run and not its report."""
+"""The end of a bench command: exit codes, error sentences, and Ctrl-C, which ends the run but not its report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..config.command import INTERRUPTED
 
 
 def reported(name: str, run: Callable[[], int]) -> int:
-    """The exit code of ``run``; 2, with a sentence, where it raises an error that the user can do something about."""
+    """The exit code of ``run``; 2, with a sentence, for an error that the user can mend."""
     try:
         return run()
     except (ConfigError, ServingError) as error:

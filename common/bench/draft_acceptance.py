@@ -1,7 +1,7 @@
-"""``bench_draft_acceptance``: how often a checkpoint's layers of multi-token prediction foretell what its model writes.
+"""``bench_draft_acceptance``: how often a checkpoint's MTP layers predict the tokens that its model samples.
 
-Speculative decoding that drafts with them makes one token a step, and one more for each draft that is right: what is
-told here is what it could gain, before what its longer steps cost.
+Speculative decoding makes one token a step and one more for each accepted draft: this is the upper bound of its win,
+before the cost of its longer steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..config.model import load_model_spec
 from ..config.server import ServerConfig
 from ..distributed.parallel import Parallel
 from ..engine.rank import join_groups
-from ..engine_client.rank_processes import RankSpec
+from ..engine.rank_spec import RankSpec
 from ..forward.forward_batch import Row, build_forward_batch
 from ..runner.model_runner import ModelRunner
 from ..runner.mtp import MTPDraftLayers
@@ -34,13 +34,13 @@ from .workloads.workload import Turn
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BenchDraft, argv, prog="bench_draft_acceptance", description=(
-        "Measure how often a model's layers of multi-token prediction are right."))
+        "Measure how often a model's MTP layers draft the token that it samples."))
     sys.exit(reported("bench_draft_acceptance", lambda: run(config)))
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of ``steps`` places in the model's greedy answers, ``accepted[k]`` had their first k + 1 drafts right."""
+    """``accepted[k]`` of ``steps`` positions in greedy answers had their first k + 1 drafts accepted."""
 
     steps: int
     accepted: tuple[int, ...]
@@ -77,14 +77,14 @@ def run(config: BenchDraft) -> int:
 
 
 def _table(config: BenchDraft, found: Acceptance) -> str:
-    lines = [f"{config.model.model_path}: {found.steps:,} places in greedy answers"]
+    lines = [f"{config.model.model_path}: {found.steps:,} positions in greedy answers"]
     for depth, accepted in enumerate(found.accepted, 1):
         lines.append(f"drafts right, first {depth:<4}{accepted / max(found.steps, 1):8.1%}")
     return "\n".join([*lines, f"tokens a step         {found.tokens_per_step:8.2f}"])
 
 
 class Drafting:
-    """A model and its predictors over one sequence at a time, on pages that begin at 0."""
+    """A model and its MTP layers over one sequence at a time, on pages from 0."""
 
     def __init__(self, runner: ModelRunner, predictors: MTPDraftLayers, chunk: int):
         self._runner = runner
@@ -94,7 +94,7 @@ class Drafting:
 
     @classmethod
     def load(cls, config: ServerConfig, parallel: Parallel | None = None) -> Drafting:
-        """Raises ConfigError. ``parallel``: this process's place among ranks, all of which do the same."""
+        """Raises ConfigError. ``parallel``: this rank's groups, where several ranks run this alike."""
         spec = load_model_spec(config.model)
         parallel = parallel or join_groups(RankSpec(config, 0, 1, "", "", ""))
         runner = ModelRunner.load(config, spec, parallel, parallel.everyone.device, silent)
@@ -106,19 +106,19 @@ class Drafting:
         return len(self._predictors)
 
     def measure(self, turn: Turn) -> Acceptance:
-        """Over the model's own answer of ``turn.output_len`` tokens."""
+        """Compare drafts with the model's greedy answer of ``turn.output_len`` tokens."""
         assert turn.prompt.ids is not None
         prompt = list(turn.prompt.ids)
         ids = np.array(self._answered(prompt, turn.output_len), np.int64)
-        guessed = self._guesses(ids)  # [depth, len(ids)]
-        # A step stands at the last token that is known, and makes the next one; its drafts are of those behind that.
-        places = np.arange(len(prompt) - 1, len(ids) - 1 - self.depth)
-        right = np.array([guesses[places] == ids[places + 2 + k] for k, guesses in enumerate(guessed)], bool)
-        together = np.logical_and.accumulate(right, axis=0)
-        return Acceptance(len(places), tuple(int(count) for count in together.sum(axis=1)))
+        drafts = self._draft_tokens(ids)  # [depth, len(ids)]
+        # A step starts at the last known token and samples the next one; its drafts are the tokens after that.
+        positions = np.arange(len(prompt) - 1, len(ids) - 1 - self.depth)
+        matches = np.array([row[positions] == ids[positions + 2 + k] for k, row in enumerate(drafts)], bool)
+        accepted = np.logical_and.accumulate(matches, axis=0)
+        return Acceptance(len(positions), tuple(int(count) for count in accepted.sum(axis=1)))
 
     def _answered(self, ids: list[int], count: int) -> list[int]:
-        """``ids`` and ``count`` tokens more, the likeliest ones."""
+        """``ids`` and the next ``count`` greedy tokens."""
         ids = list(ids)
         at = 0
         for _ in range(count):
@@ -135,17 +135,16 @@ class Drafting:
                                     self._runner.device, decodes)
         return self._runner.forward(batch)[-1]
 
-    def _guesses(self, ids: np.ndarray) -> np.ndarray:
-        """``[depth, len(ids)]``: what each predictor thinks stands so far behind every token; zeros stand for what
-        comes after the last one."""
+    def _draft_tokens(self, ids: np.ndarray) -> np.ndarray:
+        """``[depth, len(ids)]``: the draft of each MTP layer after every token; reads zeros beyond the last."""
         depth = self.depth
-        behind = np.concatenate([ids, np.zeros(depth, np.int64)])
+        padded = np.concatenate([ids, np.zeros(depth, np.int64)])
         parts = []
         for start in range(0, len(ids), self._chunk):
             part = ids[start:start + self._chunk]
             batch = build_forward_batch([Row(part, start, self._pages)], self._runner.layout.page_size,
                                         self._runner.device, False, list(range(len(part))))
-            following = np.stack([behind[start + 1 + k:start + 1 + k + len(part)] for k in range(depth)])
+            following = np.stack([padded[start + 1 + k:start + 1 + k + len(part)] for k in range(depth)])
             hidden = self._runner.hidden(batch)
             parts.append(self._predictors.guesses(batch, hidden, torch.from_numpy(following).to(hidden.device)).cpu())
         return torch.cat(parts, dim=1).numpy()

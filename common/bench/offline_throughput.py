@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 from ..config.cli import parse
-from .client.engine_asker import Engine, EngineAsker
+from .client.engine_sender import Engine, EngineSender
 from .client.load import Load
 from .command import INTERRUPTED, reported, until_interrupted
 from .offline_args import BenchOffline
@@ -56,13 +56,13 @@ def run(config: BenchOffline, make_engine: MakeEngine) -> int:
 async def _measure(config: BenchOffline, engine: Engine, conversations: Sequence[Conversation]) -> tuple[Load, bool]:
     """The run, and whether Ctrl-C ended it."""
     clock = time.perf_counter
-    asker = EngineAsker(engine, ignore_eos=not config.offline.disable_ignore_eos, clock=clock)
+    server_sender = EngineSender(engine, ignore_eos=not config.offline.disable_ignore_eos, clock=clock)
     if not config.offline.skip_warmup:
         first = conversations[0].turns[0]
         warm_up = single(Vocabulary(100, None, as_ids=True).prompt(range(16)), min(first.output_len, 16))
-        await Load(asker, clock).run([warm_up], [0.0])
+        await Load(server_sender, clock).run([warm_up], [0.0])
     progress = Progress("requests", num_requests(conversations), disabled=config.offline.disable_progress)
-    load = Load(asker, clock, max_concurrency=config.most_open, ended=Tally(progress).add)
+    load = Load(server_sender, clock, max_concurrency=config.most_open, ended=Tally(progress).add)
     with _profiled(config, engine):
         interrupted = await until_interrupted(load.run(conversations, [0.0] * len(conversations)))
     progress.close()

@@ -14,8 +14,8 @@ from typing import Any
 from ..api.errors import ConfigError
 from ..config.cli import parse
 from ..config.model import load_model_spec
-from ..engine.garbage_collector import settle_collector
-from .client.hand_engine import HandEngine
+from ..engine.garbage_collector import freeze_collector
+from .client.stepped_engine import SteppedEngine
 from .command import reported
 from .one_batch_args import BenchOneBatch
 from .report.progress import Progress
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Figure:
-    """One case; times of the median run. ``decode``: milliseconds of its steps behind the first, of all runs.
+    """One case; times of the median run. ``decode``: milliseconds of its steps after the first, of all runs.
 
     ``host_ms``: of a decode step, what the host spends outside of waiting for the device (on a CPU, outside of the
     model and the sampler; None where parts were not asked for). ``parts``: a step's milliseconds by part.
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def host(self) -> list[float]:
-        """Of each step, what the host spends outside of waiting."""
+        """The host's time of each step, without its waiting."""
         return [step - wait for step, wait in zip(self.steps, self.waits)]
 
     @property
@@ -87,8 +87,8 @@ def run(config: BenchOneBatch) -> int:
     args = config.batches
     check_writable(args.output_file, "--output-file")
     _check_lengths(config)
-    engine = HandEngine(config.server)
-    settle_collector()
+    engine = SteppedEngine(config.server)
+    freeze_collector()
     try:
         print(f"{config.model.model_path} on {engine.device}, {engine.dtype}, {args.repeat} runs a case")
         print(f"{'batch':>6}{'input':>8}{'output':>8}{'prefill ms':>13}{'tok/s':>11}{'step p50 ms':>14}{'p99 ms':>9}"
@@ -114,9 +114,9 @@ def _check_lengths(config: BenchOneBatch) -> None:
                           "shorten them, or set --context-length.")
 
 
-def measure(engine: HandEngine, case: tuple[int, int, int], config: BenchOneBatch,
+def measure(engine: SteppedEngine, case: tuple[int, int, int], config: BenchOneBatch,
             ran: Callable[[], None] = lambda: None) -> Figure:
-    """``ran`` is told of each run. Raises ConfigError where the case does not fit."""
+    """``ran()`` is called after each run. Raises ConfigError where the case does not fit."""
     runs = []
     for _ in range(config.batches.repeat + 1):
         runs.append(once(engine, *case))
@@ -136,7 +136,7 @@ def measure(engine: HandEngine, case: tuple[int, int, int], config: BenchOneBatc
     return Figure(*case, prefill_ms, decode, middle.total, host, prefill_parts, decode_parts)
 
 
-def once(engine: HandEngine, batch: int, input_len: int, output_len: int) -> Run:
+def once(engine: SteppedEngine, batch: int, input_len: int, output_len: int) -> Run:
     """Raises ConfigError where the batch cannot run together."""
     engine.start(batch, input_len, output_len)
     engine.synchronize()
@@ -157,14 +157,14 @@ def once(engine: HandEngine, batch: int, input_len: int, output_len: int) -> Run
     return Run(prefill, steps, waits)
 
 
-def _prefill(engine: HandEngine) -> None:
+def _prefill(engine: SteppedEngine) -> None:
     while engine.prefilling:
         engine.step()
 
 
-def _record_parts(engine: HandEngine, case: tuple[int, int, int], config: BenchOneBatch, prefill_ms: float,
+def _record_parts(engine: SteppedEngine, case: tuple[int, int, int], config: BenchOneBatch, prefill_ms: float,
                   decode_ms: float) -> tuple[dict[str, float], dict[str, float]]:
-    """The parts of a prefill and of decode steps, by recording them; traces are written where they are wanted."""
+    """Record a prefill and decode steps for their parts; writes traces where asked for."""
     batch, input_len, output_len = case
     profile = config.profile
     steps = min(output_len - 1, profile.profile_num_steps or _RECORDED_STEPS)
@@ -215,8 +215,8 @@ def _row(figure: Figure) -> str:
     return "\n".join(lines)
 
 
-def _record(config: BenchOneBatch, engine: HandEngine, figure: Figure) -> dict[str, Any]:
-    """SGLang's keys (seconds, tokens a second), and ours behind them."""
+def _record(config: BenchOneBatch, engine: SteppedEngine, figure: Figure) -> dict[str, Any]:
+    """SGLang's keys (seconds, tokens a second), then ours."""
     return {
         "run_name": config.batches.tag, "model_path": config.model.model_path, "device": str(engine.device),
         "dtype": engine.dtype, "batch_size": figure.batch, "input_len": figure.input_len,

@@ -1,4 +1,4 @@
-"""Whether and where a trace is recorded beside the figures."""
+"""Settings of the profiler's trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ProfileArgs:
         "also record torch.profiler's trace, which ui.perfetto.dev and chrome://tracing open"))
     profile_output_dir: str | None = flag(None, help=(
         "folder for the trace, on the engine's host; the default is its temporary one"))
-    profile_num_steps: int | None = flag(None, help="record so many steps (of bench_one_batch, decode steps: 10)")
+    profile_num_steps: int | None = flag(None, help="number of steps to record (of bench_one_batch, decode steps: 10)")
     profile_activities: tuple[Literal["CPU", "GPU"], ...] = flag(("CPU", "GPU"), help="what is recorded")
 
     def __post_init__(self) -> None:

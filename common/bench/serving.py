@@ -18,11 +18,11 @@ from ..config.cli import parse
 from ..config.packages import install
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
 from .client.answer import Answer
-from .client.apis import APIS, Asking
-from .client.asker import Asker
+from .client.apis import APIS, RequestOptions
 from .client.client import Client
 from .client.control import Control
 from .client.load import Load
+from .client.server_sender import ServerSender
 from .command import INTERRUPTED, reported, until_interrupted
 from .report.figures import Figures, figures
 from .report.goodput import Slo
@@ -58,11 +58,12 @@ def run(config: BenchServing) -> int:
     control.wait_ready(target.ready_check_timeout_sec)
     vocabulary = make_vocabulary(config, control)
     conversations = make_workload(config.dataset, vocabulary)
-    asking = Asking(target.model or control.model().get("id"), not target.disable_ignore_eos, not target.disable_stream,
+    options = RequestOptions(target.model or control.model().get("id"), not target.disable_ignore_eos,
+                             not target.disable_stream,
                     target.extra)
-    print(_heading(config, asking, conversations), flush=True)
-    measured = uvloop.run(_measure(config, control, asking, conversations, vocabulary))
-    _report(config, asking, measured)
+    print(_heading(config, options, conversations), flush=True)
+    measured = uvloop.run(_measure(config, control, options, conversations, vocabulary))
+    _report(config, options, measured)
     if measured.interrupted:
         return INTERRUPTED
     return 0 if measured.figures.completed else 1
@@ -80,13 +81,13 @@ class Measured:
 
 
 def make_vocabulary(config: BenchServing, control: Control) -> Vocabulary:
-    """Of ``--tokenizer``, or of what the server names; without a tokenizer where ids of any token will do. Raises
-    ConfigError."""
-    target, told = config.target, control.model_info()
+    """The vocabulary of ``--tokenizer`` or of the server's model; without a tokenizer where any token ids will do.
+    Raises ConfigError."""
+    target, info = config.target, control.model_info()
     ids_only = target.tokenize_prompt and config.dataset.dataset_name in ("random-ids", "trace", "mooncake")
-    if target.tokenizer is None and ids_only and told.get("vocab_size"):
-        return Vocabulary(told["vocab_size"], None, as_ids=True)
-    name = target.tokenizer or told.get("tokenizer_path") or told.get("model_path") or control.model().get("root")
+    if target.tokenizer is None and ids_only and info.get("vocab_size"):
+        return Vocabulary(info["vocab_size"], None, as_ids=True)
+    name = target.tokenizer or info.get("tokenizer_path") or info.get("model_path") or control.model().get("root")
     name = name or target.model or control.model().get("id")
     if name is None:
         raise ConfigError("The server names no model; give --tokenizer.")
@@ -98,18 +99,19 @@ def make_vocabulary(config: BenchServing, control: Control) -> Vocabulary:
     return Vocabulary(tokenizer.size, tokenizer, as_ids=target.tokenize_prompt)
 
 
-async def _measure(config: BenchServing, control: Control, asking: Asking, conversations: Sequence[Conversation],
+async def _measure(config: BenchServing, control: Control, options: RequestOptions,
+                   conversations: Sequence[Conversation],
                    vocabulary: Vocabulary) -> Measured:
     clock = time.perf_counter
     client = Client(config.target.url, config.target.headers, config.target.request_timeout, clock)
-    asker = Asker(client, APIS[config.target.backend], asking)
+    sender = ServerSender(client, APIS[config.target.backend], options)
     try:
-        await _warm_up(config, asker, vocabulary)
+        await _warm_up(config, sender, vocabulary)
         if config.load.flush_cache:
             control.flush_cache()
         total = num_requests(conversations)
         progress = Progress("requests", total, disabled=config.report.disable_progress)
-        load = Load(asker, clock, max_concurrency=config.load.max_concurrency, ended=Tally(progress).add)
+        load = Load(sender, clock, max_concurrency=config.load.max_concurrency, ended=Tally(progress).add)
         due = arrivals(conversations, config.load.request_rate, random.Random(config.dataset.seed + 1))
         with _profiled(config, control), _without_garbage():
             begun = time.process_time()
@@ -123,15 +125,15 @@ async def _measure(config: BenchServing, control: Control, asking: Asking, conve
     return Measured(load.answers, found, load.begin, cpu, interrupted)
 
 
-async def _warm_up(config: BenchServing, asker: Asker, vocabulary: Vocabulary) -> None:
-    """Prompts that are none of the run's, so that its prefix cache hits are its own. Raises ConfigError where none is
+async def _warm_up(config: BenchServing, sender: ServerSender, vocabulary: Vocabulary) -> None:
+    """Send prompts that the run does not have, so that they add no prefix cache hits. Raises ConfigError where none is
     answered."""
     count, rng = config.load.warmup_requests, random.Random(f"{config.dataset.seed}-warm-up")
     if not count:
         return
     made = [single(vocabulary.prompt(vocabulary.draw(rng, 64, words=vocabulary.has_words)), _WARMUP_OUTPUT)
             for _ in range(count)]
-    load = Load(asker, time.perf_counter)
+    load = Load(sender, time.perf_counter)
     await load.run(made, [0.0] * count)
     failures = [answer.failure for answer in load.answers if answer.failure is not None]
     if len(failures) == count:
@@ -144,15 +146,15 @@ def _profiled(config: BenchServing, control: Control) -> Iterator[None]:
     if not args.profile:
         yield
         return
-    told = control.start_profile({"output_dir": args.profile_output_dir, "num_steps": args.profile_num_steps,
+    message = control.start_profile({"output_dir": args.profile_output_dir, "num_steps": args.profile_num_steps,
                                   "activities": list(args.profile_activities)})
     try:
         yield
     finally:
         if args.profile_num_steps is None:  # else it ends by itself
-            told = control.stop_profile()
+            message = control.stop_profile()
         where = args.profile_output_dir or "the servers' temporary folders"
-        print(f"profile: {told or f'the traces are in {where}'}", flush=True)
+        print(f"profile: {message or f'the traces are in {where}'}", flush=True)
 
 
 @contextlib.contextmanager
@@ -168,42 +170,42 @@ def _without_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _heading(config: BenchServing, asking: Asking, conversations: Sequence[Conversation]) -> str:
+def _heading(config: BenchServing, options: RequestOptions, conversations: Sequence[Conversation]) -> str:
     total, load, data = num_requests(conversations), config.load, config.dataset
     timed = conversations[0].at is not None and load.request_rate is None
     rate = f"trace times {data.trace_scale:g}" if timed else f"{load.shown_rate} req/s"
     shared = f" ({shareable(data):.0%} shared)" if data.dataset_name == "generated-shared-prefix" else ""
     most = "" if load.max_concurrency is None else f", {load.max_concurrency} at once at most"
-    return (f"{config.target.backend} at {config.target.url}, {asking.model or 'its model'}: {total:,} requests of "
+    return (f"{config.target.backend} at {config.target.url}, {options.model or 'its model'}: {total:,} requests of "
             f"{data.dataset_name}{shared}, {rate}{most}")
 
 
 def notes(answers: Sequence[Answer], cpu: float) -> list[str]:
-    """The first error of each kind, and whether the client, with its share of a core, was too slow to be believed."""
+    """The first error of each kind, and a warning where the client took too much of a core to be believed."""
     errors: dict[str, str] = {}
     for answer in answers:
         if answer.failure is not None:
             errors.setdefault(answer.failure.kind, answer.failure.message)
-    told = [f"first {kind}: {message}" for kind, message in errors.items()]
+    lines = [f"first {kind}: {message}" for kind, message in errors.items()]
     if cpu > BUSY:
-        told.append(f"WARNING: this client took {cpu:.0%} of a core: its own delays are in these times. Load the "
+        lines.append(f"WARNING: this client took {cpu:.0%} of a core: its own delays are in these times. Load the "
                     "server from several clients, each with a part of the rate.")
-    return told
+    return lines
 
 
-def _report(config: BenchServing, asking: Asking, measured: Measured) -> None:
+def _report(config: BenchServing, options: RequestOptions, measured: Measured) -> None:
     report, slo = config.report, Slo.parse(config.report.goodput)
     print(table(measured.figures, slo, notes=notes(measured.answers, measured.cpu)), flush=True)
     if report.output_file is not None:
         record = {
-            "tag": report.tag, "backend": config.target.backend, "base_url": config.target.url, "model": asking.model,
+            "tag": report.tag, "backend": config.target.backend, "base_url": config.target.url, "model": options.model,
             **asdict(config.dataset), "request_rate": config.load.shown_rate,
             "max_concurrency": config.load.max_concurrency, "goodput": list(report.goodput),
             "interrupted_by_user": measured.interrupted, "client_cpu": measured.cpu, **measured.figures.keyed(),
         }
         append_line(report.output_file, record | (details(measured.answers) if report.output_details else {}))
     if report.plot is not None:
-        title = f"{config.target.backend} {asking.model or ''}: {measured.figures.completed} requests"
+        title = f"{config.target.backend} {options.model or ''}: {measured.figures.completed} requests"
         write_text(report.plot, draw(title, measured.answers, measured.begin, measured.figures.duration), "--plot")
 
 

@@ -1,7 +1,7 @@
-"""Where a step's time goes: attention, GEMM, norm, sampling, the host.
+"""The parts of a step's time: attention, GEMM, norm, sampling, the host.
 
-On a GPU kernels tell by their names what they are part of; they are all that tells it, for a CUDA graph has no other
-record of them. On a CPU, where every operation is a call below its part's code, the call's file tells.
+On a GPU the part follows from the kernel's name: a CUDA graph records nothing else of it. On a CPU it follows from the
+file of the innermost Python call.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _KERNELS = (
     ("sampling", r"argmax|ArgMax|greatest|draw|_truncate_|softmax|SoftMax|sort|Sort|topk|TopK|cumsum|scan|exponential"
                  r"|distribution|multinomial|MaxOps|penalt|bitmask"),
 )
-"""The first that matches; what none does is other: embedding, activation, copies."""
+"""Patterns of kernel names, tried in order. A kernel that matches none is "other": embedding, activation, copies."""
 
 _FILES = (
-    ("attention", ("common/attention/", "kernels/attention/rope_and_store.py", "kernels/mla_")),
+    ("attention", ("common/attention/", "kernels/attention/")),
     ("norm", ("common/layers/norm.py",)),
     ("GEMM", ("common/layers/linear.py", "common/layers/vocab.py", "common/layers/moe", "common/quantization/",
-              "kernels/moe_")),
-    ("sampling", ("common/sampling/sampler.py", "common/sampling/penalties.py", "common/sampling/gumbel_noise.py")),
+              "kernels/moe/")),
+    ("sampling", ("common/sampling/",)),
     ("other", ("common/layers/", "common/models/")),
 )
 
@@ -42,12 +42,12 @@ def of_kernel(name: str) -> str:
 
 
 def of_frame(name: str) -> str | None:
-    """Of a Python call by the name that the profiler gives it, ``path(line): function``; None where it is of none."""
+    """The part of a Python call, which the profiler names ``path(line): function``; None outside of all parts."""
     return next((part for part, paths in _FILES if any(path in name for path in paths)), None)
 
 
 def recorder(device: torch.device, activities: Iterable[str] | None = None) -> profile:
-    """Records what ``milliseconds`` needs; with ``activities`` (CPU, GPU) what a reader of the trace wants."""
+    """A profiler that records what ``milliseconds`` needs, or the given ``activities`` (CPU, GPU)."""
     if device.type == "cpu":  # a torch built for CUDA logs that it finds no GPU, and from 2.15 on each start and stop
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     kinds = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
@@ -60,9 +60,9 @@ def recorder(device: torch.device, activities: Iterable[str] | None = None) -> p
 
 
 def milliseconds(recorded: profile, device: torch.device, step_ms: float, steps: int) -> dict[str, float]:
-    """A step's milliseconds by part; ``step_ms`` is what it takes when nobody watches.
+    """A step's milliseconds by part; ``step_ms`` is its time without the profiler.
 
-    On a GPU the kernels' times, without the host's (which runs beside them). On a CPU shares of the recorded time,
+    On a GPU the kernels' times, without the host's, which overlap them. On a CPU shares of the recorded time,
     for recording slows each call.
     """
     spent = dict.fromkeys(PARTS, 0.0)

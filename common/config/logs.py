@@ -13,12 +13,13 @@ from .cli import flag
 class LogArgs:
     log_level: Literal["debug", "info", "warning", "warn", "error"] = flag(
         "info", help="least severe log level that is shown; a router's info has one line a request")
-    log_json: bool = flag(False, help="write the log as JSON objects, one a line, in place of text")
-    log_dir: str | None = flag(None, help="folder for log files, beside stderr; launch_cluster's parts log there alone")
+    log_json: bool = flag(False, help="write the log as JSON objects, one a line, instead of text")
+    log_dir: str | None = flag(None, help=(
+        "folder for log files, in addition to stderr; launch_cluster's processes log there alone"))
     log_max_mb: int = flag(100, help=(
-        "size in MiB at which a log file of --log-dir is put aside; three older ones are kept (0: it grows)"))
+        "size in MiB at which a log file of --log-dir is rotated; three older ones are kept (0: it grows)"))
     log_interval: float = flag(10.0, help=(
-        "seconds between lines that tell of requests and tokens while there are any (0: never)"))
+        "seconds between log lines about running requests and tokens, while there are any (0: never)"))
 
     def __post_init__(self) -> None:
         if self.log_max_mb < 0:

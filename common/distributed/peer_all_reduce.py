@@ -102,12 +102,14 @@ class PeerAllReduce:
         return kernel.peer_gather(rows, self.shared, patience=patience)
 
     def meets(self, rows: torch.Tensor) -> bool:
-        return rows.is_cuda and rows.dtype in _DTYPES and gather_scatter_norm.rows_fit(len(rows), rows.shape[1], self.shared)
+        fits = gather_scatter_norm.rows_fit
+        return rows.is_cuda and rows.dtype in _DTYPES and fits(len(rows), rows.shape[1], self.shared)
 
     def gather_normed(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                       patience: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """The norms of all ranks' ``rows + residual`` [ranks * n, hidden] and this rank's sum, of what ``meets``."""
-        return gather_scatter_norm.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared, patience=patience)
+        return gather_scatter_norm.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared,
+                                                    patience=patience)
 
     def scatter_normed(self, rows: torch.Tensor, more: torch.Tensor | None, residual: torch.Tensor,
                        weight: torch.Tensor, eps: float,

@@ -1,4 +1,4 @@
-"""Carries out the commands that change an engine as a whole (see ``api.commands``)."""
+"""Executes the commands that change an engine as a whole (see ``api.commands``)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ..scheduler.policies import registry
 from .peers import NoPeers, Peers
 from .profiler import Profiler
 
-_AT_ANY_TIME = (StartProfile, StopProfile, SetLimits, RecordExperts, PauseGeneration, ContinueGeneration)
+_ALLOWED_WHILE_BUSY = (StartProfile, StopProfile, SetLimits, RecordExperts, PauseGeneration, ContinueGeneration)
 
 
 class Control:
-    """One rank's. All ranks of the engine agree on the outcome before any of them changes what they share."""
+    """Control of one rank. All ranks of the engine agree on the outcome before any of them changes shared state."""
 
     def __init__(self, config: ServerConfig, tp: TPGroup, runner: ModelRunner, batcher: Batcher,
                  peers: Peers | None = None):
@@ -48,7 +48,7 @@ class Control:
 
     @property
     def model(self) -> ModelIdentity:
-        """Whose weights the engine computes with."""
+        """The model whose weights the engine computes with."""
         return self._runner.model
 
     def check_serving(self) -> None:
@@ -57,13 +57,14 @@ class Control:
             raise WorkerUnavailable(f"The memory of {' and '.join(sorted(self._released))} is released; call "
                                     "/resume_memory_occupation first.")
 
-    def carry_out(self, command: Command, *, idle: bool) -> str:
-        """Returns a sentence that says what was done; raises ServingError, with nothing changed, where it was not.
+    def execute(self, command: Command, *, idle: bool) -> str:
+        """Execute a command; returns a sentence about what was done. Raises ServingError, with nothing changed, where
+        it is refused.
 
-        ``idle``: no request runs or holds pages.
+        ``idle``: no request runs or has pages.
         """
         idle = self._tp.all_true(idle)  # data-parallel ranks have requests of their own
-        if not idle and not isinstance(command, _AT_ANY_TIME):
+        if not idle and not isinstance(command, _ALLOWED_WHILE_BUSY):
             raise Conflict("Not while requests run; wait for them, abort them, or pause them with the mode retract.")
         match command:
             case FlushCache():
@@ -88,25 +89,25 @@ class Control:
             case ContinueGeneration():
                 self.check_serving()
                 self._batcher.paused = None
-                return "Generation goes on."
+                return "Generation continues."
 
     def _update_weights(self, command: UpdateWeights) -> str:
         if "weights" in self._released:
             self._resume(("weights",))
-        self._agreed(lambda: self._runner.check_weights(command.model_path, command.revision))
-        # Sessions end before the first weight is touched and begin anew after the last: no KV cache that was computed
-        # with the weights of before, or that a peer has computed with others, is ever taken for one of these.
+        self._check_on_all_ranks(lambda: self._runner.check_weights(command.model_path, command.revision))
+        # Sessions end before the first weight is changed and begin anew after the last: no KV cache that was computed
+        # with the previous weights, or that a peer has computed with others, is ever mistaken for one of the new ones.
         self._peers.leave()
         self._runner.update_weights(command.model_path, command.revision)
         self._batcher.cache.flush()
         self._tp.barrier()
         self._peers.join(self._runner.model)
-        self._tp.barrier()  # what is answered after this finds all ranks as they are now
+        self._tp.barrier()  # a command after the reply finds all ranks updated
         return f"The weights are those of {command.model_path}."
 
     def _release(self, kinds: tuple[MemoryKind, ...]) -> str:
         if "kv_cache" in kinds and self._config.mode != "null":
-            # Peers hold the addresses of this pool, and a transfer library its registration.
+            # Peers know the addresses of this pool, and a transfer library has registered it.
             raise InvalidRequest("The KV pool of a prefill or decode server stays where peers know it; release "
                                  'only tags ["weights"].', param="tags")
         new = set(kinds) - self._released
@@ -114,28 +115,28 @@ class Control:
             self._batcher.cache.flush()
         self._runner.release(new)
         self._released |= new
-        return _told("released", new)
+        return _sentence("released", new)
 
     def _resume(self, kinds: tuple[MemoryKind, ...]) -> str:
         due = set(kinds) & self._released
         self._runner.resume(due, complete=due == self._released)
         self._released -= due
-        return _told("resumed", due)
+        return _sentence("resumed", due)
 
     def _pause(self, mode: PauseMode) -> str:
         if mode == "retract" and (self._config.mode == "prefill" or self._config.model.is_embedding):
-            mode = "in_place"  # what was computed of a prompt is on its way to decode, or part of an average
+            mode = "in_place"  # computed pages are being sent to decode, or are part of a mean
         self._batcher.pause(mode)
         return "Generation is paused."
 
     def _set_limits(self, command: SetLimits) -> str:
         started = self._config.schedule
         given = {name: value for name in command.__struct_fields__ if (value := getattr(command, name)) is not None}
-        most = {"max_running_requests": started.max_running_requests,
-                "chunked_prefill_size": started.chunked_prefill_size}
+        limits = {"max_running_requests": started.max_running_requests,
+                  "chunked_prefill_size": started.chunked_prefill_size}
         if started.chunked_prefill_size < 0:
-            most["chunked_prefill_size"] = started.max_prefill_tokens
-        for name, limit in most.items():
+            limits["chunked_prefill_size"] = started.max_prefill_tokens
+        for name, limit in limits.items():
             if name in given and not 1 <= given[name] <= limit:
                 raise InvalidRequest(f"{name} must be between 1 and {limit}, which the server started with, not "
                                      f"{given[name]}.", param=name)
@@ -155,7 +156,7 @@ class Control:
             case "dump":
                 return record.dump(command.folder, write=self._tp.rank == 0)
 
-    def _agreed(self, check: Callable[[], None]) -> None:
+    def _check_on_all_ranks(self, check: Callable[[], None]) -> None:
         """Run ``check`` on all ranks of the group; raises InvalidRequest on all of them where it failed on one."""
         reason = None
         try:
@@ -166,5 +167,5 @@ class Control:
             raise InvalidRequest(reason or "Another rank cannot do it.", param="model_path")
 
 
-def _told(what: str, kinds: set[MemoryKind]) -> str:
-    return f"{' and '.join(sorted(kinds)) or 'nothing'} {what}."
+def _sentence(verb: str, kinds: set[MemoryKind]) -> str:
+    return f"{' and '.join(sorted(kinds)) or 'nothing'} {verb}."

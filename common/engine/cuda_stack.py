@@ -1,4 +1,4 @@
-"""Which versions of CUDA's stack are tested together, and what an operator is told of others."""
+"""Versions of CUDA's software stack that are tested together, and the warning about others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("baton.engine")
 
 @dataclass(frozen=True)
 class Stack:
-    """What decides which code a GPU runs, by its first two numbers; None where it was not there."""
+    """Versions (major.minor) of the packages that decide which code a GPU runs; None for one that is absent."""
 
     torch: str
     cuda: str
@@ -27,20 +27,20 @@ class Stack:
     def __str__(self) -> str:
         named = {"torch": f"{self.torch} with CUDA {self.cuda}", "Triton": self.triton, "FlashInfer": self.flashinfer,
                  "NIXL": self.nixl}
-        return ", ".join(f"{name} {found}" for name, found in named.items() if found)
+        return ", ".join(f"{name} {number}" for name, number in named.items() if number)
 
 
 MEASURED = Stack("2.11", "13.0", "3.6", "0.6", "1.5")
-"""Every test and every figure on GPUs is of this one; requirements/cuda.txt installs it."""
+"""All GPU tests and measurements ran with these versions; requirements/cuda.txt installs them."""
 COMPILED = (Stack("2.10", "12.8", "3.6"), Stack("2.12", "13.0", "3.7"), Stack("2.13", "13.0", "3.7"),
             Stack("2.14", "13.0", "3.8"), Stack("2.15", "13.2", "3.9"))
-"""With these every kernel compiles for a Hopper GPU; no engine has run on one."""
+"""Every kernel compiles for a Hopper GPU with these versions; no engine has run with them."""
 
 _CONSTRAINTS = "-c requirements/cuda.txt '.[engine,cuda]'"
 
 
 def warn_of_stack(device: torch.device) -> None:
-    """Logs one warning where a GPU's stack is not the one that was measured."""
+    """Log one warning where a GPU's stack differs from ``MEASURED``."""
     if device.type != "cuda" or torch.version.cuda is None:
         return
     installed = {"torch": torch.__version__, "cuda": torch.version.cuda,
@@ -51,28 +51,29 @@ def warn_of_stack(device: torch.device) -> None:
 
 
 def notes_of(installed: Mapping[str, str | None], hopper: bool) -> list[str]:
-    """Sentences on versions by the names of ``Stack``'s fields (None where there is none), on a GPU of that kind."""
-    found = {name: _minor(number) for name, number in installed.items() if number is not None}
+    """Sentences about installed versions, given by the names of ``Stack``'s fields (None for an absent package).
+    ``hopper``: the GPU is a Hopper."""
+    versions = {name: _minor(number) for name, number in installed.items() if number is not None}
     notes = []
-    if "triton" not in found:
+    if "triton" not in versions:
         notes.append("Triton is not installed: our kernels' work runs as operations of torch, several times slower "
                      f"(pip install {_CONSTRAINTS}).")
-    elif hopper and not compiles_gluon(found["triton"]):
+    elif hopper and not compiles_gluon(versions["triton"]):
         notes.append(f"Triton {installed['triton']} does not run our kernels in Gluon ({GLUON_VERSIONS[0]} to "
                      f"{GLUON_VERSIONS[-1]} do): decode steps take 2 to 8 % longer, long prompts 6 %, mixtures' "
                      "products 11 %.")
-    if unlike := [f"{name} {installed[name]}" for name in found if found[name] != getattr(MEASURED, name)]:
-        notes.append(f"This stack was {_how_tested(found)} ({', '.join(unlike)}). What was measured, and "
+    if differing := [f"{name} {installed[name]}" for name in versions if versions[name] != getattr(MEASURED, name)]:
+        notes.append(f"This stack was {_how_tested(versions)} ({', '.join(differing)}). What was measured, and "
                      f"\"pip install {_CONSTRAINTS}\" in Baton's source folder installs, is {MEASURED}.")
     return notes
 
 
-def _how_tested(found: Mapping[str, str]) -> str:
+def _how_tested(versions: Mapping[str, str]) -> str:
     core = [(stack.torch, stack.cuda, stack.triton) for stack in (MEASURED, *COMPILED)]
-    kind = (found["torch"], found["cuda"], found.get("triton"))
-    if kind == core[0]:
+    installed = (versions["torch"], versions["cuda"], versions.get("triton"))
+    if installed == core[0]:
         return "measured with other libraries"
-    return "only compiled for, not run on a GPU" if kind in core else "not tested"
+    return "only compiled for, not run on a GPU" if installed in core else "not tested"
 
 
 def _minor(number: str) -> str:

@@ -1,4 +1,4 @@
-"""The scheduler of an embedding server: prompts are computed, their hidden states pooled, nothing is sampled."""
+"""Scheduler of an embedding server: computes prompts and pools their hidden states; nothing is sampled."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .peers import NoPeers
 
 
 class EmbeddingScheduler:
-    """``last`` pooling takes the hidden state of a prompt's last token, ``mean`` the average over all of them.
+    """Pools prompts: ``last`` takes the hidden state of the last token, ``mean`` the average over all tokens.
 
-    A step's results are taken in before the next one: a step is a whole batch of prompts, beside which the host's work
-    between two of them is small.
+    A step's results are processed before the next one is launched: a step is a whole batch of prompts, and the host's
+    work between two of them is small compared to that.
     """
 
     num_transferring = 0
     peers = NoPeers()
 
-    def __init__(self, batcher: Batcher, runner: ModelRunner, ledger: RequestTracker):
+    def __init__(self, batcher: Batcher, runner: ModelRunner, tracker: RequestTracker):
         self.batcher = batcher
-        self.ledger = ledger
+        self.tracker = tracker
         self._runner = runner
-        self._sums: dict[Req, torch.Tensor] = {}  # of prompts that are averaged and not computed to their end
+        self._sums: dict[Req, torch.Tensor] = {}  # of mean-pooled prompts with chunks to come
 
     @property
     def idle(self) -> bool:
@@ -63,11 +63,11 @@ class EmbeddingScheduler:
         self._sums.pop(req, None)
         self.batcher.finish(req)
 
-    def settle(self) -> None:
-        """No step is ever in flight between two turns."""
+    def synchronize(self) -> None:
+        """There is nothing to wait for: no step is in flight between two calls of ``step``."""
 
     def close(self) -> None:
-        """Nothing to let go of beside the process's memory."""
+        """There is nothing to close: the process's end frees its memory."""
 
     def step(self, now: float) -> bool:
         batch = None if self.paused else self.batcher.next_prefill()
@@ -75,24 +75,24 @@ class EmbeddingScheduler:
             self._runner.accompany()
             return False
         vectors = self._pooled(batch)
-        self.batcher.launched(batch)
+        self.batcher.mark_launched(batch)
         ended = [chunk.req for chunk in batch.chunks if chunk.samples]
         for req, vector in zip(ended, vectors):
             req.num_pending -= 1
             req.finish, req.embedding = Finish("stop"), vector
-            self.ledger.gain(req, [], None)
+            self.tracker.add_output(req, [], None)
             self.batcher.finish(req)
         return True
 
     def _pooled(self, batch: ScheduledBatch) -> list[bytes]:
         """The pooled float32 vectors of the chunks that end their prompt."""
         self._runner.meet(batch.num_tokens, 0, decodes=False)
-        wanted = _pooled_rows(batch)
-        hidden = self._runner.hidden(self._build(batch, [row for rows in wanted for row in rows]))
+        rows_of = _pooled_rows(batch)
+        hidden = self._runner.hidden(self._build(batch, [row for rows in rows_of for row in rows]))
         pooled, offset = [], 0
-        for chunk, places in zip(batch.chunks, wanted):
-            rows = hidden[offset:offset + len(places)]
-            offset += len(places)
+        for chunk, indices in zip(batch.chunks, rows_of):
+            rows = hidden[offset:offset + len(indices)]
+            offset += len(indices)
             if chunk.req.pooling == "mean":
                 total = self._sums.pop(chunk.req, 0) + rows.sum(0, dtype=torch.float32)
                 if chunk.samples:
@@ -105,20 +105,20 @@ class EmbeddingScheduler:
             return []
         return [vector.tobytes() for vector in self._runner.score(torch.stack(pooled)).cpu().numpy()]
 
-    def _build(self, batch: ScheduledBatch, wanted: list[int]) -> ForwardBatch:
+    def _build(self, batch: ScheduledBatch, logits_rows: list[int]) -> ForwardBatch:
         page_size = self._runner.layout.page_size
         rows = []
         for chunk in batch.chunks:
-            assert chunk.req.hold is not None
-            rows.append(Row(chunk.req.tokens.view(chunk.start, chunk.stop), chunk.start, chunk.req.hold.ids))
-        return build_forward_batch(rows, page_size, self._runner.device, False, wanted)
+            assert chunk.req.page_table is not None
+            rows.append(Row(chunk.req.tokens.view(chunk.start, chunk.stop), chunk.start, chunk.req.page_table.ids))
+        return build_forward_batch(rows, page_size, self._runner.device, False, logits_rows)
 
 
 def _pooled_rows(batch: ScheduledBatch) -> list[range]:
-    """Of each chunk the batch's rows whose hidden states are pooled: the mean's are all, the last token's is one."""
-    found, end = [], 0
+    """The batch's rows whose hidden states are pooled, for each chunk: all for ``mean``, one for the last token."""
+    rows, end = [], 0
     for chunk in batch.chunks:
         begin, end = end, end + chunk.stop - chunk.start
         first = begin if chunk.req.pooling == "mean" else end - chunk.samples
-        found.append(range(first, end))
-    return found
+        rows.append(range(first, end))
+    return rows

@@ -1,4 +1,4 @@
-"""Python's garbage collector in a process that serves."""
+"""Settings of Python's garbage collector in a serving process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import atexit
 import gc
 
 
-def settle_collector() -> None:
-    """To be called once all is built. What lives as long as the process is not walked again: with torch loaded that is
-    half a million objects, 50 ms a full collection. Requests leave no reference cycles behind, and at Python's default
-    of 700 objects a step of 256 requests would set off a collection of the young ones, and every hundredth of these a
-    full one. Thawed at exit: Triton 3.9's bindings print 40 lines about what was never collected."""
+def freeze_collector() -> None:
+    """Freeze the garbage collector once all is built. Objects that live as long as the process are not walked again:
+    with torch loaded these are half a million, 50 ms a full collection. Requests create no reference cycles, and at
+    Python's default threshold of 700 objects a step of 256 requests would trigger a collection of the young generation,
+    and every hundredth of these a full one. Thawed at exit: Triton 3.9's bindings print 40 lines about what was never
+    collected."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)

@@ -1,13 +1,13 @@
-"""Publishing what happens in a rank's prefix cache, so that routers know what each server holds.
+"""Publishes the events of a rank's prefix cache, so that routers know which pages each server has.
 
 Two sockets: a PUB socket with numbered batches, and on the port above it a ROUTER socket that answers
-``[b"", first number wanted]`` with ``[b"", number, batch]`` for each batch from there on, and with an
-end mark (number -1). Where the batches no longer reach back that far, one batch that clears everything
-and stores the cache's whole content stands in for all of them, under the newest number. So whoever
-missed something, or came late, asks and is up to date. Numbers begin at the clock's milliseconds: a
-restarted server's are never mistaken for the next ones of its former life.
+``[b"", first number]`` with ``[b"", number, batch]`` for each batch from there on, and with an
+end mark (number -1). Where the replay buffer no longer reaches back that far, one batch that clears everything
+and stores the cache's whole content replaces all of them, under the newest number. So a subscriber that
+missed batches, or joined late, asks and is up to date. Numbers begin at the clock's milliseconds: those of a
+restarted server are never mistaken for a continuation.
 
-Who may connect can read the tokens of all prompts: the port belongs inside the cluster.
+Any client that can connect can read the tokens of all prompts: the port belongs inside the cluster.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..api.kv_events import END_OF_REPLAY, TOPIC, Cleared, Event, Removed, Store
 from ..config.server import ServerConfig
 from ..kvcache.prefix_cache import PrefixCache
 
-KEPT_BATCHES = 1000
+REPLAY_BUFFER_BATCHES = 1000
 HEARTBEAT_SECONDS = 2.0
-"""An empty batch after this silence: a subscriber that lost the last batch learns it from the number."""
-_QUEUED_BATCHES = 100_000
+"""An empty batch is sent after this silence: its number shows a subscriber that it lost the last batch."""
+_SEND_QUEUE_BATCHES = 100_000
 
 
 class PageRecorder:
-    """The prefix cache's recorder: turns stored and removed pages into events.
+    """Listener of the prefix cache: records stored and removed pages as events.
 
-    Pages of the cache are known by id, so a page's hash is found without walking the tree.
+    Hashes are indexed by page id, so that a lookup does not walk the tree.
     """
 
     def __init__(self, page_size: int):
@@ -56,7 +56,7 @@ class PageRecorder:
         return [Cleared()] if events and not self._hash_of else events
 
     def snapshot(self, cache: PrefixCache) -> list[Event]:
-        """Events that make an empty copy equal to ``cache``, whatever is not taken yet."""
+        """Events that make an empty copy equal to ``cache``, including changes not taken yet."""
         events: list[Event] = [Cleared()]
         for parent, pages, tokens in cache.edges():
             before = None if parent is None else self._hash_of[parent]
@@ -66,18 +66,18 @@ class PageRecorder:
 
 
 class KVEventPublisher:
-    """Records a prefix cache's changes and publishes them, one batch a turn of the engine's loop."""
+    """Records a prefix cache's changes and is_cacheable them, one batch per iteration of the engine's loop."""
 
     def __init__(self, cache: PrefixCache, host: str, port: int):
-        """Listens on ``port`` and the one above it; raises ConfigError where they cannot be had."""
+        """Listens on ``port`` and the one above it; raises ConfigError where one is not free."""
         self._cache = cache
-        self._recorder = cache.recorder = PageRecorder(cache.page_size)
+        self._listener = cache.listener = PageRecorder(cache.page_size)
         self._number = int(time.time() * 1000)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self._replay_buffer: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BUFFER_BATCHES)
         self._next_heartbeat = 0.0
         self._context = zmq.Context()
         self._publisher = self._context.socket(zmq.PUB)
-        self._publisher.sndhwm = _QUEUED_BATCHES
+        self._publisher.sndhwm = _SEND_QUEUE_BATCHES
         self._replays = self._context.socket(zmq.ROUTER)
         try:
             self._publisher.bind(f"tcp://{_address(host)}:{port}")
@@ -87,11 +87,11 @@ class KVEventPublisher:
             raise ConfigError(f"--kv-events-port needs ports {port} and {port + 1} of {host}: {error}.") from None
 
     def flush(self, now: float) -> None:
-        """Publish what was recorded since the last call, and answer who asks for more; never blocks.
+        """Publish the events recorded since the last call, and answer replay requests; never blocks.
 
         ``now`` is a monotonic clock's seconds.
         """
-        events = self._recorder.take()
+        events = self._listener.take()
         if events or now >= self._next_heartbeat:
             self._publish(events)
             self._next_heartbeat = now + HEARTBEAT_SECONDS
@@ -101,21 +101,21 @@ class KVEventPublisher:
     def _publish(self, events: list[Event]) -> None:
         self._number += 1
         payload = encode(time.time(), events)
-        self._kept.append((self._number, payload))
+        self._replay_buffer.append((self._number, payload))
         self._publisher.send_multipart((TOPIC, self._number.to_bytes(8, "big"), payload))
 
     def _replay(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[2]) != 8:
-            return  # not a question that has an answer
-        peer, _, first = frames
-        wanted = int.from_bytes(first, "big")
-        oldest = self._kept[0][0] if self._kept else self._number + 1
-        if oldest <= wanted <= self._number + 1:
-            kept = [batch for batch in self._kept if batch[0] >= wanted]
+            return  # not a valid request
+        peer, _, number_bytes = frames
+        first = int.from_bytes(number_bytes, "big")
+        oldest = self._replay_buffer[0][0] if self._replay_buffer else self._number + 1
+        if oldest <= first <= self._number + 1:
+            batches = [batch for batch in self._replay_buffer if batch[0] >= first]
         else:
-            kept = [(self._number, encode(time.time(), self._recorder.snapshot(self._cache)))]
+            batches = [(self._number, encode(time.time(), self._listener.snapshot(self._cache)))]
         try:
-            for number, payload in kept:
+            for number, payload in batches:
                 self._replays.send_multipart((peer, b"", number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
             self._replays.send_multipart((peer, b"", END_OF_REPLAY, b""), zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -126,12 +126,12 @@ class KVEventPublisher:
 
 
 def start_publisher(config: ServerConfig, cache: PrefixCache | None) -> KVEventPublisher | None:
-    """A publisher where the configuration wants one; raises ConfigError where it cannot be."""
+    """A publisher, None where the configuration has none; raises ConfigError where it cannot start."""
     port = config.events.kv_events_port
     if not port:
         return None
     if cache is None:
-        raise ConfigError("--kv-events-port tells of the prefix cache; drop --disable-radix-cache.")
+        raise ConfigError("--kv-events-port publishes the prefix cache; drop --disable-radix-cache.")
     return KVEventPublisher(cache, config.http.host, port)
 
 

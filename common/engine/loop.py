@@ -41,18 +41,18 @@ DEADLINE_CHECK_SECONDS = 0.1
 
 
 class Scheduler(Protocol):
-    """What a role's scheduler offers to the loop."""
+    """Interface of a role's scheduler to the loop."""
 
     @property
     def peers(self) -> Peers: ...
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or is being transferred, and no page is held."""
+        """True while no request runs, waits or is being transferred, and no page is allocated."""
 
     @property
     def paused(self) -> bool:
-        """Whether no step is launched, so that requests wait or stand still."""
+        """True while no step is launched."""
 
     @property
     def num_running(self) -> int: ...
@@ -71,15 +71,15 @@ class Scheduler(Protocol):
         """Lengths of the role's own queues."""
 
     def add(self, req: Req) -> None:
-        """Take on a request; a ServingError refuses it."""
+        """Accept a request; a ServingError refuses it."""
 
-    def settle(self) -> None:
-        """Take in the results of the step in flight; requests may end by it."""
+    def synchronize(self) -> None:
+        """Wait for the step in flight and process its results; requests may end by it."""
 
     def abort(self, req: Req, error: ServingError) -> None:
-        """Let go of a request whose entry in the ledger is being closed; ``error`` is what a peer is told.
+        """Remove a request that the tracker closes; ``error`` is sent to a peer.
 
-        ``settle`` was called since the last step.
+        ``synchronize`` must have been called since the last step.
         """
 
     def step(self, now: float) -> bool:
@@ -91,15 +91,15 @@ class Scheduler(Protocol):
 class EngineLoop:
     """One rank's main loop over a scheduler. All ranks of a group run it in lockstep."""
 
-    def __init__(self, ticker: Ticker | PPTicker, ledger: RequestTracker, scheduler: Scheduler, cache: KVCacheManager,
+    def __init__(self, ticker: Ticker | PPTicker, tracker: RequestTracker, scheduler: Scheduler, cache: KVCacheManager,
                  control: Control, send: Callable[[FromEngine], None], events: KVEventPublisher | None = None,
                  watchdog: Watchdog | None = None, grammars: GrammarStore | None = None,
                  meeting: DPSync | None = None, send_totals: Callable[[RankTotals], None] | None = None):
-        """``grammars``: on the rank that chooses tokens. ``meeting``: with other data-parallel ranks, which get the
-        same ticks and take the requests of theirs out of them. ``send_totals``: on ranks that speak for themselves
-        alone."""
+        """``grammars``: on the rank that samples tokens. ``meeting``: the DP sync with other data-parallel ranks, which
+        get the same ticks and filter their own requests. ``send_totals``: on ranks other than the first of their
+        group, which report RANK_TOTALS alone."""
         self._ticker = ticker
-        self._ledger = ledger
+        self._tracker = tracker
         self._scheduler = scheduler
         self._peers = scheduler.peers
         self._cache = cache
@@ -115,14 +115,14 @@ class EngineLoop:
         self._stopping = False
 
     def run(self) -> None:
-        """Runs until the front says Shutdown."""
+        """Run until the API server sends Shutdown."""
         busy = False
         while not self._stopping:
             tick = self._ticker.next(self._wait_ms(busy))
             for done in self._grammars.finished() if self._grammars else ():
                 self._send(done)
             if self._peers.busy:
-                for done in self._peers.outcomes():
+                for done in self._peers.take_results():
                     self._send(done)
             if self._watchdog is not None:
                 self._watchdog.beat()
@@ -131,11 +131,11 @@ class EngineLoop:
             self._end_overdue(tick.now)
             was_idle = self._scheduler.idle
             if self._meeting is not None:
-                self._meeting.wish(self._wish_ms())
+                self._meeting.wish(self._poll_timeout_ms())
             busy = self._scheduler.step(tick.now)
             if busy and self._control.profiler.active:
                 self._control.profiler.step()
-            self._ledger.flush()
+            self._tracker.flush()
             if self._events is not None:
                 self._events.flush(tick.now)
             if not was_idle and self._scheduler.idle:
@@ -146,11 +146,11 @@ class EngineLoop:
     def _wait_ms(self, busy: bool) -> int:
         if self._meeting is not None:
             return self._meeting.wait_ms
-        return 0 if busy else self._wish_ms()
+        return 0 if busy else self._poll_timeout_ms()
 
-    def _wish_ms(self) -> int:
-        awaiting = self._peers.busy or (self._grammars is not None and self._grammars.busy)
-        return IDLE_WAIT_MS if self._scheduler.idle and not awaiting else TRANSFER_WAIT_MS
+    def _poll_timeout_ms(self) -> int:
+        waits = self._peers.busy or (self._grammars is not None and self._grammars.busy)
+        return IDLE_WAIT_MS if self._scheduler.idle and not waits else TRANSFER_WAIT_MS
 
     def _handle(self, message: ToEngine, now: float) -> None:
         match message:
@@ -160,7 +160,7 @@ class EngineLoop:
             case Abort():
                 self._abort(message)
             case messages.Control():
-                self._carry_out(message)
+                self._execute(message)
             case messages.ConnectPeer():
                 self._connect(message)
             case messages.PrepareGrammar():
@@ -175,7 +175,7 @@ class EngineLoop:
                 self._stopping = True
 
     def _start(self, message: Generate, now: float) -> None:
-        req = self._ledger.accept(message, now)
+        req = self._tracker.accept(message, now)
         if req is None:
             return
         if req.sampling.grammar is not None and self._grammars is not None:
@@ -184,41 +184,41 @@ class EngineLoop:
             self._control.check_serving()
             self._scheduler.add(req)
         except ServingError as error:
-            self._ledger.fail(req, error)
+            self._tracker.fail(req, error)
 
     def _abort(self, message: Abort) -> None:
-        if message.rid and message.rid not in self._ledger.live:
+        if message.rid and message.rid not in self._tracker.live:
             return
-        self._scheduler.settle()
-        live = self._ledger.live
+        self._scheduler.synchronize()
+        live = self._tracker.live
         reqs = list(live.values()) if message.rid == "" else [live[message.rid]] if message.rid in live else []
         for req in reqs:
             error = (Aborted if message.silent else AbortRequested)("The request was aborted.")
             self._scheduler.abort(req, error)
             if message.silent:
-                self._ledger.drop(req)
+                self._tracker.drop(req)
             else:
-                self._ledger.fail(req, error)
+                self._tracker.fail(req, error)
 
     def _end_overdue(self, now: float) -> None:
         if now < self._next_deadline_check:
             return
         self._next_deadline_check = now + DEADLINE_CHECK_SECONDS
-        if not any(req.deadline <= now for req in self._ledger.live.values()):
+        if not any(req.deadline <= now for req in self._tracker.live.values()):
             return
-        self._scheduler.settle()
-        for req in [req for req in self._ledger.live.values() if req.deadline <= now]:
+        self._scheduler.synchronize()
+        for req in [req for req in self._tracker.live.values() if req.deadline <= now]:
             error = DeadlineExceeded(f"The request did not end within {req.deadline - req.arrived:g} s.")
             self._scheduler.abort(req, error)
-            self._ledger.fail(req, error)
+            self._tracker.fail(req, error)
 
-    def _carry_out(self, message: messages.Control) -> None:
+    def _execute(self, message: messages.Control) -> None:
         if isinstance(message.command, PauseGeneration):
-            self._scheduler.settle()
+            self._scheduler.synchronize()
         try:
             with self._watchdog.suspended() if self._watchdog else nullcontext():  # a checkpoint may load for minutes
-                told = self._control.carry_out(message.command, idle=self._at_rest)
-            self._send(Done(message.seq, told))
+                done = self._control.execute(message.command, idle=self._no_pages_in_use)
+            self._send(Done(message.seq, done))
         except ServingError as error:
             self._send(Done(message.seq, error.message, error.code))
 
@@ -229,26 +229,26 @@ class EngineLoop:
             self._send(Done(message.seq, error.message, error.wire_code))
 
     @property
-    def _at_rest(self) -> bool:
-        """Whether no request runs or holds pages: they may wait, as those do that were retracted for a pause."""
+    def _no_pages_in_use(self) -> bool:
+        """True while no request runs or has pages; requests may wait, as after a retraction for a pause."""
         scheduler = self._scheduler
-        return scheduler.idle or (scheduler.paused and not self._cache.num_held and not scheduler.num_transferring)
+        return scheduler.idle or (scheduler.paused and not self._cache.num_allocated and not scheduler.num_transferring)
 
     def _send_state(self, seq: int) -> None:
         if self._send_totals is None:
             self._send(self._state(seq))
             return
-        told = {**self._scheduler.counters, **self._scheduler.gauges}
-        totals = {name: value for name, value in told.items() if name in RANK_TOTALS}
+        values = {**self._scheduler.counters, **self._scheduler.gauges}
+        totals = {name: value for name, value in values.items() if name in RANK_TOTALS}
         self._send_totals(RankTotals(seq, self._dp_rank, totals))
 
     def _state(self, seq: int) -> State:
         cache, scheduler = self._cache, self._scheduler
         return State(
-            seq=seq, total_pages=cache.num_pages, free_pages=cache.num_free, held_pages=cache.num_held,
+            seq=seq, total_pages=cache.num_pages, free_pages=cache.num_free, held_pages=cache.num_allocated,
             cached_pages=cache.num_cached, page_size=cache.page_size, num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting, num_transferring=scheduler.num_transferring,
-            counters={**self._ledger.counters, **scheduler.counters},
+            counters={**self._tracker.counters, **scheduler.counters},
             gauges={"token_usage": 1 - cache.num_available / cache.num_pages, **scheduler.gauges},
             dp_rank=self._dp_rank, model=self._control.model, pair_key=self._peers.key,
         )

@@ -1,4 +1,4 @@
-"""What an engine's loop knows of the servers that this one hands KV caches over with."""
+"""Peers: the servers that this one transfers KV caches to or from, as the engine's loop sees them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from ..api.messages import ConnectPeer, Done
 
 
 class Peers(Protocol):
-    """One rank's. Calls come from the engine's loop."""
+    """Peers of one rank. Called from the engine's loop."""
 
     @property
     def key(self) -> str | None:
-        """Equal for servers of one role that fit with the same servers of the other; None without peers."""
+        """Pair key, equal for servers of one role that are compatible with the same servers of the other; None without
+        peers."""
 
     @property
     def busy(self) -> bool:
-        """Whether ``outcomes`` are awaited."""
+        """True while ``take_results`` will return more."""
 
     def connect(self, message: ConnectPeer) -> None:
         """Connect to a prefill server before a request needs it; raises InvalidRequest where this is no decode
-        server. What comes of it is among the ``outcomes``."""
+        server. ``take_results`` returns the result later."""
 
-    def outcomes(self) -> list[Done]:
-        """What has come of connections that were asked for, each once."""
+    def take_results(self) -> list[Done]:
+        """Results of requested connections, each once."""
 
     def leave(self) -> None:
-        """The weights are about to change: end all sessions, forget prompts that are retained, and let nobody in."""
+        """End all sessions, drop retained prompts and accept no peer, because the weights are about to change."""
 
     def join(self, model: ModelIdentity) -> None:
-        """The weights are these now, on all ranks: meet peers again, as another instance."""
+        """Accept peers again, as another instance, with the weights that all ranks have now."""
 
 
 class NoPeers:
-    """Those of an engine that runs both phases."""
+    """Peers of an engine that runs both phases: none."""
 
     key = None
     busy = False
@@ -43,7 +44,7 @@ class NoPeers:
     def connect(self, message: ConnectPeer) -> None:
         raise InvalidRequest("Only a decode server connects to prefill servers.")
 
-    def outcomes(self) -> list[Done]:
+    def take_results(self) -> list[Done]:
         return []
 
     def leave(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Profiler:
-    """One rank's. ``step`` must be called after every step while ``active``."""
+    """Profiler of one rank. ``step`` must be called after every step while ``active``."""
 
     def __init__(self, rank: int, device: torch.device):
         self._rank = rank
@@ -55,7 +55,7 @@ class Profiler:
         return f"The profile goes to {self._target}."
 
     def step(self) -> None:
-        """A step has run; the profile ends by itself with the last of ``num_steps``."""
+        """Count a step; the profile ends by itself with the last of ``num_steps``."""
         if self._steps_left is None:
             return
         self._steps_left -= 1

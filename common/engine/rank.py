@@ -1,4 +1,4 @@
-"""An engine rank's process: builds the engine's parts, then runs the loop."""
+"""Main of an engine rank's process: builds the engine's parts, then runs the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..distributed.expert_share import ExpertShare
 from ..distributed.parallel import Parallel, init_parallel
 from ..distributed.peer_all_reduce import connect_all
 from ..distributed.tp import TPGroup
-from ..engine_client.rank_processes import RankSpec
+from ..engine.rank_spec import RankSpec
 from ..execution.executor import Executor
 from ..execution.pp_channel import PPChannel
 from ..execution.pp_executor import PPExecutor
@@ -37,7 +37,7 @@ from ..scheduler.request_tracker import RequestTracker
 from .control import Control
 from .cuda_stack import warn_of_stack
 from .embedding_scheduler import EmbeddingScheduler
-from .garbage_collector import settle_collector
+from .garbage_collector import freeze_collector
 from .kv_event_publisher import start_publisher
 from .loop import EngineLoop, Scheduler
 from .rank_channel import PPTicker, RankChannel, Ticker
@@ -49,16 +49,16 @@ log = logging.getLogger("baton.engine")
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What a role's scheduler is composed of."""
+    """Parts that a role's scheduler is composed of."""
 
     config: ServerConfig
     parallel: Parallel
     runner: ModelRunner
     batcher: Batcher
     executor: Executor | PPExecutor
-    ledger: RequestTracker
-    grammars: GrammarStore | None = None  # on the rank that chooses tokens, and the one that speaks to the front
-    line: PPChannel | None = None  # between the stages of a pipeline
+    tracker: RequestTracker
+    grammars: GrammarStore | None = None  # on the ranks that sample tokens or send to the API server
+    line: PPChannel | None = None  # between pipeline stages
 
     @property
     def tp(self) -> TPGroup:
@@ -67,12 +67,13 @@ class EngineParts:
 
     @property
     def agreeing(self) -> Agreeing:
-        """The ranks that decide alike: those of ``tp``, of all stages."""
+        """The ranks that take the same decisions: those of ``tp``, of all pipeline stages."""
         return self.line or self.tp
 
     @property
     def overlap(self) -> bool:
-        """On a CPU launching is computing: a step's results would only be told one step late."""
+        """True where a step is launched before the previous one's results are processed. On a CPU a launch computes the
+        step: overlap would only report results one step late."""
         return self.executor.asynchronous and not self.config.schedule.disable_overlap_schedule
 
 
@@ -85,17 +86,17 @@ def main(spec: RankSpec) -> None:
 
 
 def unified_scheduler(parts: EngineParts) -> Scheduler:
-    """The one of an engine that runs both phases."""
+    """The scheduler of an engine that runs both phases."""
     if parts.config.model.is_embedding:
-        return EmbeddingScheduler(parts.batcher, parts.runner, parts.ledger)
-    return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=parts.overlap)
+        return EmbeddingScheduler(parts.batcher, parts.runner, parts.tracker)
+    return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=parts.overlap)
 
 
 def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     """Build, report Ready (or StartFailed, with a sentence for the operator), and serve until Shutdown."""
     setup_logging(spec.config.logs, f"{_role(spec)}.rank{spec.rank}")
     channel = RankChannel(spec.rank, spec.to_engine, spec.from_engine)
-    send: Callable[[FromEngine], None] = channel.send if _leads(spec) else _nowhere
+    send: Callable[[FromEngine], None] = channel.send if _is_group_leader(spec) else _discard
 
     def progress(stage: str, share: float) -> None:
         channel.send(Loading(stage, share))
@@ -111,7 +112,7 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
         events = start_publisher(spec.config, parts.batcher.cache.prefix_cache) if spec.rank == 0 else None
         parallel.everyone.barrier()  # Ready means that every rank is up
     except Exception as error:
-        channel.send(StartFailed(_reason(spec, error)))
+        channel.send(StartFailed(_failure_sentence(spec, error)))
         channel.close()
         raise SystemExit(1) from None
     cache = parts.batcher.cache
@@ -123,18 +124,18 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     control = Control(spec.config, parallel.everyone, parts.runner, parts.batcher, scheduler.peers)
     timeout = spec.config.observe.watchdog_timeout
     watchdog = Watchdog(timeout) if timeout else None
-    settle_collector()
+    freeze_collector()
     ticker = Ticker(channel, parallel.world) if line is None else PPTicker(channel, line)
-    loop = EngineLoop(ticker, parts.ledger, scheduler, cache, control, send, events, watchdog,
+    loop = EngineLoop(ticker, parts.tracker, scheduler, cache, control, send, events, watchdog,
                       parts.grammars, parts.runner.meeting if parallel.dp_size > 1 else None,
-                      None if _leads(spec) else channel.send)
+                      None if _is_group_leader(spec) else channel.send)
     try:
         loop.run()
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        log.error("another rank of the engine is gone, so this one ends")
-        log.debug("what it met", exc_info=True)
+        log.error("another rank of the engine has ended, so this one ends")
+        log.debug("the error that showed it", exc_info=True)
         raise SystemExit(1) from None
     if watchdog is not None:
         watchdog.close()
@@ -146,25 +147,25 @@ def run_rank(spec: RankSpec, make_scheduler: SchedulerFactory) -> None:
     parallel.close()
 
 
-def _reason(spec: RankSpec, error: Exception) -> str:
-    """Why a rank could not start, in a sentence for the operator."""
+def _failure_sentence(spec: RankSpec, error: Exception) -> str:
+    """Explains a rank's failure to start, in a sentence for the operator."""
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        told = "; ".join(str(error).split(". ")[:2])
-        return f"The GPU has too little free memory ({told}): lower --mem-fraction-static or --max-total-tokens."
+        details = "; ".join(str(error).split(". ")[:2])
+        return f"The GPU has too little free memory ({details}): lower --mem-fraction-static or --max-total-tokens."
     return f"Rank {spec.rank} could not start: {sentence_of(error)}"
 
 
 def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine], None],
                 progress: Callable[[str, float], None], line: PPChannel | None = None) -> EngineParts:
-    """``line``: with several stages. Raises ConfigError, or torch.OutOfMemoryError, where the engine cannot be
-    built."""
+    """Builds the engine's parts. ``line``: with several pipeline stages. Raises ConfigError, or torch.OutOfMemoryError,
+    where the engine cannot be built."""
     config = spec.config
     model: ModelSpec = load_model_spec(config.model)
     runner = ModelRunner.load(config, model, parallel, parallel.device, progress)
     cache = KVCacheManager(runner.num_pages, runner.layout.page_size, not config.cache.disable_radix_cache)
-    ledger = RequestTracker(
+    tracker = RequestTracker(
         send,
         eos_ids=frozenset(model.eos_token_ids),
         vocab_size=model.vocab_size,
@@ -178,17 +179,17 @@ def build_parts(spec: RankSpec, parallel: Parallel, send: Callable[[FromEngine],
                       dtype=getattr(torch, resolve_dtype(config, model, runner.device)))
     grammars = None
     if parallel.attention.rank == 0 and (parallel.stages.first or parallel.stages.last):
-        grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, ledger.eos_ids)
+        grammars = GrammarStore(config.grammar.whitespace, model.vocab_size, tracker.eos_ids)
     here = Executor(runner, sampler, grammars)
     executor: Executor | PPExecutor = here
     if line is not None:
         executor = PPExecutor(here, line, parallel, alone=config.schedule.disable_overlap_schedule)
     batcher = make_batcher(config, runner, cache, parallel.attention)
-    return EngineParts(config, parallel, runner, batcher, executor, ledger, grammars, line)
+    return EngineParts(config, parallel, runner, batcher, executor, tracker, grammars, line)
 
 
 def join_groups(spec: RankSpec) -> Parallel:
-    """Raises ConfigError where the rank's device is lacking."""
+    """Initialises torch.distributed and its groups. Raises ConfigError where the host lacks the rank's device."""
     device = device_of(spec)
     if spec.local_rank == 0:
         warn_of_stack(device)
@@ -204,9 +205,9 @@ def join_groups(spec: RankSpec) -> Parallel:
 
 
 def device_of(spec: RankSpec) -> torch.device:
-    """A GPU of its own, with --dist-backend gloo its turn of those that there are, or the CPU. Raises ConfigError."""
-    wanted = spec.config.model.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    """The rank's GPU, which ranks may share with --dist-backend gloo, or the CPU. Raises ConfigError."""
+    kind = spec.config.model.device
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     first, count = spec.config.model.base_gpu_id, torch.cuda.device_count()
     index = first + spec.local_rank
@@ -225,10 +226,10 @@ def _role(spec: RankSpec) -> str:
     return "server" if spec.config.mode == "null" else spec.config.mode
 
 
-def _leads(spec: RankSpec) -> bool:
-    """Whether the rank is the first of its attention group, which speaks for it."""
+def _is_group_leader(spec: RankSpec) -> bool:
+    """True for the first rank of its attention group, which sends for the group."""
     return spec.rank % (spec.world_size // spec.config.dp_size) == 0
 
 
-def _nowhere(message: FromEngine) -> None:
-    """The other ranks of a group keep the same books and tell nobody."""
+def _discard(message: FromEngine) -> None:
+    """Drop a message: the other ranks of a group track the same requests and send nothing."""

@@ -1,6 +1,6 @@
-"""A rank's end of the channel to the front process, and the tick that keeps ranks in step.
+"""A rank's end of the channel to the API server, and the ticks that keep ranks in step.
 
-Rank 0 receives the front's messages and shares each batch of them, with its clock's reading, with the other
+Rank 0 receives the API server's messages and broadcasts each batch of them, with its clock's reading, to the other
 ranks of its tensor-parallel group: all see the same inputs in the same order and so take the same decisions.
 """
 
@@ -18,18 +18,18 @@ from ..execution.pp_channel import PPChannel
 
 
 class Tick(msgspec.Struct, array_like=True):
-    """One turn of the loop: what arrived, and rank 0's monotonic clock in seconds."""
+    """Inputs of one iteration of the loop: new messages, and rank 0's monotonic clock in seconds."""
 
     now: float
     messages: list[ToEngine]
-    ready: int = 0  # steps through the stages of a pipeline whose results are there
+    ready: int = 0  # pipeline-parallel steps whose results have arrived
 
 
 _tick_decoder = msgspec.msgpack.Decoder(Tick)
 
 
 class RankChannel:
-    """Sockets of one rank. Only rank 0 takes messages in; every rank may report start-up progress and failure."""
+    """Sockets of one rank. Only rank 0 receives messages; every rank may report start-up progress and failure."""
 
     def __init__(self, rank: int, to_engine: str, from_engine: str):
         self._context = zmq.Context()
@@ -48,9 +48,9 @@ class RankChannel:
         return self._inbox
 
     def receive(self, wait_ms: int) -> list[ToEngine]:
-        """All messages that are there; waits up to ``wait_ms`` for a first one."""
+        """All messages that have arrived; waits up to ``wait_ms`` for a first one."""
         inbox = self._inbox
-        assert inbox is not None, "only rank 0 receives from the front"
+        assert inbox is not None, "only rank 0 receives from the API server"
         messages: list[ToEngine] = []
         if inbox.poll(wait_ms):
             while True:
@@ -61,7 +61,7 @@ class RankChannel:
         return messages
 
     def close(self) -> None:
-        """Sends what is queued, for a second at most."""
+        """Send queued messages, for a second at most, and close the sockets."""
         self._context.destroy(linger=1000)
 
 
@@ -84,7 +84,7 @@ class Ticker:
 
 
 class PPTicker:
-    """Ticker over the stages of a pipeline; a turn also begins where results have come in."""
+    """Ticker over pipeline stages; an iteration also begins when results arrive."""
 
     def __init__(self, channel: RankChannel, line: PPChannel, clock: Callable[[], float] = time.monotonic):
         self._channel = channel

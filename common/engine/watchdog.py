@@ -1,4 +1,4 @@
-"""Ends a rank whose loop stands still: a hang that nobody sees is worse than a restart."""
+"""Watchdog: ends a rank whose loop hangs, because an unnoticed hang is worse than a restart."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Watchdog:
         self._thread.start()
 
     def beat(self) -> None:
-        """A turn of the loop begins."""
+        """Record the start of an iteration of the loop."""
         self._last = time.monotonic()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While something runs that may rightly take long."""
+        """Suspend the watchdog while an operation runs that may take long."""
         self._last = float("inf")
         try:
             yield
@@ -54,8 +54,8 @@ class Watchdog:
 
 
 def _end_process(silent: float) -> None:
-    """The stacks of all threads go to stderr; the front then reports the rank's death, and the server ends."""
-    log.critical("the engine's loop stands still since %.0f s (--watchdog-timeout); its threads:", silent)
+    """Write the stacks of all threads to stderr and exit; the API server then reports the rank's death, and ends."""
+    log.critical("the engine's loop has hung for %.0f s (--watchdog-timeout); its threads:", silent)
     logging.shutdown()
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     sys.stderr.flush()

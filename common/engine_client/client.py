@@ -1,4 +1,4 @@
-"""The front's side of the engine: requests, what comes of them, and questions to the engine as a whole."""
+"""Engine client of the API server: sends requests, delivers their outputs, and calls the engine as a whole."""
 
 from __future__ import annotations
 
@@ -41,39 +41,40 @@ from ..api.messages import (
     ToEngine,
 )
 from .dp_balancer import DPBalancer
-from .dp_states import merged, whole
+from .dp_states import merge_states, with_rank_totals
 from .engine_channel import EngineChannel
-from .engine_rpc import Answer, EngineRPC, Question
+from .engine_rpc import EngineRPC, RPCReply, RPCRequest
 from .output_stream import OutputStream
 from .pending_requests import PendingRequests
 from .request_ids import RequestIds
 
 _REPLY_SECONDS = 10.0
-_COMPILE_SECONDS = 120.0  # a grammar's; it waits for others, and with the first xgrammar is imported
+_COMPILE_SECONDS = 120.0  # for a grammar: it may wait for others, and the first one imports xgrammar
 
 
 class EngineClient:
-    """Sends requests to rank 0 and hands the engine's outputs to whoever waits for them.
+    """Sends requests to rank 0 and delivers the engine's outputs to the streams that wait for them.
 
-    One message carries all outputs of an engine step, and they are handed on by plain calls: no task, and no queue
-    operation, per token. Must be used from one event loop. ``on_startup`` is told of Loading, Ready and StartFailed.
+    One message has all outputs of an engine step, and they are delivered by plain calls: no task, and no queue
+    operation, per token. Must be used from one event loop. ``on_startup`` is called with Loading, Ready and
+    StartFailed.
     """
 
     def __init__(self, max_requests: int, on_startup: Callable[[Loading | Ready | StartFailed], None],
                  balancer: DPBalancer | None = None, num_ranks: int = 1):
         """``max_requests``: requests that may be open; more are refused with Overloaded. ``balancer``: of an engine
-        with several data-parallel ranks, of ``num_ranks`` processes in all."""
+        with several data-parallel ranks, of ``num_ranks`` processes in total."""
         self._max_requests = max_requests
         self._on_startup = on_startup
         self._balancer = balancer
         self.channel = EngineChannel()
         self._receiver: asyncio.Task[None] | None = None
-        self._names = RequestIds()
-        self._streams: dict[str, OutputStream] = {}  # by the requests' names
-        self._questions = EngineRPC(1 if balancer is None else balancer.size, num_ranks, self._send)
+        self._ids = RequestIds()
+        self._streams: dict[str, OutputStream] = {}  # by engine id
+        self._rpc = EngineRPC(1 if balancer is None else balancer.size, num_ranks, self._send)
         self._dead: str | None = None
-        self.expected = PendingRequests()
-        self._held: dict[str, Generate] | None = None  # by name: requests that wait for the end of a pause
+        self.pending = PendingRequests()
+        self._paused: dict[str, Generate] | None = None  # requests that wait for the end of a pause, by engine id
 
     def start(self) -> None:
         self._receiver = asyncio.create_task(self._receive(), name="engine-outputs")
@@ -85,16 +86,16 @@ class EngineClient:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine is gone, None while it is there."""
+        """Reason why the engine has died, None while it lives."""
         return self._dead
 
     # ------------------------------------------------------------------ requests
 
     def open(self, requests: Sequence[Generate]) -> OutputStream:
-        """A stream of the requests' outputs; they are sent on entering it.
+        """A stream of the requests' outputs; entering it sends the requests.
 
         Entering raises EngineDead, Conflict for an id in use, Overloaded, and
-        InvalidRequest for more than the server holds.
+        InvalidRequest for more requests than the server's limit.
         """
         return OutputStream(self, requests)
 
@@ -106,159 +107,159 @@ class EngineClient:
                     yield output
 
     def enter(self, stream: OutputStream, requests: Sequence[Generate]) -> None:
-        """Send what a stream is of; called by the stream, which is left in the same way (``abandon``)."""
+        """Send a stream's requests; called by the stream, which calls ``abandon`` at its end."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        if len(requests) > self._max_requests:  # a client that tries again would do so for ever
+        if len(requests) > self._max_requests:  # a client told to retry would do so for ever
             raise InvalidRequest(f"The request asks for {len(requests)} answers, and the server holds "
                                  f"{self._max_requests} at most; split it.")
         if len(self._streams) + len(requests) > self._max_requests:
             raise Overloaded(f"The server holds {len(self._streams)} requests, of {self._max_requests} at most; "
                              "try again later.", retry_after=1.0)
-        taken = [request.rid for request in requests if self._names.of(request.rid) in self._streams]
-        if taken or len({request.rid for request in requests}) < len(requests):
-            raise Conflict(f"Request id {(taken or [requests[0].rid])[0]!r} is in use; choose another.", param="rid")
+        used = [request.rid for request in requests if self._ids.engine_id(request.rid) in self._streams]
+        if used or len({request.rid for request in requests}) < len(requests):
+            raise Conflict(f"Request id {(used or [requests[0].rid])[0]!r} is in use; choose another.", param="rid")
         for request in requests:
-            name = self._names.choose(request.rid)
-            self._streams[name] = stream
-            if name != request.rid:
-                request = msgspec.structs.replace(request, rid=name)
+            engine_id = self._ids.assign(request.rid)
+            self._streams[engine_id] = stream
+            if engine_id != request.rid:
+                request = msgspec.structs.replace(request, rid=engine_id)
             if self._balancer is not None:
-                self._balancer.place(request)
+                self._balancer.assign(request)
             if request.aborted:
                 self._end_unsent(request)
-            elif self._held is None:
+            elif self._paused is None:
                 self._send(request)
             else:
-                self._held[name] = request
+                self._paused[engine_id] = request
 
     async def pause(self, mode: PauseMode) -> str:
-        """Stand still until ``resume``; requests that come meanwhile wait here. Returns what ``control`` does."""
-        begins, self._held = self._held is None, self._held or {}
+        """Pause until ``resume``; new requests wait here meanwhile. Returns the engine's sentence, like ``control``."""
+        begins, self._paused = self._paused is None, self._paused or {}
         try:
             done = await self.control(PauseGeneration(mode))
         except ServingError:
             if begins:
-                self._release()
+                self._send_paused()
             raise
         if mode == "abort":
             self._send(Abort("", False))
         return done
 
     async def resume(self) -> str:
-        """Go on after ``pause``; harmless without one."""
+        """Continue after ``pause``; harmless without one."""
         done = await self.control(ContinueGeneration())
-        self._release()
+        self._send_paused()
         return done
 
     @property
     def paused(self) -> bool:
-        return self._held is not None
+        return self._paused is not None
 
-    def _release(self) -> None:
-        held, self._held = self._held, None
-        for request in (held or {}).values():
+    def _send_paused(self) -> None:
+        paused, self._paused = self._paused, None
+        for request in (paused or {}).values():
             self._send(request)
 
-    def _take_held(self, name: str) -> list[Generate]:
-        """Those that wait for the end of a pause and shall not any more; all for an empty name."""
-        if not self._held:
+    def _pop_paused(self, engine_id: str) -> list[Generate]:
+        """Remove a request that waits for the end of a pause; all of them for an empty id."""
+        if not self._paused:
             return []
-        names = list(self._held) if not name else [name] if name in self._held else []
-        return [self._held.pop(one) for one in names]
+        ids = list(self._paused) if not engine_id else [engine_id] if engine_id in self._paused else []
+        return [self._paused.pop(one) for one in ids]
 
     def abort(self, rid: str, silent: bool = False) -> None:
-        """Cancel a request, or all for ``rid == ""``; unless ``silent``, whoever waits for it gets the tokens so far,
-        with the finish reason "abort"."""
-        name = self._names.of(rid)
-        for request in self._take_held(name):
+        """Cancel a request, or all for ``rid == ""``; unless ``silent``, its stream gets the tokens so far, with the
+        finish reason "abort"."""
+        engine_id = self._ids.engine_id(rid)
+        for request in self._pop_paused(engine_id):
             self._end_unsent(request)
-        self.expected.abort(rid)
-        self._send(Abort(name, silent))
+        self.pending.abort(rid)
+        self._send(Abort(engine_id, silent))
 
     def _end_unsent(self, request: Generate) -> None:
-        """``request`` goes by its name."""
+        """End a request that was not sent to the engine; ``request.rid`` is its engine id."""
         self._deliver(Output(request.rid, [], len(request.input_ids), 0, 0, Finish("abort")))
 
     def abort_group(self, rid: str) -> None:
-        """Cancel a request and, where it was asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
-        for own in [*map(self._names.rid, self._streams), *self.expected.ids()]:
-            head, _, tail = own.rpartition("-")
-            if own == rid or (head == rid and tail.isdigit()):
+        """Cancel a request and, where it asked for several choices, all of them (``rid-0``, ``rid-1``, ...)."""
+        for own in [*map(self._ids.client_id, self._streams), *self.pending.ids()]:
+            prefix, _, suffix = own.rpartition("-")
+            if own == rid or (prefix == rid and suffix.isdigit()):
                 self.abort(own)
 
     def abandon(self, rid: str) -> None:
-        """Nobody waits for a request any more."""
-        name = self._names.of(rid)
-        if self._forget(name) is not None:
-            if not self._take_held(name):
-                self._send(Abort(name, silent=True))
-            self._names.abandon(rid)
+        """End a request that no stream waits for any more, silently."""
+        engine_id = self._ids.engine_id(rid)
+        if self._close_request(engine_id) is not None:
+            if not self._pop_paused(engine_id):
+                self._send(Abort(engine_id, silent=True))
+            self._ids.abandon(rid)
 
-    def _forget(self, name: str) -> tuple[OutputStream, str] | None:
-        """The stream and the id of a request that has ended; None where it had before."""
-        stream = self._streams.pop(name, None)
+    def _close_request(self, engine_id: str) -> tuple[OutputStream, str] | None:
+        """Remove a request that has ended; returns its stream and client id, None where it was removed before."""
+        stream = self._streams.pop(engine_id, None)
         if stream is None:
             return None
         if self._balancer is not None:
-            self._balancer.ended(name)
-        return stream, self._names.drop(name)
+            self._balancer.release(engine_id)
+        return stream, self._ids.release(engine_id)
 
     # ------------------------------------------------------------------ the engine as a whole
 
     async def state(self) -> State:
         """A snapshot of the engine; raises WorkerUnavailable where it does not answer."""
-        return merged(await self.states())
+        return merge_states(await self.states())
 
     async def states(self) -> list[State]:
-        """``state`` of each data-parallel rank, in order."""
-        return whole(await self._ask(GetState))
+        """The state of each data-parallel rank, in order."""
+        return with_rank_totals(await self._call(GetState))
 
     async def control(self, command: Command, timeout: float = _REPLY_SECONDS) -> str:
-        """Change the engine as a whole; returns a sentence that says what was done. Raises the ServingError with which
-        the engine refused."""
-        return _agreed(await self._ask(lambda seq: Control(seq, command), timeout))
+        """Change the engine as a whole; returns a sentence about what was done. Raises the ServingError with which the
+        engine refused."""
+        return _sentence_of(await self._call(lambda seq: Control(seq, command), timeout))
 
     async def connect_peer(self, host: str, port: int, timeout: float) -> None:
-        """Connect a decode server to the prefill server whose bootstrap server is there; returns when its data path has
-        been used once. Raises the ServingError that a request of this pair would end with."""
-        _agreed(await self._ask(lambda seq: ConnectPeer(seq, host, port), timeout))
+        """Connect a decode server to the prefill server whose bootstrap server has this address; returns when its data
+        path has been used once. Raises the ServingError that a request of this pair would end with."""
+        _sentence_of(await self._call(lambda seq: ConnectPeer(seq, host, port), timeout))
 
     async def prepare_grammar(self, spec: GrammarSpec, vocabulary: Vocabulary | None,
                               compiled: str | None = None) -> None:
-        """Returns when the engine takes requests with this grammar; raises ServingError. ``vocabulary`` must come with
-        the first."""
-        _agreed(await self._ask(lambda seq: PrepareGrammar(seq, spec, vocabulary, compiled), _COMPILE_SECONDS))
+        """Prepare a grammar; returns when the engine accepts requests with it. Raises ServingError. ``vocabulary`` must
+        come with the first."""
+        _sentence_of(await self._call(lambda seq: PrepareGrammar(seq, spec, vocabulary, compiled), _COMPILE_SECONDS))
 
     def drop_grammar(self, spec: GrammarSpec) -> None:
-        """Let the engine forget a grammar that no further request will name."""
+        """Let the engine drop a grammar that no further request will name."""
         self._send(DropGrammar(spec))
 
-    async def _ask(self, question: Callable[[int], Question], timeout: float = _REPLY_SECONDS) -> list[Answer]:
+    async def _call(self, make_request: Callable[[int], RPCRequest], timeout: float = _REPLY_SECONDS) -> list[RPCReply]:
         if self._dead is not None:
             raise EngineDead(self._dead)
-        return await self._questions.ask(question, timeout)
+        return await self._rpc.call(make_request, timeout)
 
     def engine_died(self, reason: str) -> None:
-        """Fail all that waits, with EngineDead, and refuse what comes; ``reason`` is a sentence."""
+        """Fail all open requests and calls with EngineDead, and refuse new ones; ``reason`` is a sentence."""
         self._dead = reason
         self.channel.drop_unsent()
-        for name in list(self._streams):
-            self._fail(name, EngineDead(reason))
-        self._questions.fail(EngineDead(reason))
+        for engine_id in list(self._streams):
+            self._fail(engine_id, EngineDead(reason))
+        self._rpc.fail(EngineDead(reason))
 
     def fail_open(self, error: ServingError) -> None:
-        """End every request that is open, whoever waits for it with ``error``."""
+        """End every open request; their streams raise ``error``."""
         self._send(Abort("", silent=True))
-        for name in list(self._streams):
-            self._fail(name, error)
+        for engine_id in list(self._streams):
+            self._fail(engine_id, error)
 
     def shut_down(self) -> None:
-        """Tell the ranks to leave their loops."""
+        """Ask the ranks to leave their loops."""
         self._send(Shutdown())
 
     async def close(self) -> None:
-        """Close the channel; the ranks must be gone."""
+        """Close the channel; the ranks must have ended."""
         self._dead = self._dead or "The server has stopped."
         if self._receiver is not None:
             self._receiver.cancel()
@@ -281,35 +282,36 @@ class EngineClient:
             case OutputBatch():
                 for output in message.items:
                     self._deliver(output)
-            case Failed(name, code, text):
-                self._fail(name, from_code(code, text))
+            case Failed(engine_id, code, text):
+                self._fail(engine_id, from_code(code, text))
             case State() | RankTotals() | Done():
-                self._questions.answered(message)
+                self._rpc.on_reply(message)
             case Loading() | Ready() | StartFailed():
                 self._on_startup(message)
 
-    def _fail(self, name: str, error: ServingError) -> None:
-        if (found := self._forget(name)) is not None:
-            stream, rid = found
+    def _fail(self, engine_id: str, error: ServingError) -> None:
+        if (closed := self._close_request(engine_id)) is not None:
+            stream, rid = closed
             stream.fail(rid, error)
 
     def _deliver(self, output: Output) -> None:
-        """An output of an unknown request is of one that ended here before the engine knew; it is dropped."""
-        name = output.rid
-        stream = self._streams.get(name)
+        """Hand an output to its stream. An unknown id is that of a request that ended here before the engine received
+        the abort: its output is dropped."""
+        engine_id = output.rid
+        stream = self._streams.get(engine_id)
         if stream is None:
             return
         if self._balancer is not None:
-            self._balancer.grew(name, len(output.token_ids))
-        if self._names.renamed:
-            output.rid = self._names.rid(name)
+            self._balancer.add_tokens(engine_id, len(output.token_ids))
+        if self._ids.aliases:
+            output.rid = self._ids.client_id(engine_id)
         if output.finish is not None:
-            self._forget(name)
+            self._close_request(engine_id)
         stream.put(output)
 
 
-def _agreed(replies: Sequence[Answer]) -> str:
-    """What was done; raises the ServingError with which a part of the engine refused."""
+def _sentence_of(replies: Sequence[RPCReply]) -> str:
+    """The sentence about what was done; raises the ServingError with which a part of the engine refused."""
     done = [reply for reply in replies if isinstance(reply, Done)]
     for reply in done:
         if reply.code is not None:

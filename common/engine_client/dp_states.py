@@ -1,4 +1,4 @@
-"""The states of a server's data-parallel ranks, as one."""
+"""Merges the states of a server's data-parallel ranks into one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from ..api.messages import RankTotals, State
 
 
-def whole(replies: Sequence[object]) -> list[State]:
-    """The states of the data-parallel ranks, in order, each with what its other ranks have of RANK_TOTALS."""
+def with_rank_totals(replies: Sequence[object]) -> list[State]:
+    """The states of the data-parallel ranks, in order, each with RANK_TOTALS summed over its ranks."""
     states = sorted((reply for reply in replies if isinstance(reply, State)), key=lambda state: state.dp_rank)
     for reply in replies:
         if isinstance(reply, RankTotals):
@@ -20,8 +20,8 @@ def whole(replies: Sequence[object]) -> list[State]:
     return states
 
 
-def merged(states: Sequence[State]) -> State:
-    """Sums of pages, requests, counters and queues' lengths, and the mean use of the pools, which are of one size."""
+def merge_states(states: Sequence[State]) -> State:
+    """Sums of pages, requests, counters and queue lengths, and the mean usage of the pools, which are of one size."""
     if len(states) == 1:
         return states[0]
     counters: Counter[str] = Counter()

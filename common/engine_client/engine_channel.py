@@ -1,4 +1,4 @@
-"""The front's end of the channel to the engine; channel.py has the ranks' ends."""
+"""The API server's end of the channel to the engine; channel.py has the ranks' ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineChannel:
         self.to_engine = f"ipc://{self.folder}/to_engine"
         self.from_engine = f"ipc://{self.folder}/from_engine"
         self._context = zmq.asyncio.Context()
-        # The class is named against the context's own: sending must not wait for an event loop.
+        # A plain socket instead of the context's asynchronous one: sending must not wait for an event loop.
         self._outbox: Any = self._context.socket(zmq.PUSH, socket_class=zmq.Socket)  # type: ignore[arg-type]
         self._outbox.sndhwm = 0
         self._outbox.bind(self.to_engine)
@@ -46,7 +46,7 @@ class EngineChannel:
             self._send_unsent()
 
     def drop_unsent(self) -> None:
-        """There is nobody to take it."""
+        """Drop messages that no rank will receive."""
         self._unsent.clear()
 
     async def receive(self) -> FromEngine:
@@ -59,8 +59,8 @@ class EngineChannel:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _send_unsent(self) -> None:
-        """A PUSH socket without a peer refuses messages. Rank 0's connection may still be on its way when its Ready is
-        here (another socket brought that), so what is refused is tried again soon."""
+        """Send queued messages; refused ones are retried soon. A PUSH socket without a peer refuses messages, and rank
+        0 may not have connected yet when its Ready arrives (by another socket)."""
         while self._unsent:
             try:
                 self._outbox.send(self._unsent[0], zmq.NOBLOCK)
@@ -71,6 +71,6 @@ class EngineChannel:
 
 
 def _private_folder() -> str:
-    """A new folder that this user alone can enter. A Unix socket's path has 107 bytes at most, so a long TMPDIR (batch
-    systems set such) is passed over."""
+    """A new folder that only this user can enter. A Unix socket's path has 107 bytes at most, so a long TMPDIR (as
+    batch systems set it) is not used."""
     return tempfile.mkdtemp(prefix="baton-", dir="/tmp" if len(tempfile.gettempdir()) > 70 else None)

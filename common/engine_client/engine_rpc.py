@@ -1,4 +1,4 @@
-"""Questions to the engine as a whole, which each of its attention groups answers."""
+"""Engine RPC: requests to the engine as a whole, to which each of its attention groups replies."""
 
 from __future__ import annotations
 
@@ -9,61 +9,62 @@ from collections.abc import Callable
 from ..api.errors import ServingError, WorkerUnavailable
 from ..api.messages import ConnectPeer, Control, Done, GetState, PrepareGrammar, RankTotals, State
 
-Question = ConnectPeer | Control | GetState | PrepareGrammar
-Answer = State | RankTotals | Done
+RPCRequest = ConnectPeer | Control | GetState | PrepareGrammar
+RPCReply = State | RankTotals | Done
 
 
-class _Answers:
-    """What ``wanted`` ranks answer to one question."""
+class _PendingCall:
+    """Collects the replies of ``num_replies`` ranks to one request."""
 
-    def __init__(self, wanted: int):
-        self.all: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
-        self._wanted = wanted
-        self._found: list[Answer] = []
+    def __init__(self, num_replies: int):
+        self.replies: asyncio.Future[list[RPCReply]] = asyncio.get_running_loop().create_future()
+        self._num_replies = num_replies
+        self._received: list[RPCReply] = []
 
-    def add(self, answer: Answer) -> None:
-        self._found.append(answer)
-        if len(self._found) == self._wanted and not self.all.done():
-            self.all.set_result(self._found)
+    def add(self, reply: RPCReply) -> None:
+        self._received.append(reply)
+        if len(self._received) == self._num_replies and not self.replies.done():
+            self.replies.set_result(self._received)
 
     def fail(self, error: ServingError) -> None:
-        if not self.all.done():
-            self.all.set_exception(error)
+        if not self.replies.done():
+            self.replies.set_exception(error)
 
 
 class EngineRPC:
-    """Those that wait for answers, by number. ``send`` takes a question to the engine.
+    """Calls that wait for replies, by sequence number. ``send`` takes a request to the engine.
 
-    The first rank of each attention group answers for it; how the engine stands, each rank tells.
+    The first rank of each attention group replies for the group; to ``GetState`` every rank replies.
     """
 
-    def __init__(self, num_groups: int, num_ranks: int, send: Callable[[Question], None]):
+    def __init__(self, num_groups: int, num_ranks: int, send: Callable[[RPCRequest], None]):
         self._num_groups = num_groups
         self._num_ranks = num_ranks
         self._send = send
-        self._open: dict[int, _Answers] = {}
+        self._pending: dict[int, _PendingCall] = {}
         self._numbers = itertools.count(1)
 
-    async def ask(self, question: Callable[[int], Question], timeout: float) -> list[Answer]:
-        """All answers to the question of the number that it is called with. Raises WorkerUnavailable after ``timeout``
-        seconds, or what ``fail`` was given."""
+    async def call(self, make_request: Callable[[int], RPCRequest], timeout: float) -> list[RPCReply]:
+        """Send the request that ``make_request`` builds from a sequence number; returns all replies. Raises
+        WorkerUnavailable after ``timeout`` seconds, or the error that ``fail`` was called with."""
         number = next(self._numbers)
-        asked = question(number)
-        wanted = self._num_ranks if isinstance(asked, GetState) else self._num_groups
-        answers = self._open[number] = _Answers(wanted)
+        request = make_request(number)
+        call = self._pending[number] = _PendingCall(
+            self._num_ranks if isinstance(request, GetState) else self._num_groups)
         try:
-            self._send(asked)
-            return await asyncio.wait_for(answers.all, timeout)
+            self._send(request)
+            return await asyncio.wait_for(call.replies, timeout)
         except (TimeoutError, asyncio.TimeoutError):
             raise WorkerUnavailable(f"The engine did not answer within {timeout:g} s.") from None
         finally:
-            del self._open[number]
+            del self._pending[number]
 
-    def answered(self, answer: Answer) -> None:
-        """One of a question that nobody waits for any more is dropped."""
-        if (answers := self._open.get(answer.seq)) is not None:
-            answers.add(answer)
+    def on_reply(self, reply: RPCReply) -> None:
+        """Deliver a reply; it is dropped where its call has ended."""
+        if (call := self._pending.get(reply.seq)) is not None:
+            call.add(reply)
 
     def fail(self, error: ServingError) -> None:
-        for answers in self._open.values():
-            answers.fail(error)
+        """End all pending calls with ``error``."""
+        for call in self._pending.values():
+            call.fail(error)

@@ -1,4 +1,4 @@
-"""What comes of requests that were sent to the engine."""
+"""Stream of the outputs of requests that were sent to the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..api.messages import Generate, Output
 
 
 class Engine(Protocol):
-    """Whom a stream's requests are given to, and who then calls its ``put`` and ``fail``."""
+    """Accepts a stream's requests, and then calls the stream's ``put`` and ``fail``."""
 
     def enter(self, stream: OutputStream, requests: Sequence[Generate]) -> None: ...
 
@@ -22,7 +22,7 @@ class Engine(Protocol):
 class OutputStream:
     """Outputs of requests that were sent together, until each has ended. Use as a context manager.
 
-    Leaving it aborts, silently, whatever has not ended: a client that left costs the engine nothing more.
+    Leaving it aborts, silently, the requests that have not ended: a client that left costs the engine nothing more.
     """
 
     def __init__(self, client: Engine, requests: Sequence[Generate]):
@@ -44,12 +44,12 @@ class OutputStream:
 
     @property
     def live(self) -> bool:
-        """Whether ``next`` has more to give: outputs, or the error that ended a request."""
+        """True while ``next`` has more to return: outputs, or the error that ended a request."""
         return bool(self._live or self._arrived or self._error)
 
     async def next(self) -> list[Output]:
         """All outputs that have arrived; waits for a first one. Raises the ServingError that ended a request,
-        after the outputs that came before it."""
+        after the outputs that preceded it."""
         if not self._arrived and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -62,7 +62,7 @@ class OutputStream:
         return arrived
 
     def abort(self, rid: str) -> None:
-        """End one request whose answer is complete already, or no longer wanted. Nothing more comes of it."""
+        """End one request whose answer is complete already, or no longer needed. It yields no further outputs."""
         if rid in self._live:
             self._live.discard(rid)
             self._client.abandon(rid)

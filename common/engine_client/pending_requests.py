@@ -1,4 +1,4 @@
-"""Requests that will be sent to the engine once they are ready for it, and may be aborted before."""
+"""Requests in preparation: they will be sent to the engine once their grammar is compiled, unless aborted before."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class _Group:
 
 
 class PendingRequests:
-    """Whoever aborts a request while its grammar is compiled finds it here."""
+    """Registry of requests in preparation, which an abort has to reach."""
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
 
     @contextmanager
-    def waiting(self, requests: Sequence[Generate]) -> Iterator[asyncio.Future[None]]:
-        """While the requests of one HTTP request are made ready; the future is done once all of them were aborted."""
+    def track(self, requests: Sequence[Generate]) -> Iterator[asyncio.Future[None]]:
+        """Register the requests of one HTTP request for the block; the future is done once all of them were aborted."""
         group = _Group(requests, asyncio.get_running_loop().create_future())
         self._groups.append(group)
         try:
@@ -36,7 +36,7 @@ class PendingRequests:
         return [request.rid for group in self._groups for request in group.requests]
 
     def abort(self, rid: str) -> None:
-        """Mark the request, or all for an empty id: it ends when it is sent."""
+        """Mark the request, or all for an empty id, as aborted: it ends when it would be sent."""
         for group in self._groups:
             for request in group.requests:
                 request.aborted = request.aborted or rid in ("", request.rid)

@@ -1,4 +1,4 @@
-"""The engine's processes, as the front process sees them."""
+"""Processes of the engine's ranks, started and watched by the API server."""
 
 from __future__ import annotations
 
@@ -9,28 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from ..config.server import ServerConfig
+from ..engine.rank_spec import RankSpec
 from ..process import die_with
 
 _POLL_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """All that a rank's process is told. ``to_engine`` and ``from_engine`` are ZMQ endpoints that the front has bound;
-    ``dist_init`` is where the ranks of the group meet (torch.distributed's ``init_method``). ``local_rank`` counts the
-    ranks of this host."""
-
-    config: ServerConfig
-    rank: int
-    world_size: int
-    to_engine: str
-    from_engine: str
-    dist_init: str
-    local_rank: int = 0
 
 
 def rank_specs(config: ServerConfig, to_engine: str, from_engine: str, dist_init: str) -> list[RankSpec]:
@@ -46,10 +31,10 @@ RankTarget = Callable[[RankSpec], None]
 
 
 class RankProcesses:
-    """Starts one process a rank, tells when one of them ends, and ends them all.
+    """Starts one process a rank, reports the end of any, and ends them all.
 
-    The processes die with the front, however that ends. ``on_exit(rank, exit code)`` is called on the event loop for
-    each that ends before ``stop``. Must be used from the event loop.
+    The processes die with the API server, however that ends. ``on_exit(rank, exit code)`` is called on the event loop
+    for each that ends before ``stop``. Must be used from the event loop.
     """
 
     def __init__(self, target: RankTarget, specs: list[RankSpec], on_exit: Callable[[int, int], None]):
@@ -88,7 +73,7 @@ class RankProcesses:
     async def stop(self, grace: float) -> None:
         """Give the processes ``grace`` seconds to end by themselves, then terminate, then kill.
 
-        Returns when all are gone.
+        Returns when all have ended.
         """
         loop = asyncio.get_running_loop()
         for sentinel in self._watched:
@@ -113,7 +98,7 @@ class RankProcesses:
 
 
 def _run_rank(target: RankTarget, spec: RankSpec, parent: int) -> None:
-    """First code of ours in the child."""
+    """Entry of the child process."""
     die_with(parent)
     target(spec)
     # Only destructors of libraries are left, and not all of them work: with the system's RDMA libraries installed,

@@ -1,4 +1,4 @@
-"""A node beside the first: it has no front, and runs ranks for node 0's."""
+"""Main of a node other than node 0: it has no API server, and runs ranks for node 0's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GRACE_SECONDS = 5.0
 
 
 def run_node(config: ServerConfig, target: RankTarget) -> int:
-    """Run ranks until node 0 ends or says so; returns the process's exit code, with a sentence on stderr where it is
-    not 0."""
+    """Run ranks until node 0 ends or sends ``stop``; returns the process's exit code, with a sentence on stderr where
+    it is not 0."""
     setup_logging(config.logs, f"node{config.nodes.node_rank}")
     try:
         asyncio.run(_Node(config, target).run())
@@ -36,7 +36,8 @@ class _Node:
         self._target = target
 
     async def run(self) -> None:
-        """Raises ConfigError, with a sentence for the operator, unless the end was asked for."""
+        """Run until the node ends; raises ConfigError, with a sentence for the operator, unless a stop was
+        requested."""
         self._ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._finish, "The node was told to stop.")
@@ -45,29 +46,29 @@ class _Node:
         if not joining.done():
             joining.cancel()
             raise ConfigError("The node was told to stop before node 0 was there.")
-        line, from_engine = joining.result()
+        connection, from_engine = joining.result()
         specs = rank_specs(self._config, "", from_engine, f"tcp://{self._config.nodes.dist_init_addr}")
         ranks = RankProcesses(self._target, specs, self._on_rank_exit)
         ranks.start()
         log.info("ranks %d to %d run here", specs[0].rank, specs[-1].rank)
-        listening = asyncio.create_task(self._listen(line))
+        listening = asyncio.create_task(self._listen(connection))
         try:
             reason = await self._ended
             if reason is not None:
-                line.send({"failed": f"Node {self._config.nodes.node_rank}: {reason}"})
+                connection.send({"failed": f"Node {self._config.nodes.node_rank}: {reason}"})
         finally:
             listening.cancel()
-            await line.close()
+            await connection.close()
             await ranks.stop(_GRACE_SECONDS if self._ended.done() and self._ended.result() is None else 0.0)
         if reason is not None:
             raise ConfigError(reason)
 
-    async def _listen(self, line: NodeLink) -> None:
-        message = await line.receive()
+    async def _listen(self, connection: NodeLink) -> None:
+        message = await connection.receive()
         self._finish(None if message is not None and "stop" in message else "Node 0 of the engine is gone.")
 
     def _on_rank_exit(self, rank: int, code: int) -> None:
-        if code:  # otherwise it was told to leave, as this node will be
+        if code:  # 0 is an orderly end, which this node's stop will follow
             self._finish(f"Rank {rank} of the engine ended with exit code {code}.")
 
     def _finish(self, reason: str | None) -> None:

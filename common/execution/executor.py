@@ -52,8 +52,8 @@ class StepOutput:
     def plain_tokens(self) -> list[int] | None:
         """Wait for the step: the tokens of ``sampling``, where these are all that a step of a run tells; else None, and
         ``gains`` tells more."""
-        run = self.batch.run
-        return None if run is None or not run.plain else self.sampled.token_ids()
+        run = self.batch.input_batch
+        return None if run is None or not run.all_plain else self.sampled.token_ids()
 
     def gains(self) -> list[NewToken]:
         """Wait for the step; a gain for each chunk that reached its request's end, in batch order."""
@@ -95,8 +95,8 @@ class Executor:
         ``event`` (None on a CPU) tells when they are there. Where a request has a grammar, its mask is made while the
         device runs the forward pass; that needs its pending token, so that the host then waits for the step before.
         """
-        if batch.run is not None and batch.run.plain:
-            self._last = self._launch_run(batch, batch.run)
+        if batch.input_batch is not None and batch.input_batch.all_plain:
+            self._last = self._launch_run(batch, batch.input_batch)
             return self._last
         wanted = [] if batch.is_decode else prompt_rows(batch)
         sampling = batch.chunks if batch.is_decode else [chunk for chunk in batch.chunks if chunk.samples]
@@ -108,7 +108,7 @@ class Executor:
         logits, states = self._forward(batch, rows, hidden, sources, after_group)
         count = len(sampling)
         allowed = self._allowed(sampling, sources)
-        choosing = [chunk.req.choosing(chunk.stop, sources.get(chunk.req), allowed.get(chunk.req))
+        choosing = [chunk.req.sampling_metadata(chunk.stop, sources.get(chunk.req), allowed.get(chunk.req))
                     for chunk in sampling]
         sampled = self._sampler.launch(logits[:count], choosing, self._previous)
         report = PromptReport(wanted, logits[count:count + len(wanted)]) if wanted else None
@@ -122,17 +122,19 @@ class Executor:
         goes_on = last is not None and last.sampling is run.reqs
         token_ids = last.sampled.tokens if last is not None and goes_on else self._newest_tokens(run)
         self._runner.meet(len(run), len(run), decodes=True)
-        logits, likeliest = self._runner.decode(run.table(), token_ids)
+        logits, likeliest = self._runner.decode(run.decode_table(), token_ids)
         # The logits are whole on every rank, each shard of them one rank's bits: all have found the same tokens.
-        tokens = likeliest if run.greedy and likeliest is not None else self._sampler.draw(logits, run.choosing())
+        tokens = (likeliest if run.all_greedy and likeliest is not None else
+                  self._sampler.draw(logits, run.sampling_metadata()))
         return StepOutput(batch, self._chosen.of(tokens), run.reqs, None, None)
 
     def _newest_tokens(self, run: InputBatch) -> torch.Tensor:
         """The last token [B] int64 of each request, on the device."""
         last, device = self._last, self._runner.device
-        follows = last is not None and last.sampling is run.follows
-        known, pending = run.newest(follows)
-        sources, rows = run.kept.tolist() if follows else [], list(range(len(run.kept))) if follows else []
+        follows = last is not None and last.sampling is run.previous_reqs
+        known, pending = run.last_tokens(reused_on_device=follows)
+        sources = run.reused_rows.tolist() if follows else []
+        rows = list(range(len(sources)))
         if pending:
             assert last is not None, "a pending token comes from a step"
             found = {req: place for place, req in enumerate(last.sampling)}
@@ -210,8 +212,8 @@ class Executor:
         rows = []
         for chunk in batch.chunks:
             req = chunk.req
-            assert req.hold is not None
-            pages = req.hold.ids[:-(-chunk.stop // page_size)]
+            assert req.page_table is not None
+            pages = req.page_table.ids[:-(-chunk.stop // page_size)]
             embeds = None if req.embeds is None else req.embeds[chunk.start:chunk.stop]
             rows.append(Row(req.tokens.view(chunk.start, chunk.stop), chunk.start, pages, sources.get(req),
                             embeds if embeds is not None and len(embeds) else None))
@@ -230,7 +232,7 @@ def _decode_rows(chunks: Sequence[Chunk], sources: dict[Req, int], padding: list
     reqs = [chunk.req for chunk in chunks]
     places = [sources.get(req) for req in reqs]
     known = [req.tokens.last if place is None else 0 for req, place in zip(reqs, places)]
-    pages = [req.hold.ids for req in reqs if req.hold is not None]
+    pages = [req.page_table.ids for req in reqs if req.page_table is not None]
     assert len(pages) == len(reqs)
     count = len(padding)
     return DecodeRows(known + [0] * count, [chunk.start for chunk in chunks] + [0] * count,

@@ -36,18 +36,18 @@ class Pipeline:
         before, self.in_flight = self.in_flight, None
         if batch is not None:
             if self._rate is not None:
-                self._rate.begin(0 if batch.is_decode or batch.num_riding else batch.num_tokens)
+                self._rate.begin(0 if batch.is_decode or batch.num_decode_rows else batch.num_tokens)
             self.in_flight = self._executor.launch(batch, after_group)
-            self._batcher.launched(batch)
+            self._batcher.mark_launched(batch)
         else:
             self._executor.accompany()
         if before is not None:
             self._take_in(before)
         if not self._overlap:
-            self.settle()
+            self.synchronize()
         return batch is not None or before is not None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the step in flight and take in its results: afterwards no token is pending."""
         step, self.in_flight = self.in_flight, None
         if step is not None:

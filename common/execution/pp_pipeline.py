@@ -37,13 +37,13 @@ class PPPipeline:
         """Launch ``batch``, if there is one, and take in results; False where there was neither."""
         if batch is not None:
             self._steps.append(self._executor.launch(batch, after_group))
-            self._batcher.launched(batch)
+            self._batcher.mark_launched(batch)
         count, ready = len(self._steps), self._executor.line.ready
         while self._steps and (len(self._steps) >= self._depth or self._steps[0].number < ready):
             self._take_in(self._steps.popleft())
         return batch is not None or len(self._steps) < count
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all steps in flight and take in their results: afterwards no token is pending."""
         while self._steps:
             self._take_in(self._steps.popleft())

@@ -8,8 +8,8 @@ import numpy as np
 class PageAllocator:
     """A stack of free page ids.
 
-    Pages come out in ascending runs as far as there are any, and what is freed together comes out together again:
-    neighbouring pages travel as one descriptor (between two H200s 257 GB/s, against 157 for scattered pages of 1 MiB).
+    Pages come out in ascending runs where there are any, and pages freed together come out together again:
+    contiguous pages travel as one descriptor (between two H200s 257 GB/s, against 157 for scattered pages of 1 MiB).
     A page freed twice, or freed without having been allocated, is caught at once: later it would be two
     requests writing into one page.
     """
@@ -28,8 +28,8 @@ class PageAllocator:
         return self._num_free
 
     def allocate(self, count: int) -> np.ndarray:
-        """``count`` page ids (int64). The caller has made sure that they are there (``num_free``)."""
-        assert 0 <= count <= self._num_free, f"{count} pages asked of {self}"
+        """``count`` page ids (int64). The caller has checked ``num_free``."""
+        assert 0 <= count <= self._num_free, f"{count} pages requested from {self}"
         self._num_free -= count
         ids = self._stack[self._num_free : self._num_free + count][::-1].copy()
         self._is_free[ids] = False
@@ -46,5 +46,5 @@ class PageAllocator:
         self._num_free += count
 
     def tidy(self) -> None:
-        """Sort the free pages into runs again; for moments when nobody waits (60,000 pages take 3 ms)."""
+        """Sort the free pages into runs again; for idle moments (60,000 pages take 3 ms)."""
         self._stack[: self._num_free] = np.flatnonzero(self._is_free)[::-1]

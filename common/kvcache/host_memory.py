@@ -1,7 +1,7 @@
-"""Host memory that another process of this host can map: anonymous files (memfd_create(2)), found by address.
+"""Host memory that another process of this host can map: anonymous files (memfd_create(2)), looked up by address.
 
-Such a file has no name that could be left behind: it ends with the last process that has it open or mapped. Whoever
-mapped it may therefore write into a dead owner's pages without harm. Others open it through /proc, which lets in
+Such a file has no name that could leak: it ends with the last process that has it open or mapped. A process that
+mapped it may therefore write into a dead owner's pages without harm. Others open it through /proc, which admits
 processes of the same user and the same PID namespace.
 """
 
@@ -17,7 +17,8 @@ import numpy as np
 
 
 class HostHandle(msgspec.Struct, frozen=True):
-    """Where another process finds our memory. ``inode`` tells the file from a later one behind the same numbers."""
+    """Address of our memory for another process. ``inode`` distinguishes the file from a later one with the same
+    numbers."""
 
     pid: int
     fd: int
@@ -34,7 +35,7 @@ _owned: dict[int, _Owned] = {}  # by address
 
 
 def shared_bytes(num_bytes: int) -> np.ndarray:
-    """``[num_bytes]`` uint8, zeros, in memory that ``handle_of`` names. Raises OSError where there is none."""
+    """``[num_bytes]`` uint8, zeros, in memory that ``handle_of`` can describe. Raises OSError where there is none."""
     fd = os.memfd_create("baton-kv")
     try:
         os.ftruncate(fd, num_bytes)
@@ -48,7 +49,7 @@ def shared_bytes(num_bytes: int) -> np.ndarray:
 
 
 def handle_of(address: int, num_bytes: int) -> HostHandle | None:
-    """None where these bytes do not lie in one array of ``shared_bytes``."""
+    """The handle of these bytes, None where they do not lie in one array of ``shared_bytes``."""
     for begin, owned in _owned.items():
         if begin <= address and address + num_bytes <= begin + owned.num_bytes:
             return HostHandle(os.getpid(), owned.fd, os.fstat(owned.fd).st_ino, address - begin)
@@ -56,13 +57,14 @@ def handle_of(address: int, num_bytes: int) -> HostHandle | None:
 
 
 def map_handle(handle: HostHandle, num_bytes: int) -> np.ndarray:
-    """``[num_bytes]`` uint8: the memory itself, of any process. Raises OSError where it is gone or out of reach."""
+    """Maps the memory itself, of any process: ``[num_bytes]`` uint8. Raises OSError where it is gone or out of
+    reach."""
     fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR)
     try:
-        found = os.fstat(fd)
-        if found.st_ino != handle.inode or found.st_size < handle.offset + num_bytes:
+        stat = os.fstat(fd)
+        if stat.st_ino != handle.inode or stat.st_size < handle.offset + num_bytes:
             raise FileNotFoundError("another file is open there now")
-        return np.frombuffer(mmap.mmap(fd, found.st_size), dtype=np.uint8)[handle.offset:][:num_bytes]
+        return np.frombuffer(mmap.mmap(fd, stat.st_size), dtype=np.uint8)[handle.offset:][:num_bytes]
     finally:
         os.close(fd)
 

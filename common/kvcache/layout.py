@@ -1,8 +1,8 @@
-"""The shape of the KV pool: pages first, a group of layers together within a page.
+"""Shape of the KV pool: pages first, a group of layers together within a page.
 
 ``pool[group]: [num_pages, layers_in_group, planes, num_kv_heads, page_size, head_dim]``. There are two planes, keys and
-values, or one, of latents: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) keeps a single vector of a token
-in each layer, ``head_dim = kv_lora_rank + qk_rope_head_dim`` wide, that all heads read, so that every rank holds it.
+values, or one, of latents: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) stores one vector a token
+in each layer, ``head_dim = kv_lora_rank + qk_rope_head_dim`` wide, that all heads read, so that every rank stores it.
 A page of one group is contiguous, so that a transfer needs one descriptor for it: a descriptor costs
 about 6 us over NIXL whatever its size, and reaches 155 GB/s at 1 MiB but 11 GB/s at 64 KiB.
 """
@@ -17,7 +17,8 @@ import msgspec
 TARGET_DESCRIPTOR_BYTES = 1 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-"""What a peer may tell of its layout: a zero or a billion would stop, or keep busy, whoever compares it."""
+"""Bounds on the numbers of a peer's layout: a zero or a billion would crash, or keep busy, the server that compares
+them."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -25,16 +26,16 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "f
 class KVLayout(msgspec.Struct, frozen=True):
     """Layout of one rank's pool; also the fingerprint that two servers compare in their handshake.
 
-    ``num_kv_heads`` counts this rank's heads; latents are one, whatever the number of ranks. ``groups`` holds the
+    ``num_kv_heads`` counts this rank's heads; latents are one, whatever the number of ranks. ``groups`` lists the
     number of layers of each layer group. ``scales`` are those of a pool in float8, ``(keys', values')`` of each layer:
-    a stored value times its scale is the value. None are scales of one.
+    a stored value times its scale is the value. An empty tuple means scales of one.
 
-    A stage of a pipeline has the layers from ``first_layer`` on, of a model of ``of_layers``; 0 of them: the pool has
-    all layers. A layer's number counts from the pool's first.
+    A pipeline stage has the layers from ``first_layer`` on, of a model of ``of_layers``; 0 means that the pool has
+    all layers. Layer numbers count from the pool's first.
 
-    ``windows`` are the layers' sliding windows, see ``ModelSpec``. Their pages are kept like all others: what one layer
-    has of a token may be sent, cached and freed with what the others have. They stand here because keys and values
-    behind a windowed layer are of no use to a server that sees further.
+    ``windows`` are the layers' sliding windows, see ``ModelSpec``. Their pages are stored like all others, so that all
+    layers of a token are sent, cached and freed together. They are part of the layout because keys and values computed
+    after a windowed layer are of no use to a server with a larger window.
     """
 
     groups: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=4096)]
@@ -49,11 +50,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(len(told) not in (0, self.num_layers) for told in (self.scales, self.windows)):
-            raise ValueError("scales and windows are told of every layer, or of none")
+        if any(len(entries) not in (0, self.num_layers) for entries in (self.scales, self.windows)):
+            raise ValueError("scales and windows must have an entry for every layer, or none")
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a layer sees, as its model states it; None for all."""
+        """Tokens that a layer attends to, as its model states it; None for all."""
         return self.windows[layer] if self.windows else None
 
     def scales_of(self, layer: int) -> tuple[float, float]:
@@ -62,7 +63,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def planes(self) -> int:
-        """Vectors that a head keeps of a token: its key and its value, or the one latent."""
+        """Vectors that a head stores for a token: its key and its value, or the one latent."""
         return 2 if self.form == "heads" else 1
 
     @property
@@ -71,7 +72,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def model_layers(self) -> int:
-        """Layers of the model, of which the pool may have a part."""
+        """Layers of the whole model; the pool may have a part of them."""
         return self.of_layers or self.num_layers
 
     def group_page_bytes(self, group: int) -> int:
@@ -99,7 +100,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
 
 def split_layers(num_layers: int, layer_page_bytes: int, num_groups: int | None = None) -> tuple[int, ...]:
-    """Layers of each group, as even as possible; by default so many groups that a page of one is about 1 MiB."""
+    """Layers of each group, as even as possible; by default the number of groups makes a page of one about 1 MiB."""
     if num_groups is None:
         num_groups = round(num_layers * layer_page_bytes / TARGET_DESCRIPTOR_BYTES)
     num_groups = max(1, min(num_groups, num_layers))

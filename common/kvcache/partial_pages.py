@@ -1,7 +1,7 @@
-"""Tails: last, partly filled pages of prompts that outlive their request.
+"""Partial pages: last, partly filled pages of prompts that outlive their request.
 
-The radix tree keeps whole pages. What is left over of a prompt is kept here while somebody may want all of it again;
-such pages belong to the cache like the tree's, and are given up when memory is needed and nobody reads them.
+The radix tree keeps whole pages. The rest of a prompt is retained here while another attempt may want all of it again;
+such pages belong to the cache like the tree's, and are evicted when memory is needed and no request reads them.
 """
 
 from __future__ import annotations
@@ -10,62 +10,63 @@ import numpy as np
 
 
 class PartialPage:
-    """One page, and how many holds read it. ``wanted`` until it is dropped; ``page`` is None once it was given up."""
+    """One page with the number of its readers. ``retained`` until it is dropped; ``page`` is None once evicted."""
 
-    __slots__ = ("page", "readers", "wanted")
+    __slots__ = ("page", "readers", "retained")
 
     def __init__(self, page: int):
         self.page: int | None = page
         self.readers = 0
-        self.wanted = True
+        self.retained = True
 
     def __repr__(self) -> str:
-        return f"Tail(page {self.page}, {self.readers} readers{'' if self.wanted else ', dropped'})"
+        return f"PartialPage(page {self.page}, {self.readers} readers{'' if self.retained else ', dropped'})"
 
 
 class PartialPages:
-    """All tails of one cache, the oldest first. A tail leaves when it is neither wanted nor read."""
+    """All partial pages of one cache, oldest first. A page leaves when it is neither retained nor read."""
 
     def __init__(self) -> None:
-        self._tails: dict[PartialPage, None] = {}
+        self._pages: dict[PartialPage, None] = {}
         self._num_read = 0
 
     def __len__(self) -> int:
-        return len(self._tails)
+        return len(self._pages)
 
     @property
     def num_evictable(self) -> int:
-        return len(self._tails) - self._num_read
+        return len(self._pages) - self._num_read
 
     def add(self, page: int) -> PartialPage:
-        tail = PartialPage(page)
-        self._tails[tail] = None
-        return tail
+        partial = PartialPage(page)
+        self._pages[partial] = None
+        return partial
 
-    def read(self, tail: PartialPage) -> None:
-        assert tail.page is not None, "a tail was read after it was given up"
-        self._num_read += not tail.readers
-        tail.readers += 1
+    def acquire(self, partial: PartialPage) -> None:
+        """Add a reader."""
+        assert partial.page is not None, "a partial page was read after its eviction"
+        self._num_read += not partial.readers
+        partial.readers += 1
 
-    def done(self, tail: PartialPage) -> np.ndarray:
-        """One reader less; returns the page ids that are the caller's now."""
-        assert tail.readers > 0
-        tail.readers -= 1
-        self._num_read -= not tail.readers
-        return self._freed([tail] if not tail.wanted and not tail.readers else [])
+    def release(self, partial: PartialPage) -> np.ndarray:
+        """Remove a reader; returns the page ids that now belong to the caller."""
+        assert partial.readers > 0
+        partial.readers -= 1
+        self._num_read -= not partial.readers
+        return self._remove([partial] if not partial.retained and not partial.readers else [])
 
-    def drop(self, tail: PartialPage) -> np.ndarray:
-        """Nobody will want it again; returns the page ids that are the caller's now."""
-        tail.wanted = False
-        return self._freed([tail] if not tail.readers and tail.page is not None else [])
+    def drop(self, partial: PartialPage) -> np.ndarray:
+        """Stop retaining the page; returns the page ids that now belong to the caller."""
+        partial.retained = False
+        return self._remove([partial] if not partial.readers and partial.page is not None else [])
 
     def evict(self, count: int) -> np.ndarray:
-        """Give up the oldest unread tails, ``count`` at most; returns their page ids, which are the caller's now."""
-        return self._freed([tail for tail in self._tails if not tail.readers][:count])
+        """Evict the oldest unread pages, ``count`` at most; returns their ids, which now belong to the caller."""
+        return self._remove([partial for partial in self._pages if not partial.readers][:count])
 
-    def _freed(self, tails: list[PartialPage]) -> np.ndarray:
-        pages = np.array([tail.page for tail in tails], np.int64)
-        for tail in tails:
-            del self._tails[tail]
-            tail.page = None
+    def _remove(self, partials: list[PartialPage]) -> np.ndarray:
+        pages = np.array([partial.page for partial in partials], np.int64)
+        for partial in partials:
+            del self._pages[partial]
+            partial.page = None
         return pages

@@ -1,4 +1,4 @@
-"""The KV pool's memory: one tensor a layer group, in the form that layout.py describes."""
+"""Memory of the KV pool: one tensor a layer group, in the shape that layout.py describes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KVPool:
 
     ``groups[g]`` is ``[num_pages, layers_in_group, planes, num_kv_heads, page_size, head_dim]``, contiguous and zeroed:
     attention kernels read whole pages and mask by weight, and 0 * NaN of uninitialised memory would be NaN.
-    ``shared``: processes of this host can map the memory (a GPU's always, see host_memory.py for a CPU's).
+    ``shared``: processes of this host can map the memory (always true of a GPU; host_memory.py does it for a CPU).
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str, *, shared: bool = False):

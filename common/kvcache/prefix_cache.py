@@ -1,8 +1,8 @@
 """Prefix cache: a radix tree over token ids whose edges own KV pages.
 
 The idea is RadixAttention's (Zheng et al., SGLang, 2024): finished requests leave their pages in a tree
-keyed by the tokens they were computed from, and a new prompt takes over the pages of its longest prefix.
-Here an edge is a whole number of pages; a page that is only partly filled never enters the tree.
+keyed by the tokens they were computed from, and a new prompt reuses the pages of its longest prefix.
+An edge is a whole number of pages; a partial page never enters the tree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Node:
     """An edge of the tree and the point it leads to.
 
     ``tokens`` (int32) has ``page_size`` entries for each of ``pages`` (int64). ``locks`` counts the requests that
-    stand on this node or below it: a locked node is not evicted.
+    read this node or one below it: a locked node is not evicted.
     """
 
     __slots__ = ("tokens", "pages", "parent", "children", "locks", "last_used")
@@ -39,7 +39,7 @@ class Node:
 
 
 class CacheListener(Protocol):
-    """Who is told of every page that enters or leaves the tree."""
+    """Listener that is called for every page that enters or leaves the tree."""
 
     def stored(self, parent: int | None, pages: np.ndarray, tokens: np.ndarray) -> None:
         """``pages`` follow page ``parent`` (None: they begin a prompt); both arrays are the tree's own."""
@@ -51,7 +51,7 @@ class PrefixCache:
     """The tree. It owns the pages of its nodes; callers lock what they read.
 
     ``num_pages`` counts all pages owned, ``num_locked`` those of locked nodes.
-    ``recorder``, where set, is told of changes; it must be set while the tree is empty.
+    ``listener``, where set, is called on changes; it must be set while the tree is empty.
     """
 
     def __init__(self, page_size: int):
@@ -59,9 +59,9 @@ class PrefixCache:
         self._root = Node(np.empty(0, np.int32), np.empty(0, np.int64), None)
         self.num_pages = 0
         self.num_locked = 0
-        self.version = 0  # grows with whatever changes what can be matched
+        self.version = 0  # grows with every change of what can be matched
         self._clock = 0
-        self.recorder: CacheListener | None = None
+        self.listener: CacheListener | None = None
 
     def __repr__(self) -> str:
         return f"PrefixCache({self.num_pages} pages, {self.num_locked} locked)"
@@ -73,14 +73,14 @@ class PrefixCache:
     def match(self, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
         """The node and page ids of the longest cached prefix of ``tokens`` (int32), in whole pages.
 
-        Splits an edge where the prefix ends inside it, so that the node stands for exactly the prefix.
+        Splits an edge where the prefix ends inside it, so that the node covers exactly the prefix.
         """
         node, pages = self._walk(self._root, tokens)
         self._touch(node)
         return node, pages
 
     def _walk(self, node: Node, tokens: np.ndarray) -> tuple[Node, np.ndarray]:
-        """As far below ``node`` as ``tokens`` lead, and the pages on the way."""
+        """The deepest node below ``node`` that ``tokens`` reach, and the pages on the path."""
         pages = []
         done = 0
         while (child := node.children.get(self._key(tokens[done:]))) is not None:
@@ -93,10 +93,10 @@ class PrefixCache:
         return node, np.concatenate(pages) if pages else np.empty(0, np.int64)
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray, below: Node | None = None) -> tuple[Node, int]:
-        """Make ``tokens`` (int32, whole pages) a path of the tree that begins behind ``below`` (None: at the root).
+        """Make ``tokens`` (int32, whole pages) a path of the tree that begins below ``below`` (None: at the root).
 
-        Takes over ``pages[n:]`` and returns the path's last node with n, the number of leading pages that the tree
-        had already: the caller keeps those of ``pages`` that are its own.
+        Takes ownership of ``pages[n:]`` and returns the path's last node with n, the number of leading pages that the
+        tree had already: the caller keeps those of ``pages``.
         """
         assert len(tokens) == len(pages) * self.page_size
         node, matched = self._walk(below or self._root, tokens)
@@ -107,8 +107,8 @@ class PrefixCache:
             node.children[self._key(rest)] = leaf
             self.num_pages += len(leaf.pages)
             self.version += 1
-            if self.recorder is not None:
-                self.recorder.stored(_last_page(node), leaf.pages, leaf.tokens)
+            if self.listener is not None:
+                self.listener.stored(_last_page(node), leaf.pages, leaf.tokens)
             node = leaf
         self._touch(node)
         return node, present
@@ -120,13 +120,14 @@ class PrefixCache:
         self._add_locks(node, -1)
 
     def move_lock(self, above: Node, node: Node) -> None:
-        """Lock ``node``, and unlock ``above``, which is a beginning of its path."""
+        """Lock ``node``, and unlock its ancestor ``above``."""
         self._add_locks(node, +1, above)
 
     def evict(self, count: int) -> np.ndarray:
-        """Remove least recently used unlocked leaves until ``count`` pages are gone or none is left.
+        """Remove least recently used unlocked leaves until ``count`` pages are removed or none is left.
 
-        Returns the removed page ids, which are the caller's now. May remove more than asked: a leaf goes whole.
+        Returns the removed page ids, which now belong to the caller. May remove more than ``count``: a leaf is removed
+        as a whole.
         """
         leaves = [node for node in self._nodes() if not node.children and not node.locks]
         heapq.heapify(leaves)
@@ -138,8 +139,8 @@ class PrefixCache:
             assert parent is not None
             del parent.children[self._key(leaf.tokens)]
             freed.append(leaf.pages)
-            if self.recorder is not None:
-                self.recorder.removed(leaf.pages)
+            if self.listener is not None:
+                self.listener.removed(leaf.pages)
             total += len(leaf.pages)
             if parent is not self._root and not parent.children and not parent.locks:
                 heapq.heappush(leaves, parent)
@@ -148,7 +149,7 @@ class PrefixCache:
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
 
     def edges(self) -> Iterator[tuple[int | None, np.ndarray, np.ndarray]]:
-        """Page before it (None: none), pages and tokens of every edge, each after the one above it."""
+        """Yields ``(preceding page or None, pages, tokens)`` of every edge, parents before children."""
         for node in self._nodes():
             assert node.parent is not None
             yield _last_page(node.parent), node.pages, node.tokens
@@ -168,7 +169,7 @@ class PrefixCache:
             stack.extend(node.children.values())
 
     def _key(self, tokens: np.ndarray) -> bytes:
-        """Children are told apart by their first page; fewer tokens than a page match no child."""
+        """Key of a child: the tokens of its first page. Fewer tokens than a page match no child."""
         return tokens[: self.page_size].tobytes()
 
     def _common_pages(self, node: Node, tokens: np.ndarray) -> int:

@@ -1,4 +1,4 @@
-"""What one step computes: chunks of requests."""
+"""Contents of one step: chunks of requests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """The request's tokens ``start:stop`` are computed in this step; ``samples``: they end with its last, and the
-    step yields the next one."""
+    """The request's tokens ``start:stop``, which the step computes; ``samples``: they include the last token, so that
+    the step samples the next one."""
 
     req: Req
     start: int
@@ -25,12 +25,12 @@ class Chunk(NamedTuple):
 
 
 class InputBatchChunks(Sequence[Chunk]):
-    """The chunks of a run's next step, made where somebody looks at them: most steps of a run need none."""
+    """The chunks of an input batch's next step, built when they are read: most steps need none."""
 
-    def __init__(self, run: InputBatch):
-        self._reqs = run.reqs
-        self._positions = run.positions
-        self._made: list[Chunk] | None = None
+    def __init__(self, input_batch: InputBatch):
+        self._reqs = input_batch.reqs
+        self._positions = input_batch.positions
+        self._built: list[Chunk] | None = None
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -42,30 +42,33 @@ class InputBatchChunks(Sequence[Chunk]):
     def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
 
     def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
-        return self._all()[index]
+        return self._chunks()[index]
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._all())
+        return iter(self._chunks())
 
-    def _all(self) -> list[Chunk]:
-        if self._made is None:
-            self._made = [Chunk(req, start, start + 1, True)
-                          for req, start in zip(self._reqs, self._positions.tolist())]
-        return self._made
+    def _chunks(self) -> list[Chunk]:
+        if self._built is None:
+            self._built = [Chunk(req, start, start + 1, True)
+                           for req, start in zip(self._reqs, self._positions.tolist())]
+        return self._built
 
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """The chunks of one step. ``is_decode``: each is one token long and samples. Else the last ``num_riding`` of them
-    are, and belong to running requests that ride along with prompts. ``run``: a decode batch's, whose chunks they are;
-    ``ending``: places of those for whom it is the last step; ``positions`` [B] int64: those of the tokens that the step
-    computes."""
+    """The chunks of one step.
+
+    ``is_decode``: each is one token long and samples. Otherwise the last ``num_decode_rows`` of them are, in a mixed
+    chunk (SGLang's word for a step of prompts and running requests). ``input_batch``: the persistent batch that a
+    decode step's chunks belong to; ``last_step_rows``: its rows whose last step this is; ``positions`` [B] int64: those
+    of the tokens that the step computes.
+    """
 
     chunks: Sequence[Chunk]
     is_decode: bool
-    num_riding: int = 0
-    run: InputBatch | None = None
-    ending: Sequence[int] = ()
+    num_decode_rows: int = 0
+    input_batch: InputBatch | None = None
+    last_step_rows: Sequence[int] = ()
     positions: np.ndarray | None = None
 
     @property
@@ -75,6 +78,6 @@ class ScheduledBatch:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
     @property
-    def prompts(self) -> Sequence[Chunk]:
-        """Those of requests in prefill."""
-        return [] if self.is_decode else self.chunks[:len(self.chunks) - self.num_riding]
+    def prefill_chunks(self) -> Sequence[Chunk]:
+        """The chunks of requests in prefill."""
+        return [] if self.is_decode else self.chunks[:len(self.chunks) - self.num_decode_rows]

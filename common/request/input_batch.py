@@ -1,7 +1,7 @@
-"""A decode batch that goes on: the same requests, one token each in every step.
+"""Input batch: a persistent decode batch, the same requests with one token each in every step.
 
-What a step needs of them stands in arrays, which a step advances. Gathered from 256 requests anew it would take a
-microsecond a request and more, in every step.
+The arrays that a step needs of its requests persist, and a step advances them. Gathering them anew from 256 requests
+would take a microsecond a request and more, in every step.
 """
 
 from __future__ import annotations
@@ -18,284 +18,280 @@ from ..kvcache.manager import KVCacheManager, PageTable
 from .req import Req
 from .sampling_metadata import SamplingMetadata
 
-_NOTHING_GIVEN = np.empty(0, np.int64), np.empty(0, np.int64)
-_HOLD, _STOP_IDS = attrgetter("hold"), attrgetter("stop_ids")
+_NO_PAGES = np.empty(0, np.int64), np.empty(0, np.int64)
+_PAGE_TABLE, _STOP_IDS = attrgetter("page_table"), attrgetter("stop_ids")
 
 
 class InputBatch:
-    """``reqs`` decode together until one leaves or joins: what follows is another run, which takes over the arrays.
+    """``reqs`` decode together until one leaves or joins: then a new batch reuses the arrays of this one.
 
-    ``positions`` [B] int64 are those of the tokens that the next step computes; ``left`` [B] int64: steps that may be
-    launched until the request has all the tokens that it asked for. ``plain``: parameters alone say how tokens are
-    chosen, and beside tokens a step tells nothing; ``greedy``: all choose the likeliest. ``kept``: places that the
-    first of them had in the run before, whose requests are ``follows``.
+    ``positions`` [B] int64 are those of the tokens that the next step computes; ``remaining`` [B] int64: steps that may
+    be launched until the request has all the tokens that it asked for. ``all_plain``: sampling parameters alone decide
+    on the tokens, and a step reports nothing but tokens; ``all_greedy``: all take the argmax. ``reused_rows``: the rows
+    that this batch's first requests had in the previous batch, whose requests are ``previous_reqs``.
     """
 
-    def __init__(self, reqs: list[Req], page_size: int, before: InputBatch | None = None):
-        """None of ``reqs`` is complete, and each has computed all of its tokens but the last. ``before`` ran last, and
-        its requests have not been computed otherwise since."""
+    def __init__(self, reqs: list[Req], page_size: int, previous: InputBatch | None = None):
+        """None of ``reqs`` may be complete, and each has computed all of its tokens but the last. ``previous`` was the
+        last decode batch, and no other batch has computed its requests since."""
         self.reqs = reqs
         self._page_size = page_size
-        self._holds: list[PageTable | None] = list(map(_HOLD, reqs))
-        kept = self.kept = self._places_in(before)
-        self.follows = [] if before is None else before.reqs
-        new = reqs[len(kept):]
+        self._page_tables: list[PageTable | None] = list(map(_PAGE_TABLE, reqs))
+        reused = self.reused_rows = self._rows_in(previous)
+        self.previous_reqs = [] if previous is None else previous.reqs
+        new = reqs[len(reused):]
         self.positions = np.array([req.num_computed_tokens for req in new], np.int64)
-        self.left = np.array([req.num_prompt_tokens + req.sampling.max_new_tokens for req in new], np.int64)
-        self.left -= self.positions + 1
-        self._held = np.array([0 if req.hold is None else req.hold.count * page_size for req in new], np.int64)
-        self._facts = np.array([(_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
+        self.remaining = np.array([req.num_prompt_tokens + req.sampling.max_new_tokens for req in new], np.int64)
+        self.remaining -= self.positions + 1
+        self._capacity = np.array([0 if req.page_table is None else req.page_table.count * page_size for req in new],
+                                  np.int64)  # tokens that the pages of each request cover
+        self._flags = np.array([(_is_plain(req), req.sampling.greedy, req.sampling.seed is not None) for req in new],
                                bool).reshape(-1, 3)
-        self._unreported = list(range(len(kept), len(reqs)))
+        self._unreported = list(range(len(reused), len(reqs)))
         self._kv_indptr = np.zeros(len(reqs) + 1, np.int32)
         self._kv_indices = np.empty(0, np.int32)
         self._page_of_token = np.empty(0, np.int64)
-        self._offsets: np.ndarray | None = None  # of the positions in their pages, once a table was asked for
-        self._given = _NOTHING_GIVEN  # places, and the pages that they were given since the table was made
+        self._offsets: np.ndarray | None = None  # of the positions in their pages, once decode_table was called
+        self._appended = _NO_PAGES  # rows, and the pages appended to them since decode_table last read the page tables
         self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, reqs)))
-        self._newest: list[int] = []  # tokens of the first requests, as far as the host knows them
-        self._num_ahead = 0  # steps whose tokens were not taken in
-        self._told: _Told | None = None
-        if before is not None and len(kept):
-            self._take_over(before, kept)
-        self.plain, self.greedy, self._seeded = (bool(self._facts[:, 0].all()), bool(self._facts[:, 1].all()),
-                                                 bool(self._facts[:, 2].any()))
-        self.steps_left = int(self.left.min())  # that all requests want
-        self.gone: list[int] = []  # places of those that left
-        self._rows: list[SamplingMetadata] | None = None
+        self._last_tokens: list[int] = []  # of the first requests, as far as the host knows them
+        self._num_in_flight = 0  # steps whose tokens are not recorded
+        self._report_fields: _ReportFields | None = None
+        if previous is not None and len(reused):
+            self._reuse(previous, reused)
+        self.all_plain, self.all_greedy, self._any_seeded = (
+            bool(self._flags[:, 0].all()), bool(self._flags[:, 1].all()), bool(self._flags[:, 2].any()))
+        self.min_remaining = int(self.remaining.min())
+        self.removed_rows: list[int] = []
+        self._metadata: list[SamplingMetadata] | None = None
 
-    def _take_over(self, before: InputBatch, kept: np.ndarray) -> None:
-        """What ``before`` has of the requests at its places ``kept``, the first of this run."""
-        self.positions = np.concatenate((before.positions[kept], self.positions))
-        self.left = np.concatenate((before.left[kept], self.left))
-        self._held = np.concatenate((before._held[kept], self._held))
-        facts = before._facts[kept]
-        for place in np.flatnonzero(~facts[:, 0]).tolist():
-            facts[place, 0] = _plain(self.reqs[place])  # now that it has ``min_new_tokens``
-        self._facts = np.concatenate((facts, self._facts))
-        waiting = set(before._unreported)
-        self._unreported += [place for place, was in enumerate(kept.tolist()) if was in waiting] if waiting else []
-        places = kept.tolist()
-        if not before._num_ahead and len(before._newest) == len(before.reqs):
-            self._newest = [before._newest[place] for place in places]
-        if before._told is not None:
-            self._told = before._told.of(places).with_those_of(self.reqs[len(kept):])
-        indptr, indices = before._kv_indptr, before._kv_indices
-        np.cumsum(np.diff(indptr)[kept], out=self._kv_indptr[1:len(kept) + 1])
-        self._kv_indptr[len(kept) + 1:] = self._kv_indptr[len(kept)]
-        cuts = np.flatnonzero(np.diff(kept) != 1) + 1
+    def _reuse(self, previous: InputBatch, reused: np.ndarray) -> None:
+        """Take over the state of the rows ``reused`` of ``previous``, the first of this batch."""
+        self.positions = np.concatenate((previous.positions[reused], self.positions))
+        self.remaining = np.concatenate((previous.remaining[reused], self.remaining))
+        self._capacity = np.concatenate((previous._capacity[reused], self._capacity))
+        flags = previous._flags[reused]
+        for row in np.flatnonzero(~flags[:, 0]).tolist():
+            flags[row, 0] = _is_plain(self.reqs[row])  # it may have reached ``min_new_tokens``
+        self._flags = np.concatenate((flags, self._flags))
+        rows = reused.tolist()
+        unreported = set(previous._unreported)
+        self._unreported += [row for row, before in enumerate(rows) if before in unreported] if unreported else []
+        if not previous._num_in_flight and len(previous._last_tokens) == len(previous.reqs):
+            self._last_tokens = [previous._last_tokens[row] for row in rows]
+        if previous._report_fields is not None:
+            self._report_fields = previous._report_fields.select(rows).extended(self.reqs[len(reused):])
+        indptr, indices = previous._kv_indptr, previous._kv_indices
+        np.cumsum(np.diff(indptr)[reused], out=self._kv_indptr[1:len(reused) + 1])
+        self._kv_indptr[len(reused) + 1:] = self._kv_indptr[len(reused)]
+        cuts = np.flatnonzero(np.diff(reused) != 1) + 1
         self._kv_indices = np.concatenate([indices[indptr[some[0]]:indptr[some[-1] + 1]] for some in
-                                           np.split(kept, cuts)])
+                                           np.split(reused, cuts)])
 
     def __repr__(self) -> str:
-        return f"InputBatch({len(self.reqs)} requests, {self.steps_left} steps left)"
+        return f"InputBatch({len(self.reqs)} requests, {self.min_remaining} steps remain)"
 
     def __len__(self) -> int:
         return len(self.reqs)
 
-    def wanting(self, running: Sequence[Req]) -> list[Req]:
-        """Those of ``running`` that want more: first the run's, in its order, then those that have joined since."""
-        stays = self.left > 0
-        stays[self.gone] = False
-        reqs = self.reqs if stays.all() else [self.reqs[place] for place in np.flatnonzero(stays).tolist()]
-        behind = len(running) if reqs else 0
-        while behind and running[behind - 1] is not reqs[-1]:
-            behind -= 1
-        return reqs + [req for req in running[behind:] if not req.complete]
+    def unfinished(self, running: Sequence[Req]) -> list[Req]:
+        """The requests of ``running`` that need more steps: first the batch's, in its order, then those that have
+        joined since."""
+        stays = self.remaining > 0
+        stays[self.removed_rows] = False
+        reqs = self.reqs if stays.all() else [self.reqs[row] for row in np.flatnonzero(stays).tolist()]
+        joined = len(running) if reqs else 0
+        while joined and running[joined - 1] is not reqs[-1]:
+            joined -= 1
+        return reqs + [req for req in running[joined:] if not req.complete]
 
-    def ending(self) -> list[int]:
-        """Places of the requests whose last token the next step chooses."""
-        return np.flatnonzero(self.left == 1).tolist() if self.steps_left == 1 else []
+    def last_step_rows(self) -> list[int]:
+        """Rows of the requests whose last token the next step samples."""
+        return np.flatnonzero(self.remaining == 1).tolist() if self.min_remaining == 1 else []
 
-    def short(self) -> list[int]:
-        """Places of the requests that have no page for the next step's token; ``grown`` is to be called for each."""
-        return np.flatnonzero(self._held <= self.positions).tolist()
+    def rows_without_page(self) -> list[int]:
+        """Rows of the requests that have no page for the next step's token. After allocating one otherwise than by
+        ``append_pages``, call ``update_capacity``."""
+        return np.flatnonzero(self._capacity <= self.positions).tolist()
 
-    def grown(self, place: int) -> None:
-        """The request at ``place`` got pages."""
-        hold = self.reqs[place].hold
-        assert hold is not None
-        self._held[place] = hold.count * self._page_size
+    def update_capacity(self, row: int) -> None:
+        """Read the number of a request's pages anew."""
+        table = self.reqs[row].page_table
+        assert table is not None
+        self._capacity[row] = table.count * self._page_size
 
-    def add_page_each(self, cache: KVCacheManager, places: list[int]) -> bool:
-        """A page for each request that is ``short``; False, and no change, where so many are not free, or where one has
-        got pages that nobody told of."""
-        holds = [hold for hold in map(self._holds.__getitem__, places) if hold is not None]
-        known = [hold.count for hold in holds] == (self._held[places] // self._page_size).tolist()
-        pages = cache.add_page_each(holds) if known else None
+    def append_pages(self, cache: KVCacheManager, rows: list[int]) -> bool:
+        """Append a page to each of the ``rows_without_page``; False, and no change, where too few are free, or where a
+        page table has grown without ``update_capacity``."""
+        tables = [table for table in map(self._page_tables.__getitem__, rows) if table is not None]
+        current = [table.count for table in tables] == (self._capacity[rows] // self._page_size).tolist()
+        pages = cache.append_pages(tables) if current else None
         if pages is None:
             return False
-        self._given = np.array(places), pages
-        self._held[places] += self._page_size
+        self._appended = np.array(rows), pages
+        self._capacity[rows] += self._page_size
         return True
 
-    def leave(self, reqs: Sequence[Req]) -> None:
-        """Those of ``reqs`` that are of the run have ended or give their pages back."""
-        if len(reqs) == 1:  # found faster by the list's own search
-            self.gone += [self.reqs.index(req) for req in reqs if req in self.reqs]
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Mark the rows of those ``reqs`` that are in the batch: they have ended or free their pages."""
+        if len(reqs) == 1:  # list.index is faster for one
+            self.removed_rows += [self.reqs.index(req) for req in reqs if req in self.reqs]
         else:
             leaving = set(reqs)
-            self.gone += [place for place, req in enumerate(self.reqs) if req in leaving]
+            self.removed_rows += [row for row, req in enumerate(self.reqs) if req in leaving]
 
     def advance(self) -> None:
-        """A step was launched."""
+        """Record that a step was launched."""
         for req in self.reqs:
             req.num_computed_tokens += 1
             req.num_pending += 1
-        self._num_ahead += 1
+        self._num_in_flight += 1
         self.positions = self.positions + 1
         if self._offsets is not None:
             self._offsets = self._offsets + 1
-        self.left -= 1
-        self.steps_left -= 1
+        self.remaining -= 1
+        self.min_remaining -= 1
 
-    def table(self) -> DecodeTable:
-        """Where the next step's keys and values live. All requests have pages for it."""
+    def decode_table(self) -> DecodeTable:
+        """Page table and slots of the next step. All requests must have pages for it."""
         if self._offsets is None or int(self._offsets.max()) >= self._page_size:
-            self._offsets = self._turn_pages()
+            self._offsets = self._update_pages()
         return DecodeTable(self.positions, self._page_of_token, self._offsets, self._kv_indptr, self._kv_indices,
                            (self._offsets + 1).astype(np.int32))
 
-    def _turn_pages(self) -> np.ndarray:
-        """Bring the pages up to ``positions``; returns these within their pages."""
+    def _update_pages(self) -> np.ndarray:
+        """Bring the page indices up to ``positions``; returns the offsets of these in their pages."""
         pages = self.positions // self._page_size
-        missing = np.flatnonzero(np.diff(self._kv_indptr) <= pages)
-        if len(missing):
-            self._add_pages(pages, missing)
+        rows = np.flatnonzero(np.diff(self._kv_indptr) <= pages)
+        if len(rows):
+            self._insert_pages(pages, rows)
         assert len(self._kv_indices) == self._kv_indptr[-1], "a request's pages do not cover its tokens"
         self._page_of_token = self._kv_indices[self._kv_indptr[1:] - 1].astype(np.int64)
         return self.positions - pages * self._page_size
 
-    def _add_pages(self, pages: np.ndarray, missing: np.ndarray) -> None:
-        """Put the pages up to ``pages`` of the requests at ``missing`` behind those that the table has of them."""
+    def _insert_pages(self, pages: np.ndarray, rows: np.ndarray) -> None:
+        """Insert the missing pages of the requests at ``rows``, up to page ``pages`` of each, into ``_kv_indices``."""
         before, indptr = self._kv_indices, self._kv_indptr
-        (places, given), self._given = self._given, _NOTHING_GIVEN
-        lack_one = len(before) == int(pages.sum()) + len(pages) - len(missing)
-        if lack_one and np.array_equal(places, missing):  # they have gone on together
-            self._kv_indices = np.insert(before, indptr[missing + 1], given.astype(np.int32))
+        (appended_rows, appended), self._appended = self._appended, _NO_PAGES
+        one_missing_each = len(before) == int(pages.sum()) + len(pages) - len(rows)
+        if one_missing_each and np.array_equal(appended_rows, rows):  # they entered their new pages together
+            self._kv_indices = np.insert(before, indptr[rows + 1], appended.astype(np.int32))
         else:
-            self._kv_indices = self._with_pages_of(missing.tolist(), pages[missing].tolist())
+            self._kv_indices = self._indices_with(rows.tolist(), pages[rows].tolist())
         self._kv_indptr = np.zeros_like(self._kv_indptr)
         np.cumsum(pages + 1, out=self._kv_indptr[1:])
 
-    def _with_pages_of(self, places: list[int], lasts: list[int]) -> np.ndarray:
-        """The table's pages, and behind what it has of the requests at ``places`` theirs up to ``lasts``."""
+    def _indices_with(self, rows: list[int], last_pages: list[int]) -> np.ndarray:
+        """``_kv_indices`` with the pages of ``rows`` extended up to ``last_pages``."""
         before, indptr = self._kv_indices, self._kv_indptr.tolist()
         parts: list[np.ndarray] = []
         at = 0
-        for place, last in zip(places, lasts):
-            begin, end = indptr[place], indptr[place + 1]
+        for row, last in zip(rows, last_pages):
+            begin, end = indptr[row], indptr[row + 1]
             if at < end:
                 parts.append(before[at:end])
-            parts.append(_held_by(self.reqs[place]).ids[end - begin:last + 1])
+            table = self.reqs[row].page_table
+            assert table is not None
+            parts.append(table.ids[end - begin:last + 1])
             at = end
         parts.append(before[at:])
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
-    def took(self, token_ids: list[int]) -> None:
-        """The tokens [B] of the next of its steps are here."""
-        self._newest = token_ids
-        self._num_ahead -= 1
+    def record_tokens(self, token_ids: list[int]) -> None:
+        """Record the tokens [B] of the oldest step in flight."""
+        self._last_tokens = token_ids
+        self._num_in_flight -= 1
 
-    def newest(self, follows: bool) -> tuple[list[int], list[int]]:
-        """The last token [B] of each request, and the places of those whose token the host does not know: 0 there.
-        ``follows``: those of the run before are on the device, and are left out in the same way."""
-        known = [0] * len(self.kept) if follows else [] if self._num_ahead else self._newest
-        behind = self.reqs[len(known):]
-        return (known + [0 if req.num_pending else req.tokens.last for req in behind],
-                [place for place, req in enumerate(behind, len(known)) if req.num_pending])
+    def last_tokens(self, *, reused_on_device: bool) -> tuple[list[int], list[int]]:
+        """The last token [B] of each request, and the rows of those whose token the host does not know: 0 there.
+        ``reused_on_device``: the tokens of the reused rows are read on the device, so 0 stands for them as well."""
+        known = [0] * len(self.reused_rows) if reused_on_device else [] if self._num_in_flight else self._last_tokens
+        rest = self.reqs[len(known):]
+        return (known + [0 if req.num_pending else req.tokens.last for req in rest],
+                [row for row, req in enumerate(rest, len(known)) if req.num_pending])
 
-    def choosing(self) -> Sequence[SamplingMetadata]:
-        """How each request's next token is to be chosen, of a plain run. Only a seed makes the position matter."""
-        if self._rows is None or self._seeded:
-            self._rows = [SamplingMetadata(req.sampling, start + 1) for req,
-                          start in zip(self.reqs, self.positions.tolist())]
-        return self._rows
+    def sampling_metadata(self) -> Sequence[SamplingMetadata]:
+        """Sampling metadata of each row, of an ``all_plain`` batch. Only a seed makes the position matter."""
+        if self._metadata is None or self._any_seeded:
+            self._metadata = [SamplingMetadata(req.sampling, start + 1)
+                              for req, start in zip(self.reqs, self.positions.tolist())]
+        return self._metadata
 
-    def gained(self, token_ids: list[int], positions: np.ndarray, places: list[int] | None = None) -> NewTokens:
-        """What the front is told of a step that computed ``positions`` [B] and chose ``token_ids`` [B]; of the requests
-        at ``places`` alone, where given."""
-        if self._told is None:
-            self._told = _Told([], [], [], np.empty(0, np.int64)).with_those_of(self.reqs)
-        rids, prompts, cached, before = self._told
+    def new_tokens(self, token_ids: list[int], positions: np.ndarray, rows: list[int] | None = None) -> NewTokens:
+        """The message for the API server about a step that computed ``positions`` [B] and sampled ``token_ids`` [B];
+        of ``rows`` alone, where given."""
+        if self._report_fields is None:
+            self._report_fields = _ReportFields([], [], [], np.empty(0, np.int64)).extended(self.reqs)
+        rids, prompts, cached, before = self._report_fields
         outputs = (positions - before).tolist()
-        if places is None:
+        if rows is None:
             return NewTokens(rids, token_ids, prompts, cached, outputs)
-        return NewTokens([rids[place] for place in places], [token_ids[place] for place in places],
-                         [prompts[place] for place in places], [cached[place] for place in places],
-                         [outputs[place] for place in places])
+        return NewTokens([rids[row] for row in rows], [token_ids[row] for row in rows], [prompts[row] for row in rows],
+                         [cached[row] for row in rows], [outputs[row] for row in rows])
 
-    def watched(self, token_ids: Sequence[int], ending: Sequence[int]) -> list[int]:
-        """Places, ascending, of requests of which more is to be said than that they gain ``token_ids`` [B] and go on: a
-        step's, when its results are taken in. ``ending``: what ``ending`` said of the step."""
-        places = {*self.gone, *ending}
+    def rows_to_check(self, token_ids: Sequence[int], last_step_rows: Sequence[int]) -> list[int]:
+        """Rows, ascending, of the requests that need more than an entry in the ``new_tokens`` of a step whose results
+        are processed: those that end, were removed, or report more than tokens. ``last_step_rows``: as returned before
+        the step was launched."""
+        rows = {*self.removed_rows, *last_step_rows}
         if not self.stop_ids.isdisjoint(token_ids):
-            places.update(place for place, token_id in enumerate(token_ids) if token_id in self.stop_ids)
+            rows.update(row for row, token_id in enumerate(token_ids) if token_id in self.stop_ids)
         if self._unreported:
             reqs = self.reqs
-            self._unreported = [place for place in self._unreported if not reqs[place].reported or reqs[place].stages]
-            places.update(self._unreported)
-        return sorted(places)
+            self._unreported = [row for row in self._unreported if not reqs[row].reported or reqs[row].spans]
+            rows.update(self._unreported)
+        return sorted(rows)
 
-
-    def _places_in(self, before: InputBatch | None) -> np.ndarray:
-        """The places in ``before`` of the first of ``reqs`` as far as they stand in the same order there, with the same
-        pages."""
-        if before is None:
+    def _rows_in(self, previous: InputBatch | None) -> np.ndarray:
+        """The rows in ``previous`` of this batch's first requests, as far as they have the same order and page tables
+        there."""
+        if previous is None:
             return np.empty(0, np.int64)
-        stays = before.left > 0
-        stays[before.gone] = False
-        places = np.flatnonzero(stays)
-        wanted = places.tolist()
-        if ([before.reqs[place] for place in wanted] == self.reqs[:len(wanted)]
-                and [before._holds[place] for place in wanted] == self._holds[:len(wanted)]):
-            return places  # as where requests joined, ended or were retracted
-        return _kept(self.reqs, before)
+        stays = previous.remaining > 0
+        stays[previous.removed_rows] = False
+        staying = np.flatnonzero(stays)
+        rows = staying.tolist()
+        if ([previous.reqs[row] for row in rows] == self.reqs[:len(rows)]
+                and [previous._page_tables[row] for row in rows] == self._page_tables[:len(rows)]):
+            return staying  # the usual case: requests joined, ended or were retracted
+        return _matching_rows(self.reqs, previous)
 
 
-class _Told(NamedTuple):
-    """What a run's messages say of its requests; ``before``: outputs are positions less this."""
+class _ReportFields(NamedTuple):
+    """Constant fields of a batch's messages, by row. The number of outputs is the position less ``offset``."""
 
     rids: list[str]
     prompts: list[int]
     cached: list[int]
-    before: np.ndarray
+    offset: np.ndarray
 
-    def of(self, places: list[int]) -> _Told:
-        return _Told([self.rids[place] for place in places], [self.prompts[place] for place in places],
-                     [self.cached[place] for place in places], self.before[places])
+    def select(self, rows: list[int]) -> _ReportFields:
+        return _ReportFields([self.rids[row] for row in rows], [self.prompts[row] for row in rows],
+                             [self.cached[row] for row in rows], self.offset[rows])
 
-    def with_those_of(self, reqs: Sequence[Req]) -> _Told:
+    def extended(self, reqs: Sequence[Req]) -> _ReportFields:
         if not reqs:
             return self
         prompts = [req.num_prompt_tokens for req in reqs]
-        return _Told(self.rids + [req.rid for req in reqs], self.prompts + prompts,
-                     self.cached + [req.num_cached_tokens for req in reqs],
-                     np.concatenate((self.before, np.array(prompts) - 2)))  # a token is chosen behind the computed one
+        return _ReportFields(self.rids + [req.rid for req in reqs], self.prompts + prompts,
+                             self.cached + [req.num_cached_tokens for req in reqs],
+                             np.concatenate((self.offset, np.array(prompts) - 2)))  # a token follows the computed one
 
 
-def _held_by(req: Req) -> PageTable:
-    assert req.hold is not None
-    return req.hold
-
-
-def _kept(reqs: list[Req], before: InputBatch | None) -> np.ndarray:
-    """The places in ``before`` of the first of ``reqs`` as far as they stand in the same order there, with the same
-    pages."""
-    places: list[int] = []
-    if before is None:
-        return np.array(places, np.int64)
+def _matching_rows(reqs: list[Req], previous: InputBatch) -> np.ndarray:
+    """The rows in ``previous`` of the first of ``reqs``, as far as they have the same order and page tables there."""
+    rows: list[int] = []
     following = iter(reqs)
-    wanted = next(following, None)
-    for place, (req, hold) in enumerate(zip(before.reqs, before._holds)):
-        if req is wanted and req.hold is hold:
-            places.append(place)
-            wanted = next(following, None)
-    return np.array(places, np.int64)
+    expected = next(following, None)
+    for row, (req, table) in enumerate(zip(previous.reqs, previous._page_tables)):
+        if req is expected and req.page_table is table:
+            rows.append(row)
+            expected = next(following, None)
+    return np.array(rows, np.int64)
 
 
-def _plain(req: Req) -> bool:
-    """Whether the request's next token depends on logits and parameters alone, and is all that is told."""
+def _is_plain(req: Req) -> bool:
+    """True where the next token depends on logits and sampling parameters alone, and only the token is reported."""
     sampling = req.sampling
     return (req.logprobs is None and req.history is None and req.bias is None and req.processor is None
             and req.embeds is None and req.hidden is None and sampling.grammar is None

@@ -1,4 +1,4 @@
-"""What a request adds to the logits of single tokens."""
+"""Logit bias: values that a request adds to the logits of single tokens."""
 
 from __future__ import annotations
 

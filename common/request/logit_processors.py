@@ -1,10 +1,11 @@
-"""Logit processors that requests name: imported on the server, run on the rows that ask for them.
+"""Custom logit processors: imported on the server by the name in a request, run on the rows of such requests.
 
-A processor is a callable ``(logits, params) -> logits``, or a class that makes one without arguments. ``logits``
+A processor is a callable ``(logits, params) -> logits``, or a class that builds one without arguments. ``logits``
 [n, vocab] float32 are the rows of all requests of a step that name it, and may be changed in place; ``params`` are
-their dicts of ``custom_params``, one a row, each kept as long as its request: a processor may remember something there
-(a pair's decode server begins with what the request gave). ``"__req__"`` in it is the request's ``RequestTokens``, as
-in SGLang. Where a call raises, each of its rows is tried alone, so that only those fail that have to.
+their dicts of ``custom_params``, one a row, each of which lives as long as its request: a processor may store state
+there (on a pair's decode server, it starts with the request's values). ``"__req__"`` in it is the request's
+``RequestTokens``, as in SGLang. Where a call raises, each of its rows is tried alone, so that only the failing ones
+fail.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Processor = Callable[[torch.Tensor, list[dict[str, Any]]], torch.Tensor]
 
 
 class RequestTokens:
-    """A row's request as processors see it, under SGLang's names."""
+    """Tokens of a row's request, under SGLang's attribute names."""
 
     def __init__(self, tokens: TokenBuffer, first: int, num_prompt_tokens: int):
         """The prompt is ``tokens[first:num_prompt_tokens]``: before ``first`` there are embeddings."""
@@ -50,7 +51,7 @@ class RequestTokens:
 
 @dataclass(frozen=True, eq=False)
 class RowProcessor:
-    """The processor of one request, and what it is given."""
+    """The processor of one request with its parameters."""
 
     path: str
     processor: Processor
@@ -59,7 +60,7 @@ class RowProcessor:
 
     @classmethod
     def of(cls, path: str, params: dict[str, Any], tokens: RequestTokens) -> RowProcessor:
-        """Raises InvalidRequest, see ``load``."""
+        """Imports the processor; raises InvalidRequest like ``load``."""
         return cls(path, load(path), {**params, "__req__": tokens}, tokens)
 
 
@@ -68,17 +69,18 @@ def load(path: str) -> Processor:
     """The processor at ``package.module:Name``, imported once; raises InvalidRequest where there is none."""
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        processor: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        found = found() if inspect.isclass(found) else found
-    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
-        raise InvalidRequest(f"{PARAM} {path!r} cannot be imported here: {told(error)}.", param=PARAM) from None
-    if not callable(found):
+            processor = getattr(processor, part)
+        processor = processor() if inspect.isclass(processor) else processor
+    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
+        raise InvalidRequest(f"{PARAM} {path!r} cannot be imported here: {summarize(error)}.", param=PARAM) from None
+    if not callable(processor):
         raise InvalidRequest(f"{PARAM} {path!r} is no callable.", param=PARAM)
-    return found
+    return processor
 
 
-def told(error: BaseException) -> str:
+def summarize(error: BaseException) -> str:
+    """Type and message of an error, at most 300 characters."""
     text = f"{type(error).__name__}: {error}".rstrip(".")
     return text if len(text) <= 300 else f"{text[:300]}..."

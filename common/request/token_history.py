@@ -1,4 +1,4 @@
-"""Which tokens a request holds, and how often: what its penalties look at."""
+"""Token counts of a request, for its penalties."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class TokenHistory:
-    """Distinct tokens of one request's output with their counts, kept up as the output grows; and of its prompt.
+    """Distinct tokens of one request's output with their counts, updated as the output grows; and those of its prompt.
 
-    Sparse: memory and time go with the tokens there are, not with the vocabulary. Tokens are counted when they
-    are asked for (``advance``), so that a request needs no book-keeping where its tokens come from: this engine, a
-    prefill server, or an answer that another server began.
+    Sparse: memory and time are proportional to the tokens present, not to the vocabulary. Tokens are counted on demand
+    (``advance``), so that no code that appends tokens has to update the counts: this engine, a prefill server's result,
+    or an answer that another server began.
     """
 
     def __init__(self, tokens: TokenBuffer, num_prompt_tokens: int, *, first: int = 0):
-        """``num_prompt_tokens`` of ``tokens`` are the prompt; all behind them, now and later, are output. Before
+        """``num_prompt_tokens`` of ``tokens`` are the prompt; all after them, now and later, are output. Before
         ``first``, the prompt has embeddings and no tokens."""
         self._tokens = tokens
         self._first = first
         self._num_prompt_tokens = num_prompt_tokens
         self._num_counted = num_prompt_tokens
-        self._place: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
         self._ids = np.empty(64, np.int32)
         self._counts = np.empty(64, np.int32)
         self._prompt_ids: torch.Tensor | None = None
@@ -36,34 +36,34 @@ class TokenHistory:
     @property
     def ids(self) -> np.ndarray:
         """Distinct tokens of the counted output, int32, in order of their first appearance."""
-        return self._ids[:len(self._place)]
+        return self._ids[:len(self._index_of)]
 
     @property
     def counts(self) -> np.ndarray:
-        """How often each of ``ids`` is in it, int32."""
-        return self._counts[:len(self._place)]
+        """Counts of ``ids``, int32."""
+        return self._counts[:len(self._index_of)]
 
     def advance(self) -> None:
-        """Count the tokens that have come since the last call."""
+        """Count the tokens appended since the last call."""
         new = self._tokens.view(self._num_counted)
         self._num_counted += len(new)
         for token in new.tolist():
-            place = self._place.get(token)
-            if place is None:
+            index = self._index_of.get(token)
+            if index is None:
                 self._append(token)
             else:
-                self._counts[place] += 1
+                self._counts[index] += 1
 
     def _append(self, token: int) -> None:
-        place = self._place[token] = len(self._place)
-        if place == len(self._ids):
+        index = self._index_of[token] = len(self._index_of)
+        if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
             self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
-        self._ids[place] = token
-        self._counts[place] = 1
+        self._ids[index] = token
+        self._counts[index] = 1
 
     def prompt_ids(self, device: torch.device) -> torch.Tensor:
-        """Distinct tokens of the prompt [n] int64 on the device, where they stay: a prompt does not change."""
+        """Distinct tokens of the prompt [n] int64, cached on the device: a prompt does not change."""
         if self._prompt_ids is None:
             distinct = np.unique(self._tokens.view(self._first, self._num_prompt_tokens))
             self._prompt_ids = upload_joined([distinct], torch.int64, device)

@@ -1,4 +1,4 @@
-"""What is known to fail before anything is loaded: said in the first second, not after the weights."""
+"""Preflight checks: report in the first second what would fail after the weights are loaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _WHEELS = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine", "flashinfer": "flashinfer-python",
            "triton": "triton"}
-"""What to install for the module that a flag's value needs."""
+"""The PyPI package of each module that a flag's value needs."""
 _GIB = 1 << 30
 
 
 def preflight(config: ServerConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError for what this host cannot do; imports nothing that is slow."""
+    """Raises ConfigError for a configuration that this host cannot run; imports nothing that is slow."""
     spec.check_tp(config.parallel.tp_size // config.dp_size)
     _check_device(config)
     _check_packages(config)
@@ -30,10 +30,10 @@ def preflight(config: ServerConfig, spec: ModelSpec) -> None:
         check_template(config.model.chat_template)
     if config.events.kv_events_port:
         if config.cache.disable_radix_cache:
-            raise ConfigError("--kv-events-port tells of the prefix cache; drop --disable-radix-cache.")
+            raise ConfigError("--kv-events-port publishes the prefix cache; drop --disable-radix-cache.")
         for port in (config.events.kv_events_port, config.events.kv_events_port + 1):  # events, and replays
             check_free(config.http.host, port, "--kv-events-port")
-    if config.nodes.nnodes > 1:  # on node 0; the others serve nobody
+    if config.nodes.nnodes > 1:  # on node 0; the others do not listen
         host, port = config.nodes.link_address
         for number in (port - 1, port):
             check_free(host, number, "--dist-init-addr", "--dist-init-addr")
@@ -65,34 +65,37 @@ def _check_packages(config: ServerConfig) -> None:
 
 
 def _check_host_pool(config: ServerConfig, spec: ModelSpec) -> None:
-    """A pool in host memory is handed out page by page as it is written to: the kernel would end the server later."""
+    """Check a pool in host memory. The kernel commits it page by page as it is written, and would kill the server
+    later."""
     tokens = config.cache.max_total_tokens
     if tokens is None:
         return
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32"
     ranks = config.parallel.tp_size
-    each = ranks * token_bytes(config.cache, spec, ranks // config.dp_size, dtype, spec.num_layers)
-    check_pool(tokens, each, _available_bytes(), "this host")
+    bytes_per_token = ranks * token_bytes(config.cache, spec, ranks // config.dp_size, dtype, spec.num_layers)
+    check_pool(tokens, bytes_per_token, _available_bytes(), "this host")
 
 
 def token_bytes(cache: CacheArgs, spec: ModelSpec, tp_size: int, dtype: str, num_layers: int) -> int:
-    """Of one token in one rank's pool."""
+    """Bytes of one token in one rank's pool."""
     planes = 2 if spec.mla is None else 1
     width = DTYPE_BYTES[_KV_DTYPES.get(cache.kv_cache_dtype, dtype)]
     return num_layers * planes * spec.local_kv_heads(tp_size) * spec.kv_dim * width
 
 
-def check_pool(tokens: int, each: int, available: int, where: str) -> None:
-    """Raises ConfigError where a pool of ``tokens``, ``each`` of so many bytes, does not fit."""
-    if tokens * each > available:
-        raise ConfigError(f"--max-total-tokens {tokens} takes {tokens * each / _GIB:.1f} GiB for the KV pool, and "
-                          f"{where} has {available / _GIB:.1f} GiB: lower it to {available // each} or less.")
+def check_pool(tokens: int, bytes_per_token: int, available: int, where: str) -> None:
+    """Raises ConfigError where a pool of ``tokens`` does not fit into ``available`` bytes."""
+    needed = tokens * bytes_per_token
+    if needed > available:
+        raise ConfigError(f"--max-total-tokens {tokens} takes {needed / _GIB:.1f} GiB for the KV pool, and "
+                          f"{where} has {available / _GIB:.1f} GiB: lower it to {available // bytes_per_token} or "
+                          "less.")
 
 
 def _available_bytes() -> int:
-    """Host memory that this process may still take."""
-    told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(told["MemAvailable"].split()[0]) << 10
+    """Host memory that this process may still allocate."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) << 10
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
         return available if limit == "max" else min(available, int(limit) - int(used))

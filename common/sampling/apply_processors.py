@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..forward.host_copies import upload
-from ..request.logit_processors import PARAM, RowProcessor, told
+from ..request.logit_processors import PARAM, RowProcessor, summarize
 from ..request.sampling_metadata import SamplingMetadata
 
 
@@ -38,7 +38,7 @@ def _run(logits: torch.Tensor, members: list[tuple[int, RowProcessor]]) -> dict[
         logits[index] = made.to(logits)
     except Exception as error:
         if len(members) == 1:
-            return {members[0][0]: f"{PARAM} {first.path!r} failed: {told(error)}."}
+            return {members[0][0]: f"{PARAM} {first.path!r} failed: {summarize(error)}."}
     else:
         return {}
     alone = [_run(logits, [member]) for member in members]  # one request's parameters must not fail another's

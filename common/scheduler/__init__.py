@@ -1,5 +1,5 @@
-"""What the batcher is composed of: the order of those that wait, who gives way, and what is reserved for output.
+"""Parts of the batcher: queue orders, retraction and preemption, page budget and new-token ratio.
 
-One noun a file, none of which does I/O or reads a clock, but for ``host_pages`` and ``rates``: tensor-parallel ranks
-that are fed the same calls take the same decisions.
+None of them does I/O or reads a clock, except ``host_pages`` and ``rates``: tensor-parallel ranks that are fed the
+same calls take the same decisions.
 """

@@ -1,7 +1,7 @@
-"""How much room running requests are left to grow into before another one is admitted.
+"""New-token ratio: the share of running requests' remaining output that admission leaves free.
 
-The idea is SGLang's new-token ratio: requests rarely use all of the output that they may ask for, so a share of
-what they have left is reserved. The share falls while that turns out well, and rises when requests had to be retracted.
+The idea is SGLang's: requests rarely use all of the output that they may ask for, so only a share of the remainder is
+reserved. The ratio decays while that turns out well, and rises when requests had to be retracted.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ import numpy as np
 
 from ..request.req import Req
 
-_FIRST = 0.7
-_LEAST = 0.14  # of the first share
-_FALL = 0.001  # in a decode step: from the first share to the least in 600
-_LONGEST = 4096  # tokens that one request is expected to need at most
-_GROWTH = 20  # tokens that each request is to gain before the next retraction
+_INIT_RATIO = 0.7
+_MIN_RATIO_FACTOR = 0.14  # of the initial ratio
+_DECAY_PER_STEP = 0.001  # a decode step: from the initial ratio to the minimum in 600
+_CLIP_MAX_NEW_TOKENS = 4096  # remaining tokens that are counted for one request at most
+_RETRACT_DECODE_STEPS = 20  # tokens that each request should generate before the next retraction
 
 
-def left_of(req: Req) -> int:
-    """Output tokens that are counted for ``req``: those that it may still ask for, up to a bound."""
-    left = req.num_prompt_tokens + req.sampling.max_new_tokens - req.tokens.count - req.num_pending
-    return min(left, _LONGEST) if left > 0 else 0
+def remaining_output(req: Req) -> int:
+    """Output tokens counted for ``req``: those that it may still generate, clipped to ``_CLIP_MAX_NEW_TOKENS``."""
+    remaining = req.num_prompt_tokens + req.sampling.max_new_tokens - req.tokens.count - req.num_pending
+    return min(remaining, _CLIP_MAX_NEW_TOKENS) if remaining > 0 else 0
 
 
-def one_less(left: np.ndarray) -> int:
-    """How much the sum of ``left_of`` falls when requests that may ask for ``left`` [n] more, at least one each, gain
-    one."""
-    return int(np.count_nonzero(left <= _LONGEST))
+def remaining_decrease(remaining: np.ndarray) -> int:
+    """Decrease of the sum of ``remaining_output`` when requests that may generate ``remaining`` [n] tokens more, at
+    least one each, generate one."""
+    return int(np.count_nonzero(remaining <= _CLIP_MAX_NEW_TOKENS))
 
 
 class NewTokenRatio:
-    """``ratio`` of their remaining output is reserved for all requests that run, the one to be admitted among them.
+    """Reserves ``ratio`` of the remaining output of all running requests and the one to be admitted.
 
-    ``conservativeness`` scales the share that it begins with and falls to; 0 reserves nothing, whatever happens. The
-    share never exceeds 1.
+    ``conservativeness`` scales the initial and the minimum ratio; 0 reserves nothing at any time. The ratio never
+    exceeds 1.
     """
 
     def __init__(self, conservativeness: float):
-        self._first = min(1.0, _FIRST * conservativeness)
-        self.ratio = self._first
+        self._init = min(1.0, _INIT_RATIO * conservativeness)
+        self.ratio = self._init
 
     def __repr__(self) -> str:
         return f"NewTokenRatio({self.ratio:.3f})"
 
-    def decoded(self) -> None:
-        """A decode step was made, and nobody had to be retracted for it."""
-        self.ratio = max(self.ratio - _FALL, self._first * _LEAST)
+    def decay(self) -> None:
+        """Lower the ratio after a decode step without a retraction."""
+        self.ratio = max(self.ratio - _DECAY_PER_STEP, self._init * _MIN_RATIO_FACTOR)
 
-    def retracted(self, running: Iterable[Req]) -> None:
-        """Pages ran out; ``running`` are those that go on. Expect that they use as much as they have until now."""
-        if not self._first:
+    def on_retraction(self, running: Iterable[Req]) -> None:
+        """Raise the ratio to what the requests that are still ``running`` have used so far, as pages ran out."""
+        if not self._init:
             return
         used = total = 0
         for req in running:
-            used += req.num_output_tokens + _GROWTH
+            used += req.num_output_tokens + _RETRACT_DECODE_STEPS
             total += req.sampling.max_new_tokens
         self.ratio = min(1.0, max(self.ratio, used / (total + 1)))
 
-    def tokens(self, left: int) -> int:
-        """To be kept free for requests that have ``left`` (the sum of ``left_of``) before them."""
-        return int(self.ratio * left)
+    def reserved_tokens(self, remaining: int) -> int:
+        """Tokens to leave free for requests whose ``remaining_output`` sums up to ``remaining``."""
+        return int(self.ratio * remaining)

@@ -1,4 +1,4 @@
-"""Pages for requests: for those that are admitted, and for those that run to grow into."""
+"""Page budget: pages for requests to be admitted, and for running requests to grow into."""
 
 from __future__ import annotations
 
@@ -6,64 +6,65 @@ from collections.abc import Sequence
 
 from ..kvcache.manager import KVCacheManager
 from ..request.req import Req
-from .new_token_ratio import NewTokenRatio, left_of
+from .new_token_ratio import NewTokenRatio, remaining_output
 from .request_queues import RequestQueues
 
 
 class PageBudget:
-    """Deals out one rank's pages. Beside ``places``, it counts on the ``output`` that is expected of them."""
+    """Allocates one rank's pages. Reserves some for the output that admitted requests are expected to generate."""
 
-    def __init__(self, cache: KVCacheManager, output: NewTokenRatio, places: RequestQueues):
+    def __init__(self, cache: KVCacheManager, new_token_ratio: NewTokenRatio, queues: RequestQueues):
         self.cache = cache
-        self.output = output
-        self._places = places
+        self.new_token_ratio = new_token_ratio
+        self._queues = queues
 
     def __repr__(self) -> str:
-        return f"Room({self.cache}, {self.output})"
+        return f"PageBudget({self.cache}, {self.new_token_ratio})"
 
     def reserve(self, req: Req, num_tokens: int, prefix_limit: int) -> bool:
-        """Borrow the cached prefix and allocate the other pages of the first ``num_tokens`` tokens.
+        """Lock the cached prefix and allocate the other pages of the first ``num_tokens`` tokens.
 
-        Leaves those that run pages to grow into; False, and no change, where that does not fit.
+        Leaves running requests pages to grow into; False, and no change, where that does not fit.
         """
-        hold = self.cache.begin_private() if req.embeds is not None else self.cache.begin(req.tokens.view(),
-                                                                                         prefix_limit)
-        lacking = self._lacking(req, hold.count, num_tokens)
-        if lacking > 0 or not self.cache.grow(hold, num_tokens):
-            self.cache.release(hold)
+        table = (self.cache.new_private_table() if req.embeds is not None else
+                 self.cache.match_prefix(req.tokens.view(), prefix_limit))
+        if self._shortfall(req, table.count, num_tokens) > 0 or not self.cache.allocate_slots(table, num_tokens):
+            self.cache.release(table)
             return False
-        req.hold = hold
+        req.page_table = table
         return True
 
-    def lacking(self, req: Req, num_tokens: int, prefix_limit: int) -> int:
+    def shortfall(self, req: Req, num_tokens: int, prefix_limit: int) -> int:
         """Pages that must become free before ``reserve`` succeeds, 0 or less where it would now."""
         if req.embeds is not None:
-            return self._lacking(req, 0, num_tokens)
-        hold = self.cache.begin(req.tokens.view(), prefix_limit)  # what is locked cannot be evicted
-        lacking = self._lacking(req, hold.count, num_tokens)
-        self.cache.release(hold)
-        return lacking
+            return self._shortfall(req, 0, num_tokens)
+        table = self.cache.match_prefix(req.tokens.view(), prefix_limit)  # what is locked cannot be evicted
+        shortfall = self._shortfall(req, table.count, num_tokens)
+        self.cache.release(table)
+        return shortfall
 
-    def _lacking(self, req: Req, num_cached_pages: int, num_tokens: int) -> int:
+    def _shortfall(self, req: Req, num_cached_pages: int, num_tokens: int) -> int:
         missing = self.cache.pages_for(num_tokens) - num_cached_pages
-        return missing + self._to_leave(req) - self.cache.num_available
+        return missing + self._reserved_pages(req) - self.cache.num_available
 
-    def _to_leave(self, req: Req) -> int:
-        """A page for each running request, and for the output to expect; a request alone needs no more than itself."""
-        places = self._places
-        if not places.num_with_pages:
+    def _reserved_pages(self, req: Req) -> int:
+        """A page for each running request, and those of the expected output; a request alone needs only its own."""
+        queues = self._queues
+        if not queues.num_admitted:
             return 0
-        return len(places.running) + self.cache.pages_for(self.output.tokens(places.left + left_of(req)))
+        expected = self.new_token_ratio.reserved_tokens(queues.remaining + remaining_output(req))
+        return len(queues.running) + self.cache.pages_for(expected)
 
-    def grow(self, req: Req) -> bool:
-        """The page of the request's next token, where it wants one; False, and no change, where there is none."""
-        assert req.hold is not None
-        return req.complete or self.cache.grow(req.hold, req.length)
+    def allocate_next(self, req: Req) -> bool:
+        """Allocate the page of the request's next token, where it needs one; False, and no change, where none is
+        free."""
+        assert req.page_table is not None
+        return req.complete or self.cache.allocate_slots(req.page_table, req.length)
 
     def release(self, reqs: Sequence[Req], *, keep: bool) -> None:
         """Free the requests' pages; ``keep`` leaves the full ones in the prefix cache."""
-        self.cache.release_each([(req.hold, req.computed if keep and self.cache.publishes(req.hold) else None)
-                                 for req in reqs if req.hold is not None])
+        self.cache.release_all([(req.page_table, req.computed if keep and self.cache.is_cacheable(req.page_table)
+                                 else None) for req in reqs if req.page_table is not None])
         for req in reqs:
-            req.hold = None
+            req.page_table = None
             req.num_computed_tokens = 0

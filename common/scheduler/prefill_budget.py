@@ -1,4 +1,4 @@
-"""How many prompt tokens one step computes."""
+"""Token budget of the prompts in one step."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ from ..config.server import ScheduleArgs
 from ..request.req import Req
 
 # Prompt logprobs need logits for every row, 4 bytes x vocabulary each: 512 rows of a 128k vocabulary are 262 MB.
-LOGPROB_CHUNK = 512
+LOGPROB_CHUNK_TOKENS = 512
 
 
 class PrefillBudget:
-    """Deals a step's prompt tokens out to requests, in turn.
+    """Distributes a step's prompt tokens over requests, one after the other.
 
-    A prompt gets ``chunked_prefill_size`` tokens at most, and all of it where that is -1; further prompts join while
-    the step stays within that and ``max_prefill_tokens``.
+    A prompt gets ``chunked_prefill_size`` tokens at most, or all of its tokens where that is -1; further prompts join
+    while the step stays within that and ``max_prefill_tokens``.
     """
 
-    def __init__(self, args: ScheduleArgs, num_riding: int = 0, together: int | None = None):
-        """``num_riding`` decode rows are computed in the same step: they count. ``together`` bounds a step of several
-        prompts beside ``max_prefill_tokens``."""
-        self._whole = args.chunked_prefill_size < 0
-        self._most = args.max_prefill_tokens if together is None else min(args.max_prefill_tokens, together)
-        self._left = max(1, (args.max_prefill_tokens if self._whole else args.chunked_prefill_size) - num_riding)
+    def __init__(self, args: ScheduleArgs, num_decode_rows: int = 0, max_batch_tokens: int | None = None):
+        """``num_decode_rows`` are computed in the same step and count as tokens. ``max_batch_tokens`` bounds a step of
+        several prompts, as ``max_prefill_tokens`` does."""
+        limit = args.max_prefill_tokens
+        self._unchunked = args.chunked_prefill_size < 0
+        self._max_batch_tokens = limit if max_batch_tokens is None else min(limit, max_batch_tokens)
+        self._remaining = max(1, (limit if self._unchunked else args.chunked_prefill_size) - num_decode_rows)
         self._used = 0
 
     @property
-    def spent(self) -> bool:
-        return self._left <= 0
+    def exhausted(self) -> bool:
+        return self._remaining <= 0
 
     def take(self, req: Req) -> int:
-        """Tokens of ``req`` that this step computes; 0 where its turn is the next step."""
-        wanted = req.length - req.num_computed_tokens
-        whole = self._whole
+        """Tokens of ``req`` that this step computes; 0 where it has to wait for the next step."""
+        uncomputed = req.length - req.num_computed_tokens
+        unchunked = self._unchunked
         if req.logprob_start is not None:
-            self._left, whole = min(self._left, LOGPROB_CHUNK), False
+            self._remaining, unchunked = min(self._remaining, LOGPROB_CHUNK_TOKENS), False
         if not self._used:
-            taken = wanted if whole else min(wanted, self._left)
+            taken = uncomputed if unchunked else min(uncomputed, self._remaining)
         else:
-            room = min(self._left, self._most - self._used)
-            taken = min(wanted, room) if wanted <= room or not whole else 0
+            available = min(self._remaining, self._max_batch_tokens - self._used)
+            taken = min(uncomputed, available) if uncomputed <= available or not unchunked else 0
         taken = max(taken, 0)
         self._used += taken
-        self._left = self._left - taken if taken else 0
+        self._remaining = self._remaining - taken if taken else 0
         return taken

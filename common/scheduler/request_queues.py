@@ -1,76 +1,76 @@
-"""Where the requests of one rank stand."""
+"""Queues of one rank's requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from ..request.req import Req
-from .new_token_ratio import left_of
+from .new_token_ratio import remaining_output
 from .waiting_queue import WaitingQueue
 
 
 class RequestQueues:
-    """waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode). Of
-    a decode server ``arriving`` ones have pages, which another server is filling. A request stands in one of them.
+    """waiting -> prefilling (pages for all its tokens allocated, computed chunk by chunk) -> running (decode). On a
+    decode server, ``transferring`` requests have pages that another server is filling. A request is in one queue.
 
-    Who moves one that has pages tells by ``count_left`` how its ``left_of`` has changed.
+    The caller that moves an admitted request reports the change of its ``remaining_output`` by ``add_remaining``.
     """
 
     def __init__(self, waiting: WaitingQueue):
         self.waiting = waiting
         self.prefilling: list[Req] = []
         self.running: list[Req] = []
-        self.arriving: list[Req] = []
-        self._left: int | None = None  # once counted
+        self.transferring: list[Req] = []
+        self._remaining: int | None = None  # once counted
 
     def __repr__(self) -> str:
-        return (f"Places(waiting {len(self.waiting)}, prefilling {len(self.prefilling)}, "
-                f"running {len(self.running)}, arriving {len(self.arriving)})")
+        return (f"RequestQueues(waiting {len(self.waiting)}, prefilling {len(self.prefilling)}, "
+                f"running {len(self.running)}, transferring {len(self.transferring)})")
 
     def __iter__(self) -> Iterator[Req]:
         yield from self.waiting
-        yield from self.with_pages()
+        yield from self.admitted()
 
-    def with_pages(self) -> Iterator[Req]:
-        """All that have left the queue."""
+    def admitted(self) -> Iterator[Req]:
+        """All requests that have pages."""
         yield from self.prefilling
         yield from self.running
-        yield from self.arriving
+        yield from self.transferring
 
     @property
-    def num_with_pages(self) -> int:
-        return len(self.prefilling) + len(self.running) + len(self.arriving)
+    def num_admitted(self) -> int:
+        return len(self.prefilling) + len(self.running) + len(self.transferring)
 
     @property
-    def left(self) -> int:
-        """Output tokens that those with pages have before them: the sum of their ``left_of``."""
-        if self._left is None:
-            self._left = sum(map(left_of, self.with_pages()))
-        return self._left
+    def remaining(self) -> int:
+        """Output tokens that admitted requests may still generate: the sum of their ``remaining_output``."""
+        if self._remaining is None:
+            self._remaining = sum(map(remaining_output, self.admitted()))
+        return self._remaining
 
-    def count_left(self, tokens: int) -> None:
-        """``left`` is more by so many."""
-        if self._left is not None:
-            self._left += tokens
+    def add_remaining(self, tokens: int) -> None:
+        """Adjust ``remaining`` by a difference."""
+        if self._remaining is not None:
+            self._remaining += tokens
 
-    def recount(self) -> None:
-        """Nobody has told how much ``left`` is now."""
-        self._left = None
+    def invalidate_remaining(self) -> None:
+        """Count ``remaining`` anew when it is next read."""
+        self._remaining = None
 
-    def take_out(self, reqs: Sequence[Req]) -> None:
-        """Wherever they stand; they may stand nowhere."""
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Remove requests from their queues; those in no queue are ignored."""
         leaving = set(reqs)
         for req in reqs if len(self.waiting) else ():
             if req in self.waiting:
                 self.waiting.remove(req)
                 leaving.discard(req)
-        for place in (self.prefilling, self.running, self.arriving):
+        for queue in (self.prefilling, self.running, self.transferring):
             if not leaving:
                 return
-            found = [req for req in leaving if req in place] if len(leaving) == 1 else leaving.intersection(place)
-            if len(found) == 1:
-                place.remove(*found)
-            elif found:
-                place[:] = [req for req in place if req not in found]
-            self.count_left(-sum(map(left_of, found)))
-            leaving.difference_update(found)
+            members = [req for req in leaving if req in queue] if len(leaving) == 1 else leaving.intersection(queue)
+            if len(members) == 1:
+                queue.remove(*members)
+            elif members:
+                queue[:] = [req for req in queue if req not in members]
+            self.add_remaining(-sum(map(remaining_output, members)))
+            leaving.difference_update(members)

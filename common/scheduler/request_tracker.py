@@ -1,4 +1,4 @@
-"""The ledger of accepted requests: each gets exactly one terminal message."""
+"""Request tracker: the accepted requests, each of which gets exactly one terminal message."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..request.req import Req
 
 
 class RequestTracker:
-    """Opens an entry for every request the engine takes on and closes it once, with an output or an error.
+    """Registers every request that the engine accepts and closes it once, with an output or an error.
 
-    ``send`` takes messages for the front; ``flush`` sends what one step gathered as one message.
+    ``send`` takes messages for the API server; ``flush`` sends the outputs of one step as one message.
     """
 
     def __init__(self, send: Callable[[FromEngine], None], *, eos_ids: frozenset[int], vocab_size: int,
                  max_request_tokens: int, max_requests: int, timeout: float, reserves_output: bool = True):
-        """``reserves_output``: whether this engine also decodes, so that prompt and output must both fit."""
+        """``reserves_output``: this engine also decodes, so that prompt and output must both fit."""
         self._send = send
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size
@@ -27,13 +27,13 @@ class RequestTracker:
         self._timeout = timeout
         self._reserves_output = reserves_output
         self._outputs: list[Output] = []
-        self._gained: NewTokens | None = None
+        self._new_tokens: NewTokens | None = None
         self.live: dict[str, Req] = {}
         self.counters: dict[str, float] = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "generation_tokens", "finished_requests", "failed_requests"), 0)
 
     def accept(self, message: Generate, now: float) -> Req | None:
-        """A new entry, or None: then the request was refused and its terminal message is on its way."""
+        """Register a request; returns None where it is refused, after sending its terminal message."""
         try:
             self._check(message)
             req = Req.from_message(message, eos_ids=self.eos_ids, now=now, timeout=self._timeout)
@@ -59,8 +59,8 @@ class RequestTracker:
                 f"The request needs {needed} tokens of KV cache (prompt and output), this server has room for "
                 f"{self._max_request_tokens}; shorten the prompt or lower the output limit.")
 
-    def gain(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
-        """Report tokens; closes the entry where ``req.finish`` is set."""
+    def add_output(self, req: Req, token_ids: list[int], logprobs: Logprobs | None) -> None:
+        """Report new tokens; closes the request where ``req.finish`` is set."""
         output = req.output(token_ids, logprobs)
         self._outputs.append(output)
         self.counters["generation_tokens"] += len(token_ids)
@@ -70,35 +70,36 @@ class RequestTracker:
             self.counters["prompt_tokens"] += req.num_prompt_tokens
             self.counters["cached_tokens"] += req.num_cached_tokens
 
-    def gain_each(self, reqs: Sequence[Req], gained: NewTokens) -> None:
-        """Each of ``reqs`` gains its pending token and goes on; all have told of themselves before."""
-        for req, token_id in zip(reqs, gained.token_ids):
+    def add_new_tokens(self, reqs: Sequence[Req], new_tokens: NewTokens) -> None:
+        """Report the pending token of each of ``reqs``, none of which ends with it; all have sent an output before."""
+        for req, token_id in zip(reqs, new_tokens.token_ids):
             req.num_pending -= 1
             req.tokens.append(token_id)
-        if self._outputs or self._gained is not None:
-            self.flush()  # what a message has gained stands before what it tells
-        self._gained = gained
+        if self._outputs or self._new_tokens is not None:
+            self.flush()  # within a message, the batch precedes the other outputs
+        self._new_tokens = new_tokens
         self.counters["generation_tokens"] += len(reqs)
 
     def fail(self, req: Req, error: ServingError) -> None:
-        """Close with an error; a request whose end was asked for ends with the tokens so far instead."""
+        """Close with an error; a request whose abort was requested ends with the tokens so far instead."""
         if isinstance(error, AbortRequested):
             req.finish = Finish("abort")
-            self.gain(req, [], None)
+            self.add_output(req, [], None)
             return
         self._close(req)
         self.counters["failed_requests"] += 1
-        self.flush()  # tokens gained before the error are reported before it
+        self.flush()  # tokens generated before the error are reported before it
         self._send(Failed(req.rid, error.wire_code, error.message))
 
     def drop(self, req: Req) -> None:
-        """Close without a message: the front has answered the request itself."""
+        """Close without a message: the API server has answered the request itself."""
         self._close(req)
 
     def _close(self, req: Req) -> None:
         assert self.live.pop(req.rid, None) is req, f"{req} was ended twice"
 
     def flush(self) -> None:
-        if self._outputs or self._gained is not None:
-            self._send(OutputBatch(self._outputs, self._gained))
-            self._outputs, self._gained = [], None
+        """Send the outputs gathered since the last call."""
+        if self._outputs or self._new_tokens is not None:
+            self._send(OutputBatch(self._outputs, self._new_tokens))
+            self._outputs, self._new_tokens = [], None

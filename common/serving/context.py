@@ -168,7 +168,7 @@ class ServingContext:
             ready = asyncio.ensure_future(self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind,
                                                                 CLIENT.get()()))
             try:
-                with self.client.expected.waiting(requests) as aborted:
+                with self.client.pending.track(requests) as aborted:
                     await asyncio.wait((ready, aborted), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if not ready.done():

@@ -118,7 +118,7 @@ class Choice:
         self.num_output_tokens = output.num_output_tokens + self._num_continued
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        self.stages += output.stages
+        self.stages += output.spans
         self.embedding = output.embedding or self.embedding
         if output.hidden_states:
             self.hidden_states.append(output.hidden_states)

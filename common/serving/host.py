@@ -22,7 +22,7 @@ from ..config.model import ModelSpec, load_model_spec
 from ..config.server import ServerConfig
 from ..engine_client.client import EngineClient
 from ..engine_client.dp_balancer import DPBalancer
-from ..engine_client.multi_node import Nodes
+from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
 from ..runner.preflight import preflight
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -56,7 +56,7 @@ class EngineHost:
         preflight(config, self._model)
         self._rank_target = rank_target
         self._spare_torch = spare_torch
-        self._nodes: Nodes | None = None
+        self._nodes: NodeServer | None = None
         self._next_told = 0.0
         self._stack = contextlib.AsyncExitStack()
         self.front: ServingContext
@@ -86,7 +86,7 @@ class EngineHost:
         if config.nodes.nnodes > 1:
             meeting = f"tcp://{config.nodes.dist_init_addr}"
             endpoint = channel.listen(config.nodes.link_address[0])
-            self._nodes = await self._stack.enter_async_context(Nodes(config, endpoint, self._on_lost))
+            self._nodes = await self._stack.enter_async_context(NodeServer(config, endpoint, self._on_lost))
         ranks = RankProcesses(self._rank_target, rank_specs(config, channel.to_engine, channel.from_engine, meeting),
                               self._on_rank_exit)
         self._stack.push_async_callback(self._stop_ranks, ranks)

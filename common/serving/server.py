@@ -17,7 +17,7 @@ from ..api.errors import ConfigError
 from ..config.addresses import bound, cannot_listen
 from ..config.command import INTERRUPTED, sentence_of
 from ..config.server import ServerConfig
-from ..engine.garbage_collector import settle_collector
+from ..engine.garbage_collector import freeze_collector
 from ..engine_client.rank_processes import RankTarget
 from ..engine_client.worker_node import run_node
 from ..obs.logging import setup_logging
@@ -105,7 +105,7 @@ class _Server:
     async def _settle(self) -> None:
         """Once all is loaded: a full collection stops every stream, for 80 ms where 256 of them run."""
         await self._host.ready.wait()
-        settle_collector()
+        freeze_collector()
 
     async def _note_lateness(self) -> None:
         await self._host.ready.wait()

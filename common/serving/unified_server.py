@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config.packages import check_engine
 from ..config.server import ServerConfig
-from ..engine_client.rank_processes import RankSpec
+from ..engine.rank_spec import RankSpec
 
 
 def run(config: ServerConfig) -> int:
@@ -16,7 +16,7 @@ def run(config: ServerConfig) -> int:
 
 
 def run_rank(spec: RankSpec) -> None:
-    """A rank's process. The engine, and with it torch, is imported there and not in the front process."""
+    """Entry of a rank's process, which imports the engine, and with it torch; the API server process does not."""
     from ..engine import rank
 
     rank.main(spec)

@@ -1,8 +1,6 @@
-"""A chat model small enough to ship: its checkpoint, the tasks it was taught, and the scripts that made it.
+"""A chat model small enough to ship: the default of ``launch_cluster``, and what the tests ask.
 
-Every question of ``tasks`` has exactly one right answer, so a test that asks one through a serving
-stack learns whether the cache behind the answer was intact. Importing this package costs nothing:
-``tasks`` needs the standard library alone, ``train`` and ``tokenizer`` need the ``engine`` extra.
+The tasks that it was taught, and the scripts that trained it, are in ``tests/tinychat/``.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """How the library's products of 129 to 256 rows are made faster on a GPU: by measured tiles of cuBLASLt's that keep
 more multiprocessors busy than those it proposes, and by leaving sums to the norm behind.
 
-Tables are ``tiles/cublaslt/{device name}.json``: by a weight's sizes and the number of rows, for bfloat16 and one
+Tables are ``tuning/cublaslt/{device name}.json``: by a weight's sizes and the number of rows, for bfloat16 and one
 release of the library, whose numbers mean nothing to another. Found by trying all of the library's tiles, clusters and
 variants (tests/bench/results/2026-11-21-decode-layer.md): a rule by how many multiprocessors have a tile chose worse
 than the library for every other model's weights.
@@ -92,7 +92,7 @@ def _plan(device: torch.device, rows: int, out: int, width: int, stride: int) ->
 @functools.lru_cache
 def table(device: str) -> Table | None:
     """Of ``device`` (torch's name of it); None where nothing was measured."""
-    file = file_of(FOLDER / "cublaslt", device)
+    file = file_of(FOLDER.with_name("cublaslt"), device)
     if not file.exists():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))

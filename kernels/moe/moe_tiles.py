@@ -1,6 +1,6 @@
 """Tile sizes of the grouped products: measured ones where a table has them, else by a rule.
 
-Tables are ``tiles/{device name}.json``, written by ``python -m baton.tests.bench.tune_moe``: by the layer's shape,
+Tables are ``tuning/moe/{device name}.json``, written by ``python -m baton.tests.bench.tune_moe``: by the layer's shape,
 then by the number of tokens.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(__file__).with_name("tiles")
+FOLDER = Path(__file__).parents[1] / "tuning" / "moe"
 WARPGROUPS_FROM = 32
 """Rows an expert from which on the rule takes products by warps with roles: a layer of Qwen3-30B-A3B's halved experts
 takes 222 us for 512 tokens by the others and 181 by these, in float8 159 and 119."""

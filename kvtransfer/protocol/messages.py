@@ -29,7 +29,7 @@ server whose weights were replaced is another instance with another model.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -38,8 +38,10 @@ from ...common.api import errors
 from ...common.api.identity import ModelIdentity
 from ...common.api.messages import Logprobs
 from ...common.kvcache.layout import KVLayout
-from ..checksum import Extent
 from .reshard import RankLayout, find_mismatch
+
+Extent = Literal["sampled", "full", "off"]
+"""How much of the transferred pages a checksum covers."""
 
 PROTOCOL = 3
 _NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...common.api.errors import DeadlineExceeded, InvalidRequest, PairMismatch, ServingError, TransferFailed
-from ..checksum import Extent
 from ..failures import count_failure, fail, room_in_use
 from ..notices import Notices
 from ..protocol import messages as m
 from ..protocol.authentication import SECRET_MISMATCH
+from ..protocol.messages import Extent
 from ..protocol.states import RECEIVER, Event, Phase, step
 from ..protocol.timing import Timing
 from .connections import Connections

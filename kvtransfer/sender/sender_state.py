@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...common.api.errors import ServingError
-from ..checksum import Extent
 from ..notices import Warn
 from ..protocol import messages as m
+from ..protocol.messages import Extent
 from ..protocol.reshard import ReshardPlan
 from ..protocol.states import SENDER, Event, Phase, step
 

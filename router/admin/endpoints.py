@@ -18,7 +18,7 @@ from ..monitoring import dashboard
 from ..monitoring.cluster_view import ClusterView
 from ..monitoring.engine_metrics import merge
 from ..net.request import Request
-from ..net.responses import Response, said
+from ..net.responses import Response, error_message
 from ..relay.dispatcher import RETRY_AFTER_SECONDS
 from ..routes import QUICK_BROADCASTS, RENAMING, SLOW_BROADCASTS
 from ..workers.ask import Answer, ask, ask_models, get
@@ -130,7 +130,7 @@ async def broadcast(router: ClusterView, request: Request) -> Response:
     refused = all(400 <= status < 500 for status in failed)
     told: dict[str, Any] = {"success": not failed, "workers": {url: a.status for url, a in zip(servers, answers)}}
     if failed:
-        told["errors"] = {url: a.detail or said(a.body) for url, a in zip(servers, answers) if not a.ok}
+        told["errors"] = {url: a.detail or error_message(a.body) for url, a in zip(servers, answers) if not a.ok}
     return Response.json(told, 200 if not failed else max(failed) if refused else 502)
 
 

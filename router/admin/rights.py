@@ -1,4 +1,4 @@
-"""What a request asks for, as far as keys are concerned: see ``access.Keys``."""
+"""Classification of requests for authorization: the paths and bodies that need the admin key (``access.Keys``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .worker_routes import changes_workers
 _CHANGING = frozenset((b"/add_worker", b"/remove_worker", b"/drain_worker", *QUICK_BROADCASTS, *SLOW_BROADCASTS))
 _CHANGING_NAMES = frozenset((*(path.rpartition(b"/")[2] for path in _CHANGING),
                              b"sleep", b"wake_up", b"collective_rpc", b"scale_elastic_ep"))
-"""Under ``PREFIXES``, where all else is relayed, the last parts of paths that change the worker."""
+"""The last parts of paths under ``PREFIXES`` that change the worker; all other paths there need no admin key."""
 _SEPARATOR = re.compile(rb"[/\\]")
 
 
@@ -26,21 +26,21 @@ class _Abort(msgspec.Struct):
     abort_all: Any = None
 
 
-_read_abort = msgspec.json.Decoder(_Abort).decode
+_decode_abort = msgspec.json.Decoder(_Abort).decode
 
 
 def check_path(path: bytes) -> None:
-    """Raises InvalidRequest for a path that a worker could take for another one than the router does."""
+    """Raises InvalidRequest for a path that a worker could resolve differently than the router."""
     if any(part in (b".", b"..") for part in _SEPARATOR.split(unquote_to_bytes(path))):
-        raise InvalidRequest("A part of the path is . or ..: give the path that is meant.")
+        raise InvalidRequest("A part of the path is . or ..: give the resolved path.")
 
 
 def needs_admin(request: Request) -> bool:
-    """Whether a request changes workers, or which there are. Of requests, a client may abort those that it can name."""
+    """True if a request changes workers, or adds or removes some. A client may abort requests whose ids it knows."""
     path = request.path
     if path == b"/abort_request":
         try:
-            return bool(_read_abort(request.body).abort_all)
+            return bool(_decode_abort(request.body).abort_all)
         except UNREADABLE:
             return False  # The workers say what is wrong with it.
     if path in _CHANGING or changes_workers(request):
@@ -50,7 +50,7 @@ def needs_admin(request: Request) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address to listen on."""
+    """True if only this machine can reach an address to listen on."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,47 +1,23 @@
-"""Who may begin now, who waits, who is turned away: decided before a worker is chosen. Pure; the clock is injected.
+"""Admission control: who may begin now, who waits, who is refused, decided before a worker is chosen. No I/O.
 
-A request passes, in this order: rates (everybody's, then its key's), its key's concurrency, the estimate of its TTFT
-where one is promised, and the concurrency of all. Only for the last there is a queue, by priority, then by arrival.
+A request passes, in this order: rates (the router's, then its key's), its key's concurrency, the estimate of its TTFT
+where one is promised, and the concurrency of all. Only the last has a queue, by priority, then by arrival.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable
+from typing import Protocol
 
 from ...common.api.errors import Overloaded, ServingError
+from ..config.admission import REFUSALS, AdmissionRules
 
-_SPARE = 64
-"""Requests that wait no more and are still listed, beyond as many as do wait: each keeps its body."""
+_MAX_CANCELLED = 64
+"""Cancelled requests that stay listed, beyond as many as wait: each keeps its body."""
 _MAX_KEYS = 10_000
 """Keys that are remembered at once; above it, those without requests and with a full bucket are forgotten."""
-
-
-REFUSALS = ("rate", "key", "slo", "queue_full", "queue_timeout")
-"""Why requests are not let in."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AdmissionRules:
-    """0 means no limit. Rates are requests a second, times are in seconds."""
-
-    max_concurrent: int = 0
-    queue_size: int = 100
-    queue_timeout: float = 60.0
-    rate: float = 0.0
-    max_concurrent_per_key: int = 0
-    rate_per_key: float = 0.0
-    slo_ttft: float = 0.0
-
-    @property
-    def active(self) -> bool:
-        return bool(self.max_concurrent or self.rate or self.per_key or self.slo_ttft)
-
-    @property
-    def per_key(self) -> bool:
-        return bool(self.max_concurrent_per_key or self.rate_per_key)
 
 
 class QueueTimeout(ServingError):
@@ -52,32 +28,63 @@ class QueueTimeout(ServingError):
     code = "queue_timeout"
 
 
+class FloatCells(Protocol):
+    """Two numbers that are read and written by index: a list, or a view of shared memory."""
+
+    def __getitem__(self, index: int, /) -> float: ...
+    def __setitem__(self, index: int, value: float, /) -> None: ...
+
+
 class TokenBucket:
-    """``rate`` requests a second, a second's worth of them at once (at least one)."""
+    """Token bucket of ``rate`` requests a second, which saves the tokens of one second (at least one).
 
-    __slots__ = ("_rate", "_capacity", "_level", "_at")
+    ``cells`` are the level in tokens and the time of the last refill. A time of 0 means a bucket that was never used:
+    it is full. All buckets over the same memory are one.
+    """
 
-    def __init__(self, rate: float, now: float):
+    __slots__ = ("_rate", "_capacity", "_cells")
+
+    def __init__(self, rate: float, now: float, cells: FloatCells | None = None):
         self._rate = rate
-        self._capacity = self._level = max(1.0, rate)
-        self._at = now
+        self._capacity = max(1.0, rate)
+        self._cells: FloatCells = [0.0, 0.0] if cells is None else cells
+        if not self._cells[1]:
+            self._cells[0], self._cells[1] = self._capacity, now
 
-    def _refill(self, now: float) -> None:
-        self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
-        self._at = now
+    def _refill(self, now: float) -> float:
+        """Adds the tokens of the time since the last refill; returns the level."""
+        cells = self._cells
+        level = min(self._capacity, cells[0] + (now - cells[1]) * self._rate)
+        cells[0], cells[1] = level, now
+        return level
 
     def wait(self, now: float) -> float:
         """Seconds until a request may pass; 0 when it may now."""
-        self._refill(now)
         # Sums of small refills fall short of 1 by rounding; a nanotoken must not cost a client a second.
-        return max(0.0, (1 - 1e-9 - self._level) / self._rate)
+        return max(0.0, (1 - 1e-9 - self._refill(now)) / self._rate)
 
     def take(self) -> None:
-        self._level -= 1
+        self._cells[0] -= 1
 
     def full(self, now: float) -> bool:
-        self._refill(now)
-        return self._level >= self._capacity
+        return self._refill(now) >= self._capacity
+
+
+class TtftState(Protocol):
+    """Requests that wait for their first token, and seconds that each of them adds to the wait of the next."""
+
+    waiting: int
+    pace: float
+
+
+class LocalTtftState:
+    """The state of a router that is one process."""
+
+    __slots__ = ("waiting", "pace")
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.pace = 0.0
 
 
 class TtftEstimate:
@@ -88,221 +95,351 @@ class TtftEstimate:
     show as a quicker pace. Moving average with a weight of 1/8.
     """
 
-    __slots__ = ("waiting", "_pace")
+    __slots__ = ("_state",)
 
-    def __init__(self) -> None:
-        self.waiting = 0
-        self._pace = 0.0
+    def __init__(self, state: TtftState | None = None) -> None:
+        self._state: TtftState = LocalTtftState() if state is None else state
+
+    @property
+    def waiting(self) -> int:
+        return self._state.waiting
 
     @property
     def next(self) -> float:
-        """Estimated seconds for one more request; 0 when nobody waits, so that a bad time is unlearnt."""
-        return self._pace * (self.waiting + 1) if self.waiting else 0.0
+        """Estimated seconds for one more request; 0 while none waits, so that a bad time is unlearnt."""
+        waiting = self._state.waiting
+        return self._state.pace * (waiting + 1) if waiting else 0.0
 
     def begin(self) -> int:
-        """A request begins to wait; returns its place, for ``observe``."""
-        self.waiting += 1
-        return self.waiting
+        """Counts a request that begins to wait; returns its position, for ``observe``."""
+        self._state.waiting += 1
+        return self._state.waiting
 
-    def observe(self, place: int, seconds: float) -> None:
-        pace = seconds / place
-        self._pace += (pace - self._pace) / 8 if self._pace else pace
+    def end(self) -> None:
+        """Counts a request that waits no longer."""
+        self._state.waiting -= 1
+
+    def observe(self, position: int, seconds: float) -> None:
+        """Learns from a first token that came after ``seconds`` to a request that waited at ``position``."""
+        state, pace = self._state, seconds / position
+        before = state.pace
+        state.pace = before + (pace - before) / 8 if before else pace
 
 
-class _Key:
-    """One API key's share."""
+class KeyShare(Protocol):
+    """One API key's share of the router: its running requests, and its rate where that is limited."""
+
+    running: int
+    bucket: TokenBucket | None
+
+
+class LocalKeyShare:
+    """The share of a key in a router that is one process."""
 
     __slots__ = ("running", "bucket")
 
     def __init__(self, bucket: TokenBucket | None):
         self.running = 0
-        self.bucket = bucket
+        self.bucket: TokenBucket | None = bucket
+
+
+class AdmissionState(Protocol):
+    """The numbers that admission decides by: of one process, or in memory that several processes share."""
+
+    running: int
+    queued: int
+    ttft: TtftEstimate
+    bucket: TokenBucket | None
+    """The rate of all requests, where it is limited."""
+
+    def share_of(self, key: bytes, now: float) -> KeyShare | None:
+        """The share of an API key; None where no more keys can be remembered."""
+
+    def head_changed(self, head: Waiting | None) -> None:
+        """Notes the request that is now the first of the queue."""
+
+
+class LocalAdmissionState:
+    """The numbers of a router that is one process."""
+
+    __slots__ = ("running", "queued", "ttft", "bucket", "_rules", "_shares")
+
+    def __init__(self, rules: AdmissionRules, now: float):
+        self.running = 0
+        self.queued = 0
+        self.ttft = TtftEstimate()
+        self.bucket: TokenBucket | None = TokenBucket(rules.rate, now) if rules.rate else None
+        self._rules = rules
+        self._shares: dict[bytes, LocalKeyShare] = {}
+
+    def share_of(self, key: bytes, now: float) -> KeyShare | None:
+        return self._shares.get(key) or self._new_share(key, now)
+
+    def head_changed(self, head: Waiting | None) -> None:
+        """Nothing else depends on it."""
+
+    def _new_share(self, key: bytes, now: float) -> LocalKeyShare:
+        if len(self._shares) >= _MAX_KEYS:
+            self._shares = {name: share for name, share in self._shares.items()
+                            if share.running or (share.bucket is not None and not share.bucket.full(now))}
+        rate = self._rules.rate_per_key
+        share = self._shares[key] = LocalKeyShare(TokenBucket(rate, now) if rate else None)
+        return share
 
 
 class Permit:
-    """The right to run, of one request; ``finished`` gives it back, once."""
+    """A request's permit to run; ``release`` gives it back, once."""
 
-    __slots__ = ("_admission", "_key", "_place", "_since")
+    __slots__ = ("_admission", "_charged", "_share", "_position", "_since")
 
-    def __init__(self, admission: Admission, key: _Key | None, place: int, since: float):
+    def __init__(self, admission: Admission, share: KeyShare | None, position: int, since: float):
         self._admission = admission
-        self._key = key
-        self._place = place
-        """Among those that wait for a first token; 0 when it is none of them (any more)."""
+        self._charged = share is not None or position > 0
+        self._share = share
+        self._position = position
+        """Its position among the requests that wait for a first token; 0 when it is none of them (any more)."""
         self._since = since
 
     def first_token(self) -> None:
-        if self._place:
-            self._admission.first_token(self._place, self._since)
-            self._place = 0
+        """Learns from the time that the request's first token took."""
+        if self._position:
+            self._admission.first_token(self._position, self._since)
+            self._position = 0
 
-    def finished(self) -> None:
-        if self._place:
-            self._admission.ttft.waiting -= 1
-        if self._key is not None:
-            self._key.running -= 1
-        self._admission.leave()
+    def release(self) -> None:
+        """Ends the request; the next may begin."""
+        if self._charged:
+            self.refund()
+        self._admission.on_release()
+
+    def refund(self) -> None:
+        """Takes the request off its key's share and off the requests that wait for a first token."""
+        if self._position:
+            self._admission.ttft.end()
+        if self._share is not None:
+            self._share.running -= 1
 
 
 class Waiting:
-    """A request in the queue: ``start(ticket)`` or ``refuse(error)`` ends its wait, or ``leave`` by its client."""
+    """A request in the queue: ``start(ticket)`` or ``refuse(error)`` ends its wait, or ``cancel`` by its client."""
 
-    __slots__ = ("_admission", "start", "refuse", "key", "place", "since", "queued")
+    __slots__ = ("_admission", "start", "refuse", "ticket", "priority", "since", "queued")
 
     def __init__(self, admission: Admission, start: Callable[[Permit], None], refuse: Callable[[ServingError], None],
-                 key: _Key | None, place: int, since: float):
+                 ticket: Permit, priority: int, since: float):
         self._admission = admission
         self.start = start
         self.refuse = refuse
-        self.key = key
-        self.place = place
+        self.ticket = ticket
+        self.priority = priority
         self.since = since
         self.queued = True
 
-    def leave(self) -> None:
-        self._admission.drop(self)
+    def cancel(self) -> None:
+        self._admission.cancel(self)
 
 
-class Admission:
-    def __init__(self, rules: AdmissionRules, now: Callable[[], float]):
-        self.rules = rules
-        self.running = 0
-        self.queued = 0
-        self.refused: dict[str, int] = dict.fromkeys(REFUSALS, 0)
-        self.ttft = TtftEstimate()
-        self._now = now
-        self._bucket = TokenBucket(rules.rate, now()) if rules.rate else None
-        self._keys: dict[bytes, _Key] = {}
+class WaitQueue:
+    """Waiting requests by priority, the highest first, then by arrival. Cancelled ones are dropped in bulk."""
+
+    def __init__(self) -> None:
         self._order = itertools.count()
         self._heap: list[tuple[int, int, Waiting]] = []
         self._arrivals: list[Waiting] = []
-        self._starting = False
-        # Most routers limit nothing but the total: their requests share one ticket.
-        self._common = None if rules.per_key or rules.slo_ttft else Permit(self, None, 0, 0.0)
+        self._size = 0
 
-    def walk_in(self) -> Permit | None:
-        """Let a request run where there is room and nothing but the total is limited; None: ``enter`` decides."""
-        if self._common is None or self._bucket is not None or 0 < self.rules.max_concurrent <= self.running:
-            return None
-        self.running += 1
-        return self._common
+    @property
+    def first(self) -> Waiting | None:
+        while self._heap and not self._heap[0][2].queued:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
 
-    def enter(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
-              refuse: Callable[[ServingError], None]) -> Permit | Waiting:
-        """Let a request run (a Ticket) or wait (then ``start`` or ``refuse`` is called); raises Overloaded.
+    def add(self, waiting: Waiting) -> None:
+        heapq.heappush(self._heap, (-waiting.priority, next(self._order), waiting))
+        self._arrivals.append(waiting)
+        self._size += 1
 
-        ``key`` is the client's API key, ``streamed`` whether it will see its first token at once, and ``priority`` is
-        asked only of those that have to wait; higher goes first.
-        """
-        rules = self.rules
-        now = self._now()
-        owner = self._check(key, now) if self._bucket is not None or rules.per_key else None
-        place = self._check_slo() if rules.slo_ttft and streamed else 0
-        full = self._full()
-        if full and self.queued >= rules.queue_size:
-            raise self._refusal("queue_full", "The router is busy and its queue is full.", 1.0)
-        if self._bucket is not None:
-            self._bucket.take()
-        if owner is not None:
-            owner.running += 1
-            if owner.bucket is not None:
-                owner.bucket.take()
-        if place:
-            self.ttft.begin()
-        if full:
-            waiting = Waiting(self, start, refuse, owner, place, now)
-            heapq.heappush(self._heap, (-priority(), next(self._order), waiting))
-            self._arrivals.append(waiting)
-            self.queued += 1
-            return waiting
-        self.running += 1
-        return self._common or Permit(self, owner, place, now)
-
-    def close(self) -> None:
-        """Nothing of it is used any more."""
-
-    def _full(self) -> bool:
-        return 0 < self.rules.max_concurrent <= self.running
-
-    def leave(self) -> None:
-        """A running request has ended: the next may begin."""
-        self.running -= 1
-        if not self.queued or self._starting:  # A request that fails at once ends within start(): the loop goes on.
-            return
-        self._starting = True
-        try:
-            while self.queued and self.running < self.rules.max_concurrent:
-                waiting = heapq.heappop(self._heap)[2]
-                if waiting.queued:
-                    self._unqueue(waiting)
-                    self.running += 1
-                    waiting.start(self._common or Permit(self, waiting.key, waiting.place, waiting.since))
-        finally:
-            self._starting = False
-
-    def drop(self, waiting: Waiting) -> None:
-        """A waiting request leaves the queue without having run."""
-        self._unqueue(waiting)
-        if waiting.key is not None:
-            waiting.key.running -= 1
-        if waiting.place:
-            self.ttft.waiting -= 1
-
-    def sweep(self) -> float | None:
-        """Refuse those that waited for too long; returns when to look again, on the clock's time (None: no need)."""
-        now, limit = self._now(), self.rules.queue_timeout
-        late = [waiting for waiting in self._arrivals if waiting.queued and now - waiting.since >= limit]
-        for waiting in late:
-            self.drop(waiting)
-            waiting.refuse(self._refusal("queue_timeout", f"The request waited for {limit:g} s and no place came free.",
-                                         1.0, QueueTimeout))
-        self._arrivals = [waiting for waiting in self._arrivals if waiting.queued]
-        return self._arrivals[0].since + limit if self._arrivals else None
-
-    def first_token(self, place: int, since: float) -> None:
-        self.ttft.waiting -= 1
-        self.ttft.observe(place, self._now() - since)
-
-    # ------------------------------------------------------------------ inside
-
-    def _unqueue(self, waiting: Waiting) -> None:
+    def remove(self, waiting: Waiting) -> None:
         assert waiting.queued
         waiting.queued = False
-        self.queued -= 1
-        if max(len(self._heap), len(self._arrivals)) > 2 * self.queued + _SPARE:
+        self._size -= 1
+        if max(len(self._heap), len(self._arrivals)) > 2 * self._size + _MAX_CANCELLED:
             self._arrivals = [other for other in self._arrivals if other.queued]
             self._heap = [entry for entry in self._heap if entry[2].queued]
             heapq.heapify(self._heap)
 
-    def _check(self, key: bytes, now: float) -> _Key | None:
-        if self._bucket is not None and (wait := self._bucket.wait(now)):
+    def overdue(self, now: float, limit: float) -> list[Waiting]:
+        """The requests that have waited for ``limit`` seconds or longer."""
+        return [waiting for waiting in self._arrivals if waiting.queued and now - waiting.since >= limit]
+
+    def oldest(self) -> Waiting | None:
+        self._arrivals = [waiting for waiting in self._arrivals if waiting.queued]
+        return self._arrivals[0] if self._arrivals else None
+
+
+class AdmissionControl(Protocol):
+    """Admission as its callers use it."""
+
+    rules: AdmissionRules
+    refused: dict[str, int]
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
+    def try_acquire(self) -> Permit | None: ...
+    def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
+                refuse: Callable[[ServingError], None]) -> Permit | Waiting: ...
+    def expire(self) -> float | None: ...
+    def close(self) -> None: ...
+
+
+class Admission:
+    """Admission by ``rules`` over the numbers of ``state``, on the caller's clock.
+
+    ``on_release`` is called at the end of each request that ran, in place of ``release``.
+    """
+
+    def __init__(self, rules: AdmissionRules, now: Callable[[], float], *, state: AdmissionState | None = None,
+                 on_release: Callable[[], None] | None = None):
+        self.rules = rules
+        self.refused: dict[str, int] = dict.fromkeys(REFUSALS, 0)
+        self._state = state = LocalAdmissionState(rules, now()) if state is None else state
+        self.ttft = state.ttft
+        self.queue = WaitQueue()
+        self.on_release = on_release or self.release
+        self._now = now
+        self._starting = False
+        # Most routers limit nothing but the total: their requests share one ticket.
+        self._common = None if rules.per_key or rules.slo_ttft else Permit(self, None, 0, 0.0)
+        self.immediate = self._common if state.bucket is None else None
+        """The ticket of requests that nothing but the total limits; None where there are other limits."""
+
+    @property
+    def running(self) -> int:
+        return self._state.running
+
+    @property
+    def queued(self) -> int:
+        return self._state.queued
+
+    def try_acquire(self) -> Permit | None:
+        """Lets a request run where fewer than the most run and nothing else is limited; None: ``acquire`` decides."""
+        state = self._state
+        if self.immediate is None or 0 < self.rules.max_concurrent <= state.running:
+            return None
+        state.running += 1
+        return self.immediate
+
+    def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
+                refuse: Callable[[ServingError], None]) -> Permit | Waiting:
+        """Lets a request run (a Ticket) or wait (then ``start`` or ``refuse`` is called); raises Overloaded.
+
+        ``key`` is the client's API key, ``streamed`` whether it will see its first token at once. ``priority`` is asked
+        only of requests that have to wait; higher goes first.
+        """
+        rules, state, now = self.rules, self._state, self._now()
+        share = self._check_rates(key, now) if state.bucket is not None or rules.per_key else None
+        if rules.slo_ttft and streamed:
+            self._check_slo()
+        # Requests that wait go first, even where one could run this moment.
+        full = rules.max_concurrent > 0 and (state.running >= rules.max_concurrent or state.queued > 0)
+        if full and state.queued >= rules.queue_size:
+            raise self._refusal("queue_full", "The router is busy and its queue is full.", 1.0)
+        ticket = self._charge(share, rules.slo_ttft > 0 and streamed, now)
+        if not full:
+            state.running += 1
+            return ticket
+        waiting = Waiting(self, start, refuse, ticket, priority(), now)
+        self.queue.add(waiting)
+        state.queued += 1
+        state.head_changed(self.queue.first)
+        return waiting
+
+    def release(self) -> None:
+        """Counts a running request that has ended, and lets the next begin."""
+        state = self._state
+        state.running -= 1
+        if not state.queued or self._starting:  # A request that fails at once ends within start(): the loop continues.
+            return
+        self._starting = True
+        try:
+            while state.queued and state.running < self.rules.max_concurrent:
+                waiting = self.take_first()
+                waiting.start(waiting.ticket)
+        finally:
+            self._starting = False
+
+    def take_first(self) -> Waiting:
+        """Moves the first of the queue (not empty) to the running requests."""
+        waiting = self.queue.first
+        assert waiting is not None
+        self._unqueue(waiting)
+        self._state.running += 1
+        return waiting
+
+    def cancel(self, waiting: Waiting) -> None:
+        """Takes a request out of the queue that did not run."""
+        self._unqueue(waiting)
+        waiting.ticket.refund()
+
+    def expire(self) -> float | None:
+        """Refuses requests that waited for too long; returns the clock's time for the next call (None: no need)."""
+        limit = self.rules.queue_timeout
+        for waiting in self.queue.overdue(self._now(), limit):
+            self.cancel(waiting)
+            waiting.refuse(self._refusal("queue_timeout", f"The request waited for {limit:g} s and no place came free.",
+                                         1.0, QueueTimeout))
+        oldest = self.queue.oldest()
+        return oldest.since + limit if oldest is not None else None
+
+    def first_token(self, position: int, since: float) -> None:
+        self.ttft.end()
+        self.ttft.observe(position, self._now() - since)
+
+    def close(self) -> None:
+        """Nothing has to be closed."""
+
+    # ------------------------------------------------------------------ inside
+
+    def _unqueue(self, waiting: Waiting) -> None:
+        self.queue.remove(waiting)
+        self._state.queued -= 1
+        self._state.head_changed(self.queue.first)
+
+    def _charge(self, share: KeyShare | None, estimated: bool, now: float) -> Permit:
+        """Takes the tokens of a request that passed all checks; ``estimated``: its TTFT counts."""
+        if self._state.bucket is not None:
+            self._state.bucket.take()
+        if share is not None:
+            share.running += 1
+            if share.bucket is not None:
+                share.bucket.take()
+        position = self.ttft.begin() if estimated else 0
+        return self._common or Permit(self, share, position, now)
+
+    def _check_rates(self, key: bytes, now: float) -> KeyShare | None:
+        """The share of a key that is within its limits, where keys have any; raises Overloaded."""
+        bucket = self._state.bucket
+        if bucket is not None and (wait := bucket.wait(now)):
             raise self._refusal("rate", "The router takes no more requests a second.", wait)
         if not self.rules.per_key:
             return None
-        owner = self._owner(key, now)
-        if owner.bucket is not None and (wait := owner.bucket.wait(now)):
+        share = self._state.share_of(key, now)
+        if share is None:
+            raise self._refusal("key", "Too many API keys have requests at once.", 1.0)
+        if share.bucket is not None and (wait := share.bucket.wait(now)):
             raise self._refusal("key", "This API key has sent as many requests a second as it may.", wait)
-        if 0 < self.rules.max_concurrent_per_key <= owner.running:
+        if 0 < self.rules.max_concurrent_per_key <= share.running:
             raise self._refusal("key", "This API key has as many requests running as it may.", 1.0)
-        return owner
+        return share
 
-    def _owner(self, key: bytes, now: float) -> _Key:
-        return self._keys.get(key) or self._new_key(key, now)
-
-    def _new_key(self, key: bytes, now: float) -> _Key:
-        if len(self._keys) >= _MAX_KEYS:
-            self._keys = {name: known for name, known in self._keys.items()
-                          if known.running or (known.bucket is not None and not known.bucket.full(now))}
-        owner = self._keys[key] = _Key(TokenBucket(self.rules.rate_per_key, now) if self.rules.rate_per_key else None)
-        return owner
-
-    def _check_slo(self) -> int:
-        """The request's place among those that wait for a first token."""
+    def _check_slo(self) -> None:
+        """Raises Overloaded where the first token is expected later than promised."""
         estimate = self.ttft.next
         if estimate > self.rules.slo_ttft:
             raise self._refusal("slo", f"The first token would come after about {estimate:.1f} s, later than promised.",
                                 estimate - self.rules.slo_ttft)
-        return self.ttft.waiting + 1
 
     def _refusal(self, why: str, message: str, retry_after: float,
                  kind: type[ServingError] = Overloaded) -> ServingError:

@@ -1,12 +1,35 @@
-"""How many requests are let in."""
+"""Flags of admission: how many requests run, wait, and are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from ...common.config.cli import flag
-from ..admission.admission import AdmissionRules
 from .checks import not_negative
+
+REFUSALS = ("rate", "key", "slo", "queue_full", "queue_timeout")
+"""Reasons for which admission refuses requests, as the metrics name them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmissionRules:
+    """Limits of admission; 0 means no limit. Rates are requests a second, times are in seconds."""
+
+    max_concurrent: int = 0
+    queue_size: int = 100
+    queue_timeout: float = 60.0
+    rate: float = 0.0
+    max_concurrent_per_key: int = 0
+    rate_per_key: float = 0.0
+    slo_ttft: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return bool(self.max_concurrent or self.rate or self.per_key or self.slo_ttft)
+
+    @property
+    def per_key(self) -> bool:
+        return bool(self.max_concurrent_per_key or self.rate_per_key)
 
 
 @dataclasses.dataclass(frozen=True)

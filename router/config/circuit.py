@@ -1,12 +1,22 @@
-"""When a worker that fails requests gets none for a while."""
+"""Flags of the circuit breaker: a worker that fails requests gets none for a while."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from ...common.config.cli import flag
-from ..workers.circuit import CircuitRules
 from .checks import at_least_one, positive
+
+
+@dataclasses.dataclass(frozen=True)
+class CircuitRules:
+    """Limits of a circuit breaker; ``window`` and ``timeout`` are in seconds, ``enabled`` False keeps all closed."""
+
+    failure_threshold: int = 10
+    success_threshold: int = 3
+    timeout: float = 60.0
+    window: float = 120.0
+    enabled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

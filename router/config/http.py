@@ -21,13 +21,14 @@ class HttpArgs:
         "the price of the core; 0: never"))
     request_timeout_secs: float = flag(1800.0, help="longest silence of a worker within one request; 0: no limit")
     client_timeout_secs: float = flag(300.0, help=(
-        "give up on a client that takes nothing of a waiting answer for this long: it holds a worker; 0: never"))
+        "close the connection of a client that reads nothing of a waiting answer for this long: it blocks a worker; "
+        "0: never"))
     client_header_timeout_secs: float = flag(30.0, help=(
-        "the head of a request must be here this long after its first byte; 0: no limit"))
+        "the head of a request must arrive this long after its first byte; 0: no limit"))
     client_body_timeout_secs: float = flag(60.0, help=(
-        "all of a request must be here this long after its first byte, and one second later for each 16 KiB of its "
-        "body that have come; 0: no limit"))
-    keep_alive_secs: float = flag(75.0, help="close a client's connection that idles for this long; 0: never")
+        "all of a request must arrive this long after its first byte, and one second later for each 16 KiB of its "
+        "body received; 0: no limit"))
+    keep_alive_secs: float = flag(75.0, help="close a client's connection that is idle for this long; 0: never")
     request_id_headers: tuple[str, ...] = flag(
         ("x-request-id", "x-correlation-id", "x-trace-id", "request-id"), metavar="NAME",
         help="headers that may carry a request's id, the first found counts; workers see it as x-request-id")

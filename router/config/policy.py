@@ -39,7 +39,7 @@ class PolicyArgs:
     max_idle_secs: float = flag(
         14400.0, help="manual: forget routing keys that were not used for this long; 0: never for their age")
     bucket_adjust_interval_secs: float = flag(
-        5.0, help="bucket: time after which the ranges of prompt lengths are cut anew")
+        5.0, help="bucket: time after which the ranges of prompt lengths are recomputed")
     prefix_token_count: int = flag(
         256, help="prefix_hash: tokens of a prompt that choose its worker (of text, four bytes count as one)")
     prefix_hash_load_factor: float = flag(

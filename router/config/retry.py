@@ -19,12 +19,12 @@ class RetryArgs:
     disable_retries: bool = flag(False, help="the same as --retry-max-retries 0")
 
     stream_continuation: bool = flag(
-        True, help="go on with a greedy or seeded stream on another of our servers when its own dies")
+        True, help="continue a greedy or seeded stream on another Baton worker when its own dies")
     poison_refusal_secs: float = flag(
-        300.0, help="how long a request is refused (400, poison_request) under which one worker after the other died; "
-                    "0: never")
+        300.0, help=(
+        "how long a request under which workers died one after the other is refused (400, poison_request); 0: never"))
     local_prefill_tokens: int = flag(
-        0, help="prompts of up to about so many tokens are prefilled by our decode servers themselves")
+        0, help="decode servers prefill prompts themselves of which they lack at most about this many tokens")
 
     def __post_init__(self) -> None:
         not_negative(self, "local_prefill_tokens", "poison_refusal_secs",

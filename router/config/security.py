@@ -13,12 +13,13 @@ class SecurityArgs:
     api_key: str | None = flag(None, help="key that clients must send as 'Authorization: Bearer KEY'")
     api_key_file: str | None = flag(None, metavar="FILE", help="further client keys, one a line; # begins a comment")
     admin_api_key: str | None = flag(
-        None, help="key for what changes workers (/add_worker, /flush_cache, ...); those of clients do not open that")
+        None, help="key for what changes workers (/add_worker, /flush_cache, ...); client keys do not open that")
     control_plane_api_keys: tuple[str, ...] = flag(
         (), metavar="ID:NAME:admin:KEY", help="further admin keys, in sglang-router's form")
     worker_api_key: str | None = flag(
-        None, help="key that workers are sent; a client's key that the router knows is not forwarded. /add_worker may "
-                   "name another for one worker")
+        None, help=(
+        "key that is sent to workers; a client's key that the router knows is not forwarded. /add_worker may name "
+        "another for one worker"))
     ssl_certfile: str | None = flag(
         None, metavar="FILE", names=("--tls-cert-path",), help="certificate chain (PEM): serve HTTPS")
     ssl_keyfile: str | None = flag(

@@ -7,7 +7,6 @@ from typing import Literal
 
 from ...common.api.errors import ConfigError
 from ...common.config.cli import flag
-from ..workers.models import Models
 from .checks import at_least_one, not_negative, positive
 from .endpoint import Endpoint
 
@@ -30,15 +29,16 @@ class WorkerArgs:
         help="prefill workers, each with its bootstrap port (default: asked from the worker, else 8998); repeatable")
     decode: tuple[tuple[str, ...], ...] = flag((), repeat=True, metavar="URL", help="decode workers; repeatable")
 
-    dp_aware: bool = flag(False, help="place requests on the data-parallel ranks of each server (its dp_size), not on "
-                                      "the server; it is told the rank as data_parallel_rank")
+    dp_aware: bool = flag(False, help=(
+        "place requests on the data-parallel ranks of each server (its dp_size), not on the server; it receives the "
+        "rank as data_parallel_rank"))
 
     model_alias: tuple[str, ...] = flag(
         (), metavar="ALIAS=NAME", help="further names of models: a request for ALIAS is sent as one for NAME, and "
                                        "/v1/models shows both")
     enable_igw: bool = flag(False, help=(
         "check model names also while all workers serve the same ones: 404 for others (without it, a router of one "
-        "model takes any name)"))
+        "model accepts any name)"))
 
     def __post_init__(self) -> None:
         self.aliases  # noqa: B018 - raises what is wrong with them
@@ -63,11 +63,6 @@ class WorkerArgs:
         return found
 
     @property
-    def models(self) -> Models:
-        """The names of models, of which no worker has told any yet."""
-        return Models(self.aliases, strict=self.enable_igw)
-
-    @property
     def specs(self) -> tuple[WorkerSpec, ...]:
         """The workers named at start, URLs normalized; raises ConfigError for one that is malformed."""
         try:
@@ -89,7 +84,7 @@ class HealthArgs:
         0.5, names=("--worker-startup-check-interval-secs",),
         help="time in seconds between health checks of a worker that was never healthy")
     disable_health_check: bool = flag(
-        False, help="take workers for healthy without asking them; only the circuit breaker takes one out")
+        False, help="treat workers as healthy without asking them; only the circuit breaker takes one out")
     health_check_interval_secs: float = flag(1.0, help="time between health checks of a healthy worker")
     health_check_endpoint: str = flag("/health", help="path that workers are asked for; 2xx means healthy")
     health_check_timeout_secs: float = flag(1.5, help="longest wait for the answer to a health check")

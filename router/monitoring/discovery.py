@@ -13,15 +13,14 @@ import json
 import logging
 import os
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from ...common.api.errors import ConfigError, Conflict
 from ...common.config.packages import install
 from ..config.discovery import DiscoveryArgs, split
 from ..config.endpoint import Endpoint
 from ..config.workers import parse_bootstrap_port
-from ..workers.registry import Role, Worker
-from .cluster_view import ClusterView
+from ..workers.registry import Registry, Role, Worker
 
 logger = logging.getLogger("baton.router")
 
@@ -32,10 +31,20 @@ _PAUSE_SECONDS = 1.0
 Pod = dict[str, Any]
 
 
+class Membership(Protocol):
+    """The workers of a router, as discovery changes them."""
+
+    registry: Registry
+
+    def add_worker(self, worker: Worker) -> None:
+        """Raises Conflict when its URL is taken."""
+    def remove_worker(self, url: str) -> list[Worker]: ...
+
+
 class Discovery:
     """Keeps a router's workers equal to the pods that its selectors match; touches no worker that came otherwise."""
 
-    def __init__(self, router: ClusterView, args: DiscoveryArgs):
+    def __init__(self, router: Membership, args: DiscoveryArgs):
         self._router = router
         self._args = args
         self._loop = asyncio.get_running_loop()

@@ -21,8 +21,7 @@ import msgspec
 from ...common.api.unreadable import UNREADABLE
 from ..config.workers import HealthArgs
 from ..net.upstream_answer import Failure
-from ..relay.dispatcher import Dispatcher
-from ..workers.ask import ask, ask_models, get
+from ..workers.ask import WorkerClient, ask, ask_models, get
 from ..workers.dp_ranks import count_of
 from ..workers.registry import DEFAULT_BOOTSTRAP_PORT, Registry, Role, Worker
 from .pair_trials import PairTrials
@@ -64,9 +63,9 @@ class HealthMonitor:
         self._refused: set[Worker] = set()
         """Workers to be asked anew what they are: a peer found that they do not fit."""
 
-    def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+    def watch(self, worker: Worker, client: WorkerClient) -> None:
         self._wake[worker] = asyncio.Event()
-        self._tasks[worker] = asyncio.get_running_loop().create_task(self._watch(worker, dispatcher))
+        self._tasks[worker] = asyncio.get_running_loop().create_task(self._watch(worker, client))
 
     def unwatch(self, worker: Worker) -> None:
         del self._wake[worker]
@@ -91,7 +90,7 @@ class HealthMonitor:
                         self._note_failure(known, failure.detail, certain=True)
             if failure.reason == "misfit":
                 self._refused.add(worker)
-                self._trials.again(worker)
+                self._trials.retry(worker)
             self._wake[worker].set()
 
     def _look_often(self, worker: Worker) -> None:
@@ -99,23 +98,23 @@ class HealthMonitor:
         if worker in self._wake:
             self._wake[worker].set()
 
-    async def _watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+    async def _watch(self, worker: Worker, client: WorkerClient) -> None:
         wake = self._wake[worker]
-        deadline: float | None = dispatcher.loop.time() + self._startup
+        deadline: float | None = client.loop.time() + self._startup
         asked_models = 0.0
         while True:
             wake.clear()
             if worker.state != "healthy":
-                asked_models = dispatcher.loop.time()
-            silent = await self._check(worker, dispatcher)
+                asked_models = client.loop.time()
+            silent = await self._check(worker, client)
             self._registry.first_checked(worker)
-            if worker.state == "healthy" and not silent and dispatcher.loop.time() >= asked_models + _MODELS_SECONDS:
-                asked_models = dispatcher.loop.time()
-                await ask_models(dispatcher, worker, self._timeout)
-            checked = dispatcher.loop.time()
+            if worker.state == "healthy" and not silent and client.loop.time() >= asked_models + _MODELS_SECONDS:
+                asked_models = client.loop.time()
+                await ask_models(client, worker, self._timeout)
+            checked = client.loop.time()
             if worker.state != "starting":
                 deadline = None
-            elif deadline is not None and dispatcher.loop.time() > deadline:
+            elif deadline is not None and client.loop.time() > deadline:
                 deadline = None
                 logger.error("Worker %s is not healthy %g s after it joined; still trying.", worker.url, self._startup)
             pause = self._pauses.get("unhealthy" if worker.misfits else worker.state,
@@ -123,30 +122,30 @@ class HealthMonitor:
             if silent:
                 pause = _CROWD_SECONDS
             # No wait_for: up to Python 3.11 it may swallow a cancellation that comes as its time is up.
-            due = dispatcher.loop.time() + pause
-            timer = dispatcher.loop.call_at(due, wake.set)
+            due = client.loop.time() + pause
+            timer = client.loop.call_at(due, wake.set)
             try:
                 await wake.wait()
             finally:
                 timer.cancel()
-            if (wait := checked + _CROWD_SECONDS - dispatcher.loop.time()) > 0:
+            if (wait := checked + _CROWD_SECONDS - client.loop.time()) > 0:
                 await asyncio.sleep(wait)  # Woken by a failed request, perhaps one of a crowd.
 
-    async def _check(self, worker: Worker, dispatcher: Dispatcher) -> bool:
+    async def _check(self, worker: Worker, client: WorkerClient) -> bool:
         """Ask a worker how it is; returns whether it was silent."""
         if worker.always_healthy:
             if worker.state != "healthy" or worker in self._refused:
-                await self._admit(worker, dispatcher)
+                await self._admit(worker, client)
             return False
-        began, pool = dispatcher.loop.time(), dispatcher.pool(worker)
-        pool.note_silence()
-        answer = await ask(dispatcher, worker, get(self._endpoint), self._timeout)
+        began, pool = client.loop.time(), client.pool(worker)
+        pool.update_silence()
+        answer = await ask(client, worker, get(self._endpoint), self._timeout)
         if answer.silent:
-            late = dispatcher.loop.time() - began - self._timeout > _LATE_SECONDS
-            if not late and not pool.heard_since(began):
+            late = client.loop.time() - began - self._timeout > _LATE_SECONDS
+            if not late and not pool.received_since(began):
                 self._note_failure(worker, answer.detail, certain=False, silent=True)
                 if worker.hung:
-                    dispatcher.end_silent(worker)
+                    client.fail_silent_calls(worker)
             return True
         stage = "" if answer.ok else _stage(answer.body)
         if stage != worker.stage:
@@ -156,16 +155,16 @@ class HealthMonitor:
             detail = answer.detail or f"{worker.url} answered {self._endpoint} with {answer.status}"
             self._note_failure(worker, detail, certain=answer.refused)
         else:
-            await self._admit(worker, dispatcher, answer.json_object().get("epoch"))
+            await self._admit(worker, client, answer.json_object().get("epoch"))
         return False
 
-    async def _admit(self, worker: Worker, dispatcher: Dispatcher, epoch: str | None = None) -> None:
+    async def _admit(self, worker: Worker, client: WorkerClient, epoch: str | None = None) -> None:
         """A check passed: let a worker take requests that fits its role. It is asked what it is where it may
         have become another."""
         changed = (worker.state != "healthy" or worker in self._refused
                    or (epoch is not None and epoch != worker.epoch))
         self._refused.discard(worker)
-        if changed and (role := await self._learn(worker, dispatcher)) is not None:
+        if changed and (role := await self._learn(worker, client)) is not None:
             self._misplaced(worker, role)
         elif worker in self._wake and self._registry.passed(worker):
             logger.info("Worker %s (%s) takes requests.", worker.url, worker.role)
@@ -182,11 +181,11 @@ class HealthMonitor:
             logger.error("Worker %s was named as %s worker, and says that it is a %s server: it gets no requests.",
                          worker.url, worker.role, "unified" if role == "null" else role)
 
-    async def _learn(self, worker: Worker, dispatcher: Dispatcher) -> str | None:
+    async def _learn(self, worker: Worker, client: WorkerClient) -> str | None:
         """Ask a worker what it is, as far as nobody said; a worker that cannot tell keeps the defaults. Returns the
         role that it says it has, where that cannot serve in the one that it was given."""
-        await ask_models(dispatcher, worker, self._timeout)
-        info = (await ask(dispatcher, worker, get("/get_server_info"), self._timeout)).json_object()
+        await ask_models(client, worker, self._timeout)
+        info = (await ask(client, worker, get("/get_server_info"), self._timeout)).json_object()
         mode = info.get("disaggregation_mode")
         if not worker.asks_role and mode in _NOT_FOR[worker.role]:
             return str(mode)
@@ -198,7 +197,7 @@ class HealthMonitor:
             apply_server_info(worker, info)
             if worker.role == "regular":
                 logger.error("Worker %s is neither a prefill nor a decode server: it gets no requests.", worker.url)
-        if worker in self._wake and self._trials.learnt(worker, info, dispatcher) and worker.state == "healthy":
+        if worker in self._wake and self._trials.update(worker, info, client) and worker.state == "healthy":
             for wake in self._wake.values():  # Its weights were replaced: others' may have been, too.
                 wake.set()
         return None

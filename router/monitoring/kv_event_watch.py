@@ -13,17 +13,14 @@ import json
 import logging
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
 
-from ...common.api.kv_events import END_OF_REPLAY, decode
-from ..policies.cache_exact import CacheExact
-from ..policies.page_costs import Memory
-from ..relay.dispatcher import Dispatcher
-from ..workers.ask import ask, get
+from ...common.api.kv_events import END_OF_REPLAY, Event, decode
+from ..workers.ask import WorkerClient, ask, get
 from ..workers.dp_ranks import report_of
 from ..workers.registry import Worker
 
@@ -79,7 +76,7 @@ class Gap(Exception):
 class Follower:
     """One worker's events, from a subscription to its end, applied through ``apply`` and ``clear``."""
 
-    def __init__(self, context: zmq.asyncio.Context, source: Source, apply: Callable[[list[Any]], None],
+    def __init__(self, context: zmq.asyncio.Context, source: Source, apply: Callable[[list[Event]], None],
                  clear: Callable[[], None], resynced: Callable[[], None]):
         self._source = source
         self._apply = apply
@@ -145,23 +142,46 @@ class Follower:
                 self._apply(decode(payload))
 
 
-class KVWatch:
-    """Follows all workers for a ``CacheExact`` policy, and asks them how full their memory is."""
+class KVListener(Protocol):
+    """Learns from workers' KV events and memory reports; the policy ``cache_exact`` is one."""
 
-    def __init__(self, dispatcher: Dispatcher, policy: CacheExact):
-        self._dispatcher = dispatcher
-        self._policy = policy
+    def on_followed(self, worker: Worker) -> None:
+        """A worker's events are complete from now on."""
+    def on_events(self, worker: Worker, events: list[Event], *, native: bool) -> None:
+        """A worker's pages changed; ``native``: hashes are ``page_hashes``."""
+    def on_cleared(self, worker: Worker) -> None:
+        """A worker has no pages, or its pages are unknown."""
+    def on_lost(self, worker: Worker) -> None:
+        """A worker's events are not followed any more."""
+    def on_memory(self, worker: Worker, used_tokens: int, total_tokens: int) -> None:
+        """A worker reported its KV memory."""
+    def on_no_memory(self, worker: Worker) -> None:
+        """A worker does not report its KV memory."""
+    def on_removed(self, worker: Worker) -> None:
+        """A worker left."""
+    def cached_tokens(self, worker: Worker) -> int:
+        """Tokens in a followed worker's prefix cache."""
+        ...
+
+
+class KVWatch:
+    """Follows the KV events of all workers for a listener, and asks them how full their memory is."""
+
+    def __init__(self, client: WorkerClient, listener: KVListener, on_resync: Callable[[], None]):
+        self._client = client
+        self._listener = listener
+        self._on_resync = on_resync
         self._context = zmq.asyncio.Context()
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
 
     def join(self, worker: Worker) -> None:
-        loop = self._dispatcher.loop
-        self._tasks[worker] = [loop.create_task(self._watch(worker)), loop.create_task(self._weigh(worker))]
+        loop = self._client.loop
+        self._tasks[worker] = [loop.create_task(self._watch(worker)), loop.create_task(self._poll_memory(worker))]
 
     def leave(self, worker: Worker) -> None:
         for task in self._tasks.pop(worker, ()):
             task.cancel()
-        self._policy.forget(worker)
+        self._listener.on_removed(worker)
 
     def close(self) -> None:
         for worker in list(self._tasks):
@@ -172,7 +192,7 @@ class KVWatch:
         silent = False
         while True:
             if worker.state == "healthy":
-                info = (await ask(self._dispatcher, worker, get("/get_server_info"), ANSWER_SECONDS)).json_object()
+                info = (await ask(self._client, worker, get("/get_server_info"), ANSWER_SECONDS)).json_object()
                 source = source_of(worker, info)
                 if source is not None:
                     await self._follow(worker, source)
@@ -183,46 +203,41 @@ class KVWatch:
             await asyncio.sleep(_PAUSE_SECONDS if not silent else 20 * _PAUSE_SECONDS)
 
     async def _follow(self, worker: Worker, source: Source) -> None:
-        policy, residency = self._policy, self._policy.residency
+        listener = self._listener
 
-        def apply(events: list[Any]) -> None:
-            policy.take(worker, events, native=source.native)
-            worker.cached_tokens = residency.sizes.get(worker.id, 0) * residency.page_sizes.get(worker.id, 0)
+        def apply(events: list[Event]) -> None:
+            listener.on_events(worker, events, native=source.native)
+            worker.cached_tokens = listener.cached_tokens(worker)
 
-        follower = Follower(self._context, source, apply, lambda: policy.cleared(worker), self._count_resync)
+        follower = Follower(self._context, source, apply, lambda: listener.on_cleared(worker), self._on_resync)
         try:
-            await follower.run(lambda: policy.follow(worker))
+            await follower.run(lambda: listener.on_followed(worker))
         except (Gap, OSError, zmq.ZMQError, ValueError, struct.error) as error:
             logger.warning("The KV events of %s are lost for the moment: %s.", worker.url, error)
         finally:
-            policy.followed.discard(worker.id)
-            residency.clear(worker.id)
+            listener.on_lost(worker)
             if worker not in self._tasks:
-                residency.forget(worker.id)
+                listener.on_removed(worker)
             worker.cached_tokens = None
 
-    def _count_resync(self) -> None:
-        self._dispatcher.metrics.kv_resyncs += 1
-
-    async def _weigh(self, worker: Worker) -> None:
-        """Ask for the worker's memory every second; one that cannot tell is not asked again for a minute."""
+    async def _poll_memory(self, worker: Worker) -> None:
+        """Asks for the worker's memory every second; one that cannot tell is not asked again for a minute."""
         while True:
             pause = 1.0
             if worker.state == "healthy":
-                answer = await ask(self._dispatcher, worker, get("/get_load"), ANSWER_SECONDS)
-                memory = _memory(report_of(worker, answer.json()), self._policy.residency.page_sizes.get(worker.id, 16))
+                answer = await ask(self._client, worker, get("/get_load"), ANSWER_SECONDS)
+                memory = _memory(report_of(worker, answer.json()))
                 if memory is not None:
-                    self._policy.costs.memory[worker.id] = memory
+                    self._listener.on_memory(worker, *memory)
                 elif answer.status:
-                    self._policy.costs.memory.pop(worker.id, None)
+                    self._listener.on_no_memory(worker)
                     pause = 60.0
             await asyncio.sleep(pause)
 
 
-def _memory(load: Any, page_size: int) -> Memory | None:
-    """Sums a ``/get_load`` answer over its ranks; None where it does not tell tokens."""
+def _memory(load: Any) -> tuple[int, int] | None:
+    """Used and all tokens of a ``/get_load`` answer, summed over its ranks; None where it does not tell tokens."""
     try:
-        return Memory(sum(rank["num_tokens"] for rank in load) / page_size,
-                      sum(rank["max_total_num_tokens"] for rank in load) / page_size)
+        return sum(rank["num_tokens"] for rank in load), sum(rank["max_total_num_tokens"] for rank in load)
     except (TypeError, KeyError):
         return None

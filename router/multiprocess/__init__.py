@@ -1,16 +1,16 @@
 """One router of several processes (``--router-workers N``): a parent, and N children that accept on one port.
 
-    clients ── SO_REUSEPORT ──▶ child 0 ┐                       ┌ loads, places, turns: one column a child
-                                child 1 ┼── board (shared memory)┼ rings: what each child sent to whom
-                                …       ┘                       └ rates and keys, under a lock
+    clients ── SO_REUSEPORT ──▶ child 0 ┐               ┌ loads, admission, policies' counters: one column a child
+                                child 1 ┼ shared memory ┼ update feeds: prompts that each child sent, by worker
+                                …       ┘               └ rates and API keys, under a lock
                                   │ link (socket pair, msgpack)
                                 parent: membership, health checks, discovery, circuits, sums of metrics
 
-What a decision needs (loads, who was sent what, who may run) is read from the board at the moment of the decision.
+A decision reads what it needs (loads, prompts sent, free concurrency) from shared memory at the moment it is made.
 A child writes its own column only, so nothing waits for a lock except where an exact limit is near. What changes
-seldom (workers, their health, their circuits) belongs to the parent: children tell it what they saw, it tells all
-children what holds, and an administrator's change is answered once all of them know.
+seldom (workers, their health, their circuits) belongs to the parent: children report what they saw, it sends all
+children the new state, and an administrator's change is answered once all of them have applied it.
 
-The parent serves no client and holds no request, so the death of any child loses that child's requests and nothing
+The parent serves no client and relays no request, so the death of any child loses that child's requests and nothing
 else: its column is cleared, and another one starts. The children die with the parent, however that ends.
 """

@@ -1,4 +1,4 @@
-"""One of a router's serving processes: a whole router, but for what the parent and the board do for it."""
+"""One of a router's serving processes: a whole router, but for what the parent and shared memory do for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import uvloop
 from ...common.api.errors import ConfigError, WorkerUnavailable
 from ...common.obs.logging import setup_logging
 from ..admin.worker_routes import changes_workers
-from ..admission.admission import Admission, AdmissionRules
+from ..admission.admission import AdmissionControl
 from ..app import Router
-from ..components import Components, Health
+from ..components import Health, answer_locally
 from ..config import RouterConfig
+from ..config.admission import AdmissionRules
 from ..config.endpoint import Endpoint
 from ..monitoring.cluster_view import ClusterView
 from ..net.http_server import Request
@@ -29,6 +30,8 @@ from ..net.upstream_answer import Failure
 from ..process_setup import prepare
 from ..relay.dispatcher import Dispatcher
 from ..relay.poison_guard import Deaths
+from ..workers.ask import WorkerClient
+from ..workers.models import Group, Models
 from ..workers.registry import Registry, Worker
 from .counters import dump
 from .link import Link
@@ -54,16 +57,17 @@ from .shared_workers import SharedRegistry, SharedSlots, SharedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from random import Random
 
+    from ..obs.metrics import Metrics
     from ..policies import Policy
-    from ..workers.models import Group
     from ..workers.registry import Role
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_ANSWER_SECONDS = 20.0
+_PARENT_TIMEOUT_SECONDS = 20.0
 """Longest wait for the parent, which itself waits at most a few seconds for the other children."""
-_IDLE_SECONDS = 0.25
-"""How often a process without requests takes in what the others tell."""
+_REFRESH_SECONDS = 0.25
+"""Between two times that a process without requests takes in what the others published."""
 _PARENT_ANSWERS = frozenset((b"/metrics", b"/dashboard/data", b"/add_worker", b"/remove_worker", b"/drain_worker"))
 
 
@@ -84,14 +88,14 @@ async def _run(sock: socket.socket) -> None:
     begun = asyncio.get_running_loop().create_future()
     ended = asyncio.Event()
 
-    def received(message: Any) -> None:
+    def on_message(message: Any) -> None:
         if isinstance(message, Begin):
             begun.set_result(message)
         else:
-            early.append(message) if child is None else child.received(message)
+            early.append(message) if child is None else child.on_message(message)
 
     early: list[Any] = []
-    link = await Link.over(sock, ToChild, received, ended.set)
+    link = await Link.over(sock, ToChild, on_message, ended.set)
     begin: Begin = await begun
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     setup_logging(begin.config.logs, f"router.{begin.child}")
@@ -99,18 +103,20 @@ async def _run(sock: socket.socket) -> None:
     try:
         await child.start(early)
     except ConfigError as error:
-        link.tell(Refuses(str(error)))
+        link.send(Refuses(str(error)))
         await link.close()
         return
-    link.tell(Listens())
+    link.send(Listens())
     await ended.wait()
     await child.stop()
-    link.tell(Counted(0, dump(child.router.metrics), {}))
+    link.send(Counted(0, dump(child.router.metrics), {}))
     await link.close()
 
 
-class Child(Components):
-    """A router's parts in a child."""
+class Child:
+    """The parts of a router in a child; what it lacks the parent does."""
+
+    accepts = True
 
     def __init__(self, begin: Begin, link: Link, ended: asyncio.Event):
         self._begin = begin
@@ -120,13 +126,13 @@ class Child(Components):
         self._column = self._board.loads(begin.child)
         self._workers: dict[int, SharedWorker] = {}
         self._roots: dict[int, Worker] = {}
-        self._questions: dict[int, asyncio.Future[Answered]] = {}
-        self._asked = 0
+        self._pending: dict[int, asyncio.Future[Answered]] = {}
+        self._num_asked = 0
         self._ticker: asyncio.Task[None] | None = None
         self.router = Router(begin.config, parts=self)
 
     async def start(self, early: list[Any]) -> None:
-        """Take in the news that came so far, and accept connections; raises ConfigError."""
+        """Applies the updates that came so far, and accepts connections; raises ConfigError."""
         self._early = early
         await self.router.start()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
@@ -138,30 +144,31 @@ class Child(Components):
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_IDLE_SECONDS)
-            self._registry.look()
+            await asyncio.sleep(_REFRESH_SECONDS)
+            self._registry.refresh()
 
     # ------------------------------------------------------------------ the parts
 
     def registry(self, config: RouterConfig, on_drained: Callable[[Worker], None]) -> Registry:
-        self._registry = SharedRegistry(self._board, self._begin.child, self._link.tell, config.circuit.rules,
-                                        config.workers.models)
+        self._registry = SharedRegistry(self._board, self._begin.child, self._link.send, config.circuit.rules,
+                                        Models.from_args(config.workers))
         return self._registry
 
     def health(self, config: RouterConfig, registry: Registry,
                on_ranks: Callable[[Worker, int], None] | None) -> Health:
-        return _Informant(self._link, self._registry)
+        return _FailureReporter(self._link, self._registry)
 
-    def dispatcher(self, *args: Any) -> Dispatcher:
-        dispatcher = super().dispatcher(*args)
+    def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
+                   suspect: Callable[[Worker, Failure], None]) -> Dispatcher:
+        dispatcher = Dispatcher(config, registry, metrics, rng, suspect)
         self._sharing = PolicySharing(self._board, self._begin.child)
-        dispatcher.policies.built = self._share
+        dispatcher.policies.on_build = self._share
         self._share(None, dispatcher.policies.common)
         self._dispatcher = dispatcher
         dispatcher.poison.slots = SharedSlots(self._board, self._begin.child)
-        dispatcher.poison.tell = self._link.tell
-        for message in (self._begin.news, *self._begin.deaths, *self._early):
-            self.received(message)
+        dispatcher.poison.publish = self._link.send
+        for message in (self._begin.workers, *self._begin.deaths, *self._early):
+            self.on_message(message)
         return dispatcher
 
     def _share(self, group: Group, policies: Mapping[Role, Policy]) -> None:
@@ -169,92 +176,95 @@ class Child(Components):
         for neighbour in self._registry.neighbours:
             neighbour.apply.update(apply)
 
-    def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> Admission:
+    def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl:
         return SharedAdmission(rules, loop, self._board, self._begin.child, self._begin.signals)
+
+    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
+        dispatcher.fail_calls(worker)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         if request.path in _PARENT_ANSWERS or changes_workers(request):
             return self._ask(request)
-        return super().answer(router, request)
+        return answer_locally(router, request)
 
     async def _ask(self, request: Request) -> Response:
         """The parent's answer."""
-        self._asked += 1
-        number = self._asked
-        found: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-        self._questions[number] = found
-        self._link.tell(Asks(number, request.method, request.path, request.query, request.body))
+        self._num_asked += 1
+        number = self._num_asked
+        answer: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        self._link.send(Asks(number, request.method, request.path, request.query, request.body))
         try:
-            answered = await asyncio.wait_for(found, _ANSWER_SECONDS)
+            answered = await asyncio.wait_for(answer, _PARENT_TIMEOUT_SECONDS)
         except asyncio.TimeoutError:
             return Response.error(WorkerUnavailable("The router's parent process does not answer.", retry_after=1.0))
         finally:
-            del self._questions[number]
+            del self._pending[number]
         return Response(answered.status, answered.body, answered.content_type, answered.headers)
 
-    # ------------------------------------------------------------------ what the parent says
+    # ------------------------------------------------------------------ messages of the parent
 
-    def received(self, message: Any) -> None:
+    def on_message(self, message: Any) -> None:
         if isinstance(message, Updates):
-            self._take(message)
+            self._apply(message)
         elif isinstance(message, Answered):
-            found = self._questions.get(message.number)
-            if found is not None and not found.done():
-                found.set_result(message)
+            answer = self._pending.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
         elif isinstance(message, Count):
             cached = {worker.id: worker.cached_tokens for worker in self._workers.values()
                       if worker.cached_tokens is not None}
-            self._link.tell(Counted(message.number, dump(self.router.metrics), cached))
+            self._link.send(Counted(message.number, dump(self.router.metrics), cached))
         elif isinstance(message, Deaths):
             self._dispatcher.poison.learn(message)
         elif isinstance(message, End):
             self._ended.set()
 
-    def _take(self, news: Updates) -> None:
-        for worker_id in news.gone:
+    def _apply(self, update: Updates) -> None:
+        for worker_id in update.removed:
             worker = self._workers.pop(worker_id)
             self._registry.remove(worker.url)
-            if worker_id in news.cut:
-                self._dispatcher.cut(worker)
+            if worker_id in update.cut:
+                self._dispatcher.fail_calls(worker)
             self._dispatcher.close_pool(worker)
-        for told in news.changed:
-            known = self._workers.get(told.id)
+        for state in update.changed:
+            known = self._workers.get(state.id)
             if known is None:
-                self._join(told)
+                self._add(state)
             else:
-                known.take(told)
-                if known.api_key != told.api_key:
-                    known.api_key = told.api_key
-                    self._dispatcher.use_key(known)
+                known.update(state)
+                if known.api_key != state.api_key:
+                    known.api_key = state.api_key
+                    self._dispatcher.update_key(known)
                 if known.hung:
-                    self._dispatcher.end_silent(known)
+                    self._dispatcher.fail_silent_calls(known)
         self._registry.changed()
-        for group in self._registry.models.groups:  # Before it is asked for: others tell of it already.
+        for group in self._registry.models.groups:  # Before a request asks for it: others publish already.
             self._dispatcher.policies.of(group)
-        self._link.tell(Knows(news.version))
+        self._link.send(Knows(update.version))
 
-    def _join(self, news: WorkerUpdate) -> None:
-        worker = SharedWorker(Endpoint.parse(news.server), news.role, api_key=news.api_key, rank=news.rank,
-                              root=self._roots.get(news.root), row=news.row, column=self._column)
-        worker.id = news.id
-        if news.root not in self._roots:
+    def _add(self, state: WorkerUpdate) -> None:
+        worker = SharedWorker(Endpoint.parse(state.server), state.role, api_key=state.api_key, rank=state.rank,
+                              root=self._roots.get(state.root), row=state.row, column=self._column)
+        worker.id = state.id
+        if state.root not in self._roots:
             known = {other.root for other in self._workers.values()}
             self._roots = {number: root for number, root in self._roots.items() if root in known}
-            self._roots[news.root] = worker
+            self._roots[state.root] = worker
         self._workers[worker.id] = worker
         self._registry.add(worker)
-        worker.take(news)
+        worker.update(state)
         self._dispatcher.open_pool(worker)
 
 
-class _Informant:
-    """A child's health monitor: it tells the parent what failed, and checks nothing itself."""
+class _FailureReporter:
+    """A child's health monitor: it reports failures to the parent, and checks nothing itself."""
 
     def __init__(self, link: Link, registry: SharedRegistry):
         self._link = link
         self._registry = registry
 
-    def watch(self, worker: Worker, dispatcher: Dispatcher) -> None:
+    def watch(self, worker: Worker, client: WorkerClient) -> None:
         raise AssertionError("the parent watches the workers")
 
     def unwatch(self, worker: Worker) -> None:
@@ -265,7 +275,7 @@ class _Informant:
             if failure.refused and self._registry.failed(worker, certain=True):
                 logging.getLogger("baton.router").warning("Worker %s takes no requests: %s.", worker.url,
                                                           failure.detail)
-            self._link.tell(Suspects(worker.id, failure.reason, failure.detail, failure.refused))
+            self._link.send(Suspects(worker.id, failure.reason, failure.detail, failure.refused))
 
     async def close(self) -> None:
         pass

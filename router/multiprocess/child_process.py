@@ -1,4 +1,4 @@
-"""A child as its parent sees it: a process, a link, and what it has said so far."""
+"""A child as its parent sees it: a process, a link, and the last that it reported."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _SEED = str(random.SystemRandom().randrange(1, 2**32))
 
 
 class ChildProcess:
-    """Started once. ``received(child, message)`` gets what it says, from ``begin`` to its end."""
+    """A process that is started once. ``received(child, message)`` gets what it sends, from ``begin`` to its end."""
 
     def __init__(self, index: int, received: Callable[[ChildProcess, Any], None]):
         self.index = index
-        self.listens = False
+        self.listening = False
         self.refusal = ""
         self.counted = 0
-        """The number of the last question for counts that it answered."""
-        self.knows = -1
-        """The version of the news that it has taken in."""
+        """Number of the last request for counters that it answered."""
+        self.applied_version = -1
+        """Version of the last update that it has applied."""
         self.ready = asyncio.Event()
-        """It listens, or has ended."""
+        """Set once it listens, or has ended."""
         self._received = received
         self._link: Link | None = None
         self._process: Process | None = None
@@ -41,9 +41,9 @@ class ChildProcess:
         return self._process.pid
 
     async def start(self, inherited: Sequence[int], begin: Callable[[], Begin]) -> None:
-        """Start the process, give it the descriptors, and tell it who it is; raises OSError.
+        """Starts the process with the descriptors and sends it its first message; raises OSError.
 
-        ``begin`` is called once the process can be told things: what is news from then on, it gets.
+        ``begin`` is called once messages reach the process: it gets each update from then on.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -55,39 +55,39 @@ class ChildProcess:
         except OSError:
             ours.close()
             raise
-        self._link = await Link.over(ours, ToParent, self._take, lambda: None)
-        self._link.tell(begin())
+        self._link = await Link.over(ours, ToParent, self._on_message, lambda: None)
+        self._link.send(begin())
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         if self._link is not None:
-            self._link.tell(message)
+            self._link.send(message)
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def ended(self) -> int:
-        """Wait for the end of the process and of what it said; returns its exit status."""
+        """Waits for the end of the process and of its messages; returns its exit status."""
         assert self._process is not None and self._link is not None
         status = await self._process.wait()
         await self._link.ended()
-        self.listens = False
+        self.listening = False
         self.ready.set()
         return status
 
-    def _take(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, Listens):
-            self.listens = True
+            self.listening = True
             self.ready.set()
         elif isinstance(message, Refuses):
             self.refusal = message.sentence
         elif isinstance(message, Knows):
-            self.knows = message.version
+            self.applied_version = message.version
         else:
             self._received(self, message)
 
 
 def _environment() -> dict[str, str]:
-    """Hashes of prompts must come out alike in all children, and not be known to clients."""
+    """The child's environment. Hashes of prompts must be equal in all children, and unknown to clients."""
     seed = os.environ.get("PYTHONHASHSEED", "random")
     return {**os.environ, "PYTHONHASHSEED": _SEED if seed == "random" else seed}

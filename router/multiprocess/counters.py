@@ -1,4 +1,4 @@
-"""What each process counted, as data, and the sum of it: counters never fall, whichever process dies."""
+"""Counters of each process as data, and their sums: these never fall, whichever process dies."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import msgspec
 from ..obs.metrics import Histogram, Metrics
 
 Counts = dict[str, list[tuple[list[Any], list[float]]]]
-"""By attribute of ``Metrics``: keys as lists, and beside each its numbers (a histogram's buckets, then its total)."""
+"""Attribute of ``Metrics`` -> pairs of a key, as a list, and its numbers (a histogram's buckets, then its total)."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Counts).decode
 _ADMISSION = "refused"
 _PARENTS = "circuits_opened"
-"""Counted by the parent alone."""
+"""A counter of the parent alone."""
 
 
 def dump(metrics: Metrics) -> bytes:
-    """All counters of a process."""
-    found = {name: [(_key(key), _numbers(value)) for key, value in counts.items()]
+    """Encodes all counters of a process."""
+    entries = {name: [(_key(key), _numbers(value)) for key, value in counts.items()]
              for name, counts in vars(metrics).items() if isinstance(counts, dict) and not name.startswith("_")}
-    found |= {name: [([], [count])] for name, count in vars(metrics).items() if type(count) is int}
+    entries |= {name: [([], [count])] for name, count in vars(metrics).items() if type(count) is int}
     if metrics.admission is not None:
-        found[_ADMISSION] = [(_key(why), [count]) for why, count in metrics.admission.refused.items()]
-    return _encode(found)
+        entries[_ADMISSION] = [(_key(why), [count]) for why, count in metrics.admission.refused.items()]
+    return _encode(entries)
 
 
 class Totals:
-    """The sum over processes; those that ended keep their share."""
+    """The sums over processes, those that ended included."""
 
     def __init__(self, count: int):
         self._latest: list[Counts] = [{} for _ in range(count)]
         self._ended: list[Counts] = []
 
-    def take(self, child: int, counts: bytes) -> None:
+    def update(self, child: int, counts: bytes) -> None:
         self._latest[child] = _decode(counts)
 
     def ended(self, child: int) -> None:
-        """A process ended; the one in its place counts from zero."""
+        """Notes that a process ended; the one that replaces it counts from zero."""
         self._ended = [_sum([*self._ended, self._latest[child]])]
         self._latest[child] = {}
 
     def fill(self, metrics: Metrics, refused: dict[str, int]) -> None:
-        """Make ``metrics`` and ``refused`` show the sum."""
+        """Sets ``metrics`` and ``refused`` to the sums."""
         for name, entries in _sum([*self._ended, *self._latest]).items():
             if name == _PARENTS:
                 continue
@@ -63,10 +63,10 @@ def _sum(parts: list[Counts]) -> Counts:
     summed: dict[str, dict[tuple[Any, ...], list[float]]] = {}
     for part in parts:
         for name, entries in part.items():
-            of_name = summed.setdefault(name, {})
+            sums = summed.setdefault(name, {})
             for key, numbers in entries:
-                known = of_name.get(tuple(key))
-                of_name[tuple(key)] = [a + b for a, b in zip(known, numbers)] if known else numbers
+                known = sums.get(tuple(key))
+                sums[tuple(key)] = [a + b for a, b in zip(known, numbers)] if known else numbers
     return {name: [(list(key), numbers) for key, numbers in entries.items()] for name, entries in summed.items()}
 
 

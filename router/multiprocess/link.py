@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-_LENGTH = 4
+_LENGTH_BYTES = 4
 
 
 class Link(asyncio.Protocol):
@@ -27,41 +27,41 @@ class Link(asyncio.Protocol):
     @classmethod
     async def over(cls, sock: socket.socket, kind: Any, received: Callable[[Any], None],
                    lost: Callable[[], None]) -> Link:
-        """Speak over a connected socket, which becomes the link's."""
+        """Opens a link over a connected socket, which it owns from then on."""
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         _, link = await loop.create_connection(lambda: cls(kind, received, lost), sock=sock)
         return link
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """Send a message; nothing happens when the other side is gone."""
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends a message; does nothing when the other side is gone."""
         if self._transport is not None:
             payload = self._encode(message)
-            self._transport.write(len(payload).to_bytes(_LENGTH, "big") + payload)
+            self._transport.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
 
     async def close(self) -> None:
-        """Send what is under way, then hang up; ``lost`` is not called any more."""
+        """Sends what is buffered, then hangs up; ``lost`` is not called any more."""
         self._lost = _nothing
         if self._transport is not None:
             self._transport.close()
             await self._closed.wait()
 
     async def ended(self) -> None:
-        """Wait until the other side has hung up and all it said is received."""
+        """Waits until the other side has hung up and all that it sent is received."""
         await self._closed.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
         buffer += data
         at = 0
-        while len(buffer) - at >= _LENGTH:
-            end = at + _LENGTH + int.from_bytes(buffer[at:at + _LENGTH], "big")
+        while len(buffer) - at >= _LENGTH_BYTES:
+            end = at + _LENGTH_BYTES + int.from_bytes(buffer[at:at + _LENGTH_BYTES], "big")
             if len(buffer) < end:
                 break
-            message = self._decode(bytes(buffer[at + _LENGTH:end]))
+            message = self._decode(bytes(buffer[at + _LENGTH_BYTES:end]))
             at = end
             self._received(message)
         del buffer[:at]

@@ -1,4 +1,4 @@
-"""What parent and children tell each other: msgpack structs, each with its name as tag."""
+"""Messages between the parent and its children: msgpack structs, each with its name as tag."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..workers.registry import Role, State, WorkerMetadata
 
 
 class WorkerUpdate(msgspec.Struct, frozen=True):
-    """One worker, as the parent knows it. ``root`` is the id of the worker whose ranks belong together."""
+    """One worker, as the parent knows it. ``root`` is the id of the first rank of the worker's server."""
 
     id: int
     row: int
@@ -55,27 +55,30 @@ class WorkerUpdate(msgspec.Struct, frozen=True):
 
 
 class Updates(msgspec.Struct, tag=True, frozen=True):
-    """Workers that came or changed, and the ids of those that left; with ``cut`` their requests are cut."""
+    """Workers that joined or changed, and ids of workers that left; requests on those in ``cut`` are cut."""
 
     version: int
     changed: tuple[WorkerUpdate, ...]
-    gone: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
     cut: tuple[int, ...] = ()
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """The first message: who the child is, and with what it runs. ``signals`` are the children's event descriptors."""
+    """The first message: the child's number, and all that it runs with. ``signals`` are the children's event
+    descriptors."""
 
     config: RouterConfig
     child: int
     count: int
     board: int
     signals: tuple[int, ...]
-    news: Updates
+    workers: Updates
     deaths: tuple[Deaths, ...] = ()
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
+    """The parent's response to request ``number`` of the child."""
+
     number: int
     status: int
     body: bytes
@@ -84,7 +87,7 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Count(msgspec.Struct, tag=True, frozen=True):
-    """Tell what you counted."""
+    """Asks for the child's counters."""
 
     number: int
 
@@ -107,13 +110,13 @@ class Refuses(msgspec.Struct, tag=True, frozen=True):
 
 
 class Knows(msgspec.Struct, tag=True, frozen=True):
-    """The child has taken in all news up to a version."""
+    """The child has applied all updates up to a version."""
 
     version: int
 
 
 class Asks(msgspec.Struct, tag=True, frozen=True):
-    """A request to the router itself that the parent answers."""
+    """A client's request to the router itself that the parent answers."""
 
     number: int
     method: bytes
@@ -123,6 +126,8 @@ class Asks(msgspec.Struct, tag=True, frozen=True):
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True):
+    """The child's counters (``counters.dump``), and tokens in followed workers' prefix caches by worker id."""
+
     number: int
     counts: bytes
     cached_tokens: dict[int, int]

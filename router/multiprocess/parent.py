@@ -1,7 +1,7 @@
-"""What a router of several processes does once: its workers, their health, its own endpoints, the sums of metrics.
+"""The parent process of a router: its workers, their health, its own endpoints, the sums of metrics.
 
-It is a router that accepts nobody and places nothing. Children tell it what they see and ask it what clients ask of
-the router itself.
+It is a router that accepts no client and places no request. Children report to it what they see, and pass on what
+clients ask of the router itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from random import Random
 from typing import Any
 
 from ...common.api.errors import ServingError
+from ..admission.admission import AdmissionControl
 from ..app import Router
-from ..components import Components, Health
+from ..components import Health, answer_locally
 from ..config import RouterConfig
+from ..config.admission import AdmissionRules
 from ..monitoring.cluster_view import ClusterView
+from ..monitoring.health import HealthMonitor
 from ..net.http_server import Request
 from ..net.responses import Response
 from ..net.upstream_answer import Failure
@@ -25,6 +28,7 @@ from ..obs.metrics import Metrics
 from ..relay.dispatcher import Dispatcher
 from ..relay.poison_guard import Deaths
 from ..relay.retry import PASSED_ON
+from ..workers.models import Models
 from ..workers.registry import Registry, Worker
 from .child_process import ChildProcess
 from .counters import Totals
@@ -34,16 +38,16 @@ from .shared_stats import SharedStats
 
 logger = logging.getLogger("baton.router")
 
-_KNOW_SECONDS = 2.0
-"""How long an administrator's change waits until all children know it."""
+_APPLY_SECONDS = 2.0
+"""Longest wait of an administrator's change for all children to apply it."""
 _COUNT_SECONDS = 1.0
-"""How long a question for the metrics waits for children; of one that is late, the last answer counts."""
+"""Longest wait for children's counters; those of a late one count as it last reported them."""
 _POLL_SECONDS = 0.002
 _DRAIN_SECONDS = 0.02
 
 
-class Places:
-    """What ``Metrics`` shows of admission, over all children."""
+class AdmissionTotals:
+    """Running, queued and refused requests of all children, for ``Metrics``."""
 
     def __init__(self, board: SharedStats):
         self._board = board
@@ -58,17 +62,8 @@ class Places:
         return sum(self._board.queued)
 
 
-class _Asking(Dispatcher):
-    """Asks workers, and relays nothing; what is to be cut, the children cut."""
-
-    to_cut: set[int]
-
-    def cut(self, worker: Worker) -> None:
-        self.to_cut.add(worker.id)
-
-
-class Parent(Components):
-    """The parts of the router that the parent is; ``children()`` are those that run."""
+class Parent:
+    """The parts of the router in the parent; ``children()`` are those that run."""
 
     accepts = False
 
@@ -77,20 +72,20 @@ class Parent(Components):
         self._children = children
         self._rows = Rows(board)
         self._totals = Totals(board.count)
-        self._places = Places(board)
+        self._admission = AdmissionTotals(board)
         self._probing: dict[int, int] = {}  # worker's id -> child that probes it
         self._count = 0
         self._cached: list[dict[int, int]] = [{} for _ in range(board.count)]
-        self._telling: asyncio.Handle | None = None
+        self._scheduled: asyncio.Handle | None = None
         self._drains: asyncio.Task[None] | None = None
-        self._questions: set[asyncio.Task[None]] = set()
-        self.router = Router(_of_parent(config), parts=self)
+        self._replies: set[asyncio.Task[None]] = set()
+        self.router = Router(_parent_config(config), parts=self)
         self._bulletin = UpdateFeed(self._registry, self._rows)
 
     async def start(self) -> None:
         """Raises ConfigError."""
         await self.router.start()
-        self.router.metrics.admission = self._places  # type: ignore[assignment]
+        self.router.metrics.admission = self._admission
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
     async def stop(self) -> None:
@@ -106,69 +101,75 @@ class Parent(Components):
         self._registry = ReplicatedRegistry(
             failure_threshold=config.health.health_failure_threshold,
             success_threshold=config.health.health_success_threshold, circuit_rules=config.circuit.rules,
-            changed=self._changed, draining=self._watch_drains, models=config.workers.models)
+            on_drain=self._watch_drains, models=Models.from_args(config.workers))
+        self._registry.listeners.append(self._schedule_update)
         return self._registry
 
     def health(self, config: RouterConfig, registry: Registry,
                on_ranks: Callable[[Worker, int], None] | None) -> Health:
-        self._health = super().health(config, registry, on_ranks)
+        self._health = HealthMonitor(config.health, registry, on_ranks=on_ranks)
         return self._health
 
     def dispatcher(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
                    suspect: Callable[[Worker, Failure], None]) -> Dispatcher:
-        places_nothing = dataclasses.replace(config.policy, policy="random", prefill_policy=None, decode_policy=None)
-        dispatcher = _Asking(dataclasses.replace(config, policy=places_nothing), registry, metrics, rng, suspect)
-        dispatcher.to_cut = self._bulletin.to_cut
-        return dispatcher
+        """Only asks workers: it places no request, so its policies need not know anything."""
+        policy = dataclasses.replace(config.policy, policy="random", prefill_policy=None, decode_policy=None)
+        return Dispatcher(dataclasses.replace(config, policy=policy), registry, metrics, rng, suspect)
+
+    def admission(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop) -> AdmissionControl:
+        raise AssertionError("the parent accepts no requests")
+
+    def cut(self, dispatcher: Dispatcher, worker: Worker) -> None:
+        """The children cut the requests, which are theirs."""
+        self._bulletin.to_cut.add(worker.id)
 
     def answer(self, router: ClusterView, request: Request) -> Response | Coroutine[Any, Any, Response]:
         return self._answer(request)
 
     async def _answer(self, request: Request) -> Response:
-        """Answer for all processes; changes are known to all of them by then. Raises ServingError."""
+        """Answers for all processes, once all of them have applied the requested change. Raises ServingError."""
         if request.method in (b"GET", b"HEAD"):
-            await self.count()
-        self._see_loads()
-        answer = super().answer(self.router, request)
+            await self.collect_counters()
+        self._read_loads()
+        answer = answer_locally(self.router, request)
         response = answer if isinstance(answer, Response) else await answer
         if request.method not in (b"GET", b"HEAD"):
-            await self._all_know()
+            await self._wait_applied()
         return response
 
     # ------------------------------------------------------------------ children
 
-    def everything(self) -> Updates:
-        """For a child that begins."""
-        self._tell()
-        return self._bulletin.all()
+    def snapshot(self) -> Updates:
+        """All workers, for a child that begins."""
+        self._send_update()
+        return self._bulletin.snapshot()
 
     def deaths(self) -> tuple[Deaths, ...]:
-        """For a child that begins."""
+        """Deaths of workers by fingerprint of a request, for a child that begins."""
         return self.router.dispatcher.poison.known()
 
-    def ended(self, child: int) -> None:
-        """A child is gone: nothing is held by it any more."""
+    def on_child_ended(self, child: int) -> None:
+        """Clears all counts of a child that has ended."""
         self._board.clear(child)
         self._totals.ended(child)
         self._cached[child] = {}
         for worker_id in [known for known, prober in self._probing.items() if prober == child]:
-            self._probe(worker_id, child, False)
+            self._set_probing(worker_id, child, False)
 
-    def received(self, child: ChildProcess, message: Any) -> None:
-        """Take in what a child says."""
+    def on_message(self, child: ChildProcess, message: Any) -> None:
         if isinstance(message, Counted):
             self._take_counts(child, message)
         elif isinstance(message, Asks):
             task = asyncio.get_running_loop().create_task(self._reply(child, message))
-            self._questions.add(task)
-            task.add_done_callback(self._questions.discard)
+            self._replies.add(task)
+            task.add_done_callback(self._replies.discard)
         elif isinstance(message, Probed):
-            self._probe(message.worker, child.index, message.runs)
+            self._set_probing(message.worker, child.index, message.runs)
         elif isinstance(message, Deaths):
             self.router.dispatcher.poison.learn(message)
             for other in self._children():
                 if other is not child:
-                    other.tell(message)
+                    other.send(message)
         else:
             worker = self._registry.by_id(message.worker)
             if worker is not None:
@@ -182,10 +183,10 @@ class Parent(Components):
             self.router.dispatcher.on_server_error(worker)
         else:
             self.router.dispatcher.on_status(worker, 200, PASSED_ON, None)
-        self._bulletin.repeat(worker.id)  # The child may have thought otherwise of its circuit meanwhile.
+        self._bulletin.repeat(worker.id)  # The child may have changed its circuit meanwhile.
         self._registry.changed()
 
-    def _probe(self, worker_id: int, child: int, runs: bool) -> None:
+    def _set_probing(self, worker_id: int, child: int, runs: bool) -> None:
         worker = self._registry.by_id(worker_id)
         if runs:
             self._probing[worker_id] = child
@@ -202,36 +203,37 @@ class Parent(Components):
             response = await self._answer(request)
         except ServingError as error:
             response = Response.error(error)
-        child.tell(Answered(asks.number, response.status, response.body, response.content_type, response.headers))
+        child.send(Answered(asks.number, response.status, response.body, response.content_type, response.headers))
 
-    # ------------------------------------------------------------------ news
+    # ------------------------------------------------------------------ updates
 
-    def _changed(self) -> None:
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_soon(self._tell)
+    def _schedule_update(self) -> None:
+        if self._scheduled is None:
+            self._scheduled = asyncio.get_running_loop().call_soon(self._send_update)
 
-    def _tell(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        news = self._bulletin.news()
-        if news is not None:
+    def _send_update(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        update = self._bulletin.next_update()
+        if update is not None:
             for child in self._children():
-                child.tell(news)
+                child.send(update)
 
-    async def _all_know(self) -> None:
-        """Wait, for a while, until all children know what holds, and idle workers that drain have left."""
+    async def _wait_applied(self) -> None:
+        """Waits, for a while, until all children have applied all updates, and idle workers that drain have left."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + _KNOW_SECONDS
-        self._tell()
-        while self._known() < self._bulletin.version or self._end_drains():
+        deadline = loop.time() + _APPLY_SECONDS
+        self._send_update()
+        while self._applied_version() < self._bulletin.version or self._end_drains():
             if loop.time() > deadline:
-                logger.warning("Not all processes of the router took in a change within %g s.", _KNOW_SECONDS)
+                logger.warning("Not all processes of the router applied a change within %g s.", _APPLY_SECONDS)
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _known(self) -> int:
-        return min((child.knows for child in self._children() if child.listens), default=self._bulletin.version)
+    def _applied_version(self) -> int:
+        versions = (child.applied_version for child in self._children() if child.listening)
+        return min(versions, default=self._bulletin.version)
 
     # ------------------------------------------------------------------ drains
 
@@ -245,42 +247,42 @@ class Parent(Components):
             await asyncio.sleep(_DRAIN_SECONDS)
 
     def _end_drains(self) -> bool:
-        """Let draining workers leave that have no request in any process; returns whether there were any.
+        """Removes draining workers that have no request in any process; returns whether there were any.
 
-        Only once all children know: until then one might still place a request there.
+        Only once all children have applied the drain: until then one might still place a request there.
         """
-        self._tell()
-        if self._known() < self._bulletin.version:
+        self._send_update()
+        if self._applied_version() < self._bulletin.version:
             return False
         done = [worker for worker in self._registry if worker.draining and not self._rows.load(worker.id)]
         for worker in done:
             worker.load = 0
             self._leave(worker)
-        self._tell()
+        self._send_update()
         return bool(done)
 
     # ------------------------------------------------------------------ sums
 
-    async def count(self) -> None:
-        """Sum up what all children counted until now."""
+    async def collect_counters(self) -> None:
+        """Sums up the counters of all children as of now."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _COUNT_SECONDS
         self._count += 1
         number = self._count
-        asked = [child for child in self._children() if child.listens]
+        asked = [child for child in self._children() if child.listening]
         for child in asked:
-            child.tell(Count(number))
-        while any(child.listens and child.counted < number for child in asked) and loop.time() < deadline:
+            child.send(Count(number))
+        while any(child.listening and child.counted < number for child in asked) and loop.time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
-        self._totals.fill(self.router.metrics, self._places.refused)
-        self._see_loads()
+        self._totals.fill(self.router.metrics, self._admission.refused)
+        self._read_loads()
 
     def _take_counts(self, child: ChildProcess, counted: Counted) -> None:
         child.counted = counted.number
-        self._totals.take(child.index, counted.counts)
+        self._totals.update(child.index, counted.counts)
         self._cached[child.index] = counted.cached_tokens
 
-    def _see_loads(self) -> None:
+    def _read_loads(self) -> None:
         for worker in self._registry:
             worker.load = self._rows.load(worker.id)
             worker.cached_tokens = max((cached[worker.id] for cached in self._cached if worker.id in cached),
@@ -288,13 +290,13 @@ class Parent(Components):
 
     async def _tick(self) -> None:
         while True:
-            await self.count()
-            self._rows.reclaim(self._known())
+            await self.collect_counters()
+            self._rows.reclaim(self._applied_version())
             await asyncio.sleep(1.0)
 
 
-def _of_parent(config: RouterConfig) -> RouterConfig:
-    """The parent traces no requests, and shares no port."""
+def _parent_config(config: RouterConfig) -> RouterConfig:
+    """The configuration of the parent, which traces no requests and shares no port."""
     return dataclasses.replace(
         config, http=dataclasses.replace(config.http, router_workers=1),
         observe=dataclasses.replace(config.observe, enable_trace=False, otlp_traces_endpoint=None))

@@ -1,33 +1,32 @@
-"""Admission over all processes of a router: the same limits, exact, with the counts on the board.
+"""Admission over all processes of a router: the same limits, exact, with the counts in shared memory.
 
-Far from the limit no lock is taken. A child counts its request first and reads the sum then; what it may fail to see
-is one request of each other child that does so in the same instant, so it goes ahead while as many places are left.
+Far from the limit no lock is taken. A child counts its request first and reads the sum then. All that it may fail to
+see is one request of each other child that does so in the same instant, so it continues while that many more may run.
 Else, and where rates or keys have limits, it decides under the lock.
 
-Whoever waits does so in its own process. A place that comes free goes to the first of all that wait, by priority, then
-by arrival: its process is signalled. Where two processes let go at once, the order of equals may be the other one.
+A request waits in its own process. When one ends, the first of all that wait may run, by priority, then by arrival:
+its process is signalled. Where requests of two processes end at once, the order of equals may be the other one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import os
 from collections.abc import Callable, Sequence
 
 from ...common.api.errors import ServingError
-from ..admission.admission import Admission, AdmissionRules, Permit, TtftEstimate, Waiting, _Key
-from .shared_bucket import SharedBucket
+from ..admission.admission import Admission, KeyShare, Permit, TokenBucket, TtftEstimate, Waiting
+from ..config.admission import AdmissionRules
 from .shared_keys import KeyTable
 from .shared_stats import HEAD_PRIORITY, HEAD_SINCE, LEVEL, PACE, TTFT_WAITING, SharedCount, SharedStats
 
-_LOOK_SECONDS = 0.05
-"""How often those that wait look for a place by themselves: a process may die between freeing one and saying so."""
-_MOST_PRIORITY = 2**62
+_POLL_SECONDS = 0.05
+"""Between two looks at the counts while requests wait: a process may die after it ended one, before it signals."""
+_MAX_PRIORITY = 2**62
 
 
-class SharedEstimate(TtftEstimate):
-    """Who waits for a first token anywhere, and the pace that all have seen."""
+class SharedTtftState:
+    """Requests of all processes that wait for their first token, and the pace that all have seen."""
 
     __slots__ = ("_count", "_common")
 
@@ -35,166 +34,177 @@ class SharedEstimate(TtftEstimate):
         self._count = SharedCount([board.cells(other) for other in range(board.count)], child, TTFT_WAITING)
         self._common = board.common
 
-    def _get_waiting(self) -> int:
+    @property
+    def waiting(self) -> int:
         return self._count.value
 
-    def _set_waiting(self, waiting: int) -> None:
+    @waiting.setter
+    def waiting(self, waiting: int) -> None:
         self._count.value = waiting
 
-    def _get_pace(self) -> float:
+    @property
+    def pace(self) -> float:
         return self._common[PACE]
 
-    def _set_pace(self, pace: float) -> None:
+    @pace.setter
+    def pace(self, pace: float) -> None:
         self._common[PACE] = pace
 
-    waiting = property(_get_waiting, _set_waiting)  # type: ignore[assignment]
-    _pace = property(_get_pace, _set_pace)  # type: ignore[assignment]
+
+class SharedAdmissionState:
+    """The numbers of admission over all processes; all but ``head_changed`` needs the lock to be exact."""
+
+    __slots__ = ("ttft", "bucket", "_running", "_queued", "_keys", "_cells")
+
+    def __init__(self, board: SharedStats, child: int, rules: AdmissionRules, now: float):
+        self.ttft = TtftEstimate(SharedTtftState(board, child))
+        self.bucket: TokenBucket | None = None
+        if rules.rate:
+            with board.lock:
+                self.bucket = TokenBucket(rules.rate, now, board.common[LEVEL:LEVEL + 2])
+        self._running = SharedCount(_singles(board.running), child, 0)
+        self._queued = SharedCount(_singles(board.queued), child, 0)
+        self._keys = KeyTable(board, child, rules.rate_per_key)
+        self._cells = board.cells(child)
+
+    @property
+    def running(self) -> int:
+        return self._running.value
+
+    @running.setter
+    def running(self, running: int) -> None:
+        self._running.value = running
+
+    @property
+    def queued(self) -> int:
+        return self._queued.value
+
+    @queued.setter
+    def queued(self, queued: int) -> None:
+        self._queued.value = queued
+
+    def share_of(self, key: bytes, now: float) -> KeyShare | None:
+        return self._keys.find(key, now)
+
+    def head_changed(self, head: Waiting | None) -> None:
+        """Publishes the request of this process that is the first to run."""
+        if head is not None:
+            self._cells[HEAD_PRIORITY], self._cells[HEAD_SINCE] = -head.priority, int(head.since * 1e6)
 
 
-class SharedAdmission(Admission):
-    """One child's part. ``signals`` are the children's event descriptors: writing to one makes it look for a place."""
+class SharedAdmission:
+    """One child's admission. Writing to one of ``signals``, the children's event descriptors, makes that child start
+    what may run."""
 
     def __init__(self, rules: AdmissionRules, loop: asyncio.AbstractEventLoop, board: SharedStats, child: int,
                  signals: Sequence[int]):
+        self.rules = rules
         self._board = board
         self._child = child
-        self._running = SharedCount(_singles(board.running), child, 0)
-        self._queued = SharedCount(_singles(board.queued), child, 0)
-        super().__init__(rules, loop.time)
         self._loop = loop
         self._signals = signals
+        self._admission = Admission(rules, loop.time, state=SharedAdmissionState(board, child, rules, loop.time()),
+                                    on_release=self._release)
+        self.refused = self._admission.refused
+        self.ttft = self._admission.ttft
         self._cells = [board.cells(other) for other in range(board.count)]
-        self._all_running, self._all_queued = board.running, board.queued
+        self._running, self._queued = board.running, board.queued
         self._safe = rules.max_concurrent - (board.count - 1)
-        self._plain = not (rules.rate or rules.per_key or rules.slo_ttft)
-        self._table = KeyTable(board, child, rules.rate_per_key)
-        self.ttft = SharedEstimate(board, child)
-        if rules.rate:
-            with board.lock:
-                self._bucket = SharedBucket(rules.rate, loop.time(), board.common, LEVEL)
+        self._starting = False
         self._timer: asyncio.TimerHandle | None = None
-        loop.add_reader(signals[child], self._signalled)
+        loop.add_reader(signals[child], self._on_signal)
 
-    def _get_running(self) -> int:
-        return self._running.value
+    @property
+    def running(self) -> int:
+        return self._admission.running
 
-    def _set_running(self, running: int) -> None:
-        self._running.value = running
-
-    def _get_queued(self) -> int:
-        return self._queued.value
-
-    def _set_queued(self, queued: int) -> None:
-        self._queued.value = queued
-
-    running = property(_get_running, _set_running)  # type: ignore[assignment]
-    queued = property(_get_queued, _set_queued)  # type: ignore[assignment]
+    @property
+    def queued(self) -> int:
+        return self._admission.queued
 
     def close(self) -> None:
         self._loop.remove_reader(self._signals[self._child])
         if self._timer is not None:
             self._timer.cancel()
 
-    def walk_in(self) -> Permit | None:
-        if self._plain:
-            running = self._all_running
+    def try_acquire(self) -> Permit | None:
+        """Lets a request run where the total alone is limited, and safely far; None: ``acquire`` decides."""
+        immediate = self._admission.immediate
+        if immediate is not None:
+            running = self._running
             running[self._child] += 1
-            if sum(running) <= self._safe and not sum(self._all_queued):
-                return self._common
+            if sum(running) <= self._safe and not sum(self._queued):
+                return immediate
             running[self._child] -= 1
         return None
 
-    def enter(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
-              refuse: Callable[[ServingError], None]) -> Permit | Waiting:
-        ticket = self.walk_in()
+    def acquire(self, key: bytes, streamed: bool, priority: Callable[[], int], start: Callable[[Permit], None],
+                refuse: Callable[[ServingError], None]) -> Permit | Waiting:
+        """``Admission.acquire`` over all processes."""
+        ticket = self.try_acquire()
         if ticket is not None:
             return ticket
         with self._board.lock:
-            found = super().enter(key, streamed, lambda: _bounded(priority()), start, refuse)
-            if isinstance(found, Waiting):
-                self._publish()
-        if isinstance(found, Waiting):  # What seemed to hold the last place may just have been turned away itself.
-            self._loop.call_soon(self._pass_on)
-            self._look_again()
-        return found
+            result = self._admission.acquire(key, streamed, lambda: _bounded(priority()), start, refuse)
+        if isinstance(result, Waiting):  # The request that seemed to be the last to run may have been refused itself.
+            self._loop.call_soon(self._start_waiting)
+            self._poll_later()
+        return result
 
-    def leave(self) -> None:
-        self._all_running[self._child] -= 1
-        if sum(self._all_queued):
-            self._pass_on()
+    def expire(self) -> float | None:
+        return self._admission.expire()
 
     # ------------------------------------------------------------------ inside
 
-    def _full(self) -> bool:
-        """Others that wait go first, even where a place is free this moment."""
-        return super()._full() or (self.rules.max_concurrent > 0 and self.queued > 0)
+    def _release(self) -> None:
+        self._running[self._child] -= 1
+        if sum(self._queued):
+            self._start_waiting()
 
-    def _owner(self, key: bytes, now: float) -> _Key:
-        owner = self._table.find(key, now)
-        if owner is None:
-            raise self._refusal("key", "Too many API keys have requests at once.", 1.0)
-        return owner
-
-    def _unqueue(self, waiting: Waiting) -> None:
-        super()._unqueue(waiting)
-        self._publish()
-
-    def _publish(self) -> None:
-        """Tell who is the first of this process to go."""
-        while self._heap and not self._heap[0][2].queued:
-            heapq.heappop(self._heap)
-        if self._heap:
-            minus_priority, _, waiting = self._heap[0]
-            cells = self._cells[self._child]
-            cells[HEAD_PRIORITY], cells[HEAD_SINCE] = minus_priority, int(waiting.since * 1e6)
-
-    def _first(self) -> int:
-        """The process whose first is the first of all; this one where nobody waits."""
+    def _first_child(self) -> int:
+        """The child whose first waiting request is the first of all; this one where none waits."""
         heads = [(cells[HEAD_PRIORITY], cells[HEAD_SINCE], child) for child, cells in enumerate(self._cells)
-                 if self._all_queued[child]]
+                 if self._queued[child]]
         return min(heads)[2] if heads else self._child
 
-    def _pass_on(self) -> None:
-        """Give free places to those that wait: here, or in the process that is signalled."""
-        if self._starting:  # A request that fails at once ends within start(): the loop goes on.
+    def _start_waiting(self) -> None:
+        """Starts waiting requests while more may run; where another process has the first, it is signalled."""
+        if self._starting:  # A request that fails at once ends within start(): the loop continues.
             return
         self._starting = True
         try:
-            while sum(self._all_queued):
-                child = self._first()
+            while sum(self._queued):
+                child = self._first_child()
                 if child != self._child:
                     os.eventfd_write(self._signals[child], 1)
                     return
-                waiting = self._take()
+                waiting = self._take_first()
                 if waiting is None:
                     return
-                waiting.start(self._common or Permit(self, waiting.key, waiting.place, waiting.since))
+                waiting.start(waiting.ticket)
         finally:
             self._starting = False
 
-    def _take(self) -> Waiting | None:
-        """Move the first that waits here to a free place, if there is one."""
+    def _take_first(self) -> Waiting | None:
+        """Moves the first request that waits here to those that run, where one more may."""
         with self._board.lock:
-            if not self._all_queued[self._child] or sum(self._all_running) >= self.rules.max_concurrent:
+            if not self._queued[self._child] or sum(self._running) >= self.rules.max_concurrent:
                 return None
-            waiting = heapq.heappop(self._heap)[2]
-            self.running += 1
-            self._unqueue(waiting)
-            return waiting
+            return self._admission.take_first()
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         os.eventfd_read(self._signals[self._child])
-        self._pass_on()
+        self._start_waiting()
 
-    def _look_again(self) -> None:
+    def _poll_later(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
+            self._timer = self._loop.call_later(_POLL_SECONDS, self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._timer = None
-        self._pass_on()
-        if self._all_queued[self._child]:
-            self._look_again()
+        self._start_waiting()
+        if self._queued[self._child]:
+            self._poll_later()
 
 
 def _singles(words: memoryview) -> list[memoryview]:
@@ -202,4 +212,4 @@ def _singles(words: memoryview) -> list[memoryview]:
 
 
 def _bounded(priority: int) -> int:
-    return max(-_MOST_PRIORITY, min(priority, _MOST_PRIORITY))
+    return max(-_MAX_PRIORITY, min(priority, _MAX_PRIORITY))

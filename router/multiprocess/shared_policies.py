@@ -2,57 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 
-from ...common.api.kv_events import PromptPages
 from ..policies import Policy
-from ..policies.cache_aware import CacheAware, PrefixMemory
-from ..policies.cache_exact import CacheExact
-from ..policies.manual import Manual
-from ..policies.text_pages import TextPages
+from ..policies.base import Apply, Publish
 from ..workers.models import Group
-from .ring import Apply, RingWriter
-from .shared_stats import TURNS, SharedCount, SharedStats
-
-
-class SharedPrefixes(PrefixMemory):
-    """A prefix memory that tells the other processes what it records, and takes in what they recorded."""
-
-    def __init__(self, ring: RingWriter, kind: int):
-        super().__init__()
-        self._ring = ring
-        self._kind = kind
-
-    def record(self, hashes: list[int], worker_id: int, capacity: int) -> None:
-        super().record(hashes, worker_id, capacity)
-        self._ring.write(self._kind, worker_id, capacity, hashes)
-
-    @property
-    def heard(self) -> Apply:
-        """Called with what another process recorded."""
-        return super().record
-
-
-class SharedTexts(TextPages):
-    """The pages of texts, learnt from answers in any process."""
-
-    def __init__(self, capacity: int, ring: RingWriter, kind: int):
-        super().__init__(capacity)
-        self._ring = ring
-        self._kind = kind
-
-    def learn(self, blocks: list[int], size: int, pages: PromptPages) -> None:
-        super().learn(blocks, size, pages)
-        told = [word for pair in pages.told for word in pair]
-        self._ring.write(self._kind, size, len(blocks), [pages.pages, pages.page_size, *blocks, *told])
-
-    def heard(self, words: list[int], size: int, count: int) -> None:
-        """Another process learnt this."""
-        blocks, told = words[2:2 + count], words[2 + count:]
-        if len(blocks) == count and count and len(told) % 2 == 0 and words[0] > 0:
-            super().learn(blocks, size, PromptPages(words[0], words[1], list(zip(told[::2], told[1::2]))))
+from .ring import RingWriter
+from .shared_stats import COUNTERS, SharedCount, SharedStats
 
 
 class PolicySharing:
@@ -64,44 +22,36 @@ class PolicySharing:
         self._ring = RingWriter(board, child)
 
     def join(self, group: Group, policies: Iterable[Policy]) -> dict[int, Apply]:
-        """Join those of one model; returns what takes in the records of the others' rings, by kind.
-
-        Turns are counted over all processes where there is one model; of several, each process takes its own.
-        """
+        """Joins the policies of one model; returns the functions that apply others' records, by kind."""
         apply: dict[int, Apply] = {}
-        first = _first_kind(group)
         for index, policy in enumerate(dict.fromkeys(policies)):
-            if isinstance(policy, CacheAware):
-                policy.memory = self._prefixes(first, apply)
-            elif isinstance(policy, CacheExact):
-                policy.recent, policy.recent_decode = self._prefixes(first, apply), self._prefixes(first, apply)
-                policy.sent = self._prefixes(first, apply)
-                kind = first + len(apply)
-                policy.texts = texts = SharedTexts(policy.texts.capacity, self._ring, kind)
-                apply[kind] = texts.heard
-            elif isinstance(policy, Manual):
-                kind = first + len(apply)
-                policy.given = partial(self._give, kind)
-                apply[kind] = partial(_given, policy)
-            elif group is None and hasattr(policy, "turns"):
-                cells: Sequence[memoryview] = [self._board.cells(other) for other in range(self._board.count)]
-                policy.turns = SharedCount(cells, self._child, TURNS + index)
+            if hasattr(policy, "replicate"):
+                policy.replicate(_PolicyReplication(self._ring, _first_kind(group), apply,
+                                                    self._counter(index) if group is None else None))
         return apply
 
-    def _give(self, kind: int, key: int, worker_id: int, new: bool) -> None:
-        self._ring.write(kind, worker_id, int(new), (key,))
-
-    def _prefixes(self, first: int, apply: dict[int, Apply]) -> SharedPrefixes:
-        kind = first + len(apply)
-        memory = SharedPrefixes(self._ring, kind)
-        apply[kind] = memory.heard
-        return memory
+    def _counter(self, index: int) -> Iterator[int]:
+        cells = [self._board.cells(other) for other in range(self._board.count)]
+        return SharedCount(cells, self._child, COUNTERS + index)
 
 
-def _given(policy: Manual, words: list[int], worker_id: int, number: int) -> None:
-    """Another process gave a key to a worker."""
-    for key in words[:1]:
-        policy.table.give(key, worker_id, new=bool(number))
+class _PolicyReplication:
+    """One policy's channels: kinds of records in the update feed. Requests are counted over all processes where there
+    is one model; of several models, each process counts for itself."""
+
+    def __init__(self, ring: RingWriter, first_kind: int, apply: dict[int, Apply], counter: Iterator[int] | None):
+        self._ring = ring
+        self._first_kind = first_kind
+        self._apply = apply
+        self._counter = counter
+
+    def channel(self, apply: Apply) -> Publish:
+        kind = self._first_kind + len(self._apply)
+        self._apply[kind] = apply
+        return partial(self._ring.write, kind)
+
+    def counter(self) -> Iterator[int] | None:
+        return self._counter
 
 
 def _first_kind(group: Group) -> int:

@@ -1,7 +1,7 @@
-"""The memory that all processes of a router share: columns of counters, rings, and a lock.
+"""The memory that all processes of a router share: columns of counters, update feeds, and a lock.
 
-A column belongs to one child, the only one that writes it (aligned 8-byte stores, which readers see whole); a sum
-over the columns is what holds for all. When a child dies the parent clears its column.
+A column belongs to one child, the only one that writes it (aligned 8-byte stores, which readers see whole); the sum
+over the columns counts for all. When a child dies the parent clears its column.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
-MOST_WORKERS = 4096
-MOST_KEYS = 16384
-RING_WORDS = 2**17
+MAX_WORKERS = 4096
+MAX_KEYS = 16384
+FEED_WORDS = 2**17
 """1 MiB: the blocks of 8,000 prompts of 4 KB, far more than come between two looks at it."""
 
 # Words of a child's own cells.
-RING_HEAD, TTFT_WAITING, HEAD_PRIORITY, HEAD_SINCE = range(4)
-TURNS = 8
-"""The first of the words that count turns, one for each policy that takes turns."""
+FEED_HEAD, TTFT_WAITING, HEAD_PRIORITY, HEAD_SINCE = range(4)
+COUNTERS = 8
+"""The first of the words that policies count requests in, one for each policy that counts."""
 _CELLS = 16
-# Words of everybody's cells.
+# Words of the cells that all processes write.
 PACE, LEVEL, LEVEL_AT = range(3)
 _COMMON = 16
 
 
 class Lock:
-    """Exclusion between processes that the kernel ends with its holder's life; not for threads."""
+    """Exclusion between processes, which the kernel ends where its owner dies; not for threads."""
 
     def __init__(self, file: int):
         self._file = file
@@ -46,13 +46,13 @@ class SharedStats:
     def __init__(self, file: int, count: int):
         self.file = file
         self.count = count
-        self._parts: dict[str, tuple[int, int]] = {}
+        self._regions: dict[str, tuple[int, int]] = {}
         size = 0
-        for name, words in (("common", _COMMON), ("running", count), ("queued", count), ("digests", MOST_KEYS),
-                            ("key_levels", 2 * MOST_KEYS), ("cells", count * _CELLS), ("loads", count * MOST_WORKERS),
-                            ("suspects", count * MOST_WORKERS),
-                            ("key_running", count * MOST_KEYS), ("rings", count * RING_WORDS)):
-            self._parts[name] = (size, words)
+        for name, words in (("common", _COMMON), ("running", count), ("queued", count), ("digests", MAX_KEYS),
+                            ("key_levels", 2 * MAX_KEYS), ("cells", count * _CELLS), ("loads", count * MAX_WORKERS),
+                            ("suspects", count * MAX_WORKERS),
+                            ("key_running", count * MAX_KEYS), ("feeds", count * FEED_WORDS)):
+            self._regions[name] = (size, words)
             size += words
         if os.fstat(file).st_size == 0:
             os.ftruncate(file, 8 * size)
@@ -78,47 +78,50 @@ class SharedStats:
         return self._column("loads", child)
 
     def suspects(self, child: int) -> memoryview:
-        """Whether the child has a suspect in quarantine on each row's worker."""
+        """1 for each row on whose worker the child has a suspect in quarantine, else 0."""
         return self._column("suspects", child)
 
     def loads_at(self, child: int) -> int:
-        """Where in ``memory`` a child's loads begin, in bytes."""
-        return 8 * (self._parts["loads"][0] + child * MOST_WORKERS)
+        """Offset in ``memory`` at which a child's loads begin, in bytes."""
+        return 8 * (self._regions["loads"][0] + child * MAX_WORKERS)
 
     @property
     def digests_at(self) -> tuple[int, int]:
-        start, words = self._parts["digests"]
+        """Offsets in ``memory`` at which the keys' digests begin and end, in bytes."""
+        start, words = self._regions["digests"]
         return 8 * start, 8 * (start + words)
 
     def key_running(self, child: int) -> memoryview:
+        """Running requests of each row's API key."""
         return self._column("key_running", child)
 
-    def ring(self, child: int) -> memoryview:
-        return self._column("rings", child)
+    def feed(self, child: int) -> memoryview:
+        """The ring buffer of a child's update feed."""
+        return self._column("feeds", child)
 
     def total(self, row: int) -> int:
         """The load of a row's worker, over all children."""
-        start = self._parts["loads"][0] + row
-        return sum(self._words[start + child * MOST_WORKERS] for child in range(self.count))
+        start = self._regions["loads"][0] + row
+        return sum(self._words[start + child * MAX_WORKERS] for child in range(self.count))
 
     def clear(self, child: int) -> None:
-        """Forget what a child held; it must be gone."""
-        head = self.cells(child)[RING_HEAD]
+        """Sets all counts of a child that has died to 0."""
+        head = self.cells(child)[FEED_HEAD]
         for view in (self.cells(child), self.loads(child), self.suspects(child), self.key_running(child)):
             view[:] = memoryview(bytes(8 * len(view))).cast("q")
-        self.cells(child)[RING_HEAD] = head  # The ring goes on: its readers know how far they are.
+        self.cells(child)[FEED_HEAD] = head  # The feed continues: its readers know how far they are.
         self.running[child] = self.queued[child] = 0
 
     def _view(self, name: str) -> memoryview:
-        start, words = self._parts[name]
+        start, words = self._regions[name]
         return self._words[start:start + words]
 
     def _float_view(self, name: str) -> memoryview[float]:
-        start, words = self._parts[name]
+        start, words = self._regions[name]
         return self._floats[start:start + words]
 
     def _column(self, name: str, child: int) -> memoryview:
-        start, words = self._parts[name]
+        start, words = self._regions[name]
         each = words // self.count
         return self._words[start + child * each:start + (child + 1) * each]
 
@@ -126,8 +129,8 @@ class SharedStats:
 class SharedCount:
     """A count over all children: ``value`` is the sum, and ``count.value += 1`` adds to this child's own word.
 
-    Whatever others add between the reading and the writing of such a line is kept. ``next()`` counts one further and
-    returns the sum: turns that go round over all processes.
+    Whatever others add between the reading and the writing of such a line counts too. ``next()`` counts one further and
+    returns the sum: numbers that count up over all processes.
     """
 
     __slots__ = ("_columns", "_own", "_at", "_read")

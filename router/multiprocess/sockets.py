@@ -8,25 +8,26 @@ from ...common.config.addresses import cannot_listen
 
 
 def reserve(host: str, port: int) -> tuple[list[socket.socket], int]:
-    """Sockets that keep a port for this router while children come and go, and the port (chosen where it is 0).
+    """Binds sockets that reserve a port for this router while children come and go; returns them and the port (chosen
+    where it is 0).
 
     They do not listen, so no connection goes to them. Raises ConfigError where another program has the port: with
-    SO_REUSEPORT alone two routers of one user would share it without a word.
+    SO_REUSEPORT alone two routers of one user would share it silently.
     """
-    kept: list[socket.socket] = []
+    reserved: list[socket.socket] = []
     try:
         for family, _, _, _, address in socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM,
                                                            flags=socket.AI_PASSIVE):
             address = (address[0], port, *address[2:])
             if port:
                 _bind(family, address, shared=False).close()
-            kept.append(_bind(family, address, shared=True))
-            port = kept[-1].getsockname()[1]
+            reserved.append(_bind(family, address, shared=True))
+            port = reserved[-1].getsockname()[1]
     except OSError as error:
-        for sock in kept:
+        for sock in reserved:
             sock.close()
         raise cannot_listen(host, port, error) from None
-    return kept, port
+    return reserved, port
 
 
 def _bind(family: int, address: tuple, *, shared: bool) -> socket.socket:

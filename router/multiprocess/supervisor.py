@@ -22,11 +22,11 @@ from .sockets import reserve
 
 logger = logging.getLogger("baton.router")
 
-_LASTING_SECONDS = 5.0
+_STABLE_SECONDS = 5.0
 """A child that lived for longer is replaced at once; one that did not, after a pause that grows."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
-_LATE_SECONDS = 3.0
-"""How long after ``--shutdown-grace-secs`` a child may take to end before it is killed."""
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.2, 10.0
+_KILL_AFTER_SECONDS = 3.0
+"""A child that has not ended this long after ``--shutdown-grace-secs`` is killed."""
 
 
 class Supervisor:
@@ -41,36 +41,37 @@ class Supervisor:
         self._stopping = asyncio.Event()
 
     async def start(self) -> None:
-        """Serve on all processes; raises ConfigError when the address cannot be had, or a process cannot start."""
+        """Serves on all processes; raises ConfigError when the address cannot be had, or a process cannot start."""
         http = self._config.http
-        self._kept, self.port = reserve(http.host, http.port)
+        self._sockets, self.port = reserve(http.host, http.port)
         self._board = SharedStats.create(self._count)
         self._signals = tuple(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(self._count))
         self._parent = Parent(self._config, self._board, lambda: [*self._children.values()])
         await self._parent.start()
-        self._keepers = [asyncio.get_running_loop().create_task(self._keep(index)) for index in range(self._count)]
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._keep_running(index)) for index in range(self._count)]
         first = await asyncio.gather(*map(self._first, range(self._count)))
-        failed = [child for child in first if not child.listens]
+        failed = [child for child in first if not child.listening]
         if failed:
             await self.stop()
             raise ConfigError(next((child.refusal for child in failed if child.refusal),
-                                   "A process of the router ended as it started; what it wrote tells why."))
+                                   "A process of the router ended as it started; its log says why."))
 
     @property
     def registry(self) -> Registry:
         return self._parent.router.registry
 
     async def stop(self) -> None:
-        """End all processes, each as a single one would; returns when all are gone."""
+        """Ends all processes, each as a single one would; returns when all are gone."""
         self._stopping.set()
         for child in self._children.values():
-            child.tell(End())
-        await asyncio.wait(self._keepers, timeout=self._config.http.shutdown_grace_secs + _LATE_SECONDS)
+            child.send(End())
+        await asyncio.wait(self._tasks, timeout=self._config.http.shutdown_grace_secs + _KILL_AFTER_SECONDS)
         for child in self._children.values():
             child.kill()
-        await asyncio.wait(self._keepers)
+        await asyncio.wait(self._tasks)
         await self._parent.stop()
-        for sock in self._kept:
+        for sock in self._sockets:
             sock.close()
 
     async def _first(self, index: int) -> ChildProcess:
@@ -81,45 +82,45 @@ class Supervisor:
         await child.ready.wait()
         return child
 
-    async def _keep(self, index: int) -> None:
-        """Have a child run, and another one when it ends, until the router stops."""
+    async def _keep_running(self, index: int) -> None:
+        """Runs a child, and another one when it ends, until the router stops."""
         loop = asyncio.get_running_loop()
-        pause = _FIRST_PAUSE
+        pause = _MIN_PAUSE_SECONDS
         while not self._stopping.is_set():
             begun = loop.time()
-            end = await self._run(index)
+            outcome = await self._run(index)
             if self._stopping.is_set():
                 return
-            logger.error("Process %d of the router %s; another one starts.", index, end)
-            if loop.time() - begun > _LASTING_SECONDS:
-                pause = _FIRST_PAUSE
+            logger.error("Process %d of the router %s; another one starts.", index, outcome)
+            if loop.time() - begun > _STABLE_SECONDS:
+                pause = _MIN_PAUSE_SECONDS
                 continue
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     async def _run(self, index: int) -> str:
-        """Have a child run until it ends; returns what to say of its end."""
-        child = self._children[index] = ChildProcess(index, self._parent.received)
+        """Runs a child until it ends; returns the log's words for its end."""
+        child = self._children[index] = ChildProcess(index, self._parent.on_message)
         try:
             await child.start((self._board.file, *self._signals), lambda: self._begin(index))
         except OSError as error:  # No more processes or descriptors may be had.
             child.ready.set()
             return f"could not start ({error.strerror})"
         if self._stopping.is_set():
-            child.tell(End())
+            child.send(End())
         status = await child.ended()
-        self._parent.ended(index)
-        for signal in self._signals:  # Its places are free.
+        self._parent.on_child_ended(index)
+        for signal in self._signals:  # Its requests have ended: others may run.
             os.eventfd_write(signal, 1)
         return f"(pid {child.pid}) ended with status {status}"
 
     def _begin(self, index: int) -> Begin:
-        return Begin(self._of_child(), index, self._count, self._board.file, self._signals, self._parent.everything(),
+        return Begin(self._child_config(), index, self._count, self._board.file, self._signals, self._parent.snapshot(),
                      self._parent.deaths())
 
-    def _of_child(self) -> RouterConfig:
-        """Workers, discovery and metrics' own port are the parent's."""
+    def _child_config(self) -> RouterConfig:
+        """The configuration of a child: workers, discovery and metrics' own port are the parent's."""
         config = self._config
         return dataclasses.replace(
             config, http=dataclasses.replace(config.http, port=self.port),
@@ -129,7 +130,7 @@ class Supervisor:
 
 
 async def serve(config: RouterConfig, *, ready: Callable[[Supervisor], None], stop: asyncio.Event) -> None:
-    """Run a router of several processes until ``stop`` is set; ``ready`` is called once all of them accept."""
+    """Runs a router of several processes until ``stop`` is set; ``ready`` is called once all of them accept."""
     supervisor = Supervisor(config)
     await supervisor.start()
     try:

@@ -1,4 +1,4 @@
-"""Who may do what: API keys of clients and administrators, and pages of other origins (CORS)."""
+"""Authorization: API keys of clients and administrators, and pages of other origins (CORS)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .responses import Response
 
 
 class ApiKeys:
-    """The keys that open the router; compared by their digests, whose equality tells nothing about a near miss.
+    """The API keys, compared by their digests, so that the time of a comparison says nothing about a near miss.
 
-    An admin key opens everything. Client keys never open what changes workers: who may add one would be sent the
-    prompts of all others. Without client keys everyone is a client.
+    An admin key authorizes everything. Client keys never authorize changes of workers: a client that may add one would
+    be sent the prompts of all others. Without client keys everyone is a client.
     """
 
     def __init__(self, clients: Iterable[str], admins: Iterable[str]):
-        of_admins = frozenset(map(_digest, admins))
-        of_clients = frozenset(map(_digest, clients))
-        self._all = of_clients | of_admins
-        self._admins = of_admins
-        self._has_clients = bool(of_clients)
+        admin_digests = frozenset(map(_digest, admins))
+        client_digests = frozenset(map(_digest, clients))
+        self._all = client_digests | admin_digests
+        self._admins = admin_digests
+        self._has_clients = bool(client_digests)
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
     def check(self, request: Request, *, admin: bool) -> None:
-        """Raises Unauthorized when the request's key does not open what it asks for. A key that the router knows goes
-        no further: workers are shown theirs."""
+        """Raises Unauthorized if the request's key does not authorize it. A key that the router knows is removed, as
+        workers get their own."""
         scheme, _, key = request.authorization.partition(b" ")
         digest = sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b""
         if digest in self._all:
@@ -55,20 +55,20 @@ _GRANTS = re.compile(rb"\r\naccess-control-[^\r\n]*", re.IGNORECASE)
 
 
 class Cors:
-    """Grants to pages of allowed origins. It alone decides: what workers grant is taken out of their answers."""
+    """CORS headers for pages of allowed origins. The router alone decides: those of workers are removed."""
 
     def __init__(self, origins: Iterable[str]):
         self._origins = frozenset(origin.rstrip("/").encode() for origin in origins)
 
     def grant(self, origin: bytes) -> bytes:
-        """Header lines of the answer to a request from ``origin`` (empty: from no page)."""
+        """Header lines of the response to a request from ``origin`` (empty: from no page)."""
         if not origin or not (b"*" in self._origins or origin in self._origins):
             return b"vary: Origin\r\n"
         return (b"vary: Origin\r\naccess-control-allow-origin: %b\r\n"
                 b"access-control-expose-headers: x-request-id\r\n" % origin)
 
     def preflight(self, request: Request) -> Response:
-        """The answer to a browser that asks before it sends; raises NotFound for origins that are not allowed."""
+        """The response to a browser's preflight request; raises NotFound for origins that are not allowed."""
         if b"access-control-allow-origin" not in request.reply_headers:
             raise NotFound("This origin is not among --cors-allowed-origins.")
         names = request.header(b"access-control-request-headers")
@@ -78,5 +78,5 @@ class Cors:
 
 
 def without_grants(head: bytes) -> bytes:
-    """An answer's head without the CORS headers of the worker."""
+    """A response's head without the worker's CORS headers."""
     return _GRANTS.sub(b"", head)

@@ -1,8 +1,8 @@
-"""Looking into a request body without taking it apart, and splicing fields into it.
+"""Partial decoding of a request body, and splicing of fields into its bytes.
 
-A body is decoded once, and only to read what a decision needs; the bytes that reach a worker are
-the client's own. Re-serializing would change what we do not know: number formats, key order,
-duplicate keys, fields of tomorrow.
+A body is decoded once, and only the fields that a decision needs; the bytes that reach a worker are
+the client's own. Re-serializing would change what the router does not know: number formats, key order,
+duplicate keys, future fields.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ...common.api.unreadable import UNREADABLE
 _ABSENT = msgspec.Raw()
 _TRUE = msgspec.Raw(b"true")
 ROUTED_BYTES = 2**20
-"""Bytes of a prompt that routing looks at, some 200,000 tokens: reading and hashing them takes a millisecond."""
+"""Bytes of a prompt that routing reads, some 200,000 tokens: reading and hashing them takes a millisecond."""
 COPIED_BYTES = 64 * 1024
-"""Larger bodies are sent in parts instead of being copied."""
+"""The largest body that is copied to add fields; larger ones are sent in parts."""
 _CLOSING = re.compile(rb"[ \t\r\n]*\}")
 _ROOM_BITS = 63  # SGLang keeps a room in a signed 64-bit integer.
 
 
 class LargeBody(msgspec.Struct, gc=False):
-    """A body with fields added after its opening brace, which is not copied: both halves of a request send its bytes.
+    """A body with fields added after its opening brace, which is not copied: both calls of a pair send its bytes.
 
     ``added`` ends in a comma unless the client's object was empty.
     """
 
     whole: bytes
     start: int
-    """Where the object's first member begins."""
+    """The offset of the object's first member."""
     added: bytes
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class LargeBody(msgspec.Struct, gc=False):
 
 
 Body = bytes | LargeBody
-"""A body as it is sent: the client's own, or one with fields added."""
+"""A body as it is sent: the client's own bytes, or a body with fields added."""
 
 
 class Peek(msgspec.Struct, gc=False):
@@ -67,10 +67,10 @@ class Peek(msgspec.Struct, gc=False):
 
     @property
     def routing_text(self) -> bytes:
-        """What the prompt begins with, as the client wrote it: for a chat the whole conversation.
+        """The beginning of the prompt, as the client wrote it: for a chat, the whole conversation.
 
-        Later turns of a conversation extend these bytes, so their prefixes compare equal. Of a very long prompt it is
-        the first ROUTED_BYTES: looking at more would hold up all other requests.
+        Later turns of a conversation extend these bytes, so their prefixes compare equal. A very long prompt is cut at
+        ROUTED_BYTES: reading more would delay all other requests.
         """
         raw = self.messages or self.text or self.prompt or self.input_ids or self.input
         if len(raw) > ROUTED_BYTES:
@@ -79,7 +79,7 @@ class Peek(msgspec.Struct, gc=False):
 
     @property
     def batch_size(self) -> int | None:
-        """How many prompts a batch holds; None for one prompt that is not in a batch.
+        """The number of prompts in a batch; None for one prompt that is not in a batch.
 
         ``["a", "b"]`` and ``[[1, 2], [3]]`` are batches, ``"a"`` and ``[1, 2]`` are not.
         """
@@ -90,7 +90,7 @@ class Peek(msgspec.Struct, gc=False):
 
     @property
     def model_name(self) -> str:
-        """The model that is asked for; "" where none is, or what is no name."""
+        """The requested model; "" if there is none, or if it is no string."""
         if not self.model:
             return ""
         try:
@@ -104,7 +104,7 @@ class Peek(msgspec.Struct, gc=False):
 
     @property
     def is_plain_chat(self) -> bool:
-        """Whether it is one prompt, in messages, that nobody has sent to a pair yet."""
+        """True if it is one prompt, in messages, without bootstrap fields of its own."""
         return bool(self.messages) and not (
             self.text or self.prompt or self.input_ids
             or self.bootstrap_room or self.bootstrap_host or self.bootstrap_port)
@@ -122,7 +122,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def _batch(raw: msgspec.Raw) -> int | None:
-    """Length of a JSON list of strings or of lists; None for all else."""
+    """Length of a JSON list of strings or of lists; None for anything else."""
     view = bytes(memoryview(raw)[:64])
     if not view.startswith(b"[") or view[1:].lstrip()[:1] not in (b'"', b"[", b""):
         return None
@@ -134,7 +134,7 @@ def _batch(raw: msgspec.Raw) -> int | None:
 
 
 def peek(body: bytes) -> Peek | None:
-    """Read a body; None when it is not a JSON object."""
+    """Decode a body's routing fields; None if it is not a JSON object."""
     try:
         return _decode_peek(body)
     except UNREADABLE:
@@ -142,15 +142,15 @@ def peek(body: bytes) -> Peek | None:
 
 
 def require_object(body: bytes) -> Peek:
-    """Read a body that has to be a JSON object; raises InvalidRequest."""
+    """Decode the routing fields of a body that has to be a JSON object; raises InvalidRequest."""
     found = peek(body)
-    if found is None or (found.has_bootstrap and not _is_readable(body)):
+    if found is None or (found.has_bootstrap and not _is_decodable(body)):
         raise InvalidRequest("The request body must be a JSON object.")
     return found
 
 
-def _is_readable(body: bytes) -> bool:
-    """Whether ``splice`` can replace fields: only then are all names decoded, and they may be no UTF-8."""
+def _is_decodable(body: bytes) -> bool:
+    """True if ``splice`` can replace fields, for which all names are decoded; they may not be UTF-8."""
     try:
         _decode_fields(body)
     except UNREADABLE:
@@ -159,7 +159,7 @@ def _is_readable(body: bytes) -> bool:
 
 
 def with_model(body: bytes, name: str) -> bytes:
-    """The body for another model's name, all else as it is; one whose names cannot be read stays the same."""
+    """The body with another model's name, all else as it is; one whose names cannot be decoded stays the same."""
     try:
         fields = _decode_fields(body)
     except UNREADABLE:
@@ -168,7 +168,7 @@ def with_model(body: bytes, name: str) -> bytes:
 
 
 def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int | None) -> dict[str, Any]:
-    """SGLang's fields that join the two halves of a request: one room, or one a prompt of a batch."""
+    """SGLang's fields that join the two calls of a pair: one bootstrap room, or one for each prompt of a batch."""
     if batch_size is None:
         return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rng.getrandbits(_ROOM_BITS)}
     return {
@@ -178,29 +178,29 @@ def bootstrap_fields(host: str, port: int | None, rng: Random, batch_size: int |
     }
 
 
-def with_bootstrap(body: bytes, found: Peek, host: str, port: int | None, rng: Random) -> Body:
-    """A body for both halves of a request, with fields that join them."""
-    if found.is_plain_chat:
+def with_bootstrap(body: bytes, fields: Peek, host: str, port: int | None, rng: Random) -> Body:
+    """The body of both calls of a pair, with the fields that join them."""
+    if fields.is_plain_chat:
         start, room = body.index(b"{") + 1, rng.getrandbits(_ROOM_BITS)
         if len(body) <= COPIED_BYTES:
             return b"%b%b%d,%b" % (body[:start], _address(host, port), room, body[start:])
         return LargeBody(body, start, b"%b%d," % (_address(host, port), room))
-    return splice(body, found, bootstrap_fields(host, port, rng, found.batch_size))
+    return splice(body, fields, bootstrap_fields(host, port, rng, fields.batch_size))
 
 
-def with_previous_room(body: Body, before: Body) -> Body:
-    """The prefill half's body with the room, or rooms, of ``before``, the body of the same half of the attempt before:
-    what a prefill server of ours computed then, it need not compute again."""
-    found = peek(b"{%b}" % before.added.rstrip(b",") if isinstance(before, LargeBody) else before)
-    if found is None or not found.bootstrap_room:
+def with_previous_room(body: Body, previous: Body) -> Body:
+    """The prefill call's body with the bootstrap rooms of ``previous``, the body of the attempt before: one of our
+    prefill servers need not compute again what it computed for that."""
+    fields = peek(b"{%b}" % previous.added.rstrip(b",") if isinstance(previous, LargeBody) else previous)
+    if fields is None or not fields.bootstrap_room:
         return body
-    return with_members(body, b'"bootstrap_previous_room":%b' % bytes(found.bootstrap_room), empty=False)
+    return with_members(body, b'"bootstrap_previous_room":%b' % bytes(fields.bootstrap_room), empty=False)
 
 
 def with_members(body: Body, members: bytes, *, empty: bool | None = None) -> Body:
     """A JSON object with ``members`` (``"name":value``, commas between) before its own, which stay byte for byte.
 
-    ``empty``: whether it has none of its own; None: to be looked up.
+    ``empty``: True if it has no member of its own; None if unknown.
     """
     if isinstance(body, LargeBody):
         return LargeBody(body.whole, body.start, b"%b,%b" % (members, body.added))
@@ -214,16 +214,16 @@ def with_members(body: Body, members: bytes, *, empty: bool | None = None) -> Bo
 
 @lru_cache(maxsize=1024)
 def _address(host: str, port: int | None) -> bytes:
-    """All that comes before the room."""
+    """The bootstrap fields up to the room's value."""
     return b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (_encode(host), _encode(port))
 
 
-def splice(body: bytes, found: Peek, fields: dict[str, Any]) -> Body:
+def splice(body: bytes, known: Peek, fields: dict[str, Any]) -> Body:
     """Add ``fields`` to a JSON object, right after its opening brace; all else stays as it is.
 
-    A body that already carries some of them gets ours instead, its other values byte for byte: two
-    equal keys would leave the choice to each worker's parser, and the halves could part.
+    Bootstrap fields that the body already has are replaced, its other values stay byte for byte: with two equal keys
+    the choice would be up to each worker's parser, and the two workers could choose differently.
     """
-    if found.has_bootstrap:
+    if known.has_bootstrap:
         return msgspec.json.encode({**_decode_fields(body), **fields})
     return with_members(body, msgspec.json.encode(fields)[1:-1])

@@ -1,8 +1,8 @@
-"""How long clients may take: their limits, and a timer wheel that looks at connections when they are due, not before.
+"""Time limits of clients, and a timer wheel that checks connections when their deadline comes, not before.
 
-A connection stands in one slot of the wheel. Most that happens to it moves its deadline away, and is not told: it is
-found out when the old one comes. So thousands of idle connections cost a look each in --keep-alive-secs, and a request
-costs none.
+A connection is in one slot of the wheel. Almost everything that happens to it postpones its deadline, without a call of
+the wheel: the new deadline is computed when the old one comes. So thousands of idle connections cost a check each in
+--keep-alive-secs, and a request costs none.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Protocol
 from ..config.http import HttpArgs
 
 BODY_BYTES_PER_SECOND = 16 * 1024
-"""A body that arrives more slowly, all in all, is given up; one of 32 MiB may take 34 minutes."""
+"""The lowest average rate at which a body may arrive; one of 32 MiB may take 34 minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ClientLimits:
-    """Seconds; infinite where there is no limit."""
+    """Time limits in seconds; infinite if there is no limit."""
 
     header: float = math.inf
     body: float = math.inf
-    """And one more for each BODY_BYTES_PER_SECOND that have come."""
+    """One second is added for each BODY_BYTES_PER_SECOND that have come."""
     idle: float = math.inf
     unread: float = math.inf
 
@@ -36,17 +36,17 @@ class ClientLimits:
 
     @property
     def tick(self) -> float:
-        """How exactly they are kept."""
+        """Seconds by which a limit may be exceeded."""
         return min(1.0, self.header / 4, self.body / 4, self.idle / 4, self.unread / 4)
 
 
 class Watched(Protocol):
-    """``slot`` is the wheel's; 0 at first."""
+    """An object with a deadline. ``slot`` belongs to the wheel; 0 at first."""
 
     slot: int
 
-    def look(self, now: float) -> float:
-        """End what is overdue; returns in how many seconds to look again (infinite: not before ``watch`` is called)."""
+    def check_deadline(self, now: float) -> float:
+        """End what is overdue; returns the seconds until the next check (infinite: not before ``watch`` is called)."""
 
 
 class Deadlines:
@@ -61,7 +61,7 @@ class Deadlines:
         self._next = int(self.now / self._tick) + 1
 
     def watch(self, item: Watched, seconds: float) -> None:
-        """Look at ``item`` in so many seconds at the latest."""
+        """Check ``item`` within ``seconds``."""
         if seconds == math.inf:
             return
         slot = max(self._next, math.ceil((self.now + seconds) / self._tick) + 1)
@@ -78,7 +78,7 @@ class Deadlines:
             item.slot = 0
 
     def advance(self) -> None:
-        """Look at all that is due by now."""
+        """Check everything that is due by now."""
         self.now = now = self._loop.time()
         last = int(now / self._tick)
         while self._next <= last:
@@ -87,4 +87,4 @@ class Deadlines:
             for item in due:
                 item.slot = 0
             for item in due:
-                self.watch(item, item.look(now))
+                self.watch(item, item.check_deadline(now))

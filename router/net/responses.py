@@ -1,4 +1,4 @@
-"""Answers of the router's own, as bytes."""
+"""The router's own HTTP responses, as bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus} | {499: "Clien
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """A complete answer; ``headers`` are further ones beside the content's and the request id's."""
+    """A complete response; ``headers`` are added to those of the content and the request id."""
 
     status: int
     body: bytes = b""
@@ -35,25 +35,25 @@ class Response:
 
     @classmethod
     def error(cls, error: ServingError, path: bytes = b"") -> Response:
-        """OpenAI's error object, and Anthropic's where ``path`` is of its API; with Retry-After where it is known."""
+        """A response with OpenAI's error object, or Anthropic's for its ``path``; with Retry-After if known."""
         headers = (("retry-after", str(max(1, round(error.retry_after)))),) if error.retry_after is not None else ()
-        told = error_body(error) if path.startswith(_ANTHROPIC) else error.to_openai()
-        return cls(error.status, msgspec.json.encode(told), headers=headers)
+        body = error_body(error) if path.startswith(_ANTHROPIC) else error.to_openai()
+        return cls(error.status, msgspec.json.encode(body), headers=headers)
 
     def encode(self, request_id: bytes, *, head_only: bool = False, close: bool = False,
-               more: bytes = b"") -> bytes:
-        """The answer's bytes; ``more`` are further header lines."""
+               header_lines: bytes = b"") -> bytes:
+        """The response's bytes; ``header_lines`` are added."""
         lines = [f"HTTP/1.1 {self.status} {_REASONS.get(self.status, 'Unknown')}", f"content-type: {self.content_type}",
                  f"content-length: {len(self.body)}", "x-request-id: " + request_id.decode("latin-1"),
                  *(f"{name}: {value}" for name, value in self.headers)]
         if close:
             lines.append("connection: close")
-        head = ("\r\n".join(lines) + "\r\n").encode("latin-1") + more + b"\r\n"
+        head = ("\r\n".join(lines) + "\r\n").encode("latin-1") + header_lines + b"\r\n"
         return head if head_only else head + self.body
 
 
 class HeadersTooLarge(ServingError):
-    """More header bytes than a request of ours ever needs."""
+    """The request's head, or its trailers, exceed the limit."""
 
     status = 431
     type = "invalid_request_error"
@@ -61,13 +61,15 @@ class HeadersTooLarge(ServingError):
 
 
 class MethodNotAllowed(ServingError):
+    """The path does not take the request's method."""
+
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
 
 
 def check_method(request: Request, methods: Sequence[bytes]) -> None:
-    """Raises MethodNotAllowed."""
+    """Raises MethodNotAllowed unless the request's method is one of ``methods``."""
     if request.method not in methods:
         allowed = ", ".join(method.decode() for method in methods)
         raise MethodNotAllowed(f"{request.path.decode('latin-1')} takes {allowed}, not {request.method.decode()}.")
@@ -81,8 +83,8 @@ class SlowRequest(ServingError):
     code = "request_timeout"
 
 
-def said(body: bytes) -> str:
-    """The sentence of a worker's error, or the beginning of what it answered instead."""
+def error_message(body: bytes) -> str:
+    """The message of a worker's error, or the beginning of the body if it has none."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (*UNREADABLE, KeyError, TypeError):
@@ -90,11 +92,11 @@ def said(body: bytes) -> str:
 
 
 def error_event(error: ServingError, path: bytes) -> bytes:
-    """A server-sent event that tells a streaming client why its stream ends, in the form of the API that it speaks."""
+    """A server-sent event that ends a stream with an error, in the form of the request's API."""
     if path.startswith(_ANTHROPIC):
-        told: Any = error_body(error)
+        body: Any = error_body(error)
     elif path == b"/v1/responses":
-        told = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        body = {"type": "error", "code": error.code, "message": error.message, "param": None}
     else:
         return b"data: " + msgspec.json.encode(error.to_openai()) + b"\n\n"
-    return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
+    return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"

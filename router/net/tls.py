@@ -1,4 +1,4 @@
-"""TLS contexts: the one clients meet, and the one https:// workers meet."""
+"""TLS contexts for clients' connections and for those to https:// workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config.security import SecurityArgs
 
 
 def server_context(args: SecurityArgs) -> ssl.SSLContext | None:
-    """For --ssl-certfile; None without. Raises ConfigError for files that cannot be used."""
+    """The context of --ssl-certfile, or None; raises ConfigError for files that cannot be used."""
     if args.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -20,7 +20,7 @@ def server_context(args: SecurityArgs) -> ssl.SSLContext | None:
 
 
 def worker_context(args: SecurityArgs) -> ssl.SSLContext:
-    """For https:// workers: the system's authorities, or those of --worker-ca-file instead."""
+    """The context for https:// workers, with the system's authorities or those of --worker-ca-file instead."""
     context = ssl.create_default_context()
     if args.worker_ca_file:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,15 +1,15 @@
-"""A connection to a worker: raw, and read only as far as framing needs.
+"""A connection to a worker: raw, and parsed only as far as framing needs.
 
-An answer's bytes reach the sink as they came; nothing is decoded or rebuilt. Of an answer with a known head
-(``KnownHeads``) the bytes are counted; llhttp runs over all others to learn where head and message end.
+A response's bytes reach the sink as they came; nothing is decoded or rebuilt. The bytes of a response with a known head
+(``KnownHeads``) are counted; llhttp parses all others to find where head and message end.
 
 Contract with the sink (``Sink``): after ``UpstreamPool.send`` returned (never before), zero or one
 ``answer_head``, then any number of ``answer_data``, then exactly one of ``answer_end`` and
-``answer_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the answer told
+``answer_lost``. After ``Call.cancel`` nothing comes any more. ``reusable`` is False when the response told
 its reader to close the connection, or ended with it.
 
-An answer of up to ``BUFFERED_BYTES`` that is no stream reaches the sink whole, in its ``answer_head``, or not at all:
-one that breaks off half-way is as good as none, and can be asked of another worker.
+A response of up to ``MAX_BUFFERED_BYTES`` that is no stream reaches the sink complete, in its ``answer_head``, or not
+at all: one that breaks off in the middle is as good as none, and can be requested of another worker.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .heads import KnownHead, KnownHeads
 from .outbox import Bytes, Outbox
 from .upstream_answer import ENGINE_DEAD, AnswerFacts, AnswerHead, Failure, Sink, engine_died
 
-_MAX_HEAD = 128 * 1024
-BUFFERED_BYTES = 1024 * 1024
-"""Longest answer, head included, that is held until it is whole. A chat answer has some 5 bytes a token, with five
-log-probabilities each 600; a router with 1,000 such answers half-way here lends them 1 GiB."""
+_MAX_HEAD_BYTES = 128 * 1024
+MAX_BUFFERED_BYTES = 1024 * 1024
+"""The longest response, head included, that is buffered until it is complete. A chat response has some 5 bytes a token,
+with five log-probabilities each 600; 1,000 incomplete responses of this size take 1 GiB of a router."""
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
 
 
-def _comes_whole(head: AnswerHead) -> bool:
-    """Whether an answer's body is to be held until its end: it is no stream, and announces no more than we hold.
+def _is_buffered(head: AnswerHead) -> bool:
+    """True if a response is to be buffered until its end: it is no stream, and announces no more than the limit.
 
-    Of chunked ones only JSON: anything else may be a stream in a form that we do not know.
+    Of chunked responses only JSON is: anything else may be a stream of an unknown form.
     """
     facts = head.facts
     if facts.event_stream or not facts.delimited:
@@ -44,24 +44,24 @@ def _comes_whole(head: AnswerHead) -> bool:
     if facts.chunked:
         return facts.json
     found = _LENGTH.search(head.data, 0, head.size)
-    return found is not None and head.size + int(found[1]) <= BUFFERED_BYTES
+    return found is not None and head.size + int(found[1]) <= MAX_BUFFERED_BYTES
 
 
 class Home(Protocol):
-    """What a connection needs of those that it stands among."""
+    """The pool of a connection, as the connection needs it."""
 
     url: str
-    known: KnownHeads[AnswerFacts]
+    known_heads: KnownHeads[AnswerFacts]
     connections: set[UpstreamConnection]
-    heard: Callable[[], None] | None
+    on_data: Callable[[], None] | None
     """Called whenever data arrives."""
     outbox: Outbox
 
     def park(self, connection: UpstreamConnection) -> None:
-        """It idles, and may carry another call."""
+        """Take an idle connection back, to carry another call."""
 
     def unpark(self, connection: UpstreamConnection) -> None:
-        """It carries no call any more."""
+        """Let a connection carry no call any more."""
 
     def connect(self, call: Call) -> None:
         """Carry a call on a new connection."""
@@ -73,21 +73,21 @@ class Call(msgspec.Struct, eq=False):
     pool: Home
     sink: Sink | None
     head: bytes
-    """And with it the body, unless that is large."""
+    """The head, and with it the body, unless that is large."""
     body: tuple[Bytes, ...]
-    """The parts of a large one."""
+    """The parts of a large body."""
     bodiless: bool
-    """The answer to a HEAD request ends with its head, whatever Content-Length says."""
+    """True for a HEAD request: its response ends with the head, whatever Content-Length says."""
     resend: bool
-    """Whether to send again, on a new connection, what met a stale idle one; else the call is lost as "stale"."""
+    """True: after a stale idle connection, the call is sent again on a new one; else it is lost as "stale"."""
     connection: UpstreamConnection | None = None
     connecting: asyncio.Task[None] | None = None
     paused: bool = False
     stale: bool = False
-    """Whether a connection that had idled was lost under it: is the worker still there?"""
+    """True if the call was sent on an idle connection that was lost at once; the worker may be there or not."""
 
     def cancel(self) -> None:
-        """Drop the call: the worker sees its connection close, the sink hears nothing more. Idempotent."""
+        """Drop the call: the worker sees its connection close, the sink gets nothing more. Idempotent."""
         self.sink = None
         if self.connecting is not None:
             self.connecting.cancel()
@@ -97,7 +97,7 @@ class Call(msgspec.Struct, eq=False):
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the answer so far ends where one more event may follow; nothing can be read of it afterwards."""
+        """True if the response so far ends where one more event may follow. No more of it can be read afterwards."""
         return self.connection is not None and self.connection.at_boundary()
 
     def pause(self) -> None:
@@ -113,7 +113,7 @@ class Call(msgspec.Struct, eq=False):
             return
         self.paused = False
         if self.connection is not None:
-            self.connection.heard = True
+            self.connection.active = True
             self.connection.transport.resume_reading()
 
     def ended(self, reusable: bool) -> None:
@@ -131,8 +131,8 @@ class UpstreamConnection(asyncio.Protocol):
     """One keep-alive connection to a worker; carries one call at a time."""
 
     __slots__ = ("_pool", "_parser", "_pending", "_head", "_head_complete", "_missing", "_done", "_keep_alive",
-                 "_buffered", "_buffered_size", "transport", "call", "reused", "heard", "silent_since",
-                 "idle_since", "_last")
+                 "_buffered", "_buffered_size", "transport", "call", "reused", "active", "silent_since",
+                 "idle_since", "_last_head")
 
     transport: asyncio.Transport
 
@@ -143,22 +143,22 @@ class UpstreamConnection(asyncio.Protocol):
         self._head: AnswerHead | None = None
         self._head_complete = self._done = self._keep_alive = False
         self._buffered: list[bytes] | None = None
-        """The pieces so far of an answer that its sink is given whole."""
+        """The chunks so far of a response that is buffered."""
         self._buffered_size = 0
         self._missing = 0
-        """Bytes to come of an answer with a known head; the parser sees nothing of it."""
+        """Bytes to come of a response with a known head, which the parser does not see."""
         self.call: Call | None = None
         self.reused = False
-        self.heard = True
-        """Whether anything came, or was sent, since the last sweep: cheaper than a time noted with each piece."""
+        self.active = True
+        """True if anything came, or was sent, since the last sweep: cheaper than a time noted with each chunk."""
         self.silent_since = self.idle_since = 0.0
-        self._last: KnownHead[AnswerFacts] | None = None
+        self._last_head: KnownHead[AnswerFacts] | None = None
 
     def carry(self, call: Call) -> None:
-        """Send a call's request and deliver its answer."""
+        """Send a call's request and deliver its response."""
         self.call = call
         call.connection = self
-        self.heard = True
+        self.active = True
         if call.paused:
             self.transport.pause_reading()
         if call.body:
@@ -167,17 +167,17 @@ class UpstreamConnection(asyncio.Protocol):
             self._pool.outbox.put(self.transport, call.head)
 
     @property
-    def answering(self) -> bool:
-        """Whether an answer has begun."""
+    def has_response(self) -> bool:
+        """True once a response has begun."""
         return self._head is not None
 
     def abandon(self) -> None:
-        """Cut the connection; a worker notices at its next read or write."""
+        """Abort the connection; a worker notices at its next read or write."""
         self._detach()
         self.transport.abort()
 
     def fail(self, failure: Failure) -> None:
-        """End the call with a failure and cut the connection."""
+        """Fail the call and abort the connection."""
         call = self.call
         self.abandon()
         if call is not None:
@@ -191,8 +191,8 @@ class UpstreamConnection(asyncio.Protocol):
     # ------------------------------------------------------------------ callbacks of the parser
 
     def on_message_begin(self) -> None:
-        if self._done:  # A second answer to one request would be relayed as part of the first.
-            raise ValueError("more than one answer")
+        if self._done:  # A second response to one request would be relayed as part of the first.
+            raise ValueError("more than one response")
 
     def on_headers_complete(self) -> None:
         self._head_complete = True
@@ -208,23 +208,23 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if (heard := self._pool.heard) is not None:
-            heard()
+        if (on_data := self._pool.on_data) is not None:
+            on_data()
         call = self.call
-        if call is None:  # A worker that talks unasked: nothing it says belongs to a request.
+        if call is None:  # A worker that sends unasked: nothing of it belongs to a request.
             self.transport.abort()
             return
-        self.heard = True
+        self.active = True
         if self._head is None:
             if not self._pending and not call.bodiless and (
-                    found := self._pool.known.find(data, self._last)) is not None:
-                self._last, size, length = found
+                    found := self._pool.known_heads.find(data, self._last_head)) is not None:
+                self._last_head, size, length = found
                 missing = length + size - len(data)
                 if missing >= 0:
                     self._missing = missing
-                    self._head = head = AnswerHead(self._last.fact, data, size, not missing)
+                    self._head = head = AnswerHead(self._last_head.fact, data, size, not missing)
                     call.head = b""
-                    if missing and size + length <= BUFFERED_BYTES and not head.facts.event_stream:
+                    if missing and size + length <= MAX_BUFFERED_BYTES and not head.facts.event_stream:
                         self._buffered, self._buffered_size = [data], len(data)
                     elif call.sink is not None:
                         call.sink.answer_head(head)
@@ -237,41 +237,41 @@ class UpstreamConnection(asyncio.Protocol):
         self._parse(call, data)
 
     def _count(self, call: Call, data: bytes) -> None:
-        """More of an answer with a known head."""
+        """Take in more of a response with a known head."""
         missing = self._missing - len(data)
         if missing < 0:
             self.fail(Failure("malformed", f"{self._pool.url} sent more than it announced"))
             return
         self._missing = missing
-        self._pass_on(call, data, last=not missing)
+        self._deliver(call, data, last=not missing)
         if not missing and self.call is call:
             self._finish(call, True)
 
-    def _pass_on(self, call: Call, data: bytes, *, last: bool) -> None:
-        """More of a body, for the sink or, of an answer that comes whole, until its ``last`` piece to keep."""
+    def _deliver(self, call: Call, data: bytes, *, last: bool) -> None:
+        """Pass more of a body to the sink, or buffer it until the ``last`` chunk."""
         if (buffered := self._buffered) is None:
             if call.sink is not None:
                 call.sink.answer_data(data)
             return
         buffered.append(data)
         self._buffered_size += len(data)
-        if last or self._buffered_size > BUFFERED_BYTES:
+        if last or self._buffered_size > MAX_BUFFERED_BYTES:
             head, self._buffered = self._head, None
-            head.data, head.whole = b"".join(buffered), last  # type: ignore[union-attr]  # it has come
+            head.data, head.complete = b"".join(buffered), last  # type: ignore[union-attr]  # it has come
             if call.sink is not None:
                 call.sink.answer_head(head)  # type: ignore[arg-type]
 
     def _parse(self, call: Call, data: bytes) -> None:
-        """More of any other answer."""
+        """Take in more of any other response."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.fail(Failure("malformed", f"{self._pool.url} sent a malformed answer ({error})"))
+            self.fail(Failure("malformed", f"{self._pool.url} sent a malformed response ({error})"))
             return
         if self._head is None:
             self._read_head(call, data)
         else:
-            self._pass_on(call, data, last=self._done)
+            self._deliver(call, data, last=self._done)
         if self._done and self.call is call:
             self._done = self._head_complete = False
             self._finish(call, self._keep_alive)
@@ -281,13 +281,13 @@ class UpstreamConnection(asyncio.Protocol):
             data = self._pending + data
         if not self._head_complete:
             self._pending = data
-            if len(data) > _MAX_HEAD:
-                self.fail(Failure("malformed", f"{self._pool.url} sent a head of more than {_MAX_HEAD} bytes"))
+            if len(data) > _MAX_HEAD_BYTES:
+                self.fail(Failure("malformed", f"{self._pool.url} sent a head of more than {_MAX_HEAD_BYTES} bytes"))
             return
         status = self._parser.get_status_code()
         size = data.find(b"\r\n\r\n") + 4
-        if status < 200 or size < 4:  # An interim answer, which our requests never ask for.
-            self.fail(Failure("malformed", f"{self._pool.url} sent an answer that cannot be relayed (status {status})"))
+        if status < 200 or size < 4:  # An interim response, which our requests never ask for.
+            self.fail(Failure("malformed", f"{self._pool.url} sent a response that cannot be relayed ({status})"))
             return
         self._pending = call.head = b""
         call.body = ()
@@ -297,7 +297,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = head = AnswerHead(AnswerFacts.read(status, data[:size]), data, size)
         if call.bodiless:
             self._done, self._keep_alive = True, False  # The parser waits for a body, so the connection is spent.
-        if not self._done and _comes_whole(head):
+        if not self._done and _is_buffered(head):
             self._buffered, self._buffered_size = [data], len(data)
         elif call.sink is not None:
             call.sink.answer_head(head)
@@ -313,7 +313,7 @@ class UpstreamConnection(asyncio.Protocol):
             sink.answer_end(reusable=reusable)
 
     def eof_received(self) -> None:
-        """The worker closes; the connection is lost in a moment, and must not be taken for a call before."""
+        """Take the connection out of the pool: the worker closes it, so no call may be sent on it."""
         self._pool.unpark(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -323,25 +323,25 @@ class UpstreamConnection(asyncio.Protocol):
         if call is not None:
             self._detach()
             self._lose(call, exc)
-        self._parser = None  # type: ignore[assignment]  # It holds us: a cycle that only a rare collection would end.
+        self._parser = None  # type: ignore[assignment]  # It refers to us: a cycle that only the collector would free.
 
     def _lose(self, call: Call, exc: Exception | None) -> None:
-        if self._head is None and not self._pending and self.reused and self.heard and call.sink is not None:
-            # At once: the worker may have closed the idle connection while our request was on its way, which is not its
-            # failure. Or it died under the request: then nobody listens there.
+        if self._head is None and not self._pending and self.reused and self.active and call.sink is not None:
+            # Lost at once: the worker may have closed the idle connection while our request was on its way, which is no
+            # failure. Or it died while it had the request: then a new connection is refused.
             call.stale = True
             self._pool.connect(call)
         elif self._head is not None and not self._head.facts.delimited and exc is None:
             call.ended(False)
         else:
-            call.lost(Failure("lost", f"{self._pool.url} closed the connection before the end of its answer",
+            call.lost(Failure("lost", f"{self._pool.url} closed the connection before the end of its response",
                               at_boundary=self.at_boundary()))
 
     def at_boundary(self) -> bool:
-        """Whether a broken answer stopped where an event may be put: between two chunks.
+        """True if a broken response stopped where an event may be added: between two chunks.
 
-        The parser does not tell; but between chunks, and only there, a last chunk ends the message. Nothing can be read
-        any more once it was asked.
+        The parser does not say so; but between chunks, and only there, a last chunk ends the message. Nothing can be
+        parsed any more afterwards.
         """
         if self._head is None or not self._head.facts.chunked:
             return self._head is not None and not self._head.facts.delimited

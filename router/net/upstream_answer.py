@@ -1,4 +1,4 @@
-"""What a worker's answer is to those who relay it: its head, its failure, and the sink that receives it."""
+"""A worker's response as relays see it: its head, its failure, and the sink that receives it."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 PAIR_MISMATCH = b"\r\nx-error-code: pair_mismatch\r\n"
-"""A header of our servers' answers 502: the two can never hand a KV cache over."""
+"""A header of our servers' 502 responses: the two servers can never transfer a KV cache."""
 ENGINE_DEAD = b"\r\nx-baton-engine: dead\r\n"
-"""A header, in lower case, of our servers' answers 503: their engine has died, and takes all that it held along."""
+"""A header, in lower case, of our servers' 503 responses: their engine has died, and all of its requests with it."""
 
 
 class Failure(NamedTuple):
-    """Why an answer did not come, or not to its end."""
+    """The reason why a response did not come, or not to its end."""
 
     reason: str
-    """One word for metrics; ``retry.FAILURES`` tells what follows from each."""
+    """One word for metrics; ``retry.FAILURES`` has the outcome of each."""
     detail: str
     refused: bool = False
-    """Nobody serves at the address: certain, where a lost connection may be one request's fate."""
+    """True if no server listens at the address, which is certain; a lost connection may concern one request only."""
     at_boundary: bool = False
-    """The answer's bytes so far end where one more event may follow."""
+    """True if the response's bytes so far end where one more event may follow."""
 
 
 def engine_died(url: str) -> Failure:
-    """The failure of a worker that says so itself."""
+    """The failure of a worker that reports itself that its engine died."""
     return Failure("dead", f"the engine of {url} died", refused=True)
 
 
 class AnswerFacts(NamedTuple):
-    """What relaying depends on in an answer's head."""
+    """The facts of a response's head that relaying depends on."""
 
     status: int
     chunked: bool
     delimited: bool
-    """Whether the answer says where it ends; otherwise the end of the connection does."""
+    """True if the head announces where the response ends; otherwise the end of the connection does."""
     event_stream: bool
     json: bool
-    names_request: bool
-    """Whether it carries an x-request-id."""
+    has_request_id: bool
+    """True if there is an x-request-id."""
     line_size: int
     """Bytes of the status line."""
 
@@ -58,26 +58,26 @@ _RETRY_AFTER = b"retry-after: 1\r\n"
 
 
 class AnswerHead(msgspec.Struct, gc=False, eq=False):
-    """The start of an answer."""
+    """The head of a response, and the part of the body that came with it."""
 
     facts: AnswerFacts
     data: bytes
-    """All bytes so far: the head and what of the body came along."""
+    """All bytes so far: the head and the beginning of the body."""
     size: int
     """Bytes of the head, blank line included."""
-    whole: bool = False
-    """Whether it is known that nothing follows ``data``."""
+    complete: bool = False
+    """True if it is known that nothing follows ``data``."""
 
     @property
     def status(self) -> int:
         return self.facts.status
 
-    def says(self, line: bytes) -> bool:
-        """Whether a header's line, which is in lower case, is among the answer's."""
+    def has_line(self, line: bytes) -> bool:
+        """True if the head has a header line, given in lower case."""
         return line in self.data[:self.size].lower()
 
-    def ask_to_wait(self) -> None:
-        """Add a Retry-After where a busy worker named none."""
+    def add_retry_after(self) -> None:
+        """Add a Retry-After unless the worker sent one."""
         if b"\r\nretry-after:" not in self.data[:self.size].lower():
             line = self.facts.line_size
             self.data = b"".join((self.data[:line], _RETRY_AFTER, self.data[line:]))
@@ -85,12 +85,12 @@ class AnswerHead(msgspec.Struct, gc=False, eq=False):
 
     @property
     def starts_stream(self) -> bool:
-        """Whether a stream of events follows that another worker's stream may continue, or be continued by."""
+        """True if a stream of events follows that may continue another worker's stream, or be continued by one."""
         return self.facts.status == 200 and self.facts.event_stream and self.facts.chunked
 
 
 class Sink(Protocol):
-    """Who receives an answer."""
+    """Receives a response; ``upstream`` has the contract."""
 
     def answer_head(self, head: AnswerHead) -> None: ...
     def answer_data(self, data: bytes) -> None: ...

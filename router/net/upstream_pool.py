@@ -16,14 +16,15 @@ from .upstream import Call, UpstreamConnection
 from .upstream_answer import ENGINE_DEAD, AnswerFacts, Failure, Sink
 
 IDLE_SECONDS = 3.0
-"""uvicorn closes a connection that idles for 5 s; one used later than that may be closed under our request. Counted
-from the sweep before it became idle, so none idles longer than this and a second."""
-_NOBODY_THERE = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
-"""Not among them: what we lack ourselves (descriptors, ports), which must not take every worker out."""
+"""The time for which a connection may idle: uvicorn closes one after 5 s, perhaps just as our request is sent on it.
+Counted from the sweep before it became idle, so none idles longer than this and a second."""
+_UNREACHABLE_ERRNOS = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
+"""Errors that prove that no server listens. A lack of our own (descriptors, ports) is not among them: it must not take
+every worker out of service."""
 
 
 class _Probe:
-    """llhttp's view of one answer, for ``plain_answer``."""
+    """llhttp's view of one response, for ``read_plain_response``."""
 
     def __init__(self) -> None:
         self.head_complete = self.reusable = False
@@ -42,8 +43,8 @@ class _Probe:
         self.reusable = self.parser.should_keep_alive()
 
 
-def plain_answer(head: bytes) -> AnswerFacts | None:
-    """What ``KnownHeads.read`` is for answers: see there. The last words of an engine are read each time."""
+def read_plain_response(head: bytes) -> AnswerFacts | None:
+    """The ``read`` of ``KnownHeads`` for responses; None for an engine's last words, which are parsed each time."""
     if ENGINE_DEAD in head.lower():
         return None
     probe = _Probe()
@@ -63,20 +64,20 @@ class UpstreamPool:
     """The connections to one worker; idle ones are reused newest first and dropped after IDLE_SECONDS."""
 
     def __init__(self, endpoint: Endpoint, *, connect_timeout: float, authorization: bytes = b"",
-                 tls: ssl.SSLContext | None = None, known: KnownHeads[AnswerFacts] | None = None,
-                 outbox: Outbox, heard: Callable[[], None] | None = None):
-        """``heard`` is called whenever data arrives."""
-        self.heard = heard
+                 tls: ssl.SSLContext | None = None, known_heads: KnownHeads[AnswerFacts] | None = None,
+                 outbox: Outbox, on_data: Callable[[], None] | None = None):
+        """``on_data`` is called whenever data arrives."""
+        self.on_data = on_data
         self.endpoint = endpoint
         self.url = endpoint.url
         self.host_line = b"host: " + endpoint.authority.encode() + b"\r\n"
         self.prefix = endpoint.prefix.encode()
         self.authorization = authorization
-        """The header line of the worker's key, in place of the client's; empty: the client's goes through."""
+        """The header line of the worker's key, which replaces the client's; empty: the client's is forwarded."""
         self.loop = asyncio.get_running_loop()
         self.outbox = outbox
-        self.known = known if known is not None else KnownHeads(plain_answer)
-        """Heads of answers met before; workers of one kind may share them."""
+        self.known_heads = known_heads if known_heads is not None else KnownHeads(read_plain_response)
+        """Response heads that were parsed before; workers may share them."""
         self.connections: set[UpstreamConnection] = set()
         self._connecting: set[Call] = set()
         self._idle: list[UpstreamConnection] = []
@@ -87,8 +88,8 @@ class UpstreamPool:
 
     def send(self, sink: Sink, head: bytes, body: tuple[Bytes, ...], bodiless: bool = False,
              resend: bool = True) -> Call:
-        """Send a request, given as its bytes (a large body in parts of its own); the answer goes to ``sink``, nothing
-        of it before this returns."""
+        """Send a request, given as its bytes (a large body as separate parts). The response goes to ``sink``, but not
+        before this returns."""
         call = Call(self, sink, head, body, bodiless, resend)
         if self._idle:
             self._idle.pop().carry(call)
@@ -117,7 +118,7 @@ class UpstreamPool:
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def cut(self, failure: Failure) -> None:
+    def fail_calls(self, failure: Failure) -> None:
         """Fail all calls."""
         for connection in self.busy:
             connection.fail(failure)
@@ -128,46 +129,46 @@ class UpstreamPool:
                 call.lost(failure)
 
     def close(self) -> None:
-        """Drop the idle connections, and busy ones as soon as their answer ended."""
+        """Close the idle connections, and busy ones as soon as their response has ended."""
         self._closed = True
         while self._idle:
             self._idle.pop().transport.close()
 
     def sweep(self, silence_limit: float) -> None:
-        """Drop connections that idle too long, and fail calls whose worker is silent for ``silence_limit`` s.
+        """Close connections that idle too long, and fail calls whose worker is silent for ``silence_limit`` seconds.
 
-        Called every second or so. A call that is paused is not silent: it is us who do not read.
+        Called every second or so. A call that is paused is not silent: the router does not read.
         """
         self._swept_at = now = self.loop.time()
         while self._idle and now - self._idle[0].idle_since > IDLE_SECONDS:
             self._idle.pop(0).transport.close()
-        self._note_silence(now)
+        self._update_silence(now)
         for connection in self.busy:
             if silence_limit and now - connection.silent_since > silence_limit:
                 connection.fail(Failure("silent", f"{self.url} sent nothing for {silence_limit:g} s"))
 
-    def end_silent(self, limit: float) -> None:
-        """Fail calls that have been silent for ``limit`` seconds: the worker is hung. Nothing that it sends of them
-        when it wakes up reaches anybody."""
+    def fail_silent_calls(self, limit: float) -> None:
+        """Fail calls that have been silent for ``limit`` seconds: the worker is hung. What it sends of them when it
+        wakes up reaches no client."""
         now = self.loop.time()
-        self._note_silence(now)
+        self._update_silence(now)
         for connection in self.busy:
             if now - connection.silent_since > limit:
                 connection.fail(Failure("hung", f"{self.url} hangs, and sent nothing for {limit:g} s"))
 
-    def heard_since(self, when: float) -> bool:
-        """Whether more of an answer came after ``when``, a moment at which ``note_silence`` was called or later."""
-        return any(connection.answering and (connection.heard or connection.silent_since > when)
+    def received_since(self, when: float) -> bool:
+        """True if more of a response came after ``when``, a time at which ``update_silence`` was called or later."""
+        return any(connection.has_response and (connection.active or connection.silent_since > when)
                    for connection in self.busy)
 
-    def note_silence(self) -> None:
-        """From now on ``heard_since`` can tell."""
-        self._note_silence(self.loop.time())
+    def update_silence(self) -> None:
+        """Note which calls have been silent since the last time, so that ``received_since`` can tell."""
+        self._update_silence(self.loop.time())
 
-    def _note_silence(self, now: float) -> None:
+    def _update_silence(self, now: float) -> None:
         for connection in self.busy:
-            if connection.heard or connection.call is None or connection.call.paused:
-                connection.heard = False
+            if connection.active or connection.call is None or connection.call.paused:
+                connection.active = False
                 connection.silent_since = now
 
     async def _connect(self, call: Call) -> None:
@@ -181,7 +182,7 @@ class UpstreamPool:
         call.connecting = None
         if call.sink is None:  # Cancelled as the connection came: wait_for may return it all the same (Python < 3.12).
             connection.transport.abort()
-        elif connection.transport.is_closing():  # Lost before it could carry anything; nobody would tell the call.
+        elif connection.transport.is_closing():  # Lost before it could carry the call, which would never be failed.
             call.lost(Failure("lost" if call.stale else "connect", f"{self.url} closed a new connection at once"))
         elif call.stale and not call.resend:
             self.park(connection)
@@ -190,7 +191,7 @@ class UpstreamPool:
             connection.carry(call)
 
     async def _open(self, call: Call) -> UpstreamConnection | None:
-        """A new connection; None where there is none, which the call has been told."""
+        """Open a new connection; returns None after the call has failed."""
         host, port = self.endpoint.host, self.endpoint.port
         try:
             _, connection = await asyncio.wait_for(
@@ -199,7 +200,7 @@ class UpstreamPool:
         except (OSError, asyncio.TimeoutError) as error:
             call.connecting = None
             detail = "no answer" if isinstance(error, asyncio.TimeoutError) else (error.strerror or str(error))
-            refused = isinstance(error, OSError) and error.errno in _NOBODY_THERE
+            refused = isinstance(error, OSError) and error.errno in _UNREACHABLE_ERRNOS
             if call.stale:
                 call.lost(Failure("lost", f"{self.url} died under a request: {detail}", refused=refused))
             else:

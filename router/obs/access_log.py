@@ -1,4 +1,4 @@
-"""One log line a request, kept off the request's path: a record is a tuple, and lines are made and written in bulk.
+"""The access log, one line a request, off the request's path: records are collected, formatted and written in bulk.
 
 Formatting and writing each line as it comes would take as long as relaying the request (40 us of 85); in bulk it takes
 about 2 us.
@@ -17,9 +17,9 @@ import msgspec
 from ...common.obs.logging import ManyLines, plain_value
 from ..workers.registry import Worker
 
-DELAY_SECONDS = 0.1
-MOST_WAITING = 256
-"""Requests whose lines wait at most: making them takes half a millisecond, in which the loop does nothing else."""
+MAX_DELAY_SECONDS = 0.1
+MAX_BUFFERED_LINES = 256
+"""Lines that are formatted at a time, which blocks the loop for half a millisecond."""
 
 logger = logging.getLogger("baton.router")
 
@@ -34,7 +34,7 @@ class Access(msgspec.Struct, gc=False):
     seconds: float
     request_id: bytes
     workers: tuple[Worker, ...]
-    """Those of the last attempt."""
+    """Workers of the last attempt."""
     retries: int
 
 
@@ -81,7 +81,7 @@ def _plain(value: bytes) -> str:
 
 
 def _id(request_id: bytes) -> str:
-    """An id as the log shows it: most are new to it, so that no cache helps."""
+    """An id as the log shows it, without a cache: most ids are new."""
     return request_id.decode() if request_id.isalnum() else plain_value(request_id.decode("latin-1"))
 
 
@@ -95,23 +95,23 @@ def _text_urls(workers: tuple[Worker, ...]) -> str:
 
 
 class AccessLog:
-    """Collects requests that ended and logs them within DELAY_SECONDS."""
+    """Collects requests that ended and logs them within MAX_DELAY_SECONDS."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._waiting: list[Access] = []
+        self._buffer: list[Access] = []
 
     def note(self, method: bytes, path: bytes, status: int, seconds: float, request_id: bytes,
              workers: tuple[Worker, ...], retries: int) -> None:
-        waiting = self._waiting
-        waiting.append(Access(time(), method, path, status, seconds, request_id, workers, retries))
-        if len(waiting) == 1:
-            self._loop.call_later(DELAY_SECONDS, self.flush)
-        elif len(waiting) >= MOST_WAITING:
+        buffer = self._buffer
+        buffer.append(Access(time(), method, path, status, seconds, request_id, workers, retries))
+        if len(buffer) == 1:
+            self._loop.call_later(MAX_DELAY_SECONDS, self.flush)
+        elif len(buffer) >= MAX_BUFFERED_LINES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            logger.handle(_AccessRecord(waiting))
+        """Write the collected lines."""
+        if self._buffer:
+            buffer, self._buffer = self._buffer, []
+            logger.handle(_AccessRecord(buffer))

@@ -24,13 +24,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ...common.obs.process_metrics import register_process
-from ..admission.admission import REFUSALS, Admission
+from ..config.admission import REFUSALS
 from ..workers.registry import Registry
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -63,6 +64,17 @@ class Histogram:
         return found
 
 
+class AdmissionCounts(Protocol):
+    """Requests that admission let in, made wait, and refused (by reason)."""
+
+    refused: dict[str, int]
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
+
+
 class Metrics:
     """What has been counted since the start; written by the event loop's thread only."""
 
@@ -77,7 +89,7 @@ class Metrics:
         self.circuits_opened: defaultdict[str, int] = defaultdict(int)
         self.worker_failures: defaultdict[str, int] = defaultdict(int)
         self.kv_resyncs = 0
-        self.admission: Admission | None = None
+        self.admission: AdmissionCounts | None = None
         self.client_disconnects = 0
         self.broken_streams = 0
         self.continued_streams = 0

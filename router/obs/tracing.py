@@ -20,7 +20,7 @@ class Tracer:
         self._tracing = Tracing("baton-router", exporter, batch=batch)
 
     def begin(self, request: Request) -> RequestSpan:
-        """Start a request's span, a child of the client's if it named one; the worker is told of ours."""
+        """Start a request's span, a child of the client's if it sent one, and forward it to the worker."""
         tracing = self._tracing
         context = tracing.context_of(request.traceparent.decode("latin-1") if request.traceparent else None)
         span = tracing.tracer.start_span("router.request", context, tracing.server_kind, {
@@ -30,7 +30,7 @@ class Tracer:
         return RequestSpan(span, tracing.failed)
 
     def close(self) -> None:
-        """Export what is left; waits for the collector at most as long as the exporter does."""
+        """Export the remaining spans; waits for the collector as long as the exporter does."""
         self._tracing.close()
 
 

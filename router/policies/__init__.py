@@ -101,7 +101,7 @@ class PolicySets:
         self.common = self._build()
         self._sets: dict[Group, dict[Role, Policy]] = {None: self.common}
         self.exact = next((policy for policy in self.common.values() if isinstance(policy, CacheExact)), None)
-        self.built: Callable[[Group, Mapping[Role, Policy]], None] = lambda group, policies: None
+        self.on_build: Callable[[Group, Mapping[Role, Policy]], None] = lambda group, policies: None
         """Called with the policies of each further model."""
 
     def of(self, group: Group) -> dict[Role, Policy]:
@@ -110,7 +110,7 @@ class PolicySets:
     def _add(self, group: Group) -> dict[Role, Policy]:
         self._sets[group] = made = self._build(self.exact)
         _bound(self._sets.values())
-        self.built(group, made)
+        self.on_build(group, made)
         return made
 
     def sweep(self, now: float, groups: Collection[Group]) -> None:

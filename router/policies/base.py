@@ -1,15 +1,16 @@
-"""What a policy is: a pure, synchronous choice among workers that may take a request."""
+"""The interface of a policy: a pure, synchronous choice among workers that may take a request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from ..net.body import Peek
 from ..net.request import Request
+from ..net.upstream_answer import AnswerHead
 from ..workers.registry import Worker
 
 by_load = attrgetter("known_load")
@@ -18,26 +19,64 @@ ROUTING_KEY = b"x-smg-routing-key"
 """sglang-router's header that names a session."""
 
 Subject = Any
-"""What a policy's ``read`` took from a request for its own ``choose``; None where it needs nothing."""
+"""The result of a policy's ``read``, for its own ``choose``; None where it needs nothing of a request."""
+
+
+class Amendment(NamedTuple):
+    """Changes to a request that a policy needs in order to learn from its answer. A subject that has one carries it as
+    its ``amendment``; the dispatcher applies it, once a request."""
+
+    headers: bytes
+    """Header lines that the worker gets with the request, each ending in CRLF."""
+    on_head: Callable[[AnswerHead], AnswerHead]
+    """Reads the answer's head; returns the head that the client gets."""
 
 
 class Decision(msgspec.Struct, gc=False, frozen=True):
-    """The chosen worker and, for the metrics, why: a word from a small fixed set."""
+    """The chosen worker and, for the metrics, the reason: a word from a small fixed set."""
 
     worker: Worker
     reason: str
 
 
 class Policy(Protocol):
-    """Chooses a worker. No I/O; the caller reserves the load before it decides again."""
+    """Chooses a worker. No I/O; the caller reserves the load before it decides again.
+
+    A policy may have three further methods: ``sweep(now)``, called every second or so with a time in seconds;
+    ``replicate(replication)``, called once where the router has several processes; and
+    ``cached_share(workers, subject)``, the share of a prompt (0 to 1) that the worker it would choose has cached.
+    """
 
     def read(self, request: Request, found: Peek | None) -> Subject:
-        """What the choice depends on; ``found`` is None where the body is no JSON object."""
+        """Returns what the choice depends on, and changes nothing: neither the request (see ``Amendment``) nor the
+        policy. ``found`` is None where the body is no JSON object."""
         ...
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
-        """``workers`` is not empty; ``subject`` is what ``read`` returned for the request. Raises WorkerUnavailable
-        where the request asks for none of them."""
+        """Chooses one of ``workers`` (not empty); ``subject`` is what ``read`` returned for the request. Raises
+        WorkerUnavailable where the request asks for none of them."""
+        ...
+
+
+Apply = Callable[[list[int], int, int], None]
+"""``apply(words, subject, number)`` takes in a record of another process."""
+Publish = Callable[[int, int, Sequence[int]], None]
+"""``publish(subject, number, words)`` sends a record to all other processes. All are int64; of very many words the last
+are lost."""
+
+
+class Replication(Protocol):
+    """Joins what a policy remembers with the memories of the same policy in the router's other processes.
+
+    All processes open the same channels in the same order. Records may be lost: what they say is a hint.
+    """
+
+    def channel(self, apply: Apply) -> Publish:
+        """Opens the next channel: what one process publishes there, all others apply."""
+        ...
+
+    def counter(self) -> Iterator[int] | None:
+        """Numbers that count up over all processes; None where each process counts for itself."""
         ...
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain, islice
 
 from ..net.body import Peek
 from ..net.request import Request
 from ..workers.registry import Worker
 from ..workers.worker_sets import WorkerSets
-from .base import Decision, by_load, prompt_text
+from .base import Decision, Publish, Replication, by_load, prompt_text
 from .load_view import EXACT_UP_TO, LoadView
 from .worker_groups import WorkerGroup, WorkerGroups
 
@@ -117,6 +118,7 @@ class PrefixMemory:
         self._old = [_Shard() for _ in range(shards)]
         self._capacity = 0
         self._num_aged = 0
+        self._publish: Publish | None = None
         self.sent: Counter[int] = Counter()
         """Different blocks recorded a worker, halved with each generation: how full its cache probably is."""
 
@@ -150,8 +152,12 @@ class PrefixMemory:
             depth += 1
         return owners, depth
 
-    def record(self, hashes: list[int], worker_id: int, capacity: int) -> None:
-        """Note that a worker was sent the prefix; keeps at most ``capacity`` blocks in all."""
+    def replicate(self, replication: Replication) -> None:
+        """Records what other processes record, and tells them what this one does."""
+        self._publish = replication.channel(partial(self.record, publish=False))
+
+    def record(self, hashes: list[int], worker_id: int, capacity: int, publish: bool = True) -> None:
+        """Notes that a worker was sent the prefix; keeps at most ``capacity`` blocks in all."""
         self._capacity = capacity
         shards = len(self._young)
         most = capacity // (2 * shards)
@@ -175,6 +181,8 @@ class PrefixMemory:
                 shard.join(value, shard.sets.by_number[number] | {worker_id})
                 added += 1
         self.sent[worker_id] += added
+        if publish and self._publish is not None:
+            self._publish(worker_id, capacity, hashes)
 
     def forget(self, worker_id: int) -> None:
         """The worker has nothing of what it was sent."""
@@ -246,7 +254,7 @@ class CacheAware:
             self.memory.record(hashes, decision.worker.id, capacity)
         return decision
 
-    def held_share(self, workers: Sequence[Worker], hashes: list[int]) -> float:
+    def cached_share(self, workers: Sequence[Worker], hashes: list[int]) -> float:
         """The share of the prompt, 0 to 1, that the worker it would go to was sent before; decides nothing."""
         self._loads.look(workers)
         if not hashes or self._drifted():
@@ -256,6 +264,9 @@ class CacheAware:
         ahead = self._lightest(owners, fleet).load - self._loads.least
         share = covered_bytes(depth) / covered_bytes(len(hashes))
         return share if share >= self._cache_threshold and ahead <= self._abs // 4 else 0.0
+
+    def replicate(self, replication: Replication) -> None:
+        self.memory.replicate(replication)
 
     def sweep(self, now: float) -> None:
         """Called every second or so; ``now`` in seconds."""

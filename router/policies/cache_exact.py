@@ -22,10 +22,10 @@ from ..net.request import Request
 from ..net.upstream_answer import AnswerHead
 from ..workers.kv_index import KVIndex
 from ..workers.registry import Worker
-from .base import Decision
+from .base import Amendment, Decision, Replication
 from .cache_aware import BLOCK, MOST_BLOCKS, PrefixMemory, covered_bytes
 from .load_view import LoadView
-from .page_costs import TRANSFER, TRANSFER_NEAR, PageCosts, Share
+from .page_costs import TRANSFER, TRANSFER_NEAR, Memory, PageCosts, Share
 from .text_pages import TextPages, text_blocks
 from .token_pages import Pieces, TokenPages, cut
 from .worker_groups import WorkerGroups
@@ -44,6 +44,8 @@ class Prompt(NamedTuple):
     blocks: list[int]
     ids: Pieces | None
     """Token ids, where the prompt came as such."""
+    amendment: Amendment | None = None
+    """Makes the worker name the prompt's pages in its answer, where the text is new."""
 
     def share_of(self, blocks: int) -> float:
         """How much of the prompt its first ``blocks`` are."""
@@ -95,20 +97,20 @@ class CacheExact:
         return CacheExact(balance_abs_threshold=self._abs, balance_rel_threshold=self._rel,
                           max_tree_size=self._blocks_per_worker * BLOCK, beside=self)
 
-    def follow(self, worker: Worker) -> None:
-        """Its events are followed from now on: what is remembered of it without them counts no more."""
+    def on_followed(self, worker: Worker) -> None:
+        """A worker's events are followed from now on: what is remembered of it without them counts no more."""
         self.followed.add(worker.id)
         for policy in self._of_all_models:
             policy.sent.forget(worker.id)
 
-    def take(self, worker: Worker, events: Sequence[Event], *, native: bool = True) -> None:
-        """Take in a worker's events; ``native`` where its hashes are ``page_hashes``."""
+    def on_events(self, worker: Worker, events: Sequence[Event], *, native: bool = True) -> None:
+        """Takes in a worker's events; ``native`` where its hashes are ``page_hashes``."""
         self.residency.apply(worker.id, events, native=native)
         if any(isinstance(event, Cleared) for event in events):
             self._forget_sent(worker)
 
-    def cleared(self, worker: Worker) -> None:
-        """The worker holds nothing, or nothing is known of what it holds."""
+    def on_cleared(self, worker: Worker) -> None:
+        """A worker has no pages, or its pages are unknown."""
         self.residency.clear(worker.id)
         self._forget_sent(worker)
 
@@ -117,10 +119,33 @@ class CacheExact:
             policy.recent.forget(worker.id)
             policy.recent_decode.forget(worker.id)
 
-    def forget(self, worker: Worker) -> None:
+    def on_lost(self, worker: Worker) -> None:
+        """A worker's events are not followed any more."""
+        self.followed.discard(worker.id)
+        self.residency.clear(worker.id)
+
+    def on_memory(self, worker: Worker, used_tokens: int, total_tokens: int) -> None:
+        """Notes a worker's report of its KV memory."""
+        page_size = self.residency.page_sizes.get(worker.id, 16)
+        self.costs.memory[worker.id] = Memory(used_tokens / page_size, total_tokens / page_size)
+
+    def on_no_memory(self, worker: Worker) -> None:
+        """A worker does not report its KV memory."""
+        self.costs.memory.pop(worker.id, None)
+
+    def on_removed(self, worker: Worker) -> None:
+        """Forgets a worker that left."""
         self.residency.forget(worker.id)
         self.followed.discard(worker.id)
         self.costs.memory.pop(worker.id, None)
+
+    def cached_tokens(self, worker: Worker) -> int:
+        """Tokens in a followed worker's prefix cache."""
+        return self.residency.sizes.get(worker.id, 0) * self.residency.page_sizes.get(worker.id, 0)
+
+    def replicate(self, replication: Replication) -> None:
+        for memory in (self.recent, self.recent_decode, self.sent, self.texts):
+            memory.replicate(replication)
 
     def sweep(self, now: float) -> None:
         """Called every second or so: what was sent two calls ago is cached by now, or is not."""
@@ -130,7 +155,7 @@ class CacheExact:
     # ------------------------------------------------------------------ what a request is
 
     def read(self, request: Request, found: Peek | None) -> Prompt | None:
-        """The prompt; where its text is new, the request is made to ask for its pages."""
+        """Returns the prompt; where its text is new, with the amendment that asks for its pages."""
         text = found.routing_text if found is not None else b""
         if not text:
             return None
@@ -138,11 +163,10 @@ class CacheExact:
         if _is_ids(text):
             ids = cut(text)
             return Prompt(len(text), ids.keys, ids)
-        prompt = Prompt(len(text), text_blocks(text), None)
-        if request.on_head is None and not self.texts.knows(prompt.blocks):
-            request.headers += _ASK
-            request.on_head = _Lesson(self.texts, prompt)
-        return prompt
+        blocks = text_blocks(text)
+        if self.texts.knows(blocks):
+            return Prompt(len(text), blocks, None)
+        return Prompt(len(text), blocks, None, Amendment(_ASK, _PromptPagesReader(self.texts, blocks, len(text))))
 
     # ------------------------------------------------------------------ decisions
 
@@ -163,7 +187,7 @@ class CacheExact:
         self._record(subject, worker, len(workers))
         return Decision(worker, "cache_hit" if cached else "cache_miss")
 
-    def held_share(self, workers: Sequence[Worker], subject: Prompt | None) -> float:
+    def cached_share(self, workers: Sequence[Worker], subject: Prompt | None) -> float:
         """The share of the prompt, 0 to 1, that the worker it would go to has cached; decides nothing."""
         loads = self._view(workers)
         loads.look(workers)
@@ -272,7 +296,7 @@ class CacheExact:
     def _resident(self, prompt: Prompt) -> tuple[float, dict[int, int]]:
         """The prompt's pages (an estimate for text), and those of them that workers hold."""
         if prompt.ids is None:
-            chain = self.texts.chain(prompt.blocks)
+            chain = self.texts.pages_of(prompt.blocks)
             estimate = prompt.size / self.texts.bytes_per_page
             pages = max(estimate, chain[-1][0]) if chain else estimate
             return pages, self.residency.depths((page, (hashed,)) for page, hashed in chain)
@@ -289,14 +313,15 @@ class CacheExact:
             self.sent.record(prompt.blocks, worker.id, min(self.most_blocks, self._blocks_per_worker * fleet))
 
 
-class _Lesson:
-    """Reads a prompt's pages out of an answer's head, once, and takes them out of it."""
+class _PromptPagesReader:
+    """Learns a text's pages from an answer's head, and removes their line from it."""
 
-    __slots__ = ("_texts", "_prompt")
+    __slots__ = ("_texts", "_blocks", "_size")
 
-    def __init__(self, texts: TextPages, prompt: Prompt):
+    def __init__(self, texts: TextPages, blocks: list[int], size: int):
         self._texts = texts
-        self._prompt = prompt
+        self._blocks = blocks
+        self._size = size
 
     def __call__(self, head: AnswerHead) -> AnswerHead:
         start = head.data[:head.size].lower().find(_LINE)
@@ -307,7 +332,7 @@ class _Lesson:
             pages = decode_pages(head.data[start + len(_LINE):end].decode("latin-1").strip())
         except ValueError:
             return head
-        self._texts.learn(self._prompt.blocks, self._prompt.size, pages)
+        self._texts.learn(self._blocks, self._size, pages)
         return AnswerHead(head.facts, head.data[:start] + head.data[end:], head.size - (end - start))
 
 

@@ -19,7 +19,7 @@ from ...common.api.unreadable import UNREADABLE
 from ..net.body import Peek
 from ..net.request import Request
 from ..workers.registry import Worker
-from .base import Decision
+from .base import Decision, Replication
 from .load_view import LoadView
 
 POINTS = 160
@@ -131,7 +131,7 @@ class ConsistentHash:
     def __init__(self, hash_header: str = "x-session-id"):
         self._header = hash_header.lower().encode()
         self._ring = WorkerRing()
-        self.turns: Iterator[int] = count(1)
+        self._counter: Iterator[int] = count(1)
         self._loads = LoadView()
 
     def read(self, request: Request, found: Peek | None) -> bytes:
@@ -146,7 +146,10 @@ class ConsistentHash:
             return b""
         return b"" if key is None else str(key).encode("utf-8", "surrogatepass")
 
+    def replicate(self, replication: Replication) -> None:
+        self._counter = replication.counter() or self._counter
+
     def choose(self, workers: Sequence[Worker], subject: bytes) -> Decision:
         if not subject:
-            return Decision(self._loads.next_lightest(workers, next(self.turns)), "no_session")
+            return Decision(self._loads.next_lightest(workers, next(self._counter)), "no_session")
         return Decision(self._ring.owner(workers, subject), "session")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from ..workers.registry import Worker
-from .base import Decision, Subject, nothing
+from .base import Decision, Replication, Subject, nothing
 from .load_view import LoadView
 
 
@@ -14,8 +14,11 @@ class LeastLoaded:
     read = staticmethod(nothing)
 
     def __init__(self) -> None:
-        self.turns: Iterator[int] = count(1)
+        self._counter: Iterator[int] = count(1)
         self._loads = LoadView()
 
+    def replicate(self, replication: Replication) -> None:
+        self._counter = replication.counter() or self._counter
+
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
-        return Decision(self._loads.next_lightest(workers, next(self.turns)), "least")
+        return Decision(self._loads.next_lightest(workers, next(self._counter)), "least")

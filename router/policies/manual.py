@@ -7,7 +7,7 @@ worker that is away move. A key whose worker comes back returns to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Literal
@@ -17,7 +17,7 @@ import msgspec
 from ..net.body import Peek
 from ..net.request import Request
 from ..workers.registry import Worker
-from .base import ROUTING_KEY, Decision
+from .base import ROUTING_KEY, Decision, Publish, Replication
 from .load_view import LoadView
 
 AssignmentMode = Literal["random", "min_load", "min_group"]
@@ -54,7 +54,7 @@ class KeyTable:
         self._entries[key] = entry
         return entry.workers
 
-    def give(self, key: int, worker_id: int, *, new: bool = True) -> None:
+    def assign(self, key: int, worker_id: int, *, new: bool = True) -> None:
         """Note that a key goes to a worker too. ``new``: it had none; where two routers gave it away at once, both
         prefer the same worker from here on."""
         before = self._entries.pop(key, None)
@@ -108,8 +108,15 @@ class Manual:
         self._by_id: dict[int, Worker] = {}
         self._deck: list[int] = []
         self.table = KeyTable()
-        self.given: Callable[[int, int, bool], None] = lambda key, worker_id, new: None
-        """Called with each key that is given to a worker, and whether it is new."""
+        self._publish: Publish | None = None
+
+    def replicate(self, replication: Replication) -> None:
+        self._publish = replication.channel(self._assign_record)
+
+    def _assign_record(self, words: list[int], worker_id: int, new: int) -> None:
+        """Takes in that another process assigned a key to a worker."""
+        for key in words[:1]:
+            self.table.assign(key, worker_id, new=bool(new))
 
     def read(self, request: Request, found: Peek | None) -> bytes:
         return request.header(ROUTING_KEY)
@@ -125,8 +132,9 @@ class Manual:
             if worker_id in self._by_id:
                 return Decision(self._by_id[worker_id], "session")
         worker = self._assign(workers)
-        self.table.give(key, worker.id, new=not known)
-        self.given(key, worker.id, not known)
+        self.table.assign(key, worker.id, new=not known)
+        if self._publish is not None:
+            self._publish(worker.id, int(not known), (key,))
         return Decision(worker, "moved_session" if known else "new_session")
 
     def sweep(self, now: float) -> None:

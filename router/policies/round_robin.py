@@ -6,14 +6,17 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from ..workers.registry import Worker
-from .base import Decision, Subject, nothing
+from .base import Decision, Replication, Subject, nothing
 
 
 class RoundRobin:
     read = staticmethod(nothing)
 
     def __init__(self) -> None:
-        self.turns: Iterator[int] = count(1)
+        self._counter: Iterator[int] = count(1)
+
+    def replicate(self, replication: Replication) -> None:
+        self._counter = replication.counter() or self._counter
 
     def choose(self, workers: Sequence[Worker], subject: Subject) -> Decision:
-        return Decision(workers[next(self.turns) % len(workers)], "turn")
+        return Decision(workers[next(self._counter) % len(workers)], "turn")

@@ -1,4 +1,4 @@
-"""Admission as connections meet it: relays start now or later, waiting clients may leave, waits end in time."""
+"""Admission of relays: they start now or later, waiting clients may leave, and waits end in time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from ...common.api.errors import ServingError
 from ...common.api.unreadable import UNREADABLE
-from ..admission.admission import Admission, Permit, Waiting
+from ..admission.admission import AdmissionControl, Permit, Waiting
 from ..net.request import Request
 from .client_response import ClientResponse
 from .pair import PairRelay
@@ -32,9 +32,9 @@ def _peek(body: bytes) -> _Fields:
 
 def priority_of(request: Request) -> int:
     """The ``x-priority`` header, else the body's ``priority``, else 0."""
-    if named := request.header(b"x-priority"):
+    if value := request.header(b"x-priority"):
         try:
-            return int(named)
+            return int(value)
         except ValueError:
             return 0
     return _peek(request.body).priority or 0
@@ -43,7 +43,7 @@ def priority_of(request: Request) -> int:
 class AdmissionGate:
     """Starts relays as the admission lets them in."""
 
-    def __init__(self, admission: Admission, loop: asyncio.AbstractEventLoop):
+    def __init__(self, admission: AdmissionControl, loop: asyncio.AbstractEventLoop):
         self.admission = admission
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
@@ -53,15 +53,15 @@ class AdmissionGate:
         request = exchange.request
         streamed = bool(self.admission.rules.slo_ttft and _peek(request.body).stream)
         entry = _Entry(exchange, relay)
-        found = self.admission.enter(request.authorization, streamed, lambda: priority_of(request), entry.start,
-                                     entry.refuse)
-        if isinstance(found, Permit):
-            entry.start(found)
+        admitted = self.admission.acquire(request.authorization, streamed, lambda: priority_of(request),
+                                          entry.start, entry.refuse)
+        if isinstance(admitted, Permit):
+            entry.start(admitted)
             return
-        entry.waiting = found
+        entry.waiting = admitted
         exchange.connection.handler = entry
         if self._timer is None:
-            self._arm(found.since + self.admission.rules.queue_timeout)
+            self._arm(admitted.since + self.admission.rules.queue_timeout)
 
     def close(self) -> None:
         self.admission.close()
@@ -72,11 +72,11 @@ class AdmissionGate:
         self._timer = self._loop.call_at(when + 0.002, self._sweep) if when is not None else None
 
     def _sweep(self) -> None:
-        self._arm(self.admission.sweep())
+        self._arm(self.admission.expire())
 
 
 class _Entry:
-    """A request at the gate; while it waits, the handler of its connection."""
+    """A request that asks for admission; while it waits, the handler of its connection."""
 
     __slots__ = ("_exchange", "_relay", "waiting")
 
@@ -85,8 +85,8 @@ class _Entry:
         self._relay = relay
         self.waiting: Waiting | None = None
 
-    def start(self, ticket: Permit) -> None:
-        self._exchange.ticket = ticket
+    def start(self, permit: Permit) -> None:
+        self._exchange.permit = permit
         self._exchange.connection.handler = self._relay
         self._relay.start()
 
@@ -95,12 +95,12 @@ class _Entry:
 
     def cancel(self) -> None:
         assert self.waiting is not None
-        self.waiting.leave()
+        self.waiting.cancel()
         self._exchange.abandon()
 
     def expire(self, error: ServingError) -> None:
         assert self.waiting is not None
-        self.waiting.leave()
+        self.waiting.cancel()
         self._exchange.fail(error)
 
     def pause(self) -> None:

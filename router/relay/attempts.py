@@ -1,4 +1,4 @@
-"""What relays of all kinds do when an attempt fails: try again, go on elsewhere, or tell the client."""
+"""The end of an attempt, for relays of all kinds: retry, continue the stream elsewhere, or report the error."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MESSAGES = {
     "removed": "The worker was taken out of service.",
     "silent": "The worker was silent for too long.",
 }
-"""By ``Failure.reason``. Which worker it was stands in the log: a client has no business with its address."""
+"""Sentences by ``Failure.reason``. The worker's address is in the log only: it is no business of a client."""
 
 
 def error_of(failure: Failure) -> ServingError:
-    """What a client is told of an attempt that failed below HTTP."""
+    """The error that a client gets for an attempt that failed below HTTP."""
     message = _MESSAGES[failure.reason]
     if failure.reason == "silent":
         return DeadlineExceeded(message)
@@ -46,16 +46,16 @@ class Attempting(Protocol):
         """Make an attempt."""
 
 
-def tried(relay: Attempting) -> Retries:
+def retries_of(relay: Attempting) -> Retries:
     """The retries of a request of which an attempt failed."""
     if relay.retries is None:
         relay.retries = relay.dispatcher.new_retries()
     return relay.retries
 
 
-def tried_on(relay: Attempting, worker: Worker, outcome: Outcome, *, answered: bool = False) -> Retries:
+def note_failed_attempt(relay: Attempting, worker: Worker, outcome: Outcome, *, answered: bool = False) -> Retries:
     """Note that an attempt failed on a worker; returns the request's retries. ``answered``: it said so itself."""
-    retries = tried(relay)
+    retries = retries_of(relay)
     if answered and outcome.counts:
         retries.accused.append(worker)
     if outcome.excludes:
@@ -63,9 +63,9 @@ def tried_on(relay: Attempting, worker: Worker, outcome: Outcome, *, answered: b
     return retries
 
 
-def again(relay: Attempting, reason: str, error: ServingError, *, at_once: bool = False) -> None:
-    """Schedule another attempt; answer with ``error`` when retries are spent, or no attempt failed but none can be
-    made. ``at_once``: the worker was only busy, and another one has not been asked."""
+def retry_or_fail(relay: Attempting, reason: str, error: ServingError, *, at_once: bool = False) -> None:
+    """Schedule another attempt. Answer with ``error`` if retries are spent, or if none can be made although no attempt
+    failed. ``at_once``: the worker was only busy, and another one has not been asked."""
     exchange, retries = relay.exchange, relay.retries
     if at_once and retries is not None and retries.may_move:
         retries.move(relay.start)
@@ -81,8 +81,8 @@ def again(relay: Attempting, reason: str, error: ServingError, *, at_once: bool 
         exchange.fail(error)
 
 
-def expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
-    """The router gives a request up, whose attempt is cut: its answer ends with ``error``.
+def on_expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
+    """End a request that the router gives up, after its attempt was cancelled, with ``error``.
 
     ``at_boundary``: what the worker sent so far ends where one more event may follow.
     """
@@ -95,42 +95,42 @@ def expired(relay: Attempting, error: ServingError, at_boundary: bool) -> None:
         exchange.break_off(error, Failure("expired", error.message.rstrip("."), at_boundary=at_boundary))
 
 
-def lost(relay: Attempting, worker: Worker, role: Role, failure: Failure, reason: str) -> None:
-    """An attempt failed below HTTP or in the middle of its stream. ``reason``: what metrics call it."""
+def on_attempt_lost(relay: Attempting, worker: Worker, role: Role, failure: Failure, reason: str) -> None:
+    """Handle an attempt that failed below HTTP, or in the middle of its stream. ``reason`` is its metrics label."""
     relay.dispatcher.on_failure(worker, failure)
     outcome = FAILURES[failure.reason]
-    tried_on(relay, worker, outcome)
+    note_failed_attempt(relay, worker, outcome)
     if outcome.died:
         certain = failure.refused or failure.reason == "hung"
-        relay.dispatcher.poison.died(relay.exchange, worker, role, certain=certain, at_boundary=failure.at_boundary,
-                                     go_on=lambda: _go_on(relay, outcome, failure, reason))
+        relay.dispatcher.poison.on_death(relay.exchange, worker, role, certain=certain, at_boundary=failure.at_boundary,
+                                         proceed=lambda: _retry_or_continue(relay, outcome, failure, reason))
     else:
-        _go_on(relay, outcome, failure, reason)
+        _retry_or_continue(relay, outcome, failure, reason)
 
 
-def ended(relay: Attempting, worker: Worker, role: Role, *, reusable: bool) -> None:
-    """A worker's answer is complete, which may be an error in the middle of a stream."""
+def on_response_end(relay: Attempting, worker: Worker, role: Role, *, reusable: bool) -> None:
+    """Handle a response that is complete; a stream may have ended with an error."""
     exchange = relay.exchange
     if (log := exchange.log) is not None and log.failed:
-        lost(relay, worker, role, log.failure(worker.url), "failed")
+        on_attempt_lost(relay, worker, role, log.failure(worker.url), "failed")
         return
     if exchange.ends_with_death:
         relay.dispatcher.on_failure(worker, engine_died(worker.url))
-        relay.dispatcher.poison.ended_with(exchange, worker, role)
+        relay.dispatcher.poison.on_last_words(exchange, worker, role)
     exchange.end(reusable=reusable)
 
 
-def _go_on(relay: Attempting, outcome: Outcome, failure: Failure, reason: str) -> None:
+def _retry_or_continue(relay: Attempting, outcome: Outcome, failure: Failure, reason: str) -> None:
     if relay.exchange.began:
-        _broken(relay, failure)
+        _on_stream_broken(relay, failure)
     elif outcome.retried:
-        again(relay, reason, error_of(failure))
+        retry_or_fail(relay, reason, error_of(failure))
     else:
         relay.exchange.fail(error_of(failure))
 
 
-def _broken(relay: Attempting, failure: Failure) -> None:
-    """The answer's stream broke: it goes on elsewhere, or ends with an error."""
+def _on_stream_broken(relay: Attempting, failure: Failure) -> None:
+    """Continue a broken stream on another worker, or end it with an error."""
     exchange = relay.exchange
     if exchange.log is None:
         exchange.break_off(error_of(failure), failure)
@@ -138,4 +138,4 @@ def _broken(relay: Attempting, failure: Failure) -> None:
         exchange.end_broken(missing)
     else:
         relay.dispatcher.metrics.continued_streams += 1
-        again(relay, "continuation", error_of(failure))
+        retry_or_fail(relay, "continuation", error_of(failure))

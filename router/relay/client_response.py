@@ -1,4 +1,4 @@
-"""The client's side of one relayed request: what it has been sent, and how its answer ends."""
+"""The response of one relayed request to its client, whichever workers give it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..admission.admission import Permit
 from ..net.access import without_grants
 from ..net.http_server import ClientConnection
 from ..net.request import Request
-from ..net.responses import Response, error_event, said
+from ..net.responses import Response, error_event, error_message
 from ..net.upstream_answer import AnswerHead, Failure
 from ..obs.access_log import AccessLog
 from ..obs.metrics import Metrics
 from ..obs.tracing import RequestSpan
 from ..workers.registry import Worker
 from .continuation import DEAD_CODE, StreamLog
-from .poison_guard import KEPT_BODY_BYTES, Suspect
+from .poison_guard import MAX_RETAINED_BODY_BYTES, Suspect
 
 logger = logging.getLogger("baton.router")
 failures = FailureLog(logger)
@@ -26,21 +26,21 @@ CLIENT_LEFT = 499
 
 
 def note_failure(status: int, sentence: str, request: Request, **fields: str) -> None:
-    """Tell the log of a request that failed."""
+    """Log a request that failed."""
     failures.note(status, sentence, path=request.path.decode("latin-1"),
                   request_id=request.request_id.decode("latin-1"), **fields)
 
 
 class ClientResponse:
-    """One request and its answer, whichever worker gives it.
+    """One request and the response to its client, whichever worker gives it.
 
     Exactly one of ``end``, ``fail``, ``break_off`` and ``abandon`` finishes it: metrics and the access
     log are written there, and the connection is free for the next request.
     """
 
-    __slots__ = ("connection", "request", "route", "retries", "workers", "began", "ticket", "log", "suspect",
-                 "begun_at", "_metrics", "_access_log", "_facts", "_awaits_body", "_pieces", "_last", "_first_at",
-                 "_span")
+    __slots__ = ("connection", "request", "route", "retries", "workers", "began", "permit", "log", "suspect",
+                 "begun_at", "_metrics", "_access_log", "_facts", "_awaits_body", "_num_chunks", "_last_chunk",
+                 "_first_token_at", "_span")
 
     def __init__(self, connection: ClientConnection, request: Request, route: str, metrics: Metrics,
                  access_log: AccessLog | None, span: RequestSpan | None = None):
@@ -49,107 +49,115 @@ class ClientResponse:
         self.route = route
         self.retries = 0
         self.workers: tuple[Worker, ...] = ()
-        """Those of the last attempt."""
+        """Workers of the last attempt."""
         self.began = False
-        """Whether the first byte is on its way: from then on nothing can be retried."""
+        """True once the first byte is on its way: from then on, nothing but a stream can be continued elsewhere."""
         self._metrics = metrics
         self._access_log = access_log
         self.begun_at = perf_counter()
         self._span = span
         self._awaits_body = True
-        self._pieces = 0
-        self._first_at = 0.0
-        self.ticket: Permit | None = None
+        self._num_chunks = 0
+        """Chunks of the body that were relayed; -1 for a response that came in one read."""
+        self._first_token_at = 0.0
+        self.permit: Permit | None = None
         self.log: StreamLog | None = None
+        """The tokens of a stream that another worker can continue."""
         self.suspect: Suspect | None = None
-        """What it is once a worker died under it; see ``poison``."""
-        self._last = b""
+        """Set once a worker died while it served the request; see ``poison``."""
+        self._last_chunk = b""
+
+    @property
+    def resumed_log(self) -> StreamLog | None:
+        """The log of a stream of which the client has the beginning: the next attempt continues it."""
+        return self.log if self.began else None
 
     @property
     def worker(self) -> str:
         """The URLs of the last attempt's workers."""
         return " ".join([worker.url for worker in self.workers])
 
-    def begin(self, head: AnswerHead) -> None:
-        """Relay a head, and what came with it, adding the request id where the worker did not."""
+    def begin(self, head: AnswerHead, worker: Worker) -> None:
+        """Relay a worker's head, and what came with it, adding the request id if the worker did not."""
         self.began = True
         request = self.request
-        if len(request.body) > KEPT_BODY_BYTES:
+        if len(request.body) > MAX_RETAINED_BODY_BYTES:
             request.body = b""  # Nothing is sent again.
         if request.on_head is not None:
             head = request.on_head(head)
         self._facts = facts = head.facts
         if facts.status >= 400:
-            self._note(facts.status, said(head.data[head.size:]) or f"The worker answered {facts.status}.")
+            self._note(facts.status, error_message(head.data[head.size:]) or f"The worker answered {facts.status}.")
         if self.log is not None:
-            self._follow(self.log, head)
+            self._begin_log(self.log, head, worker)
         data = head.data
-        if head.whole and self._span is None:
-            self._pieces = -1  # One clock reading is enough for an answer that came at once.
-            if self.ticket is not None:
-                self.ticket.first_token()
+        if head.complete and self._span is None:
+            self._num_chunks = -1  # One clock reading is enough for a response that came in one read.
+            if self.permit is not None:
+                self.permit.first_token()
             if self.suspect is not None:
-                self.suspect.answered()
+                self.suspect.on_first_byte()
         elif len(data) > head.size:
-            self._last = data
-            self._first_token()
+            self._last_chunk = data
+            self._on_first_token()
         line = facts.line_size
         if request.reply_headers:
-            added = b"" if facts.names_request else b"x-request-id: %b\r\n" % request.request_id
+            added = b"" if facts.has_request_id else b"x-request-id: %b\r\n" % request.request_id
             data = b"".join((data[:line], added, request.reply_headers, without_grants(data[line - 2:head.size])[2:],
                              data[head.size:]))
-        elif not facts.names_request:
+        elif not facts.has_request_id:
             data = b"".join((data[:line], b"x-request-id: ", request.request_id, b"\r\n", data[line:]))
         self.connection.send(data)
 
-    def _follow(self, log: StreamLog, head: AnswerHead) -> None:
-        """Keep what is needed to go on with a stream elsewhere; of any other answer, nothing."""
-        if head.starts_stream:
-            head.data = head.data[:head.size] + log.take(head.data[head.size:])
+    def _begin_log(self, log: StreamLog, head: AnswerHead, worker: Worker) -> None:
+        """Log a stream of one of our servers, so that another one can continue it; drop the log for anything else."""
+        if head.starts_stream and worker.is_baton:
+            log.model_fingerprint = worker.model_fingerprint
+            head.data = head.data[:head.size] + log.feed(head.data[head.size:])
         else:
             self.log = None
 
-    def go_on(self, head: AnswerHead) -> None:
-        """Relay a stream that goes on elsewhere: the client has had its head."""
+    def continue_stream(self, head: AnswerHead) -> None:
+        """Relay a stream that another worker continues: the client has had its head."""
         self._awaits_body = True
         if len(head.data) > head.size:
             self.relay(head.data[head.size:])
 
     def end_broken(self, missing: bytes) -> None:
-        """End a stream of which nothing but the end got lost."""
-        self.log = None  # what it holds back was torn
+        """End a stream of which only ``missing``, its end, got lost."""
+        self.log = None  # The incomplete chunk in it is dropped.
         self.connection.send(missing)
         self.end(reusable=True)
 
     def relay(self, data: bytes) -> None:
-        """Relay a piece of the body."""
+        """Relay a chunk of the body."""
         if self.log is not None:
-            data = self.log.take(data)
+            data = self.log.feed(data)
             if not data:
                 return
         if self._awaits_body:
-            self._first_token()
-        self._pieces += 1
-        self._last = data
+            self._on_first_token()
+        self._num_chunks += 1
+        self._last_chunk = data
         self.connection.send(data)
 
     @property
     def ends_with_death(self) -> bool:
-        """Whether the answer, a stream that cannot go on elsewhere, told last that its engine died."""
-        return self.log is None and self._facts.event_stream and DEAD_CODE in self._last
+        """True if a stream that cannot be continued ended with the news that its engine died."""
+        return self.log is None and self._facts.event_stream and DEAD_CODE in self._last_chunk
 
     def end(self, *, reusable: bool) -> None:
-        """The worker's answer is complete."""
-        if self.log is not None and (rest := self.log.rest()):
+        """Finish: the worker's response is complete."""
+        if self.log is not None and (rest := self.log.flush()):
             self.connection.send(rest)
         facts = self._facts
         if self.suspect is not None and facts.status < 500 and not self.ends_with_death:
-            self.suspect.cleared()
+            self.suspect.clear()
         self._finish(facts.status)
         self.connection.done(keep_alive=reusable and facts.delimited and self.request.keep_alive)
 
     def fail(self, error: ServingError) -> None:
-        """Answer with an error of our own; nothing has been sent."""
+        """Finish with an error of the router's; nothing has been sent."""
         assert not self.began
         self.connection.respond(self.request, Response.error(error, self.request.path))
         self._note(error.status, error.message)
@@ -157,21 +165,21 @@ class ClientResponse:
         self.connection.done(keep_alive=self.request.keep_alive)
 
     def refuse(self, error: ServingError, at_boundary: bool) -> None:
-        """End the request, whether its answer has begun or not, for what it did to workers."""
+        """Finish a request that killed workers with an error, whether its response has begun or not."""
         if self.began:
             self.break_off(error, Failure("poison", error.message.rstrip("."), at_boundary=at_boundary))
         else:
             self.fail(error)
 
     def break_off(self, error: ServingError, failure: Failure) -> None:
-        """End an answer that broke in the middle so that its reader can tell.
+        """Finish a response that broke in the middle so that its reader notices.
 
         An event stream gets ``error`` as its last event, if an event can follow what was sent; without
-        it, a reader that does not insist on [DONE] would take a torn answer for a whole one. Any other
-        answer is cut short of its announced length, or, where it announced none, by a reset.
+        it, a reader that does not insist on [DONE] would take an incomplete response for a complete one.
+        Any other response ends short of its announced length, or, if it announced none, with a reset.
         """
         self._metrics.broken_streams += 1
-        self._note(error.status, f"{error.message} The answer broke off: {failure.detail}.")
+        self._note(error.status, f"{error.message} The response broke off: {failure.detail}.")
         facts = self._facts
         if facts.event_stream and (failure.at_boundary or self.log is not None):
             event = b"\n\n" + error_event(error, self.request.path)
@@ -182,42 +190,42 @@ class ClientResponse:
         self.connection.done(keep_alive=False)
 
     def abandon(self) -> None:
-        """The client left."""
+        """Finish: the client left."""
         self._metrics.client_disconnects += 1
         self._finish(CLIENT_LEFT)
 
     def _note(self, status: int, sentence: str) -> None:
         note_failure(status, sentence, self.request, worker=self.worker)
 
-    def _first_token(self) -> None:
+    def _on_first_token(self) -> None:
         self._awaits_body = False
         if self.suspect is not None:
-            self.suspect.answered()
-        if self._first_at:
-            return  # Of a stream that goes on elsewhere.
-        self._first_at = perf_counter()
-        self._metrics.first_tokens[self.route].observe(self._first_at - self.begun_at)
+            self.suspect.on_first_byte()
+        if self._first_token_at:
+            return  # Another worker continues the stream.
+        self._first_token_at = perf_counter()
+        self._metrics.first_tokens[self.route].observe(self._first_token_at - self.begun_at)
         if self._span is not None:
             self._span.first_token()
-        if self.ticket is not None:
-            self.ticket.first_token()
+        if self.permit is not None:
+            self.permit.first_token()
 
     def _finish(self, status: int) -> None:
         seconds = perf_counter() - self.begun_at
         metrics, route = self._metrics, self.route
         metrics.requests[route, status] += 1
         bucket = metrics.durations[route].observe(seconds)
-        if self._pieces < 0:
+        if self._num_chunks < 0:
             first = metrics.first_tokens[route]
             first.counts[bucket] += 1
             first.total += seconds
-        elif self._pieces > 1 and self._facts.event_stream:
-            gap = (self.begun_at + seconds - self._first_at) / (self._pieces - 1)
+        elif self._num_chunks > 1 and self._facts.event_stream:
+            gap = (self.begun_at + seconds - self._first_token_at) / (self._num_chunks - 1)
             metrics.inter_tokens[route].observe(gap)
-        if self.ticket is not None:
-            self.ticket.finished()
+        if self.permit is not None:
+            self.permit.release()
         if self.suspect is not None:
-            self.suspect.over()
+            self.suspect.finish()
         if self._span is not None:
             self._span.end(route, status, self.worker, self.retries)
         if self._access_log is not None:

@@ -1,4 +1,4 @@
-"""What all relays share: the decision who serves a request, and the connections to carry it out."""
+"""Decisions of which worker serves a request, and the connections that carry it: shared by all relays."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from ..net.request import Request
 from ..net.tls import worker_context
 from ..net.upstream import Call
 from ..net.upstream_answer import Failure, Sink
-from ..net.upstream_pool import UpstreamPool, plain_answer
+from ..net.upstream_pool import UpstreamPool, read_plain_response
 from ..obs.metrics import Metrics
 from ..policies import PolicySets, Subject
+from ..policies.base import Amendment
 from ..policies.cache_exact import CacheExact
 from ..workers.compatibility import Pairs
-from ..workers.dp_ranks import tell_rank
+from ..workers.dp_ranks import with_rank
 from ..workers.models import Group
 from ..workers.registry import ROLES, Registry, Reservation, Role, Worker, without
 from .poison_guard import PoisonGuard
@@ -32,12 +33,12 @@ from .retry import FAILURES, Backoff, Outcome, Retries
 logger = logging.getLogger("baton.router")
 
 RETRY_AFTER_SECONDS = 1.0
-_JOINED = 16 * 1024
-"""Bodies up to this are copied behind their head: a second buffer costs more than so small a copy."""
+_COPIED_BODY_BYTES = 16 * 1024
+"""Bodies up to this size are appended to their head: a second buffer costs more than such a small copy."""
 
 
 class Watch(Protocol):
-    """Follows the workers beside their requests."""
+    """Follows the workers independently of requests."""
 
     def join(self, worker: Worker) -> None: ...
     def leave(self, worker: Worker) -> None: ...
@@ -47,7 +48,7 @@ class Watch(Protocol):
 class Dispatcher:
     """Decides synchronously over the registry and reserves at the decision; sends through one pool a worker.
 
-    ``suspect(worker, failure)`` is told of every attempt that failed below HTTP.
+    ``suspect(worker, failure)`` is called for every attempt that failed below HTTP.
     """
 
     def __init__(self, config: RouterConfig, registry: Registry, metrics: Metrics, rng: Random,
@@ -69,33 +70,33 @@ class Dispatcher:
                                 config.retry.retry_jitter_factor)
         self._pools: dict[Worker, UpstreamPool] = {}
         self._tls = worker_context(config.security)
-        self._known = KnownHeads(plain_answer)
+        self._known_heads = KnownHeads(read_plain_response)
         microseconds = config.http.busy_poll_us
-        self.heard = BusyPoll(self.loop, microseconds / 1e6).heard if microseconds else None
-        """To be called by connections whenever data arrives."""
+        self.on_data = BusyPoll(self.loop, microseconds / 1e6).heard if microseconds else None
+        """Called by connections whenever data arrives."""
         self.outbox = Outbox(self.loop)
-        """Takes what connections, of both sides, write."""
+        """Collects the writes of clients' and workers' connections."""
         self._worker_key = config.security.worker_api_key
-        self._keeps_keys = bool(config.security.client_keys)
+        self._strips_client_keys = bool(config.security.client_keys)
         self._unauthorized: set[str] = set()
-        """Workers of which it was said that they refuse the router."""
+        """URLs of workers that refuse the router, each of which was logged once."""
 
     # ------------------------------------------------------------------ connections
 
     def open_pool(self, worker: Worker) -> UpstreamPool:
         self._pools[worker] = pool = UpstreamPool(
-            worker.endpoint, connect_timeout=self._connect_timeout, authorization=self._shown_to(worker),
-            tls=self._tls if worker.endpoint.scheme == "https" else None, known=self._known, outbox=self.outbox,
-            heard=self.heard)
+            worker.endpoint, connect_timeout=self._connect_timeout, authorization=self._authorization_of(worker),
+            tls=self._tls if worker.endpoint.scheme == "https" else None, known_heads=self._known_heads,
+            outbox=self.outbox, on_data=self.on_data)
         if self.watch is not None:
             self.watch.join(worker)
         return pool
 
-    def use_key(self, worker: Worker) -> None:
-        """Show a worker its key from now on: it was changed."""
-        self._pools[worker].authorization = self._shown_to(worker)
+    def update_key(self, worker: Worker) -> None:
+        """Send a worker its new API key from now on."""
+        self._pools[worker].authorization = self._authorization_of(worker)
 
-    def _shown_to(self, worker: Worker) -> bytes:
+    def _authorization_of(self, worker: Worker) -> bytes:
         key = worker.api_key or self._worker_key
         return bearer(key) if key else b""
 
@@ -103,28 +104,28 @@ class Dispatcher:
         return self._pools[worker]
 
     def close_pool(self, worker: Worker) -> None:
-        """Drop what is idle now; running calls end undisturbed and their connections close after them."""
+        """Close idle connections; running calls end undisturbed and their connections close after them."""
         self._pools[worker].close()
         if self.watch is not None:
             self.watch.leave(worker)
 
-    def cut(self, worker: Worker) -> None:
-        """Fail what runs on a worker."""
-        self._pools[worker].cut(Failure("removed", f"{worker.url} was removed by force"))
+    def fail_calls(self, worker: Worker) -> None:
+        """Fail all calls that run on a worker."""
+        self._pools[worker].fail_calls(Failure("removed", f"{worker.url} was removed by force"))
 
-    def end_silent(self, worker: Worker) -> None:
-        """Fail what a hung worker has left without a byte for as long as a health check may take."""
+    def fail_silent_calls(self, worker: Worker) -> None:
+        """Fail the calls for which a hung worker has sent no byte for as long as a health check may take."""
         if worker in self._pools:
-            self._pools[worker].end_silent(self._hung_seconds)
+            self._pools[worker].fail_silent_calls(self._hung_seconds)
 
     def sweep(self, silence_limit: float) -> None:
-        """Housekeeping of policies and pools (see UpstreamPool.sweep); forgets pools of workers that are gone."""
+        """Sweep policies and pools (see UpstreamPool.sweep), and forget the pools of workers that are gone."""
         self.policies.sweep(self.loop.time(), self.registry.models.groups)
         self.poison.sweep()
         for worker, pool in list(self._pools.items()):
             pool.sweep(silence_limit)
             if worker.hung:
-                pool.end_silent(self._hung_seconds)
+                pool.fail_silent_calls(self._hung_seconds)
             if worker not in self.registry and not worker.load and not pool.busy:
                 del self._pools[worker]
 
@@ -135,43 +136,50 @@ class Dispatcher:
             pool.close()
 
     def send(self, worker: Worker, request: Request, body: Body, sink: Sink, *, resend: bool = True) -> Call:
-        """Send ``request`` with ``body`` in place of its own to a worker."""
+        """Send ``request`` to a worker, with ``body`` instead of its own."""
         if worker.rank is not None:
-            body = tell_rank(request.path, body, worker.rank)
+            body = with_rank(request.path, body, worker.rank)
         pool = self._pools[worker]
         method = request.method
         end = b"\r\ncontent-length: %d\r\n\r\n" % len(body) if body or method == b"POST" else b"\r\n\r\n"
-        joined: bytes = b""
+        copied: bytes = b""
         parts: tuple[Bytes, ...] = ()
         if isinstance(body, LargeBody):
             parts = body.parts
-        elif len(body) > _JOINED:
+        elif len(body) > _COPIED_BODY_BYTES:
             parts = (body,)
         else:
-            joined = body
+            copied = body
         head = b"".join((
-            method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.old else b" HTTP/1.1\r\n",
+            method, b" ", pool.prefix, request.target, b" HTTP/1.0\r\n" if request.is_http_1_0 else b" HTTP/1.1\r\n",
             pool.host_line, request.headers, pool.authorization or request.authorization_line,
-            b"x-request-id: ", request.request_id, end, joined))
+            b"x-request-id: ", request.request_id, end, copied))
         return pool.send(sink, head, parts, method == b"HEAD", resend)
 
     # ------------------------------------------------------------------ decisions
 
     def subject(self, role: Role, request: Request, found: Peek | None) -> Subject:
-        """What the role's policy decides a request by, for ``place``."""
-        return self.policies.of(request.group)[role].read(request, found)
+        """The role's policy's view of a request, for ``place``; its amendment is made once a request."""
+        subject = self.policies.of(request.group)[role].read(request, found)
+        amendment: Amendment | None = getattr(subject, "amendment", None)
+        if amendment is not None and request.on_head is None:
+            request.headers += amendment.headers
+            request.on_head = amendment.on_head
+        return subject
 
     def place_pair(self, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                    found: Peek) -> tuple[Reservation, Reservation]:
-        """Choose and reserve a prefill and a decode worker that fit (neither sequence is empty). Raises
-        WorkerUnavailable, as a policy may, and reserves none then."""
+        """Choose and reserve a prefill and a decode worker that fit together (neither sequence is empty).
+
+        Raises WorkerUnavailable, as a policy may, and then reserves none.
+        """
         policies = self.policies.of(request.group)
         pairs = self.registry.pairs(request.group)
         if not pairs.all_fit:
             return self._place_fitting(pairs, prefills, decodes, request, found)
         pairing = policies["prefill"]
         if isinstance(pairing, CacheExact) and pairing is policies["decode"]:
-            chosen = pairing.choose_pair(prefills, decodes, pairing.read(request, found))
+            chosen = pairing.choose_pair(prefills, decodes, self.subject("prefill", request, found))
             return self._reserve("prefill", chosen.prefill, chosen.reason), self._reserve(
                 "decode", chosen.decode, chosen.reason)
         subject = self.subject("prefill", request, found)
@@ -184,9 +192,9 @@ class Dispatcher:
 
     def _place_fitting(self, pairs: Pairs, prefills: Sequence[Worker], decodes: Sequence[Worker], request: Request,
                        found: Peek) -> tuple[Reservation, Reservation]:
-        """The prefill worker first, of those that have a partner, then one of its partners."""
+        """Choose a prefill worker among those that have a partner, then one of its partners."""
         prefills = pairs.with_partner(prefills, decodes)
-        if not prefills:  # What is left for a retry has no pair among it.
+        if not prefills:  # The workers that remain for a retry form no pair.
             prefills, decodes = pairs.prefills, pairs.decodes
         policies = self.policies.of(request.group)
         prefill = policies["prefill"].choose(prefills, self.subject("prefill", request, found))
@@ -196,8 +204,10 @@ class Dispatcher:
             "decode", decode.worker, decode.reason)
 
     def place(self, role: Role, workers: Sequence[Worker], subject: Subject, group: Group = None) -> Reservation:
-        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it. Raises WorkerUnavailable, as a policy
-        may."""
+        """Choose one of ``workers`` (not empty, all of ``group``) and reserve it.
+
+        Raises WorkerUnavailable, as a policy may.
+        """
         chosen = self.policies.of(group)[role].choose(workers, subject)
         return self._reserve(role, chosen.worker, chosen.reason)
 
@@ -209,48 +219,48 @@ class Dispatcher:
             self.registry.probe(reservation)
         return reservation
 
-    def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, own: bool = False,
-                   only: Worker | None = None, weights: str | None = None) -> Sequence[Worker]:
-        """Workers of a role and group that may be tried; those that failed this request only when no other is left.
+    def candidates(self, role: Role, retries: Retries | None, group: Group = None, *, baton_only: bool = False,
+                   pinned: Worker | None = None, fingerprint: str | None = None) -> Sequence[Worker]:
+        """Workers of a role and group that may be tried; those that failed this request only if there is no other.
 
-        ``own``: only our servers, for what no other understands. ``only``: none but this worker. ``weights``: only with
-        this fingerprint.
+        ``baton_only``: only our servers, for what no other engine understands. ``pinned``: no worker but this one.
+        ``fingerprint``: only workers whose model has it.
         """
-        return self._left_of(self.registry.available(role, group), retries, own, only, weights)
+        return self._eligible(self.registry.available(role, group), retries, baton_only, pinned, fingerprint)
 
-    def pair_candidates(self, retries: Retries | None, group: Group = None, *, own: bool = False,
-                        only: Worker | None = None,
-                        weights: str | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
-        """``candidates`` of both roles that have a partner; ``only`` is a decode worker."""
+    def pair_candidates(self, retries: Retries | None, group: Group = None, *, baton_only: bool = False,
+                        pinned: Worker | None = None,
+                        fingerprint: str | None = None) -> tuple[Sequence[Worker], Sequence[Worker]]:
+        """``candidates`` of both roles that have a partner; ``pinned`` is a decode worker."""
         pairs = self.registry.pairs(group)
-        return (self._left_of(pairs.prefills, retries, own, None, weights),
-                self._left_of(pairs.decodes, retries, own, only, weights))
+        return (self._eligible(pairs.prefills, retries, baton_only, None, fingerprint),
+                self._eligible(pairs.decodes, retries, baton_only, pinned, fingerprint))
 
-    def _left_of(self, available: Sequence[Worker], retries: Retries | None, own: bool, only: Worker | None,
-                 weights: str | None) -> Sequence[Worker]:
-        if retries is None and only is None and not own:
+    def _eligible(self, available: Sequence[Worker], retries: Retries | None, baton_only: bool, pinned: Worker | None,
+                  fingerprint: str | None) -> Sequence[Worker]:
+        if retries is None and pinned is None and not baton_only:
             return available
-        if only is not None:
-            available = [only] if only in available else []
-        if own and not all(worker.is_baton for worker in available):
+        if pinned is not None:
+            available = [pinned] if pinned in available else []
+        if baton_only and not all(worker.is_baton for worker in available):
             available = [worker for worker in available if worker.is_baton]
-        if weights is not None:
-            available = [worker for worker in available if worker.model_fingerprint == weights]
+        if fingerprint is not None:
+            available = [worker for worker in available if worker.model_fingerprint == fingerprint]
         return (without(available, retries.excluded) or available) if retries is not None else available
 
-    def untried(self, role: Role, retries: Retries, group: Group = None) -> bool:
-        """Whether a worker is left that has not failed this request."""
+    def has_untried(self, role: Role, retries: Retries, group: Group = None) -> bool:
+        """True if there is a worker that has not failed this request."""
         return any(worker not in retries.excluded for worker in self.registry.available(role, group))
 
     # ------------------------------------------------------------------ outcomes
 
     def on_misfit(self, prefill: Worker, decode: Worker) -> None:
-        """The two refused each other: one of them is not what it was, which is to be found out at once."""
+        """Check two workers that refused each other at once: one of them is not what it was."""
         for worker in (prefill, decode):
             self._suspect(worker, Failure("misfit", f"{prefill.url} and {decode.url} do not fit together"))
 
     def on_failure(self, worker: Worker, failure: Failure) -> None:
-        """An attempt failed below HTTP, or in the middle of its stream."""
+        """Account for an attempt that failed below HTTP, or in the middle of its stream."""
         outcome = FAILURES[failure.reason]
         if outcome.excludes or failure.refused:
             self._suspect(worker, failure)
@@ -258,23 +268,23 @@ class Dispatcher:
             self.on_server_error(worker)
 
     def report_dead(self, worker: Worker, detail: str) -> None:
-        """A worker that failed a request does not pass a health check either."""
+        """Report a worker that failed a request and does not pass a health check either."""
         self._suspect(worker, Failure("dead", detail, refused=True))
 
     def on_server_error(self, worker: Worker) -> None:
-        """An attempt failed by its worker's fault."""
+        """Count an attempt that failed by its worker's fault."""
         self.metrics.worker_failures[worker.url] += 1
         if self.registry.request_failed(worker, self.loop.time()):
             logger.warning("Worker %s fails requests: it gets none for %g s.", worker.url, self._circuit_seconds)
             self.metrics.circuits_opened[worker.url] += 1
-            # A little later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
+            # 10 ms later: uvloop counts in milliseconds, and a timer that is early by one would change nothing.
             self.loop.call_later(self._circuit_seconds + 0.01, self._half_open, worker)
 
     def on_status(self, worker: Worker, status: int, outcome: Outcome, retries: Retries | None) -> None:
-        """A worker answered; a 4xx tells nothing about it, nor that it is busy.
+        """Account for a worker's status; a 4xx says nothing about the worker, nor does being busy.
 
-        An error of its own counts once another worker has served the same request: what all refuse so, a client may
-        send as often as it likes. Where nothing is retried, nobody can tell, and each error counts.
+        A worker's error counts once another worker has served the same request: a request that fails on all of them
+        may be sent as often as its client likes. Without retries this cannot be known, and each error counts.
         """
         if outcome.counts and not self._backoff.max_retries:
             self.on_server_error(worker)
@@ -285,34 +295,34 @@ class Dispatcher:
                 retries.accused.clear()
             if worker.circuit.troubled and self.registry.request_served(worker):
                 logger.info("Worker %s answers again: its circuit is closed.", worker.url)
-        elif status == 401 and self._keeps_keys and worker.url not in self._unauthorized:
+        elif status == 401 and self._strips_client_keys and worker.url not in self._unauthorized:
             self._unauthorized.add(worker.url)
-            logger.error("Worker %s asks for a key that the router does not show it: clients' keys end here, so give "
-                         "the worker's by --worker-api-key.", worker.url)
+            logger.error("Worker %s asks for a key that the router does not send: clients' keys are not forwarded, so "
+                         "give the worker's with --worker-api-key.", worker.url)
 
     def _half_open(self, worker: Worker) -> None:
         if self.registry.half_open(worker, self.loop.time()):
-            logger.info("Worker %s gets one request at a time, to see whether it answers again.", worker.url)
+            logger.info("Worker %s gets one request at a time, as a probe of whether it answers again.", worker.url)
 
     def new_retries(self) -> Retries:
         return Retries(self._backoff, self.rng, self.loop)
 
 
-def no_pair(registry: Registry, group: Group) -> WorkerUnavailable:
-    """The answer when no pair of workers can take a request for a group."""
+def no_pair_error(registry: Registry, group: Group) -> WorkerUnavailable:
+    """The error when no pair of workers can take a request for a group."""
     for role in ("prefill", "decode"):
         if not registry.available(role, group):
-            return nobody(role, group)
+            return no_worker_error(role, group)
     return WorkerUnavailable("No prefill worker fits with a decode worker.", retry_after=RETRY_AFTER_SECONDS)
 
 
-def nobody(role: Role, group: Group = None) -> WorkerUnavailable:
-    """The answer when no worker of a role can take a request for a group."""
+def no_worker_error(role: Role, group: Group = None) -> WorkerUnavailable:
+    """The error when no worker of a role can take a request for a group."""
     name = "worker" if role == "regular" else f"{role} worker"
     named = f" for the model `{group}`" if group else ""
     return WorkerUnavailable(f"No healthy {name} is available{named}.", retry_after=RETRY_AFTER_SECONDS)
 
 
 def bearer(key: str) -> bytes:
-    """The header line that shows a key."""
+    """The Authorization header line of an API key."""
     return b"authorization: Bearer " + key.encode() + b"\r\n"

@@ -1,7 +1,7 @@
-"""Requests that come before the workers were checked for the first time: they wait for that instead of getting 503.
+"""The wait of early requests for the workers' first health checks, instead of a 503.
 
 A first check ends within some seconds whatever a worker does, so no wait lasts longer; a worker that is still loading
-its model fails it, and then requests get 503 as ever.
+its model fails it, and then requests get 503 as usual.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..workers.registry import Registry, Role
 
 
 class FirstChecks:
-    """The requests that wait; each is served by ``serve`` as soon as it is decided who could, or that nobody can."""
+    """The requests that wait; ``serve`` gets each as soon as the checks decide if there is a worker for it."""
 
     def __init__(self, registry: Registry, serve: Callable[[ClientConnection, Request], None],
                  refuse: Callable[[ClientConnection, Request, ServingError], None]):
@@ -25,16 +25,16 @@ class FirstChecks:
         self.refuse = refuse
         self._waiting: dict[Held, None] = {}
         self._wake: asyncio.Handle | None = None
-        registry.on_change = self._changed
+        registry.listeners.append(self._changed)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def hold(self, connection: ClientConnection, request: Request, roles: Sequence[Role], model: str) -> bool:
-        """Let a request wait, where a check that is under way may decide who serves it; returns whether it does.
+    def wait(self, connection: ClientConnection, request: Request, roles: Sequence[Role], model: str) -> bool:
+        """Let a request wait if a running check may find a worker for it; returns True if it waits.
 
-        That is: no worker of a role is there yet, or the model's name is unknown and a worker that the router was
-        started with, which has not said what it serves, may know it.
+        It does if a role has no worker yet, or if the model's name is unknown and may be served by a worker that the
+        router was started with and that has not reported its models.
         """
         models, unchecked = self._registry.models, self._registry.unchecked
         known = models.knows(model)
@@ -45,12 +45,12 @@ class FirstChecks:
             models.serves(worker, group) and (worker.role in missing or worker.asks_role) for worker in unchecked)
         if not may_know and not may_serve:
             return False
-        connection.handler = held = Held(self, connection, request)
-        self._waiting[held] = None
+        connection.handler = waiting = Held(self, connection, request)
+        self._waiting[waiting] = None
         return True
 
-    def leave(self, held: Held) -> None:
-        self._waiting.pop(held, None)
+    def leave(self, waiting: Held) -> None:
+        self._waiting.pop(waiting, None)
 
     def _changed(self) -> None:
         if self._waiting and self._wake is None:
@@ -58,13 +58,13 @@ class FirstChecks:
 
     def _serve_all(self) -> None:
         self._wake = None
-        waiting, self._waiting = self._waiting, {}
-        for held in waiting:
-            self._serve(held.connection, held.request)
+        all_waiting, self._waiting = self._waiting, {}
+        for waiting in all_waiting:
+            self._serve(waiting.connection, waiting.request)
 
 
 class Held:
-    """A request that waits, as its connection's handler."""
+    """A waiting request, as its connection's handler."""
 
     __slots__ = ("_queue", "connection", "request")
 

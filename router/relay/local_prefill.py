@@ -1,4 +1,4 @@
-"""Which prompts a decode server prefills by itself: those of which it lacks so little that sending costs more."""
+"""Local prefill: a decode server prefills a prompt itself if it lacks so little of it that a transfer costs more."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from .dispatcher import Dispatcher
 class LocalPrefill:
     """The rule of ``--local-prefill-tokens``.
 
-    What counts is the part of a prompt that the decode server lacks: the policy tells how much of it the one that it
-    would choose has cached (``held_share``: cache_exact from the workers' events, cache_aware from what it sent them);
-    a policy that knows nothing of caches leaves the whole prompt to count.
+    The uncached part of a prompt counts. The policy estimates how much of it is cached by the decode server that it
+    would choose (``cached_share``: cache_exact from the workers' events, cache_aware from what it sent them); for a
+    policy that knows nothing of caches, the whole prompt counts.
     """
 
-    def __init__(self, dispatcher: Dispatcher, most_tokens: int):
+    def __init__(self, dispatcher: Dispatcher, max_tokens: int):
         self._dispatcher = dispatcher
-        self._most = most_tokens
+        self._max_tokens = max_tokens
 
-    def subject(self, request: Request, found: Peek | None) -> list[Subject]:
-        """What the decode policy decides the request by, in a list; empty where the request needs a pair.
+    def subject(self, request: Request, fields: Peek | None) -> list[Subject]:
+        """The decode policy's view of the request, in a list; empty if the request needs a pair.
 
-        Other engines' decode servers need their prefill half, and so does whoever names one.
+        It does for other engines' decode servers, and if it names a prefill server itself.
         """
-        if found is None or found.has_bootstrap:
+        if fields is None or fields.has_bootstrap:
             return []
-        workers = self._dispatcher.candidates("decode", None, request.group, own=True)
+        workers = self._dispatcher.candidates("decode", None, request.group, baton_only=True)
         if not workers:
             return []
         policy: Any = self._dispatcher.policies.of(request.group)["decode"]
-        subject = policy.read(request, found)
-        tokens: float = _num_tokens(found)
-        if tokens > self._most and hasattr(policy, "held_share"):
-            tokens *= 1.0 - policy.held_share(workers, subject)
-        return [subject] if tokens <= self._most else []
+        subject = self._dispatcher.subject("decode", request, fields)
+        tokens: float = _estimate_num_tokens(fields)
+        if tokens > self._max_tokens and hasattr(policy, "cached_share"):
+            tokens *= 1.0 - policy.cached_share(workers, subject)
+        return [subject] if tokens <= self._max_tokens else []
 
 
-def _num_tokens(found: Peek) -> int:
-    """About how many tokens a prompt has: ids are counted, text has four bytes a token."""
-    text = found.routing_text
+def _estimate_num_tokens(fields: Peek) -> int:
+    """The estimated length of a prompt in tokens: ids are counted, text has four bytes a token."""
+    text = fields.routing_text
     ids = text.startswith(b"[") and text[1:9].lstrip()[:1].isdigit()
     return text.count(b",") + 1 if ids else len(text) // 4

@@ -1,13 +1,13 @@
-"""A request served by a pair: the same body to a prefill and a decode worker, decode's answer to the client.
+"""A request served by a pair: the same body to a prefill and a decode worker, decode's response to the client.
 
-The halves find each other through the fields that are spliced into the body (``bootstrap_*``); the
-room is new for every attempt, so that no late half of an old attempt can join a new one. Where only the
-decode half failed, the next attempt goes to the same prefill worker, which still has what it computed.
+The two calls are joined by the fields that are spliced into the body (``bootstrap_*``). The room is new for every
+attempt, so that no late call of an old attempt can join a new one. If only the decode call failed, the next attempt
+goes to the same prefill worker, which still has what it computed. ``pair_states`` has the phases of an attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,41 +15,46 @@ from ...common.api.errors import ServingError, TransferFailed, WorkerUnavailable
 from ..net.body import Body, Peek, with_bootstrap, with_previous_room
 from ..net.upstream import Call
 from ..net.upstream_answer import PAIR_MISMATCH, AnswerHead, Failure
-from ..workers.dp_ranks import tell_prefill_rank
+from ..workers.dp_ranks import with_prefill_rank
 from ..workers.registry import Reservation, Role, Worker, without
-from .attempts import again, ended, expired, lost, tried_on
+from .attempts import note_failed_attempt, on_attempt_lost, on_expired, on_response_end, retry_or_fail
 from .client_response import ClientResponse
-from .dispatcher import Dispatcher, no_pair, nobody
+from .dispatcher import Dispatcher, no_pair_error, no_worker_error
+from .pair_states import DECODE_EVENTS, PREFILL_EVENTS, Action, CallEvents, Event, Phase, action_of
 from .retry import FAILURES, Outcome, Retries, outcome_of
 from .single import Relay
 
+_Candidates = tuple[Sequence[Worker], Sequence[Worker]]
+"""Prefill and decode workers."""
+
 
 class PairCall(msgspec.Struct, eq=False):
-    """One of the two calls of an attempt. It reports to its pair until it is left alone.
+    """One of the two calls of an attempt. It reports to its pair until it is detached.
 
-    A prefill half may outlive its pair's answer by a moment (its own answer is of no use); it then
-    ends by itself and still gives its reservation back.
+    A prefill call may outlive the response to the client by a moment, since nobody reads its own response. It then ends
+    by itself, and still releases its reservation.
     """
 
     pair: PairRelay | None
     role: Role
+    events: CallEvents
     reservation: Reservation
     worker: Worker
     call: Call | None = None
 
-    def leave(self) -> None:
-        """Let the half end by itself."""
+    def detach(self) -> None:
+        """Let the call end by itself."""
         self.pair = None
 
     def cancel(self) -> None:
-        """Cut the half, if it still runs."""
+        """Cancel the call, if it still runs."""
         self.pair = None
         if self.call is not None:
             self.call.cancel()
             self._close()
 
     def _close(self) -> PairRelay | None:
-        """The call is over: give its load back, and let go of the pair, which is returned if it is still there."""
+        """Release the load of a call that is over; returns the pair if the call was not detached from it."""
         pair, self.pair = self.pair, None
         self.call = None
         self.reservation.release()
@@ -57,241 +62,277 @@ class PairCall(msgspec.Struct, eq=False):
 
     def answer_head(self, head: AnswerHead) -> None:
         if self.pair is not None:
-            self.pair.half_answered(self, head)
+            self.pair.on_call_head(self, head)
 
     def answer_data(self, data: bytes) -> None:
         if self.pair is not None:
-            self.pair.half_sent(self, data)
+            self.pair.on_call_data(self, data)
 
     def answer_end(self, *, reusable: bool) -> None:
         pair = self._close()
         if pair is not None:
-            pair.half_ended(self, reusable)
+            pair.on_call_end(self, reusable)
 
     def answer_lost(self, failure: Failure) -> None:
         pair = self._close()
         if pair is not None:
-            pair.half_lost(self, failure)
+            pair.on_call_lost(self, failure)
+
+
+class _AttemptNotes(msgspec.Struct, eq=False, gc=False):
+    """What an attempt leaves to the one after it."""
+
+    prefill: Worker | None = None
+    """The prefill worker to go back to: only decode failed, so it retains the prompt's KV cache."""
+    avoided: Worker | None = None
+    """The worker that its peer could not reach: not to be tried again if there is another one."""
+    body: Body = b""
+    """The body with the room under which ``prefill`` retains the prompt: that of the last attempt that reached a decode
+    worker."""
+    body_before: Body = b""
+    """``body`` before the last attempt."""
 
 
 class PairRelay:
-    """One request's life on pairs: place both, send both, relay one; before the first byte, try again.
+    """One request's life on pairs: place both calls, send both, relay one response; before its first byte, retry."""
 
-    ``_relayed`` is the half whose answer goes to the client, once that is decided: decode's, or the
-    half that refuses the request (prefill's 400 must not wait for a decode worker that will never be
-    sent a cache). A half that fails cancels the other at once.
-    """
+    __slots__ = ("dispatcher", "exchange", "_peek", "retries", "_prefill", "_decode", "_phase", "_relayed", "_paused",
+                 "_pinned", "_notes")
 
-    __slots__ = ("dispatcher", "exchange", "_peek", "retries", "_prefill", "_decode", "_relayed", "_paused",
-                 "_only", "_sent", "_sent_before", "_again_on", "_suspect")
-
-    def __init__(self, dispatcher: Dispatcher, exchange: ClientResponse, peek: Peek, *, only: Worker | None = None):
-        """``only``: the decode worker that alone can answer."""
-        self._only = only
+    def __init__(self, dispatcher: Dispatcher, exchange: ClientResponse, peek: Peek, *, pinned: Worker | None = None):
+        """``pinned``: the one decode worker that can answer."""
+        self._pinned = pinned
         self.dispatcher = dispatcher
         self.exchange = exchange
         self._peek: Peek | None = peek
         self.retries: Retries | None = None
         self._prefill: PairCall | None = None
         self._decode: PairCall | None = None
+        self._phase = Phase.IDLE
         self._relayed: PairCall | None = None
+        """The call whose response goes to the client."""
         self._paused = False
-        self._sent: Body = b""  # to the prefill worker of the last attempt that reached a decode worker; see start
-        self._sent_before: Body = b""
-        self._again_on: Worker | None = None  # the prefill worker of an attempt whose decode half failed
-        self._suspect: Worker | None = None  # whose peer could not reach it: the next attempt is not for it
+        self._notes = _AttemptNotes()
+
+    # ------------------------------------------------------------------ an attempt
 
     def start(self) -> None:
         """Make an attempt; answers 503 when a role has no worker available."""
-        dispatcher, exchange = self.dispatcher, self.exchange
-        log = exchange.log if exchange.began else None
+        assert action_of(self._phase, Event.START) is Action.SEND
         self._relayed = None
-        group = exchange.request.group
-        prefills, decodes = dispatcher.pair_candidates(self.retries, group, own=log is not None, only=self._only,
-                                                       weights=None if log is None else log.weights)
-        if not prefills and dispatcher.candidates("decode", self.retries, group, own=True):
-            self._leave_to_decode()
-            return
-        if not prefills or not decodes:
-            again(self, "unavailable", no_pair(dispatcher.registry, group))
+        candidates = self._candidates()
+        if candidates is None:
             return
         found = self._peek
         assert found is not None
+        try:
+            prefill, decode = self.dispatcher.place_pair(*candidates, self.exchange.request, found)
+        except WorkerUnavailable as error:
+            retry_or_fail(self, "unavailable", error)
+            return
+        self._send(prefill, decode, found)
+
+    def _candidates(self) -> _Candidates | None:
+        """The workers to choose from; None if the attempt is postponed, given up or left to a decode worker alone."""
+        dispatcher, exchange = self.dispatcher, self.exchange
+        log, group = exchange.resumed_log, exchange.request.group
+        prefills, decodes = dispatcher.pair_candidates(
+            self.retries, group, baton_only=log is not None, pinned=self._pinned,
+            fingerprint=None if log is None else log.model_fingerprint)
+        if not prefills and dispatcher.candidates("decode", self.retries, group, baton_only=True):
+            self._leave_to_decode()
+            return None
+        if not prefills or not decodes:
+            retry_or_fail(self, "unavailable", no_pair_error(dispatcher.registry, group))
+            return None
         suspect = exchange.suspect
         if suspect is not None and suspect.deaths:
             admitted = dispatcher.poison.admit(suspect, prefills if suspect.role == "prefill" else decodes, self.start)
             if not admitted:
-                return  # It waits for its turn.
+                return None  # The guard calls ``start`` when a worker is free for it.
             prefills, decodes = (admitted, decodes) if suspect.role == "prefill" else (prefills, admitted)
-        if self._suspect is not None:
-            prefills = without(prefills, {self._suspect}) or prefills
-            decodes = without(decodes, {self._suspect}) or decodes
-        same = self._again_on if self._again_on in prefills else None
-        if same is not None:
-            prefills = [same]
-        try:
-            held_prefill, held_decode = dispatcher.place_pair(prefills, decodes, exchange.request, found)
-        except WorkerUnavailable as error:
-            again(self, "unavailable", error)
-            return
-        self._prefill = prefill = PairCall(self, "prefill", held_prefill, held_prefill.worker)
-        self._decode = decode = PairCall(self, "decode", held_decode, held_decode.worker)
-        exchange.workers = (prefill.worker, decode.worker)
+        avoided = self._notes.avoided
+        if avoided is not None:
+            prefills = without(prefills, {avoided}) or prefills
+            decodes = without(decodes, {avoided}) or decodes
+        retaining = self._notes.prefill
+        return ([retaining] if retaining is not None and retaining in prefills else prefills), decodes
+
+    def _send(self, held_prefill: Reservation, held_decode: Reservation, found: Peek) -> None:
+        """Send both calls to the workers that were reserved."""
+        dispatcher, exchange = self.dispatcher, self.exchange
+        request, log, suspect = exchange.request, exchange.resumed_log, exchange.suspect
+        p, d = held_prefill.worker, held_decode.worker
+        self._prefill = prefill = PairCall(self, "prefill", PREFILL_EVENTS, held_prefill, p)
+        self._decode = decode = PairCall(self, "decode", DECODE_EVENTS, held_decode, d)
+        exchange.workers = (p, d)
         if suspect is not None:
-            suspect.enter(prefill.worker if suspect.role == "prefill" else decode.worker)
-        body = with_bootstrap(exchange.request.body if log is None else log.resumed_body(), found,
-                              prefill.worker.endpoint.host, prefill.worker.bootstrap_port, dispatcher.rng)
-        told = with_previous_room(body, self._sent) if same is not None and same.is_baton and self._sent else body
-        self._sent_before, self._sent = self._sent, body if log is None else b""
-        self._again_on = self._suspect = None
-        prefill.call = dispatcher.send(prefill.worker, exchange.request, told, prefill, resend=False)
-        if prefill.worker.rank is not None:
-            body = tell_prefill_rank(body, prefill.worker.rank)
-        decode.call = dispatcher.send(decode.worker, exchange.request, body, decode, resend=False)
-
-    # ------------------------------------------------------------------ the workers' side
-
-    def half_answered(self, half: PairCall, head: AnswerHead) -> None:
-        status = head.facts.status
-        outcome = outcome_of(status, pair=True)
-        if status >= 400 or half.worker.circuit.troubled or (half is self._decode and self.retries is not None):
-            retries = self.retries if half is self._decode else None  # Prefill's 200 says nothing yet.
-            self.dispatcher.on_status(half.worker, status, outcome, retries)
-        if status == TransferFailed.status and head.says(PAIR_MISMATCH):
-            self.dispatcher.on_misfit(*self.exchange.workers)
-        if self._relayed is not None or (half is self._prefill and status < 400):
-            return
-        exchange = self.exchange
-        if exchange.began:
-            self._half_continued(half, head, outcome)
-            return
-        if outcome.retried and self._may_try_again(half, outcome):
-            self._cancel_halves()
-            self._go_on_behind(half, outcome, lambda: again(
-                self, f"{half.role}_status_{status}", nobody(half.role), at_once=outcome.busy))
-            return
-        if outcome.busy:
-            head.ask_to_wait()
-        self._relayed = half
-        if not half.worker.is_baton:
-            exchange.log = None
-        elif exchange.log is not None:
-            exchange.log.weights = half.worker.model_fingerprint
-        if status >= 400:
-            self._other(half).cancel()
-        exchange.begin(head)
-        self._sent = b""
-        if exchange.log is None:
-            self._peek = None  # No retry any more; a long stream need not hold its prompt.
-        if self._paused and half.call is not None:
-            half.call.pause()
-
-    def _half_continued(self, half: PairCall, head: AnswerHead, outcome: Outcome) -> None:
-        """A pair that goes on with a broken stream answers."""
-        if head.starts_stream:
-            self._relayed = half
-            self.exchange.go_on(head)
-            if self._paused and half.call is not None:
-                half.call.pause()
-        else:
-            untried = self._may_try_again(half, outcome)
-            self._cancel_halves()
-            self._go_on_behind(half, outcome, lambda: again(
-                self, f"continuation_status_{head.status}", nobody(half.role), at_once=untried and outcome.busy))
-
-    def _go_on_behind(self, half: PairCall, outcome: Outcome, go_on: Callable[[], None]) -> None:
-        """Go on after a half's answer: a transfer may have failed because the other half's worker has just died."""
-        if outcome.excludes:
-            go_on()
-            return
-        peer = self._other(half)
-        self.dispatcher.poison.died(self.exchange, peer.worker, peer.role, by_peer=True, go_on=go_on)
+            suspect.enter(p if suspect.role == "prefill" else d)
+        body = with_bootstrap(request.body if log is None else log.continuation_body(), found, p.endpoint.host,
+                              p.bootstrap_port, dispatcher.rng)
+        notes = self._notes
+        retained = p is notes.prefill and p.is_baton and notes.body
+        prefill_body = with_previous_room(body, notes.body) if retained else body
+        notes.body_before, notes.body = notes.body, body if log is None else b""
+        notes.prefill = notes.avoided = None
+        self._phase = Phase.OPENING if log is None else Phase.RESUMING
+        prefill.call = dispatcher.send(p, request, prefill_body, prefill, resend=False)
+        if p.rank is not None:
+            body = with_prefill_rank(body, p.rank)
+        decode.call = dispatcher.send(d, request, body, decode, resend=False)
 
     def _leave_to_decode(self) -> None:
-        """No prefill worker is there: one of our decode servers does all of the work."""
+        """Without any prefill worker, one of our decode servers does all of the work."""
         exchange = self.exchange
         relay = Relay(self.dispatcher, exchange, "decode",
-                      self.dispatcher.subject("decode", exchange.request, self._peek), own=True, retries=self.retries,
-                      only=self._only)
+                      self.dispatcher.subject("decode", exchange.request, self._peek), baton_only=True,
+                      retries=self.retries, pinned=self._pinned)
         exchange.connection.handler = relay
         if self._paused:
             relay.pause()
         relay.start()
 
-    def half_sent(self, half: PairCall, data: bytes) -> None:
+    # ------------------------------------------------------------------ the workers' side
+
+    def on_call_head(self, half: PairCall, head: AnswerHead) -> None:
+        status = head.facts.status
+        outcome = outcome_of(status, pair=True)
+        if status >= 400 or half.worker.circuit.troubled or (half is self._decode and self.retries is not None):
+            retries = self.retries if half is self._decode else None  # Prefill's 200 says nothing yet.
+            self.dispatcher.on_status(half.worker, status, outcome, retries)
+        if status == TransferFailed.status and head.has_line(PAIR_MISMATCH):
+            self.dispatcher.on_misfit(*self.exchange.workers)
+        action = action_of(self._phase, half.events.accepted if status < 400 else half.events.refused)
+        if action is Action.IGNORE:
+            return
+        if action is Action.RELAY:
+            self._relay(half, head, Phase.RELAYING)
+        elif action is Action.RETRY_OR_REFUSE:
+            if outcome.retried and self._blame(half, outcome):
+                self._retry(half, outcome, f"{half.role}_status_{status}", at_once=outcome.busy)
+            else:
+                self._refuse(half, head, outcome)
+        elif action is Action.RESUME_OR_RETRY and head.starts_stream:
+            self._phase, self._relayed = Phase.RELAYING, half
+            self.exchange.continue_stream(head)
+            self._pause_relayed()
+        else:
+            untried = self._blame(half, outcome)
+            self._retry(half, outcome, f"continuation_status_{status}", at_once=untried and outcome.busy)
+
+    def on_call_data(self, half: PairCall, data: bytes) -> None:
         if half is self._relayed:
             self.exchange.relay(data)
 
-    def half_ended(self, half: PairCall, reusable: bool) -> None:
-        if half is self._relayed:
+    def on_call_end(self, half: PairCall, reusable: bool) -> None:
+        if action_of(self._phase, half.events.ended) is Action.FINISH:
+            self._phase = Phase.IDLE
             other, log = self._other(half), self.exchange.log
             if log is not None and log.failed:
                 other.cancel()
             else:
-                other.leave()
-            ended(self, half.worker, half.role, reusable=reusable)
+                other.detach()
+            on_response_end(self, half.worker, half.role, reusable=reusable)
 
-    def half_lost(self, half: PairCall, failure: Failure) -> None:
-        if self._relayed is not None and half is not self._relayed:
-            # Prefill broke after decode began to answer: decode has what it needs, or tells what it lacks.
+    def on_call_lost(self, half: PairCall, failure: Failure) -> None:
+        if action_of(self._phase, half.events.lost) is Action.NOTE:
             self.dispatcher.on_failure(half.worker, failure)
-            tried_on(self, half.worker, FAILURES[failure.reason])
+            note_failed_attempt(self, half.worker, FAILURES[failure.reason])
             return
+        self._phase = Phase.IDLE
         self._other(half).cancel()
         if half is self._decode and not self.exchange.began:
-            self._again_on = self._prefill_worker
+            self._notes.prefill = self._other(half).worker
             if failure.reason == "connect":
-                self._sent = self._sent_before  # What prefill keeps, it keeps under the room of the attempt before.
-        lost(self, half.worker, half.role, failure, f"{half.role}_{failure.reason}")
+                self._notes.body = self._notes.body_before  # Prefill retains it under the room of the attempt before.
+        on_attempt_lost(self, half.worker, half.role, failure, f"{half.role}_{failure.reason}")
 
     # ------------------------------------------------------------------ the client's side
 
     def cancel(self) -> None:
-        if self.retries is not None:
-            self.retries.cancel()
-        self._cancel_halves()
+        self._stop()
         self.exchange.abandon()
 
     def expire(self, error: ServingError) -> None:
-        if self.retries is not None:
-            self.retries.cancel()
-        half = self._relayed
-        at_boundary = half is not None and half.call is not None and half.call.at_boundary
-        self._cancel_halves()
-        expired(self, error, at_boundary)
+        relayed = self._relayed
+        at_boundary = relayed is not None and relayed.call is not None and relayed.call.at_boundary
+        self._stop()
+        on_expired(self, error, at_boundary)
 
     def pause(self) -> None:
         self._paused = True
-        if (half := self._relayed) is not None and half.call is not None:
-            half.call.pause()
+        self._pause_relayed()
 
     def resume(self) -> None:
         self._paused = False
-        if (half := self._relayed) is not None and half.call is not None:
-            half.call.resume()
+        if (relayed := self._relayed) is not None and relayed.call is not None:
+            relayed.call.resume()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ actions
+
+    def _relay(self, half: PairCall, head: AnswerHead, phase: Phase) -> None:
+        """Relay the response of a call, head and all."""
+        self._phase, self._relayed = phase, half
+        exchange = self.exchange
+        exchange.begin(head, half.worker)
+        self._notes.body = b""
+        if exchange.log is None:
+            self._peek = None  # No retry any more; a long stream need not keep its prompt in memory.
+        self._pause_relayed()
+
+    def _refuse(self, half: PairCall, head: AnswerHead, outcome: Outcome) -> None:
+        """Relay the error of a call, and cancel the other."""
+        if outcome.busy:
+            head.add_retry_after()
+        self._other(half).cancel()
+        self._relay(half, head, Phase.REFUSING)
+
+    def _retry(self, half: PairCall, outcome: Outcome, reason: str, *, at_once: bool) -> None:
+        """Cancel both calls, of which one answered with an error, and make another attempt."""
+        self._cancel_calls()
+
+        def proceed() -> None:
+            retry_or_fail(self, reason, no_worker_error(half.role), at_once=at_once)
+
+        if outcome.excludes:
+            proceed()
+        else:  # The transfer may have failed because the other call's worker has just died.
+            peer = self._other(half)
+            self.dispatcher.poison.on_death(self.exchange, peer.worker, peer.role, by_peer=True, proceed=proceed)
+
+    def _stop(self) -> None:
+        assert action_of(self._phase, Event.CANCEL) is Action.STOP
+        if self.retries is not None:
+            self.retries.cancel()
+        self._cancel_calls()
+
+    def _cancel_calls(self) -> None:
+        self._phase = Phase.IDLE
+        for half in (self._prefill, self._decode):
+            if half is not None:
+                half.cancel()
+
+    def _pause_relayed(self) -> None:
+        """Stop reading the relayed response while the client does not read it."""
+        if self._paused and (relayed := self._relayed) is not None and relayed.call is not None:
+            relayed.call.pause()
 
     def _other(self, half: PairCall) -> PairCall:
         other = self._decode if half is self._prefill else self._prefill
         assert other is not None
         return other
 
-    @property
-    def _prefill_worker(self) -> Worker | None:
-        return None if self._prefill is None else self._prefill.worker
+    def _blame(self, half: PairCall, outcome: Outcome) -> bool:
+        """Note which worker is to blame for a call's error; returns whether another attempt may repair it.
 
-    def _cancel_halves(self) -> None:
-        for half in (self._prefill, self._decode):
-            if half is not None:
-                half.cancel()
-
-    def _may_try_again(self, half: PairCall, outcome: Outcome) -> bool:
-        """A failed transfer is worth another try on the same pair, which excludes nobody, though first without the peer
-        of the half that reports it; all else only on a worker that did not fail yet."""
-        retries = tried_on(self, half.worker, outcome, answered=True)
+        A failed transfer excludes no worker: the same pair may be tried again, but first others than the peer of the
+        call that reports it. Everything else needs a worker that has not failed this request yet.
+        """
+        retries = note_failed_attempt(self, half.worker, outcome, answered=True)
+        peer = self._other(half)
         if not outcome.excludes:
-            self._suspect = self._other(half).worker
-        if (half is self._decode) is outcome.excludes:
-            self._again_on = self._prefill_worker
-        return retries.allows(outcome) and self.dispatcher.untried(half.role, retries, self.exchange.request.group)
+            self._notes.avoided = peer.worker
+        failed = half if outcome.excludes else peer
+        if failed is self._decode:
+            self._notes.prefill = self._other(failed).worker
+        return retries.allows(outcome) and self.dispatcher.has_untried(half.role, retries, self.exchange.request.group)

@@ -1,10 +1,10 @@
-"""Requests that kill workers are stopped after the second one, and none of those that ran beside them is.
+"""Poison requests, which kill workers, are refused after the second death; requests that ran next to them are not.
 
-A request that was in flight on a worker when that died is a *suspect*, and mostly innocent. It is tried elsewhere like
-any request whose worker failed, with one restriction: of all suspects a worker has one at a time in *quarantine*, until
-that has answered, or lived longer than it had on the worker that died. The others wait for their turn, for some seconds
-at most; youngest first, since what kills a worker mostly does so at once. So when another worker dies it is known which
-of the suspects on it did it: its fingerprint, a hash of what it asks for, is refused for ``--poison-refusal-secs``.
+A request that was in flight on a worker when that died is a *suspect*, and mostly innocent. It is retried like any
+request whose worker failed, with one restriction: a worker runs one suspect at a time in *quarantine*, until it has
+answered, or lived longer than it had on the worker that died. The others wait, for some seconds at most; youngest
+first, since what kills a worker mostly does so at once. So when another worker dies, it is known which of its suspects
+did it: its fingerprint, a hash of what it asks for, is refused for ``--poison-refusal-secs``.
 
 A slow killer may leave quarantine before it strikes; what was in flight at three deaths is refused all the same. A
 death counts once it is certain: an engine's last words, a refused connection, a health check without a good answer.
@@ -34,185 +34,188 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("baton.router")
 
-KEPT_BODY_BYTES = 64 * 1024
-"""Of a stream that cannot go on elsewhere, a longer prompt is not kept for its fingerprint's sake."""
-MOST_DEATHS = 3
+MAX_RETAINED_BODY_BYTES = 64 * 1024
+"""Longer bodies are dropped once the response has begun, unless the stream can be continued: a fingerprint is not worth
+their memory."""
+MAX_DEATHS = 3
 _SUSPECT_SECONDS = 60.0
-"""How long a fingerprint is remembered of which nothing is proven."""
-_MOST_RECORDS = 4096
+"""The time for which an unproven fingerprint is remembered."""
+_MAX_RECORDS = 4096
 _GATHER_SECONDS = 0.03
-"""The suspects of one death come within this: they take their turns in order."""
+"""The suspects of one death arrive within this time; then they are ordered."""
 _TICK_SECONDS = 0.02
-_WAIT_SECONDS = 8.0
-"""Longest wait for a turn. From then on a suspect runs beside others."""
-_QUARANTINE_SECONDS = 2.0, 6.0
-"""Shortest and longest quarantine without an answer: a worker under load takes a while to get to what kills it, and
-answers that are not streamed may take minutes."""
-_RESUMED_SECONDS = 0.5
-"""A stream that goes on where it was meets what killed its worker within this, however long it had run."""
+_MAX_WAIT_SECONDS = 8.0
+"""The longest wait for a quarantine. After it, a suspect runs without one."""
+_MIN_QUARANTINE_SECONDS = 2.0
+"""The shortest quarantine without a response: a worker under load takes a while to get to what kills it."""
+_MAX_QUARANTINE_SECONDS = 6.0
+"""The longest quarantine without a response, which may take minutes if it is not streamed."""
+_MAX_CONTINUED_AGE_SECONDS = 0.5
+"""A continued stream meets what killed its worker within this time, however long it had run before."""
 _OUTLIVED_SECONDS = 10.0
-"""What lives for longer than twice its age at a death, and this, is no suspect any more."""
-_AGAIN_SECONDS = 0.25
-"""A peer may hear of an engine's death a moment before the API server in front of it, so that is asked twice."""
-_NO_CONTENT = frozenset((
+"""A request that lives longer than twice its age at a death plus this is no suspect any more."""
+_SECOND_CHECK_SECONDS = 0.25
+"""A peer may hear of an engine's death a moment before the engine's own API server, which is then asked twice."""
+_FIELDS_WITHOUT_CONTENT = frozenset((
     "rid", "request_id", "user", "safety_identifier", "prompt_cache_key", "metadata", "priority", "session_id",
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_previous_room", "data_parallel_rank",
     "disagg_prefill_dp_rank", "stream_options", "continuation"))
-"""Fields that name a request or its place, and change with each try of a client."""
+"""Fields that name a request or its route, and change each time that a client sends it."""
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class PoisonRequest(InvalidRequest):
-    """400, so that clients do not try again by themselves."""
+    """The error of a refused request: a 400, so that clients do not retry by themselves."""
 
     code = "poison_request"
 
 
 def fingerprint(path: bytes, body: bytes) -> bytes:
-    """A hash of what a request asks for, equal for a client's next try of it."""
+    """A hash of what a request asks for, equal when a client sends it again."""
     digest = blake2b(path, digest_size=16)
     try:
         fields = _decode_fields(body)
     except UNREADABLE:
         digest.update(body)
         return digest.digest()
-    for name in sorted(fields.keys() - _NO_CONTENT):
+    for name in sorted(fields.keys() - _FIELDS_WITHOUT_CONTENT):
         digest.update(b"%b\0%b\0" % (name.encode("utf-8", "surrogatepass"), bytes(fields[name])))
     return digest.digest()
 
 
 class Deaths(msgspec.Struct, tag=True, frozen=True):
-    """What is known of a fingerprint; processes of one router tell each other. No ``deaths``: it is cleared."""
+    """The deaths under a fingerprint, as the processes of one router report them to each other; 0 clears it."""
 
     fingerprint: bytes
     role: Role
     deaths: int
     age: float
-    """Seconds from the beginning of its attempt to the death."""
+    """Seconds from the beginning of the attempt to the death."""
     seconds: float
-    """How long this holds."""
+    """Seconds until this expires."""
     refused: bool = False
 
 
 class Slots(Protocol):
-    """Which workers have a suspect in quarantine."""
+    """The workers that have a suspect in quarantine, one each."""
 
-    def free(self, worker: Worker) -> bool: ...
-    def take(self, worker: Worker) -> bool: ...
-    def give(self, worker: Worker) -> None: ...
+    def is_free(self, worker: Worker) -> bool: ...
+    def try_acquire(self, worker: Worker) -> bool: ...
+    def release(self, worker: Worker) -> None: ...
 
 
 class LocalSlots:
-    """Those of a router that is one process."""
+    """The quarantine slots of a router that is one process."""
 
     def __init__(self) -> None:
-        self._taken: set[Worker] = set()
+        self._acquired: set[Worker] = set()
 
-    def free(self, worker: Worker) -> bool:
-        return worker not in self._taken
+    def is_free(self, worker: Worker) -> bool:
+        return worker not in self._acquired
 
-    def take(self, worker: Worker) -> bool:
-        """Returns whether it was free."""
-        if worker in self._taken:
+    def try_acquire(self, worker: Worker) -> bool:
+        """Acquire a worker's slot; returns True if it was free."""
+        if worker in self._acquired:
             return False
-        self._taken.add(worker)
+        self._acquired.add(worker)
         return True
 
-    def give(self, worker: Worker) -> None:
-        self._taken.discard(worker)
+    def release(self, worker: Worker) -> None:
+        self._acquired.discard(worker)
 
 
 class Suspect:
-    """A request under which a worker died, or may have: see ``PoisonGuard``.
+    """A request that ran on a worker when that died, or may have: see ``PoisonGuard``.
 
-    ``fresh``: it died in an earlier request of equal content, perhaps in the middle of its answer, so that the first
-    byte proves nothing.
+    ``from_record``: the worker died in an earlier request of equal content, perhaps in the middle of its response, so
+    that the first byte proves nothing.
     """
 
-    __slots__ = ("fingerprint", "role", "deaths", "age", "fresh", "entered_at", "deadline", "finished", "start",
-                 "died_under", "_guard", "_on", "_runs_on", "_timer")
+    __slots__ = ("fingerprint", "role", "deaths", "age", "from_record", "entered_at", "deadline", "finished", "start",
+                 "dead_worker", "_guard", "_quarantined_on", "_runs_on", "_timer")
 
-    def __init__(self, guard: PoisonGuard, mark: bytes, role: Role, deaths: int, age: float, *, fresh: bool):
+    def __init__(self, guard: PoisonGuard, mark: bytes, role: Role, deaths: int, age: float, *, from_record: bool):
         self.fingerprint = mark
         self.role = role
-        """Of the worker that died last."""
+        """The role of the worker that died last."""
         self.deaths = deaths
         self.age = age
-        self.fresh = fresh
+        """Seconds that the request had run when the worker died."""
+        self.from_record = from_record
         self.entered_at = self.deadline = 0.0
         self.finished = False
-        self.died_under: Worker | None = None
+        self.dead_worker: Worker | None = None
         self.start: Callable[[], None] = lambda: None
         self._guard = guard
-        self._on: Worker | None = None
+        self._quarantined_on: Worker | None = None
         self._runs_on: Worker | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, worker: Worker) -> None:
-        """An attempt begins, in quarantine if nobody else is there on its worker."""
+        """Begin an attempt on a worker, in quarantine if no other suspect is in quarantine there."""
         guard = self._guard
         self.entered_at, self.deadline = guard.loop.time(), 0.0
         if self.deaths:
             self._runs_on = worker
             guard.running[worker] += 1
-        if self.deaths and guard.slots.take(worker):
-            self._on = worker
-            least, longest = _QUARANTINE_SECONDS
-            self._timer = guard.loop.call_later(min(3 * self.age + least, longest), self.leave)
+        if self.deaths and guard.slots.try_acquire(worker):
+            self._quarantined_on = worker
+            seconds = min(3 * self.age + _MIN_QUARANTINE_SECONDS, _MAX_QUARANTINE_SECONDS)
+            self._timer = guard.loop.call_later(seconds, self.leave_quarantine)
 
-    def died_on(self, worker: Worker) -> bool:
-        """Whether it was in quarantine on a worker that died, and the only suspect there: not beside one that waited in
-        vain, or left quarantine without an answer. It stays until it is known what to make of that, so that nobody else
-        is sent into the same death."""
+    def was_alone_on(self, worker: Worker) -> bool:
+        """True if it was in quarantine on a worker that died, and the only suspect there: none ran next to it that had
+        waited in vain, or had left quarantine without a response. The quarantine lasts until the death is judged, so
+        that no other suspect is sent into the same death."""
         if self._timer is not None:
             self._timer.cancel()
-        return self._on is worker and self._guard.running[worker] == 1
+        return self._quarantined_on is worker and self._guard.running[worker] == 1
 
     def stop(self) -> None:
-        """Its attempt is over, or has shown that it is harmless."""
-        self.leave()
+        """End the attempt: it is over, or has shown that it is harmless."""
+        self.leave_quarantine()
         on, self._runs_on = self._runs_on, None
         if on is not None:
             self._guard.running[on] -= 1
             if not self._guard.running[on]:
                 del self._guard.running[on]
 
-    def leave(self) -> None:
+    def leave_quarantine(self) -> None:
         """End the quarantine, if it lasts."""
-        on, self._on = self._on, None
+        on, self._quarantined_on = self._quarantined_on, None
         if self._timer is not None:
             self._timer.cancel()
         if on is not None:
-            self._guard.slots.give(on)
-            self._guard.next_turn()
+            self._guard.slots.release(on)
+            self._guard.on_slot_released()
 
-    def answered(self) -> None:
-        """The first byte of what was still to come is there."""
-        if not self.fresh:
+    def on_first_byte(self) -> None:
+        """Take note of the first byte of the response, or of its continuation."""
+        if not self.from_record:
             self.stop()
 
-    def cleared(self) -> None:
-        """The answer is complete."""
+    def clear(self) -> None:
+        """Clear the fingerprint: the response is complete."""
         self._guard.clear(self)
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """The request has ended, one way or another."""
         self.finished = True
         self.stop()
 
 
 class PoisonGuard:
-    """All suspects of a router process, and what is known of fingerprints. ``seconds`` 0: nobody is suspected."""
+    """All suspects of a router process, and the records of fingerprints. ``seconds`` 0 turns it off."""
 
     def __init__(self, dispatcher: Dispatcher, seconds: float, check: tuple[str, float]):
         """``check``: path and time limit of a health check. A worker without checks lives if it accepts connections."""
         self.loop = dispatcher.loop
         self.slots: Slots = LocalSlots()
-        self.tell: Callable[[Deaths], None] = lambda deaths: None
-        """Tells the other processes."""
+        self.publish: Callable[[Deaths], None] = lambda deaths: None
+        """Sends a record to the other processes of the router."""
         self.records: dict[bytes, tuple[Deaths, float]] = {}
-        """By fingerprint, with the time until which it holds. Where there is none, requests need not be looked at."""
+        """Records by fingerprint, with the time at which they expire. While it is empty, requests are not checked."""
         self._dispatcher = dispatcher
         self._seconds = seconds
         self._check = check
@@ -225,7 +228,7 @@ class PoisonGuard:
     # ------------------------------------------------------------------ fingerprints
 
     def suspect(self, request: Request) -> Suspect | None:
-        """What is known of a request that comes in; raises PoisonRequest for one that is refused."""
+        """The suspect that a new request is, or None; raises PoisonRequest for one that is refused."""
         found = self.records.get(mark := fingerprint(request.path, request.body))
         if found is None or found[1] <= self.loop.time():
             return None
@@ -233,151 +236,152 @@ class PoisonGuard:
         if known.refused:
             self._dispatcher.metrics.poison_requests += 1
             raise self._refusal(until - self.loop.time())
-        return Suspect(self, mark, known.role, known.deaths, known.age, fresh=True)
+        return Suspect(self, mark, known.role, known.deaths, known.age, from_record=True)
 
     def learn(self, deaths: Deaths) -> None:
-        """Take in what another process found. A refusal is not taken back."""
+        """Store a record, of this or another process. A refusal is not taken back."""
         found = self.records.get(deaths.fingerprint)
         if found is not None and found[0].refused and not deaths.refused:
             return
         if not deaths.deaths:
             self.records.pop(deaths.fingerprint, None)
             return
-        if len(self.records) >= _MOST_RECORDS and found is None:
+        if len(self.records) >= _MAX_RECORDS and found is None:
             del self.records[next((mark for mark, (known, _) in self.records.items() if not known.refused),
                                   next(iter(self.records)))]
         self.records[deaths.fingerprint] = deaths, self.loop.time() + deaths.seconds
 
     def known(self) -> tuple[Deaths, ...]:
-        """All of it, for a process that begins."""
+        """All records, for a process that starts."""
         now = self.loop.time()
         return tuple(msgspec.structs.replace(deaths, seconds=until - now)
                      for deaths, until in self.records.values() if until > now)
 
     def sweep(self) -> None:
-        """Forget what does not hold any more."""
+        """Forget expired records."""
         now = self.loop.time()
         for mark in [mark for mark, (_, until) in self.records.items() if until <= now]:
             del self.records[mark]
 
     def clear(self, suspect: Suspect) -> None:
-        """A suspect has answered: its like is no suspect any more."""
+        """Clear the record of a suspect that has answered."""
         if suspect.fingerprint in self.records:
-            self._note(Deaths(suspect.fingerprint, suspect.role, 0, 0.0, 0.0))
+            self._record(Deaths(suspect.fingerprint, suspect.role, 0, 0.0, 0.0))
 
-    def _note(self, deaths: Deaths) -> None:
+    def _record(self, deaths: Deaths) -> None:
         self.learn(deaths)
-        self.tell(deaths)
+        self.publish(deaths)
 
     def _refusal(self, seconds: float) -> PoisonRequest:
         return PoisonRequest("This request was running when one worker after the other died, so it is refused for "
                              f"{max(1, round(seconds))} s; change it, and tell the operator.")
 
-    # ------------------------------------------------------------------ turns
+    # ------------------------------------------------------------------ quarantine
 
     def admit(self, suspect: Suspect, workers: Sequence[Worker], start: Callable[[], None]) -> Sequence[Worker]:
-        """The workers that a suspect may be tried on now; none: ``start`` is called when it is its turn."""
+        """The workers that a suspect may be sent to now. If there is none, ``start`` is called when there may be."""
         suspect.stop()
         now = self.loop.time()
-        free = [worker for worker in workers if self.slots.free(worker)]
-        if suspect.fresh:  # A client's next try need not wait: the crowd of the death has passed.
+        free = [worker for worker in workers if self.slots.is_free(worker)]
+        if suspect.from_record:  # A client's next try need not wait: the other suspects of the death are gone.
             return free or workers
         if not suspect.deadline:
-            suspect.deadline = now + _WAIT_SECONDS
+            suspect.deadline = now + _MAX_WAIT_SECONDS
         elif free or now >= suspect.deadline:
             return free or workers
         suspect.start = start
         self._waiting.append(suspect)
         if self._timer is None:
-            self._timer = self.loop.call_later(_GATHER_SECONDS, self._give_turns)
+            self._timer = self.loop.call_later(_GATHER_SECONDS, self._start_waiting)
         return ()
 
-    def next_turn(self) -> None:
-        """A worker has nobody in quarantine any more."""
+    def on_slot_released(self) -> None:
+        """Start waiting suspects soon: a worker has no suspect in quarantine any more."""
         if self._timer is not None and self.loop.time() + _TICK_SECONDS / 4 < self._timer.when():
             self._timer.cancel()
-            self._timer = self.loop.call_later(_TICK_SECONDS / 4, self._give_turns)
+            self._timer = self.loop.call_later(_TICK_SECONDS / 4, self._start_waiting)
 
-    def _give_turns(self) -> None:
+    def _start_waiting(self) -> None:
         waiting, self._waiting, self._timer = sorted(self._waiting, key=lambda suspect: suspect.age), [], None
         for suspect in waiting:
             if not suspect.finished:
                 suspect.start()
         if self._waiting and self._timer is not None:
             self._timer.cancel()
-            self._timer = self.loop.call_later(_TICK_SECONDS, self._give_turns)
+            self._timer = self.loop.call_later(_TICK_SECONDS, self._start_waiting)
 
     # ------------------------------------------------------------------ deaths
 
-    def died(self, exchange: ClientResponse, worker: Worker, role: Role, *, go_on: Callable[[], None],
-             certain: bool = False,
-             by_peer: bool = False, at_boundary: bool = False) -> None:
-        """A worker died under a request, for ``certain`` or perhaps, which is found out first; unless the request is
-        refused for that, ``go_on`` is called. ``by_peer``: it is the other half of a pair that says so."""
+    def on_death(self, exchange: ClientResponse, worker: Worker, role: Role, *, proceed: Callable[[], None],
+                 certain: bool = False, by_peer: bool = False, at_boundary: bool = False) -> None:
+        """Judge a request on whose worker died, for ``certain`` or perhaps, which is checked first.
+
+        Calls ``proceed`` unless the request is refused. ``by_peer``: the other call of a pair reports the death.
+        """
         if not self._seconds:
-            go_on()
+            proceed()
             return
         suspect, quarantined = self._suspect_of(exchange, worker, role)
-        if suspect.died_under is worker:
-            go_on()  # It is dead still; there was nobody else to be tried on.
+        if suspect.dead_worker is worker:
+            proceed()  # It is still the same death: there was no other worker to try.
             return
 
         def decide(dead: bool) -> None:
             if dead:
-                suspect.died_under = worker
-                self._count(suspect, quarantined)
-            suspect.leave()
+                suspect.dead_worker = worker
+                self._count_death(suspect, quarantined)
+            suspect.leave_quarantine()
             if suspect.finished:
                 return
-            if suspect.deaths >= MOST_DEATHS:
+            if suspect.deaths >= MAX_DEATHS:
                 exchange.refuse(self._refusal(self._seconds), at_boundary)
             else:
-                go_on()
+                proceed()
 
         if certain:
             decide(True)
         else:
-            self._ask(worker, by_peer, decide)
+            self._check_death(worker, by_peer, decide)
 
-    def ended_with(self, exchange: ClientResponse, worker: Worker, role: Role) -> None:
-        """An answer ended with the last words of its engine, which its client has been told."""
+    def on_last_words(self, exchange: ClientResponse, worker: Worker, role: Role) -> None:
+        """Count the death of an engine that announced it at the end of a stream, which was relayed."""
         if self._seconds:
-            self._count(*self._suspect_of(exchange, worker, role))
+            self._count_death(*self._suspect_of(exchange, worker, role))
 
     def _suspect_of(self, exchange: ClientResponse, worker: Worker, role: Role) -> tuple[Suspect, bool]:
-        """The suspect that a request is, and whether it was in quarantine on the worker."""
+        """The suspect that a request is, and True if it was alone in quarantine on the worker."""
         suspect, now = exchange.suspect, self.loop.time()
         if suspect is None:
             age = perf_counter() - exchange.begun_at
-            exchange.suspect = suspect = Suspect(self, self._mark(exchange), role, 0, age, fresh=False)
+            exchange.suspect = suspect = Suspect(self, self._fingerprint_of(exchange), role, 0, age, from_record=False)
         elif suspect.entered_at:
             age = now - suspect.entered_at
             if age > 2 * suspect.age + _OUTLIVED_SECONDS:
                 suspect.deaths = 0
             suspect.age = age
         if exchange.began and exchange.log is not None:
-            suspect.age = min(suspect.age, _RESUMED_SECONDS)
-        suspect.role, suspect.fresh = role, False
-        return suspect, suspect.died_on(worker)
+            suspect.age = min(suspect.age, _MAX_CONTINUED_AGE_SECONDS)
+        suspect.role, suspect.from_record = role, False
+        return suspect, suspect.was_alone_on(worker)
 
-    def _count(self, suspect: Suspect, quarantined: bool) -> None:
-        suspect.deaths = MOST_DEATHS if quarantined and suspect.deaths else suspect.deaths + 1
-        refused = suspect.deaths >= MOST_DEATHS
-        self._note(Deaths(suspect.fingerprint, suspect.role, suspect.deaths, suspect.age,
-                          self._seconds if refused else min(self._seconds, _SUSPECT_SECONDS), refused))
+    def _count_death(self, suspect: Suspect, quarantined: bool) -> None:
+        suspect.deaths = MAX_DEATHS if quarantined and suspect.deaths else suspect.deaths + 1
+        refused = suspect.deaths >= MAX_DEATHS
+        self._record(Deaths(suspect.fingerprint, suspect.role, suspect.deaths, suspect.age,
+                            self._seconds if refused else min(self._seconds, _SUSPECT_SECONDS), refused))
         if refused:
             self._dispatcher.metrics.poison_requests += 1
-            logger.error("A request killed one %s worker after the other: its like is refused for %g s.", suspect.role,
-                         self._seconds, extra={"fields": {"fingerprint": suspect.fingerprint.hex()}})
+            logger.error("A request killed one %s worker after the other: equal requests are refused for %g s.",
+                         suspect.role, self._seconds, extra={"fields": {"fingerprint": suspect.fingerprint.hex()}})
 
-    def _mark(self, exchange: ClientResponse) -> bytes:
+    def _fingerprint_of(self, exchange: ClientResponse) -> bytes:
         request = exchange.request
         body = request.body or (exchange.log.body if exchange.log is not None else b"")
-        # Without its body nothing can be compared with it.
+        # A request whose body is gone cannot be compared with another one.
         return fingerprint(request.path, body) if body else b"request " + request.request_id
 
-    def _ask(self, worker: Worker, by_peer: bool, then: Callable[[bool], None]) -> None:
-        """Tell ``then`` whether a worker is dead; a crowd that wants to know asks once."""
+    def _check_death(self, worker: Worker, by_peer: bool, then: Callable[[bool], None]) -> None:
+        """Call ``then`` with True if a worker is dead, else with False; concurrent requests share one check."""
         task = self._verdicts.get((worker, by_peer))
         if task is None:
             verdict = self._is_dead_soon(worker) if by_peer else self._is_dead(worker)
@@ -388,11 +392,11 @@ class PoisonGuard:
     async def _is_dead_soon(self, worker: Worker) -> bool:
         if await self._is_dead(worker):
             return True
-        await asyncio.sleep(_AGAIN_SECONDS)
+        await asyncio.sleep(_SECOND_CHECK_SECONDS)
         return await self._is_dead(worker)
 
     async def _is_dead(self, worker: Worker) -> bool:
-        if worker not in self._dispatcher.registry:  # An administrator's doing.
+        if worker not in self._dispatcher.registry:  # An administrator removed it.
             return False
         if worker.state != "healthy":
             return True

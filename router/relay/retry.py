@@ -1,4 +1,4 @@
-"""What becomes of a request whose attempt did not end well: one table for all relays, and the pace of its retries."""
+"""Retries: the outcome of a failed attempt, one table for all relays, and the backoff."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from random import Random
 
 from ..workers.registry import Worker
 
-_MOST_MOVES = 64
-"""Busy workers that a request passes by at once. A cluster of thousands that is full must not be asked in all its
-corners by each request."""
+_MAX_MOVES = 64
+"""Busy workers that a request may leave for another one without backoff: in a full cluster of thousands, a request must
+not ask every worker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What follows from the end of an attempt.
+    """The consequences of the end of an attempt.
 
-    An outcome that is not retried, or not any more, is passed on: an answer as it came, with Retry-After where the
-    workers are busy, and a failure below HTTP as an error of the router's.
+    An outcome that is not retried, or not any more, is relayed: a response as it came, with Retry-After if the workers
+    are busy, and a failure below HTTP as an error of the router's.
     """
 
     retried: bool
-    """Whether the request may be tried elsewhere, before the first byte of an answer or where a stream can go on."""
+    """True if the request may be tried elsewhere, before the first byte of a response or if a stream can continue."""
     excludes: bool = True
-    """Whether the worker gets the request again only when no other is left."""
+    """True if the worker gets the request again only if there is no other."""
     counts: bool = True
-    """Whether the circuit breaker counts it as the worker's failure."""
+    """True if the circuit breaker counts it as the worker's failure."""
     busy: bool = False
-    """The worker said "not now": the next one is asked at once, and no retry is spent on that."""
+    """True if the worker is only busy: the next one is asked at once, and no retry is spent on that."""
     died: bool = False
-    """Whether the worker, or its engine, died under the request, perhaps of it."""
+    """True if the worker, or its engine, died while it had the request, perhaps because of it."""
 
 
 PASSED_ON = Outcome(retried=False, counts=False)
-"""A worker's answer that needs no further thought: good ones, and mistakes of the client."""
+"""The outcome of a response that is simply relayed: a success, or the client's mistake."""
 _BROKEN = Outcome(retried=True)
 _BUSY = Outcome(retried=True, counts=False, busy=True)
 _TRANSFER = Outcome(retried=True, excludes=False, counts=False)
@@ -51,15 +51,15 @@ FAILURES = {
     "failed": Outcome(retried=True, counts=False),
     "silent": Outcome(retried=False),
 }
-"""By ``Failure.reason``, of attempts that failed below HTTP or in the middle of a stream."""
+"""Outcomes by ``Failure.reason``, for attempts that failed below HTTP or in the middle of a stream."""
 
 _STATUSES = {408: _BUSY, 429: _BUSY, 503: _BUSY, 500: _BROKEN, 502: _BROKEN, 504: _BROKEN}
-"""Answers that blame the worker, or its load, and not the request."""
+"""Outcomes of the statuses that blame the worker, or its load, and not the request."""
 
 
 def outcome_of(status: int, *, pair: bool = False) -> Outcome:
-    """What follows from a worker's answer. A ``pair``'s half that reports a failed transfer (502) is seldom to blame:
-    its peer may just have died, or been restarted."""
+    """The outcome of a worker's status. In a ``pair``, a worker that reports a failed transfer (502) is seldom to
+    blame: its peer may just have died, or been restarted."""
     if status < 400:
         return PASSED_ON
     if pair and status == 502:
@@ -69,23 +69,23 @@ def outcome_of(status: int, *, pair: bool = False) -> Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """Exponential backoff: ``initial * multiplier**k`` seconds up to ``longest``, times 1 +- ``jitter``."""
+    """Exponential backoff: ``initial * multiplier**k`` seconds up to ``maximum``, times 1 +- ``jitter``."""
 
     max_retries: int
     initial: float
-    longest: float
+    maximum: float
     multiplier: float
     jitter: float
 
     def delay(self, retry: int, rng: Random) -> float:
         """Seconds to wait before retry number ``retry`` (from 0)."""
         # The exponent is capped: 1.5**2000 overflows a float, and --retry-max-retries is the user's.
-        base = min(self.initial * self.multiplier ** min(retry, 64), self.longest)
+        base = min(self.initial * self.multiplier ** min(retry, 64), self.maximum)
         return max(0.0, base * (1 + self.jitter * (2 * rng.random() - 1)))
 
 
 class Retries:
-    """One request's retries: how many are spent, which workers failed it, and the timer of the next one."""
+    """One request's retries: their number, the workers that failed it, and the timer of the next one."""
 
     __slots__ = ("_backoff", "_rng", "_loop", "_timer", "_moves", "spent", "excluded", "accused")
 
@@ -98,31 +98,31 @@ class Retries:
         self.spent = 0
         self.excluded: set[Worker] = set()
         self.accused: list[Worker] = []
-        """Workers that answered with an error of theirs. It was the request's, unless another one serves it."""
+        """Workers that answered with an error of their own; it counts once another worker has served the request."""
 
     @property
-    def left(self) -> bool:
+    def remain(self) -> bool:
         return self.spent < self._backoff.max_retries
 
     @property
     def may_move(self) -> bool:
-        """Whether another worker may be asked in place of one that is busy."""
-        return self._backoff.max_retries > 0 and self._moves < _MOST_MOVES
+        """True if another worker may be asked instead of a busy one."""
+        return self._backoff.max_retries > 0 and self._moves < _MAX_MOVES
 
     def allows(self, outcome: Outcome) -> bool:
-        """Whether a request with such an outcome may be tried again."""
-        return self.may_move if outcome.busy else self.left
+        """True if a request with this outcome may be tried again."""
+        return self.may_move if outcome.busy else self.remain
 
     def schedule(self, start: Callable[[], None]) -> bool:
-        """Spend a retry and call ``start`` after its backoff; False when none is left."""
-        if not self.left:
+        """Spend a retry and call ``start`` after its backoff; returns False if there is none."""
+        if not self.remain:
             return False
         self._timer = self._loop.call_later(self._backoff.delay(self.spent, self._rng), start)
         self.spent += 1
         return True
 
     def move(self, start: Callable[[], None]) -> None:
-        """Call ``start`` at once, for a worker that has not been asked yet."""
+        """Call ``start`` in the next iteration of the loop, for a worker that has not been asked yet."""
         self._moves += 1
         self._timer = self._loop.call_soon(start)
 

@@ -1,15 +1,15 @@
-"""Requests that only one worker can answer, because it keeps what they speak of.
+"""Session affinity: requests that only one worker can answer, because it stores what they refer to.
 
-What is kept is found again by a consistent choice, not by a table: of the workers of the role, the one whose URL and
-the thing's key hash highest (rendezvous hashing). So any router finds it, also after its own restart, and a worker that
-joins or leaves moves only what falls to it.
+The worker is found by a consistent choice, not by a table: it is the one of its role whose URL and the request's
+affinity key have the highest hash (rendezvous hashing). So any router finds it, also after its own restart, and a
+worker that joins or leaves moves only the keys that it gets or had.
 
-- Files and batches have one key, as a batch names its files and lists name them all: one worker keeps them, of those
-  that say that they keep files (``file_storage_path`` of ``/get_server_info``), where some do.
-- A session's key is its id. Where ``/open_session`` brings none, the router gives it one.
+- Files and batches have one key, as a batch names its files and a list has them all: one worker stores them, if
+  possible one that reports that it stores files (``file_storage_path`` of ``/get_server_info``).
+- A session's key is its id. If ``/open_session`` brings none, the router adds one.
 
-While a worker that keeps things is away, so are they (503 with Retry-After): another one would not know them. They
-are looked for elsewhere once it is removed or drains.
+While the worker is not available, requests for what it stores get 503 with Retry-After: another worker does not have
+it. Once the worker is removed or drains, another one is chosen.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ...common.api.unreadable import UNREADABLE
 from ..workers.models import Group
 from ..workers.registry import Registry, Role, Worker
 
-FILES = b"files"
-STORES = (b"/v1/files", b"/v1/batches", b"/v1/uploads")
-_SESSION = b'"session_params"'
+FILES_KEY = b"files"
+STORE_PATHS = (b"/v1/files", b"/v1/batches", b"/v1/uploads")
+_SESSION_PARAMS = b'"session_params"'
 
 
 class _Params(msgspec.Struct):
     id: str | None = None
 
 
-class _Named(msgspec.Struct):
+class _WithParams(msgspec.Struct):
     session_params: _Params | None = None
 
 
@@ -42,21 +42,21 @@ class _Session(msgspec.Struct):
     session_id: str | None = None
 
 
-_named = msgspec.json.Decoder(_Named).decode
-_session = msgspec.json.Decoder(_Session).decode
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_params = msgspec.json.Decoder(_WithParams).decode
+_decode_session = msgspec.json.Decoder(_Session).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def key_of(path: bytes, body: bytes) -> bytes | None:
-    """What a request speaks of that one worker keeps; None: any worker can answer."""
-    if path.startswith(STORES):
-        return FILES
+def affinity_key(path: bytes, body: bytes) -> bytes | None:
+    """The key of what a request refers to and one worker stores; None if any worker can answer."""
+    if path.startswith(STORE_PATHS):
+        return FILES_KEY
     if path in (b"/open_session", b"/close_session"):
-        found = _read(_session, body)
-        name = found.session_id if found is not None else None
-    elif _SESSION in body:
-        named = _read(_named, body)
-        name = named.session_params.id if named is not None and named.session_params is not None else None
+        session = _read(_decode_session, body)
+        name = session.session_id if session is not None else None
+    elif _SESSION_PARAMS in body:
+        found = _read(_decode_params, body)
+        name = found.session_params.id if found is not None and found.session_params is not None else None
     else:
         return None
     return b"session " + name.encode() if name else None
@@ -70,26 +70,26 @@ def _read(decode: Any, body: bytes) -> Any:
 
 
 def with_session_id(registry: Registry, role: Role, body: bytes, group: Group = None) -> bytes:
-    """The body of an ``/open_session`` with a session's name, one that falls to a worker that is there."""
-    fields = _read(_fields, body)
-    if fields is None or key_of(b"/open_session", body) is not None:
+    """The body of an ``/open_session`` with a session id, chosen so that its worker is available."""
+    fields = _read(_decode_fields, body)
+    if fields is None or affinity_key(b"/open_session", body) is not None:
         return body
     for _ in range(64):
         name = uuid.uuid4().hex
-        if keeper(registry, role, b"session " + name.encode(), group) in registry.available(role):
+        if affine_worker(registry, role, b"session " + name.encode(), group) in registry.available(role):
             break
     return msgspec.json.encode({**fields, "session_id": name})
 
 
-def keeper(registry: Registry, role: Role, key: bytes, group: Group = None) -> Worker | None:
-    """The worker of the group that keeps what ``key`` names, whether it can be asked now or not; None where there is
-    none."""
+def affine_worker(registry: Registry, role: Role, key: bytes, group: Group = None) -> Worker | None:
+    """The worker of the group that stores what ``key`` names, available or not; None if there is no worker."""
     workers = [worker for worker in registry
                if worker.role == role and not worker.draining and registry.models.serves(worker, group)]
-    if key == FILES:
+    if key == FILES_KEY:
         workers = [worker for worker in workers if worker.keeps_files] or workers
     return max(workers, key=lambda worker: blake2b(worker.url.encode() + b" " + key).digest(), default=None)
 
 
-def away() -> WorkerUnavailable:
+def affine_worker_unavailable() -> WorkerUnavailable:
+    """The error while the only worker that can answer is not available."""
     return WorkerUnavailable("The worker that keeps this is not available now.", retry_after=1.0)

@@ -1,46 +1,58 @@
-"""Asking a worker something and waiting for the whole answer: for health checks and broadcasts."""
+"""The router's own requests to a worker, with their complete responses: for health checks and broadcasts."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import httptools
 import msgspec
 
 from ...common.api.unreadable import UNREADABLE
+from ..net.body import Body
 from ..net.request import Request
-from ..net.upstream_answer import AnswerHead, Failure
-from .registry import Worker
+from ..net.upstream import Call
+from ..net.upstream_answer import AnswerHead, Failure, Sink
+from ..net.upstream_pool import UpstreamPool
+from .registry import Registry, Worker
 
-_MOST_MODELS = 4096
-"""Names that one worker may tell: a server of adapters has some hundreds."""
+_MAX_MODELS = 4096
+"""Models that one worker may report: a server of adapters has some hundreds."""
 
-if TYPE_CHECKING:
-    from ..relay.dispatcher import Dispatcher
+
+class WorkerClient(Protocol):
+    """Sends the router's own requests to workers; the dispatcher is one."""
+
+    loop: asyncio.AbstractEventLoop
+    registry: Registry
+
+    def send(self, worker: Worker, request: Request, body: Body, sink: Sink) -> Call: ...
+    def pool(self, worker: Worker) -> UpstreamPool: ...
+    def fail_silent_calls(self, worker: Worker) -> None:
+        """Fails the calls for which a hung worker has sent no byte for as long as a health check may take."""
 
 
 class Answer(NamedTuple):
-    """``status`` is 0 when no answer came; ``detail`` says why then."""
+    """A complete response. ``status`` is 0 if none came, and ``detail`` then has the reason."""
 
     status: int
     body: bytes = b""
     detail: str = ""
     refused: bool = False
     silent: bool = False
-    """Whether the time was up."""
+    """True if the worker did not answer in time."""
 
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
 
     def json_object(self) -> dict[str, Any]:
-        """The body as a JSON object; empty when it is none."""
+        """The body as a JSON object; empty if it is none."""
         value = self.json()
         return value if isinstance(value, dict) else {}
 
     def json(self) -> Any:
-        """The body's JSON value; None when it is none, and of answers that are not ``ok``."""
+        """The body's JSON value; None if it is none, and for responses that are not ``ok``."""
         try:
             return msgspec.json.decode(self.body) if self.ok else None
         except UNREADABLE:
@@ -48,7 +60,7 @@ class Answer(NamedTuple):
 
 
 class _Collector:
-    """A sink that keeps the answer and wakes whoever waits for it."""
+    """A sink that collects the response and sets the future ``answer``."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -78,12 +90,12 @@ class _Collector:
             self.answer.set_result(answer)
 
 
-async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout: float) -> Answer:
+async def ask(client: WorkerClient, worker: Worker, request: Request, timeout: float) -> Answer:
     """Send ``request`` to a worker; returns within ``timeout`` seconds, whatever the worker does."""
     collector = _Collector()
-    call = dispatcher.send(worker, request, request.body, collector)
+    call = client.send(worker, request, request.body, collector)
     late = Failure("silent", f"{worker.url} did not answer within {timeout:g} s")
-    timer = dispatcher.loop.call_later(timeout, collector.answer_lost, late)
+    timer = client.loop.call_later(timeout, collector.answer_lost, late)
     try:  # No wait_for: up to Python 3.11 it may swallow a cancellation that comes with the answer.
         return await collector.answer
     finally:
@@ -91,16 +103,16 @@ async def ask(dispatcher: Dispatcher, worker: Worker, request: Request, timeout:
         call.cancel()
 
 
-async def ask_models(dispatcher: Dispatcher, worker: Worker, timeout: float) -> None:
-    """Ask a worker which models it serves, and note them; what a worker that cannot tell said before still holds."""
-    told = (await ask(dispatcher, worker, get("/v1/models"), timeout)).json_object().get("data")
-    if isinstance(told, list):
-        cards = [card for card in told if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]]
-        dispatcher.registry.learn_models(worker, cards[:_MOST_MODELS])
+async def ask_models(client: WorkerClient, worker: Worker, timeout: float) -> None:
+    """Ask a worker for its models, and register them; without a valid response, the former ones stay."""
+    models = (await ask(client, worker, get("/v1/models"), timeout)).json_object().get("data")
+    if isinstance(models, list):
+        cards = [card for card in models if isinstance(card, dict) and isinstance(card.get("id"), str) and card["id"]]
+        client.registry.learn_models(worker, cards[:_MAX_MODELS])
 
 
 def get(target: str) -> Request:
-    """A request of the router's own."""
+    """A GET request of the router's own."""
     request = Request(b"GET", target.encode())
     request.request_id = b"router"
     return request

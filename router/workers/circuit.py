@@ -11,22 +11,12 @@ that fails one in a hundred does useful work.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from typing import Literal
 
+from ..config.circuit import CircuitRules
+
 CircuitState = Literal["closed", "open", "half_open"]
-
-
-@dataclasses.dataclass(frozen=True)
-class CircuitRules:
-    """``window`` and ``timeout`` are in seconds; ``enabled`` False keeps every circuit closed."""
-
-    failure_threshold: int = 10
-    success_threshold: int = 3
-    timeout: float = 60.0
-    window: float = 120.0
-    enabled: bool = True
 
 
 class Circuit:

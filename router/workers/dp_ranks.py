@@ -1,8 +1,8 @@
 """Servers of several data-parallel ranks (``--dp-aware``): each rank is a worker, named ``url@rank``.
 
-A rank has a KV cache of its own, so it is what policies choose and what load is counted on. All ranks of a server share
-its address; which of them computes a request is told to the server in the request's body, in SGLang's fields:
-``data_parallel_rank``, and for a decode server also ``disagg_prefill_dp_rank``, the rank that holds the prompt's cache.
+A rank has its own KV cache, so policies choose ranks and count load by rank. All ranks of a server share its address;
+the request's body names the one that computes it, in SGLang's fields: ``data_parallel_rank``, and for a decode server
+also ``disagg_prefill_dp_rank``, the rank that has the prompt's KV cache.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .registry import Worker
 
 _RANK = re.compile(r"@[0-9]+/*$")
 _OPENING = re.compile(rb"[ \t\r\n]*\{")
-_SAME = {"data_parallel_rank": ("data_parallel_rank", "routed_dp_rank"),
-         "disagg_prefill_dp_rank": ("disagg_prefill_dp_rank",)}
-"""The names of one thing: ``routed_dp_rank`` is SGLang's newer one, its servers of any age know the older."""
+_ALIASES = {"data_parallel_rank": ("data_parallel_rank", "routed_dp_rank"),
+            "disagg_prefill_dp_rank": ("disagg_prefill_dp_rank",)}
+"""The names of each field: ``routed_dp_rank`` is SGLang's newer one, its servers of any version know the older."""
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 RANKED = frozenset((
     b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/messages", b"/generate", b"/encode",
     b"/classify", b"/score", b"/rerank", b"/pooling", b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/classify"))
-"""Paths whose requests a rank computes; to all others a server answers as a whole."""
+"""Paths whose requests a rank computes; all others are answered by the server as a whole."""
 
 
 def server_url(url: str) -> str:
@@ -35,43 +35,43 @@ def server_url(url: str) -> str:
 
 
 def count_of(info: dict[str, Any]) -> int:
-    """How many ranks a ``/get_server_info`` answer tells of."""
+    """The number of ranks in a ``/get_server_info`` response."""
     size = info.get("dp_size")
     return size if isinstance(size, int) and size > 1 else 1
 
 
 def report_of(worker: Worker, report: Any) -> Any:
-    """What a server's ``/get_load`` answer, a list with an entry a rank, says about one of them."""
+    """The entry of one rank in a server's ``/get_load`` response, a list with an entry a rank."""
     if worker.rank is None or not isinstance(report, list):
         return report
     return [entry for entry in report if isinstance(entry, dict) and entry.get("dp_rank") == worker.rank]
 
 
-def tell_rank(path: bytes, body: Body, rank: int) -> Body:
-    """The body that makes a server compute a request on one of its ranks."""
-    return _with_rank(body, "data_parallel_rank", rank) if path in RANKED else body
+def with_rank(path: bytes, body: Body, rank: int) -> Body:
+    """Adds the rank that is to compute a request to its body."""
+    return _with_field(body, "data_parallel_rank", rank) if path in RANKED else body
 
 
-def tell_prefill_rank(body: Body, rank: int) -> Body:
-    """The body that tells a decode server which rank of the prefill server computes the prompt."""
-    return _with_rank(body, "disagg_prefill_dp_rank", rank)
+def with_prefill_rank(body: Body, rank: int) -> Body:
+    """Adds the rank of the prefill server that computes the prompt to the body for a decode server."""
+    return _with_field(body, "disagg_prefill_dp_rank", rank)
 
 
-def _with_rank(body: Body, name: str, rank: int) -> Body:
-    """A JSON object with one field more, all else byte for byte. What is no object stays as it is.
+def _with_field(body: Body, name: str, rank: int) -> Body:
+    """Adds one field to a JSON object, all else byte for byte. A body that is no object stays as it is.
 
-    What a client says about the same thing is replaced: of two ranks the server's parser would choose.
+    The client's own value of the field is replaced: with two of them, the choice would be up to the server's parser.
     """
-    own = body.whole if isinstance(body, LargeBody) else body
-    if _OPENING.match(own) is None:
+    client_body = body.whole if isinstance(body, LargeBody) else body
+    if _OPENING.match(client_body) is None:
         return body
-    if any(b'"%b"' % other.encode() in own for other in _SAME[name]):
-        given = b"".join(body.parts) if isinstance(body, LargeBody) else body
+    if any(b'"%b"' % alias.encode() in client_body for alias in _ALIASES[name]):
+        whole = b"".join(body.parts) if isinstance(body, LargeBody) else body
         try:
-            found = _decode_fields(given)
+            fields = _decode_fields(whole)
         except UNREADABLE:
             return body
-        if not found.keys().isdisjoint(_SAME[name]):
-            kept = {field: value for field, value in found.items() if field not in _SAME[name]}
-            return msgspec.json.encode({name: rank, **kept})
+        if not fields.keys().isdisjoint(_ALIASES[name]):
+            others = {field: value for field, value in fields.items() if field not in _ALIASES[name]}
+            return msgspec.json.encode({name: rank, **others})
     return with_members(body, b'"%b":%d' % (name.encode(), rank))

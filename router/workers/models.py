@@ -16,13 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...common.api.errors import NotFound
+from ..config.workers import WorkerArgs
+from ..net.request import Group
 
 if TYPE_CHECKING:
     from .registry import Worker
-
-Group = str | None
-"""The workers that serve one model, by its name: beside them those whose models are unknown, which alone are "".
-None: all workers."""
 
 
 class ModelNotFound(NotFound):
@@ -46,6 +44,11 @@ class Models:
         self._unknown = False
         self._default: Group = None
         self.update((), pairs=False)
+
+    @classmethod
+    def from_args(cls, args: WorkerArgs) -> Models:
+        """The models of a router that has no workers yet."""
+        return cls(args.aliases, strict=args.enable_igw)
 
     def update(self, workers: Sequence[Worker], *, pairs: bool) -> None:
         """Take in what the workers serve now. ``pairs``: a model needs prefill and decode workers."""

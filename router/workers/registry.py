@@ -9,8 +9,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ...common.api.errors import Conflict, NotFound
+from ..config.circuit import CircuitRules
 from ..config.endpoint import Endpoint
-from .circuit import Circuit, CircuitRules
+from .circuit import Circuit
 from .compatibility import Misfit, Pairs
 from .models import Group, Models
 
@@ -184,8 +185,10 @@ class Registry:
         self.models = models or Models()
         self.unchecked: tuple[Worker, ...] = ()
         """Workers whose first check is not over."""
-        self.on_change: Callable[[], None] = lambda: None
+        self.listeners: list[Callable[[], None]] = []
         """Called whenever workers come, go, or become available or not."""
+        self.on_probe: Callable[[Worker, bool], None] = lambda worker, runs: None
+        """Called when the probe of a worker's half-open circuit begins (True) or ends (False)."""
         self._circuit_rules = circuit_rules or CircuitRules()
         self._probes: set[Reservation] = set()
         self._on_drained = on_drained or (lambda worker: None)
@@ -347,11 +350,13 @@ class Registry:
         worker.on_release = self._released
         self._probes.add(reservation)
         self._refresh()
+        self.on_probe(worker, True)
 
     def _released(self, reservation: Reservation) -> None:
         worker = reservation.worker
         if reservation in self._probes:
             self._probes.remove(reservation)
+            self.on_probe(worker, False)
             worker.circuit.probing = False
             if not worker.draining:
                 worker.on_release = None
@@ -387,7 +392,8 @@ class Registry:
             now = tuple(workers)
             self._available[key] = old if old == now else now  # type: ignore[assignment]
         self.unchecked = tuple(worker for worker in self._workers.values() if not worker.checked)
-        self.on_change()
+        for listener in self.listeners:
+            listener()
 
 
 def without(workers: Sequence[Worker], excluded: set[Worker]) -> Sequence[Worker]:

@@ -55,7 +55,7 @@ class Left(NamedTuple):
 
 
 class Library(NamedTuple):
-    """cuBLAS's products as kernels/gemm/split_k_cublas.py makes them: by better tiles, or in so many pieces for the norm."""
+    """cuBLAS's products as kernels/gemm/split_k_cublas.py makes them: by better tiles, or split for the norm."""
 
     pieces: int = 1
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from ...common.bench.client.hand_engine import HandEngine
+from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.bench.one_batch import once
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 from . import ceilings, dummy_engine
 
 STEPS, WARM_UP = 60, 10
 
 
-def measure(engine: HandEngine, batch: int, context: int) -> dict[str, Any]:
+def measure(engine: SteppedEngine, batch: int, context: int) -> dict[str, Any]:
     """Mean milliseconds of a step after a warm-up, and of all steps the part that the host works: mean, median and the
     longest five by their places."""
     run = once(engine, batch, context - STEPS, STEPS + 30)
@@ -44,7 +44,7 @@ def main() -> None:
     copy = ceilings.copy_tb_s()
     rows = []
     engine = dummy_engine.make(tokens=640_000, max_running=256)
-    settle_collector()
+    freeze_collector()
     for batch in map(int, args.batches.split(",")):
         row = measure(engine, batch, args.context)
         weights = 15.0e9  # bytes a step reads: all but the embedding table

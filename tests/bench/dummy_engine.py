@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from ...common.bench.client.hand_engine import HandEngine
+from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.config.server import (
     CacheArgs,
     DisaggregationArgs,
@@ -40,12 +40,12 @@ TINY = LLAMA_8B | {
 
 def make(tokens: int, max_running: int, *, shape: dict[str, Any] = LLAMA_8B, sizes: tuple[int, ...] = (),
          device: str = "cuda", quantization: Quantization = None, kv_cache_dtype: CacheType = "auto",
-         parallel: Parallel | None = None) -> HandEngine:
+         parallel: Parallel | None = None) -> SteppedEngine:
     """With a KV pool of ``tokens`` and no prefix cache; ``sizes``: the decode batches to capture, () for a server's;
-    ``parallel``: see HandEngine."""
+    ``parallel``: see SteppedEngine."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        return HandEngine(ServerConfig(
+        return SteppedEngine(ServerConfig(
             ModelArgs(folder, dtype="bfloat16" if device == "cuda" else "float32", device=device, load_format="dummy",
                       quantization=quantization),
             CacheArgs(max_total_tokens=tokens, disable_radix_cache=True, kv_cache_dtype=kv_cache_dtype),

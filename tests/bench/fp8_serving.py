@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.bench.client.hand_engine import HandEngine
+from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.bench.one_batch import once
 from . import dummy_engine
 
@@ -60,7 +60,7 @@ FULL = Load(2, 4096, (1, 64), 1024, 30, 3)
 SMALL = Load(2, 40, (1, 3), 24, 8, 1)
 
 
-def measure(engine: HandEngine, load: Load) -> dict[str, float]:
+def measure(engine: SteppedEngine, load: Load) -> dict[str, float]:
     """Prompt tokens a second, the best of the repeats, and a decode step's median milliseconds by batch."""
     runs = [once(engine, load.prompts, load.length, 1) for _ in range(load.repeats + 1)][1:]
     found = {"prefill_tok_s": load.prompts * load.length / min(run.prefill for run in runs)}

@@ -95,7 +95,7 @@ def throughput(engine: GrammarEngine, grammar: GrammarSpec | None, batch: int, s
     for i in range(batch):
         params = SamplingParams(temperature=1.0, seed=i, max_new_tokens=steps + 20, ignore_eos=True, grammar=grammar)
         message = Generate(f"{i}", [(7 * i + j) % 4000 + 3 for j in range(context)], params)
-        req = engine.ledger.accept(message, now=float(i))
+        req = engine.tracker.accept(message, now=float(i))
         assert req is not None, engine.sent
         req.matcher = engine.store.matcher(req, context) if grammar else None
         engine.scheduler.add(req)
@@ -107,7 +107,7 @@ def throughput(engine: GrammarEngine, grammar: GrammarSpec | None, batch: int, s
     began = time.perf_counter()
     for _ in range(steps):
         scheduler.step(0.0)
-        engine.ledger.flush()
+        engine.tracker.flush()
     elapsed = time.perf_counter() - began
     assert scheduler.num_running == batch, "a request ended while it was timed"
     engine.run()

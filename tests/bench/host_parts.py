@@ -110,9 +110,9 @@ def watch(scheduler: UnifiedScheduler, parts: EngineParts) -> None:
     PARTS.wrap(runner._model, "forward", "model")
     PARTS.wrap(executor._sampler, "launch", "sample")
     PARTS.wrap(executor._sampler, "draw", "sample")
-    PARTS.wrap(scheduler.batcher, "launched", "launched")
+    PARTS.wrap(scheduler.batcher, "mark_launched", "launched")
     PARTS.wrap(scheduler._pipeline, "_take_in", "take in")
-    PARTS.wrap(parts.ledger, "flush", "emit")
+    PARTS.wrap(parts.tracker, "flush", "emit")
 
 
 def watch_classes() -> None:
@@ -120,7 +120,7 @@ def watch_classes() -> None:
         PARTS.wrap(kind, "wait", "wait")
         PARTS.wrap(kind, "token_ids", "wait")
     PARTS.wrap(SampledTokens, "of", "results to host")
-    PARTS.wrap(InputBatch, "table", "page table")
+    PARTS.wrap(InputBatch, "decode_table", "page table")
     PARTS.wrap(DecodeInputs, "fill", "graph inputs")
     PARTS.wrap(DecodeGraphs, "run", "graph, rest")
     PARTS.wrap(DecodeGraphs, "decode", "graph, rest")

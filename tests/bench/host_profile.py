@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...common.bench.client.hand_engine import HandEngine
-from ...common.engine.garbage_collector import settle_collector
+from ...common.bench.client.stepped_engine import SteppedEngine
+from ...common.engine.garbage_collector import freeze_collector
 from . import dummy_engine
 from .host_parts import PARTS, watch, watch_classes
 
@@ -114,7 +114,7 @@ def gaps(recorded: Any, steps: int) -> dict[str, Any]:
     return {"span_ms": span / 1e6 / steps, "busy_ms": busy / 1e6 / steps}
 
 
-def record(engine: HandEngine, steps: int, marks: bool) -> dict[str, Any]:
+def record(engine: SteppedEngine, steps: int, marks: bool) -> dict[str, Any]:
     """``marks``: with the host's parts, which slows it."""
     kinds = [ProfilerActivity.CPU] if marks or engine.device.type == "cpu" else []
     kinds += [ProfilerActivity.CUDA] if engine.device.type == "cuda" else []
@@ -128,7 +128,8 @@ def record(engine: HandEngine, steps: int, marks: bool) -> dict[str, Any]:
     return gaps(recorded, steps)
 
 
-def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, detail: bool = True) -> dict[str, Any]:
+def decode(engine: SteppedEngine, batch: int, context: int, steps: int, name: str, detail: bool = True) -> dict[str,
+                                                                                                                Any]:
     """A batch that is computed already (``context`` 0) or is prefilled first."""
     if context:
         engine.start(batch, context, 3 * steps + 40)
@@ -160,7 +161,7 @@ def decode(engine: HandEngine, batch: int, context: int, steps: int, name: str, 
     return found
 
 
-def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
+def life(engine: SteppedEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
     """A batch that begins together, comes to new pages together and ends together: which steps cost most."""
     engine.start(batch, context, tokens)
     begin, prompts = time.perf_counter(), []
@@ -190,7 +191,7 @@ def life(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str,
     return {"batch": batch, "context": context, "host_us": hosts, "spin_us": spins}
 
 
-def lives(engine: HandEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
+def lives(engine: SteppedEngine, batch: int, context: int, tokens: int) -> dict[str, Any]:
     """The first batches of an engine, each a whole life: is the first one slower, and in which parts?"""
     found = {}
     far = np.arange(1 << 25)
@@ -223,7 +224,7 @@ def spin(turns: int = 10_000) -> float:
     return 1e6 * (time.perf_counter() - begin)
 
 
-def top(engine: HandEngine, steps: int) -> None:
+def top(engine: SteppedEngine, steps: int) -> None:
     with cProfile.Profile() as recorded:
         for _ in range(steps):
             engine.step()
@@ -233,7 +234,7 @@ def top(engine: HandEngine, steps: int) -> None:
         print(f"    {1e6 * own / steps:8.1f} {calls / steps:7.1f}  {'/'.join(path.split('/')[-2:])}:{line} {name[:80]}")
 
 
-def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict[str, Any]:
+def prefill(engine: SteppedEngine, count: int, length: int, clocks: Clocks) -> dict[str, Any]:
     """``count`` prompts wait; steps back to back. They go on to decode."""
     engine.start(count, length, 400)
     engine.synchronize()
@@ -266,9 +267,9 @@ def prefill(engine: HandEngine, count: int, length: int, clocks: Clocks) -> dict
     return found
 
 
-def closed_loop(engine: HandEngine, length: int, users: int, steps: int, clocks: Clocks) -> dict[str, Any]:
+def closed_loop(engine: SteppedEngine, length: int, users: int, steps: int, clocks: Clocks) -> dict[str, Any]:
     """``users`` ask for one token each and ask again at once."""
-    live = engine._parts.ledger.live
+    live = engine._parts.tracker.live
 
     def refill() -> None:
         while len(live) < users:
@@ -293,7 +294,7 @@ def closed_loop(engine: HandEngine, length: int, users: int, steps: int, clocks:
     return {"ms": 1e3 * took / steps, "tok_s": rate}
 
 
-def by_size(engine: HandEngine, length: int) -> dict[str, Any]:
+def by_size(engine: SteppedEngine, length: int) -> dict[str, Any]:
     """Milliseconds of prefill steps of 1, 2, 4 and 8 prompts."""
     found = {}
     for count in (1, 2, 4, 8):
@@ -311,7 +312,7 @@ def by_size(engine: HandEngine, length: int) -> dict[str, Any]:
     return found
 
 
-def mixed(engine: HandEngine, riding: int, length: int, context: int) -> dict[str, Any]:
+def mixed(engine: SteppedEngine, riding: int, length: int, context: int) -> dict[str, Any]:
     """Prompts in steps of their own between decode steps, and with the decode rows riding along."""
     batcher = engine._scheduler.batcher
     engine.start(riding, context, 300)
@@ -376,7 +377,7 @@ def main() -> None:
     length, wide, steps = (64, 20, 8) if tiny else (4096, 256, 40)
     engine = dummy_engine.make(20_000 if tiny else 330_000, wide, sizes=(1, 64, wide), **make)
     watch(engine._scheduler, engine._parts)
-    settle_collector()
+    freeze_collector()
     print(f"engine after {time.perf_counter() - born:.1f} s; threads of Python {threading.enumerate()}", flush=True)
     many = 16 if tiny else 40
     attempt(f"lives {wide}", lambda: lives(engine, wide, 40 if tiny else 1024, 20 if tiny else 90))
@@ -392,7 +393,7 @@ def main() -> None:
         shape: dict[str, Any] = {"shape": dummy_engine.TINY if tiny else dummy_engine.QWEN3_06B}
         small = dummy_engine.make(20_000, 8, sizes=(1,), **(make | shape))
         watch(small._scheduler, small._parts)
-        settle_collector()
+        freeze_collector()
         return decode(small, 1, 64 if tiny else 1024, 2 * steps, "0.6B")
 
     attempt("small", of_the_small_one)

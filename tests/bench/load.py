@@ -9,16 +9,16 @@ import random
 import time
 from dataclasses import dataclass
 
-from ...common.bench.client.apis import APIS, Asking
-from ...common.bench.client.asker import Asker
+from ...common.bench.client.apis import APIS, RequestOptions
 from ...common.bench.client.client import Client
 from ...common.bench.client.load import Load
+from ...common.bench.client.server_sender import ServerSender
 from ...common.bench.report.figures import figures
 from ...common.bench.workloads.arrivals import arrivals
 from ...common.bench.workloads.dataset_args import DatasetArgs
 from ...common.bench.workloads.datasets import make_workload
 from ...common.bench.workloads.vocabulary import Vocabulary
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ async def ask(url: str, data: DatasetArgs, *, concurrency: int | None = None, ra
     """Send what ``data`` says to ``url``'s /generate, as token ids below ``vocab``; the load has the answers."""
     conversations = make_workload(data, Vocabulary(vocab, None, as_ids=True))
     client = Client(url, {}, 600.0, time.perf_counter)
-    settle_collector()  # with torch loaded, a full collection would stop this clock's events for 80 ms
-    load = Load(Asker(client, APIS["baton"], Asking()), time.perf_counter, max_concurrency=concurrency)
+    freeze_collector()  # with torch loaded, a full collection would stop this clock's events for 80 ms
+    load = Load(ServerSender(client, APIS["baton"], RequestOptions()), time.perf_counter, max_concurrency=concurrency)
     await load.run(conversations, arrivals(conversations, rate, random.Random(data.seed)))
     client.close()
     return load

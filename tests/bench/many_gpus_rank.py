@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...common.api.errors import ConfigError
-from ...common.bench.client.hand_engine import HandEngine
+from ...common.bench.client.stepped_engine import SteppedEngine
 from ...common.bench.step_parts import recorder
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
@@ -26,7 +26,7 @@ from ...common.distributed.expert_share import ExpertShare
 from ...common.distributed.parallel import BESIDE_CTAS, Parallel, group_beside
 from ...common.distributed.peer_all_reduce import connect_all
 from ...common.distributed.tp import TPGroup, init_tp
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 from . import ceilings
 from .many_gpus import setting_flags, shape_of
 from .many_gpus_profile import Kernel, advanced, exchange_times, host_times, kernels_of, longest
@@ -55,7 +55,7 @@ class Steps(NamedTuple):
 class Driven:
     """An engine that is stepped together with those of the other ranks."""
 
-    def __init__(self, engine: HandEngine, world: TPGroup, groups: int, group: int):
+    def __init__(self, engine: SteppedEngine, world: TPGroup, groups: int, group: int):
         self.engine = engine
         self._world = world
         self._groups = groups
@@ -171,7 +171,7 @@ def build(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> tup
         if groups > 1:
             parallel = Parallel(world, TPGroup(device=world.device), world, share,
                                 dp_head=config.data_parallel.enable_dp_lm_head, beside=beside(case["setting"], world))
-        engine = HandEngine(config, parallel, progress)
+        engine = SteppedEngine(config, parallel, progress)
     return Driven(engine, world, groups, world.rank if groups > 1 else 0), stages
 
 
@@ -196,7 +196,7 @@ def answered(batches: list[int]) -> int:
 
 def measure(case: dict[str, str], args: argparse.Namespace, world: TPGroup) -> dict[str, Any]:
     driven, stages = build(case, args, world)
-    settle_collector()
+    freeze_collector()
     began, some = time.perf_counter(), max(args.prompts // 4, args.gpus)
     try:
         driven.prefill(some, args.length)

@@ -16,7 +16,7 @@ import time
 from typing import Any, cast
 
 from ...common.api.messages import Ready
-from ...common.engine_client.rank_processes import RankSpec
+from ...common.engine.rank_spec import RankSpec
 from .traced_server import run
 
 POOL_TOKENS = 400_000
@@ -68,7 +68,7 @@ def rank_main(spec: RankSpec) -> None:
 
     from ...common.distributed.parallel import Parallel
     from ...common.engine.control import Control
-    from ...common.engine.garbage_collector import settle_collector
+    from ...common.engine.garbage_collector import freeze_collector
     from ...common.engine.loop import EngineLoop
     from ...common.engine.rank_channel import RankChannel, Ticker
     from ...common.engine.unified_scheduler import UnifiedScheduler
@@ -85,21 +85,21 @@ def rank_main(spec: RankSpec) -> None:
     pace = float(os.environ.get("PACE", "1"))
     channel = RankChannel(spec.rank, spec.to_engine, spec.from_engine)
     cache = KVCacheManager(POOL_TOKENS // PAGE, PAGE, not spec.config.cache.disable_radix_cache)
-    ledger = RequestTracker(channel.send, eos_ids=frozenset({1}), vocab_size=1 << 31, max_request_tokens=POOL_TOKENS,
-                            max_requests=4096, timeout=600.0)
+    tracker = RequestTracker(channel.send, eos_ids=frozenset({1}), vocab_size=1 << 31, max_request_tokens=POOL_TOKENS,
+                    max_requests=4096, timeout=600.0)
     batcher = Batcher(cache, spec.config.schedule)
     model = cast(Any, FreeModel())
     executor = PacedExecutor(Executor(model, Sampler(VOCAB, "cpu", 0)), lambda batch: pace * H200.of(batch))
     into = folder()
     trace = None if into is None else EngineTrace(into)
-    scheduler = UnifiedScheduler(batcher, cast(Executor, trace.executor(executor) if trace else executor), ledger,
+    scheduler = UnifiedScheduler(batcher, cast(Executor, trace.executor(executor) if trace else executor), tracker,
                                  overlap=True)
     if trace is not None:
-        trace.watch(scheduler, ledger)
+        trace.watch(scheduler, tracker)
     control = Control(spec.config, Parallel().everyone, model, batcher)
     channel.send(Ready(POOL_TOKENS, 16384))
-    settle_collector()
-    EngineLoop(Ticker(channel, Parallel().world), ledger, scheduler, cache, control, channel.send).run()
+    freeze_collector()
+    EngineLoop(Ticker(channel, Parallel().world), tracker, scheduler, cache, control, channel.send).run()
     channel.close()
 
 

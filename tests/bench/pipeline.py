@@ -41,7 +41,7 @@ from ...common.engine.control import Control
 from ...common.engine.loop import EngineLoop
 from ...common.engine.rank import EngineParts, build_parts, unified_scheduler
 from ...common.engine.rank_channel import PPTicker, Ticker
-from ...common.engine_client.rank_processes import RankSpec
+from ...common.engine.rank_spec import RankSpec
 from ...common.execution.pp_channel import PPChannel
 from .dummy_engine import TINY
 from .relay import LLAMA_8B
@@ -61,13 +61,13 @@ class Front:
     @property
     def inbox(self) -> int | None:
         """What a turn waits for beside results."""
-        return _READY if self._messages or not self._parts.ledger.live else None
+        return _READY if self._messages or not self._parts.tracker.live else None
 
     def receive(self, wait_ms: int) -> list[Generate | Shutdown]:
         if self._messages:
             given, self._messages = self._messages, []
             return list(given)
-        return [] if self._parts.ledger.live else [Shutdown()]
+        return [] if self._parts.tracker.live else [Shutdown()]
 
 
 def build(parallel: Parallel, args: argparse.Namespace, chunk: int) -> EngineParts:
@@ -99,7 +99,7 @@ def seconds_of(parts: EngineParts, args: argparse.Namespace, chunk: int) -> floa
                     for i, prompt in enumerate(prompts)]
         front = Front(messages, parts)
         ticker = Ticker(front, TPGroup()) if parts.line is None else PPTicker(front, parts.line)  # type: ignore[arg-type]
-        loop = EngineLoop(ticker, parts.ledger, unified_scheduler(parts), batcher.cache, control, _nowhere)
+        loop = EngineLoop(ticker, parts.tracker, unified_scheduler(parts), batcher.cache, control, _nowhere)
         parallel.everyone.barrier()
         began = time.perf_counter()
         loop.run()

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.bench.client.hand_engine import HandEngine
-from ...common.engine.garbage_collector import settle_collector
+from ...common.bench.client.stepped_engine import SteppedEngine
+from ...common.engine.garbage_collector import freeze_collector
 from ...common.forward.forward_batch import Row, build_forward_batch
 from ...common.runner.cuda_graphs.piecewise_graphs import GraphRecorder, Recorded
 from ...kernels.rowwise.rmsnorm import rmsnorm
@@ -40,7 +40,7 @@ def median_ms(work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
 
 
-def steps(engine: HandEngine, counts: list[int]) -> dict[int, dict[str, float]]:
+def steps(engine: SteppedEngine, counts: list[int]) -> dict[int, dict[str, float]]:
     runner = engine._parts.runner
     table = {}
     for count in counts:
@@ -69,7 +69,7 @@ def steps(engine: HandEngine, counts: list[int]) -> dict[int, dict[str, float]]:
     return table
 
 
-def single_calls(engine: HandEngine) -> dict[str, float]:
+def single_calls(engine: SteppedEngine) -> dict[str, float]:
     """Microseconds of the host, of calls that the device does faster than they come."""
     runner = engine._parts.runner
     layer = runner._model.layers[0]
@@ -105,7 +105,7 @@ def single_calls(engine: HandEngine) -> dict[str, float]:
     return found
 
 
-def record(engine: HandEngine, wanted: Recorded) -> dict[str, float]:
+def record(engine: SteppedEngine, wanted: Recorded) -> dict[str, float]:
     """Once more."""
     runner = engine._parts.runner
     runner.prompts.graphs = None
@@ -120,7 +120,7 @@ def record(engine: HandEngine, wanted: Recorded) -> dict[str, float]:
             "GiB": (before - torch.cuda.mem_get_info()[0]) / 2**30}
 
 
-def profiled(engine: HandEngine, count: int, steps: int = 20) -> list[tuple[str, float, float, float]]:
+def profiled(engine: SteppedEngine, count: int, steps: int = 20) -> list[tuple[str, float, float, float]]:
     """Functions of a step of ``count`` tokens: calls, and microseconds of the host, their own and with what they call.
     The profile slows each call."""
     runner = engine._parts.runner
@@ -147,7 +147,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     counts = [int(count) for count in args.tokens.split(",")]
     engine = dummy_engine.make(2 * max(counts) + 64, 8, shape=shape, sizes=(1,), device="cuda" if cuda else "cpu")
-    settle_collector()
+    freeze_collector()
     result: dict[str, Any] = {}
     runner = engine._parts.runner
     sizes = [int(size) for size in args.sizes.split(",") if size]

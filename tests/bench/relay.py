@@ -95,7 +95,7 @@ def settings(gpus: int) -> dict[str, object]:
 
 def chat_score(url: str) -> str:
     """The shipped model's exact match, asked through OpenAI's API."""
-    run = subprocess.run([sys.executable, "-m", "baton.common.tinychat.evaluate", "--base-url", url + "/v1", "--count",
+    run = subprocess.run([sys.executable, "-m", "baton.tests.tinychat.evaluate", "--base-url", url + "/v1", "--count",
                           "240", "--concurrency", "32"], capture_output=True, text=True, timeout=200)
     return (run.stdout.strip().splitlines() or [run.stderr[-300:]])[-1]
 

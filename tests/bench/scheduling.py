@@ -45,13 +45,13 @@ class Prompts:
 def step(batcher: Batcher) -> None:
     batch = batcher.next_prefill()
     if batch is None:
-        assert batcher.grow_running()
+        assert batcher.allocate_running()
         batch = batcher.next_decode()
     assert batch is not None
-    batcher.launched(batch)
+    batcher.mark_launched(batch)
     for chunk in batch.chunks:
         if chunk.samples:
-            chunk.req.take_pending(7)
+            chunk.req.append_pending(7)
 
 
 def seconds(policy: str, waiting: int, case: str) -> float:
@@ -66,8 +66,8 @@ def seconds(policy: str, waiting: int, case: str) -> float:
     while batcher.waiting or batcher.prefilling:
         step(batcher)
     if case == "memory":
-        spare = cache.begin_private()
-        assert cache.grow(spare, (cache.num_available - 24) * PAGE)
+        spare = cache.new_private_table()
+        assert cache.allocate_slots(spare, (cache.num_available - 24) * PAGE)
     for _ in range(waiting):
         batcher.waiting.append(prompts.req())
     best = float("inf")

@@ -27,7 +27,7 @@ import torch
 from ...common.api.messages import FromEngine, Generate
 from ...common.api.sampling import SamplingParams
 from ...common.config.server import ScheduleArgs
-from ...common.engine.garbage_collector import settle_collector
+from ...common.engine.garbage_collector import freeze_collector
 from ...common.engine.unified_scheduler import UnifiedScheduler
 from ...common.execution.executor import Executor
 from ...common.forward.forward_batch import DecodeTable, ForwardBatch, Row
@@ -80,13 +80,13 @@ class Bench:
         than ``steps``."""
         pages = batch * (-(-(context + steps + 40) // PAGE) + 1)
         self.sent: FromEngine | None = None
-        self.ledger = RequestTracker(self._take, eos_ids=frozenset({1}), vocab_size=1 << 31,
-                                     max_request_tokens=1 << 20, max_requests=4096, timeout=1e9)
+        self.tracker = RequestTracker(self._take, eos_ids=frozenset({1}), vocab_size=1 << 31,
+                             max_request_tokens=1 << 20, max_requests=4096, timeout=1e9)
         cache = KVCacheManager(pages, PAGE)
         batcher = Batcher(cache, ScheduleArgs(chunked_prefill_size=1 << 20, max_running_requests=batch,
                                               schedule_conservativeness=0.0))
         executor = Executor(FreeModel(), Sampler(VOCAB, "cpu", 0))  # type: ignore[arg-type]
-        self.scheduler = UnifiedScheduler(batcher, executor, self.ledger, overlap=True)
+        self.scheduler = UnifiedScheduler(batcher, executor, self.tracker, overlap=True)
         self._batch, self._context, self._sampled, self._changing = batch, context, sampled, changing
         self._random, self._count = np.random.default_rng(0), 0
         for i in range(batch):
@@ -95,7 +95,7 @@ class Bench:
             self.scheduler.step(0.0)
         for _ in range(5):
             self.step()
-        settle_collector()
+        freeze_collector()
 
     def _take(self, message: FromEngine) -> None:
         self.sent = message
@@ -105,13 +105,13 @@ class Bench:
         params = SamplingParams(temperature=1.0 if self._sampled else 0.0, top_p=0.9 if self._sampled else 1.0,
                                 max_new_tokens=output_len, ignore_eos=True)
         prompt = self._random.integers(2, VOCAB, self._context).tolist()
-        req = self.ledger.accept(Generate(str(self._count - 1), prompt, params), 0.0)
+        req = self.tracker.accept(Generate(str(self._count - 1), prompt, params), 0.0)
         assert req is not None
         self.scheduler.add(req)
 
     def step(self) -> None:
         self.scheduler.step(0.0)
-        self.ledger.flush()
+        self.tracker.flush()
 
     def life(self) -> list[float]:
         """Milliseconds of each step until no request is left."""
@@ -123,7 +123,7 @@ class Bench:
         return times
 
     def refill(self) -> None:
-        while self._changing and len(self.ledger.live) < self._batch:
+        while self._changing and len(self.tracker.live) < self._batch:
             self._add(self._batch)
 
 

@@ -56,10 +56,10 @@ class EngineTrace:
     def executor(self, executor: Any) -> Any:
         return _TracedExecutor(executor, self)
 
-    def watch(self, scheduler: Any, ledger: Any) -> None:
-        """Scheduler and ledger are told of by their own functions, which are wrapped; the file is written when the
+    def watch(self, scheduler: Any, tracker: Any) -> None:
+        """Scheduler and tracker are told of by their own functions, which are wrapped; the file is written when the
         scheduler is closed."""
-        step, close, send = scheduler.step, scheduler.close, ledger._send
+        step, close, send = scheduler.step, scheduler.close, tracker._send
 
         def turn(now: float) -> bool:
             before = len(self.steps)
@@ -77,16 +77,16 @@ class EngineTrace:
 
         def sent(message: Any) -> None:
             send(message)
-            if hasattr(message, "told"):
-                gained = message.gained
-                count = len(message.told) + (0 if gained is None else len(gained.rids))
+            if hasattr(message, "outputs"):
+                batch = message.new_tokens
+                count = len(message.outputs) + (0 if batch is None else len(batch.rids))
                 self.told.append((time.perf_counter(), count, self._waited))
 
         def closed() -> None:
             self._write()
             close()
 
-        scheduler.step, scheduler.close, ledger._send = turn, closed, sent
+        scheduler.step, scheduler.close, tracker._send = turn, closed, sent
 
     def launch(self, inner: Callable[..., Any], batch: Any, after_group: Any) -> Any:
         import torch

@@ -10,7 +10,8 @@ import sys
 
 from ...common.config.cli import parse
 from ...common.config.server import ServerConfig
-from ...common.engine_client.rank_processes import RankSpec, RankTarget
+from ...common.engine.rank_spec import RankSpec
+from ...common.engine_client.rank_processes import RankTarget
 from ...common.serving.server import run_server
 from .step_trace import FrontTrace, folder
 
@@ -41,7 +42,7 @@ def rank_main(spec: RankSpec) -> None:
         scheduler = unified_scheduler(dataclasses.replace(parts, executor=trace.executor(parts.executor)))
         watch_classes()
         watch(scheduler, parts)  # type: ignore[arg-type]
-        trace.watch(scheduler, parts.ledger)
+        trace.watch(scheduler, parts.tracker)
         return scheduler
 
     run_rank(spec, traced)

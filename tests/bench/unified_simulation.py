@@ -77,7 +77,7 @@ def held_back(server: SimulatedServer, rule: Rule) -> None:
         decoding = [req for req in batcher.running if not req.complete]
         places = min(len(batcher.waiting), batcher.args.max_running_requests - len(batcher.running))
         if places and decoding and not batcher.prefilling and rule(batcher, decoding, places):
-            assert batcher.grow_running()
+            assert batcher.allocate_running()
             return batcher.next_decode()
         return inner()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import aiohttp
 import openai
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for fake_engine, which spawned ranks import too
-from baton.tests.helpers.fake_engine import make_checkpoint  # noqa: E402
-from baton.tests.helpers.serving import Server  # noqa: E402
+from baton.tests.helpers.fake_engine import make_checkpoint
+from baton.tests.helpers.serving import Server
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from baton.prefill.scheduler import PrefillScheduler
 from baton.router.config import RouterConfig
 from baton.router.obs.metrics import Metrics
 from baton.router.workers.registry import Registry
+from baton.tests.helpers.layers import imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -183,14 +184,31 @@ def test_dockerfile(path):
     steps = instructions(path)
     copied = [word for name, rest in steps if name == "COPY" and "--from" not in rest for word in rest.split()[:-1]]
     assert all((ROOT / source).exists() for source in copied)
-    setup = (ROOT / "setup.py").read_text()
-    folders = re.search(r"FOLDERS = \((.+?)\)", setup)
-    assert folders and set(re.findall(r'"(\w+)"', folders[1])) <= set(copied)
-    assert {module.name for module in ROOT.glob("*.py")} <= set(copied), "baton.Engine and the benches need all of them"
+    assert needed_by_the_package() <= set(copied), "baton.Engine, the commands or the benches lack a part"
     assert [rest for name, rest in steps if name == "USER"] == ["10001"]
     project = (ROOT / "pyproject.toml").read_text()
     for extras in (rest.partition("=")[2] for name, rest in steps if name == "ARG" and rest.startswith("EXTRAS=")):
         assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras.split(","))
+
+
+def needed_by_the_package() -> set[str]:
+    """Names at the root that building and importing the package takes: its modules, what these import, the folders that
+    setup.py packs, and the files that the metadata names."""
+    setup = (ROOT / "setup.py").read_text()
+    packed = re.search(r"FOLDERS = \((.+?)\)", setup)
+    assert packed is not None
+    folders = set(re.findall(r'"(\w+)"', packed[1]))
+    modules = {path.name for path in ROOT.glob("*.py")}
+    for path in [ROOT / name for name in modules] + [path for name in folders for path in (ROOT / name).rglob("*.py")]:
+        for name in filter(None, (each.target for each in imports_of(path))):
+            known = name[0] in folders or f"{name[0]}.py" in modules or name[0] in ("Engine", "__version__")
+            assert known, f"{path.relative_to(ROOT)} imports {'.'.join(name)}, which no wheel holds"
+    project = (ROOT / "pyproject.toml").read_text()
+    metadata = {*re.findall(r'^readme = "(.+?)"', project, re.MULTILINE),
+                *re.findall(r'"(.+?)"', re.search(r"^license-files = \[(.+?)\]", project, re.MULTILINE)[1])}  # type: ignore
+    root_data = re.search(r'package_data=\{"baton": \[(.+?)\]', setup)
+    assert root_data is not None
+    return modules | folders | metadata | set(re.findall(r'"(.+?)"', root_data[1])) | {"pyproject.toml"}
 
 
 def router_config(place: str) -> RouterConfig:
@@ -209,10 +227,10 @@ def host_of(url: str) -> str:
 
 def server_families() -> dict[str, set[str]]:
     """The servers' metrics with their labels: a server of any role has a part of them."""
-    ledger = RequestTracker(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
-                            max_requests=1, timeout=1.0)
+    tracker = RequestTracker(lambda message: None, eos_ids=frozenset(), vocab_size=9, max_request_tokens=1,
+                    max_requests=1, timeout=1.0)
     cores: list[Any] = [ReceiverCore(None, None, 1), SenderCore(None, None)]  # type: ignore[arg-type]
-    counters = {name: 1.0 for part in (ledger, *cores) for name in part.counters}
+    counters = {name: 1.0 for part in (tracker, *cores) for name in part.counters}
     counters["kv_transfers_failed_kv_transfer_failed"] = 1.0  # by the error's code, once there is one
     counters["kv_transfers_broken_silent"] = 1.0
     sender: Any = SimpleNamespace(counters={}, writes_waiting=(0, 0))
@@ -295,9 +313,8 @@ def test_dashboard_panels_do_not_overlap():
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
-def test_readme_lists_every_metric(known):
-    section = (ROOT / "README.md").read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    listed = set(METRIC.findall(section))
+def test_docs_list_every_metric(known):
+    listed = set(METRIC.findall((ROOT / "docs/metrics.md").read_text()))
     samples = {name for name in known if not name.endswith(("_bucket", "_count", "_sum"))}
     assert samples - listed == set()
     assert listed - samples == {"baton_build_info"}  # of every process, not of one kind

@@ -13,8 +13,8 @@ from baton.common.api.messages import CustomProcessor
 from baton.common.config.model import load_model_spec
 from baton.common.config.server import KernelArgs, ModelArgs
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.tinychat.tasks import held_out, matches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -26,11 +26,11 @@ from baton.kernels.arguments import Float8Format
 from baton.kernels.float8.fp8_block_matmul import block_matmul
 from baton.kernels.float8.fp8_scaled_matmul import scaled_matmul
 from baton.kernels.rowwise.fp8_quantize import quantize
-from baton.tests.common.tinychat.test_tinychat_float8 import share_right
 from baton.tests.gpu.test_models import LLAMA_8B, timed
 from baton.tests.helpers.fp8_checkpoints import FORMS, SIZES, save_float8
 from baton.tests.helpers.hand_driven import Engine, tokens_of
 from baton.tests.helpers.small_models import forward, load_runner, save_model, scattered_pages, server_config
+from baton.tests.tinychat.test_tinychat_float8 import share_right
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

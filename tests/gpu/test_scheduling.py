@@ -9,11 +9,11 @@ from transformers import AutoTokenizer
 
 from baton.common.kvcache.layout import KVLayout
 from baton.common.kvcache.pool import KVPool
-from baton.common.scheduler.preemption.copy_rates import link_rate
+from baton.common.scheduler.preemption.copy_rates import measure_link_bandwidth
 from baton.common.scheduler.preemption.host_kv_cache import HostKVCache
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out
 from baton.tests.helpers.hand_driven import Engine, tokens_of
+from baton.tests.tinychat.tasks import held_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -33,7 +33,7 @@ def run(prompts, *, first=None, **options):
     options = {"page_size": 16, "max_total_tokens": 65536, "chunk": 512, "device": "cuda"} | options
     engine = Engine(CHECKPOINT, **options)
     if engine.scheduler.batcher.swap is not None:
-        engine.scheduler.batcher.swap._link_rate = 1e18
+        engine.scheduler.batcher.swap._link_bandwidth = 1e18
     for i, prompt in enumerate(prompts):
         if i == first:
             for _ in range(12):
@@ -64,7 +64,7 @@ def test_pages_go_to_host_memory_and_come_back(prompts, reference, overlap, radi
             "priority_scheduling_preemption_threshold": 0})
     batcher = engine.scheduler.batcher
     assert found == reference
-    assert batcher.num_preempted > 0 and batcher.swap.num_saved == batcher.num_retracted
+    assert batcher.retraction.num_preempted > 0 and batcher.swap.num_swapped_out == batcher.retraction.num_retracted
 
 
 def test_copies_are_exact_and_told_in_bytes_a_second():
@@ -83,4 +83,4 @@ def test_copies_are_exact_and_told_in_bytes_a_second():
     host.wait()
     for group, old in zip(pool.groups, before):
         assert torch.equal(group[pages[30:]], old[pages[30:]]) and not group[pages[:30]].any()
-    assert link_rate(torch.device("cuda")) > 1e9
+    assert measure_link_bandwidth(torch.device("cuda")) > 1e9

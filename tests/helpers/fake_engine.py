@@ -41,7 +41,7 @@ from baton.common.api.messages import (
 )
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
-from baton.common.engine_client.rank_processes import RankSpec
+from baton.common.engine.rank_spec import RankSpec
 from baton.common.serving.server import run_server
 
 EOS = 2

@@ -75,20 +75,20 @@ class GrammarEngine:
                                 schedule_conservativeness=0.0)
         self.cache = KVCacheManager(runner.num_pages, runner.layout.page_size)
         self.sent: list[Any] = []
-        self.ledger = RequestTracker(self.sent.append, eos_ids=frozenset(runner.spec.eos_token_ids),
-                                     vocab_size=runner.spec.vocab_size, max_request_tokens=max_total_tokens,
-                                     max_requests=1024, timeout=1e9)
-        self.store = GrammarStore(whitespace, runner.spec.vocab_size, self.ledger.eos_ids)
+        self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(runner.spec.eos_token_ids),
+                             vocab_size=runner.spec.vocab_size, max_request_tokens=max_total_tokens,
+                             max_requests=1024, timeout=1e9)
+        self.store = GrammarStore(whitespace, runner.spec.vocab_size, self.tracker.eos_ids)
         self.store.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), tokens or vocabulary()))
         executor = Executor(runner, Sampler(runner.spec.vocab_size, runner.device, 0), self.store)
-        self.scheduler = UnifiedScheduler(Batcher(self.cache, schedule), executor, self.ledger, overlap=overlap)
+        self.scheduler = UnifiedScheduler(Batcher(self.cache, schedule), executor, self.tracker, overlap=overlap)
         self.reasons: dict[str, str] = {}
 
     def start(self, rid: str, grammar: GrammarSpec | None, question: str = "What is the capital of France?", *,
               answered: tuple[int, ...] = (), **sampling: Any) -> None:
         params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 400, "grammar": grammar} | sampling)
         message = Generate(rid, [*chat_ids(question), *answered], params, num_answered=len(answered))
-        req = self.ledger.accept(message, now=float(len(self.ledger.live)))
+        req = self.tracker.accept(message, now=float(len(self.tracker.live)))
         assert req is not None, self.sent
         if grammar is not None:
             req.matcher = self.store.matcher(req, req.num_prompt_tokens - len(answered))
@@ -96,10 +96,10 @@ class GrammarEngine:
 
     def run(self) -> dict[str, list[int] | Failed]:
         while self.scheduler.step(0.0):
-            self.ledger.flush()
-        assert self.scheduler.idle and not self.ledger.live
+            self.tracker.flush()
+        assert self.scheduler.idle and not self.tracker.live
         self.cache.check_integrity()
-        assert self.cache.num_held == 0
+        assert self.cache.num_allocated == 0
         found: dict[str, Any] = {}
         for message in self.sent:
             if isinstance(message, Failed):

@@ -51,25 +51,25 @@ class Engine:
         runner = self.runner = ModelRunner.load(config, spec, self.parallel, device, lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, page_size, radix)
         self.sent = []
-        self.ledger = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
-                                     vocab_size=spec.vocab_size,
-                                     max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
+        self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(spec.eos_token_ids),
+                                      vocab_size=spec.vocab_size,
+                             max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9)
         self.grammars = None
         if vocabulary is not None:
-            self.grammars = GrammarStore(None, spec.vocab_size, self.ledger.eos_ids)
+            self.grammars = GrammarStore(None, spec.vocab_size, self.tracker.eos_ids)
             self.grammars.prepare(PrepareGrammar(0, GrammarSpec("regex", "x"), vocabulary))
         executor = Executor(runner, Sampler(spec.vocab_size, device, 0, self.parallel.attention), self.grammars)
         self.executor = executor if line is None else PPExecutor(executor, line, self.parallel)
         batcher = make_batcher(config, runner, self.cache, self.parallel.attention)
-        self.scheduler = UnifiedScheduler(batcher, self.executor, self.ledger, overlap=overlap)
+        self.scheduler = UnifiedScheduler(batcher, self.executor, self.tracker, overlap=overlap)
 
     def start(self, rid, prompt, **sampling):
         options = {"logprobs": {}} | sampling
         logprobs = options.pop("logprobs")
         fields = options.pop("fields", {})  # further ones of Generate
         params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 12} | options)
-        req = self.ledger.accept(Generate(rid, list(prompt), params, **logprobs, **fields),
-                                 now=float(len(self.ledger.live)))
+        req = self.tracker.accept(Generate(rid, list(prompt), params, **logprobs, **fields),
+                                 now=float(len(self.tracker.live)))
         if req is not None:
             if params.grammar is not None:
                 req.matcher = self.grammars.matcher(req, req.num_prompt_tokens)
@@ -78,12 +78,12 @@ class Engine:
 
     def run(self):
         while self.scheduler.step(0.0):
-            self.ledger.flush()
-        assert self.scheduler.idle and not self.ledger.live
+            self.tracker.flush()
+        assert self.scheduler.idle and not self.tracker.live
         self.cache.check_integrity()
-        assert self.cache.num_held == 0
+        assert self.cache.num_allocated == 0
         swap = self.scheduler.batcher.swap
-        assert swap is None or swap.host.num_held == 0
+        assert swap is None or swap.host.num_allocated == 0
         outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
         self.sent.clear()
         return outputs

@@ -52,12 +52,12 @@ class Costs:
         return self.step + reqs * self.row + tokens * self.context
 
     def of(self, batch: ScheduledBatch) -> float:
-        prompts = sum(chunk.stop - chunk.start for chunk in batch.prompts)
-        riding = batch.chunks[len(batch.prompts):]
+        prompts = sum(chunk.stop - chunk.start for chunk in batch.prefill_chunks)
+        decoding = batch.chunks[len(batch.prefill_chunks):]
         total = self.start + prompts * self.prompt if prompts else 0.0
-        if riding:
-            total += self.decode(len(riding), sum(chunk.stop for chunk in riding))
-        return total * (self.beside if prompts and riding else 1.0)
+        if decoding:
+            total += self.decode(len(decoding), sum(chunk.stop for chunk in decoding))
+        return total * (self.beside if prompts and decoding else 1.0)
 
 
 H200 = Costs()
@@ -103,7 +103,7 @@ class _Step:
     end: float
 
     def plain_tokens(self) -> list[int] | None:
-        if self.batch.run is None:
+        if self.batch.input_batch is None:
             return None
         self.server.wait_until(self.end)
         return [9] * len(self.sampling)
@@ -140,17 +140,17 @@ class SimulatedServer:
         self._by_rid: dict[str, Asked] = {}
         self._front, self._client = _Queue(), _Queue()
         self._ended: Callable[[float], None] = lambda now: None
-        self.ledger = RequestTracker(self._send, eos_ids=frozenset({1}), vocab_size=1 << 31,
-                                     max_request_tokens=1 << 20, max_requests=1 << 20, timeout=1e9)
+        self.tracker = RequestTracker(self._send, eos_ids=frozenset({1}), vocab_size=1 << 31,
+                             max_request_tokens=1 << 20, max_requests=1 << 20, timeout=1e9)
         self.batcher = Batcher(KVCacheManager(pool_tokens // PAGE, PAGE, False), args, **batcher)
-        self.scheduler = UnifiedScheduler(self.batcher, self, self.ledger, overlap=True)  # type: ignore[arg-type]
+        self.scheduler = UnifiedScheduler(self.batcher, self, self.tracker, overlap=True)  # type: ignore[arg-type]
 
     # -- what an Executor offers -----------------------------------------------------------------
 
     asynchronous = True
 
     def launch(self, batch: ScheduledBatch, after_group: None = None) -> _Step:
-        prompts = batch.prompts
+        prompts = batch.prefill_chunks
         self.now += self._costs.host_prompt if prompts else self._costs.host_decode
         sampling = [chunk.req for chunk in batch.chunks if chunk.samples]
         begin = max(self._device_free, self.now - (self._costs.host_prompt if prompts else 0.0))
@@ -158,8 +158,8 @@ class SimulatedServer:
         tokens = sum(chunk.stop - chunk.start for chunk in prompts)
         self.ran.append(Ran(begin, end, tokens, sum(chunk.samples for chunk in prompts),
                             len(batch.chunks) - len(prompts)))
-        if batch.run is not None:
-            sampling = batch.run.reqs
+        if batch.input_batch is not None:
+            sampling = batch.input_batch.reqs
         return _Step(self, batch, sampling, end)
 
     def accompany(self) -> None:
@@ -240,7 +240,7 @@ class SimulatedServer:
             self._inbox.clear()
             before = len(self.ran)
             busy = self.scheduler.step(self.now / 1e3)
-            self.ledger.flush()
+            self.tracker.flush()
             if not busy and len(self.ran) == before:
                 if self._events:
                     wake = self._events[0][0] if self.scheduler.idle else min(self._events[0][0], self.now + 1.0)
@@ -252,7 +252,7 @@ class SimulatedServer:
 
     def _add(self, asked: Asked) -> None:
         params = SamplingParams(max_new_tokens=asked.output_len, ignore_eos=True)
-        req = self.ledger.accept(Generate(str(asked.number), [5] * asked.input_len, params), self.now / 1e3)
+        req = self.tracker.accept(Generate(str(asked.number), [5] * asked.input_len, params), self.now / 1e3)
         assert req is not None
         self.scheduler.add(req)
 

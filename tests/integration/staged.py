@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton.common.engine_client.rank_processes import RankSpec
+from baton.common.engine.rank_spec import RankSpec
 
 PREFILL_STAGES = ("bootstrapping", "before the first chunk", "mid-chunk", "last chunk")
 STAGES = (*PREFILL_STAGES, "first tokens")

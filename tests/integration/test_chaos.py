@@ -9,8 +9,8 @@ import time
 import aiohttp
 import pytest
 
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
+from baton.tests.tinychat.tasks import held_out, matches
 
 TOTAL = aiohttp.ClientTimeout(120)
 

@@ -7,7 +7,7 @@ import json
 import aiohttp
 import pytest
 
-from baton.common.tinychat.tasks import held_out
+from baton.tests.tinychat.tasks import held_out
 
 PROMPT = {"prompt": "What is the capital of France?", "max_tokens": 24, "ignore_eos": True}
 TOOLS = [{"type": "function", "function": {

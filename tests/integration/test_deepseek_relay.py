@@ -23,7 +23,7 @@ __all__ = ["bootstrap_port"]
 
 
 def make_unified(parts):
-    return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
+    return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=False)
 
 
 @contextlib.contextmanager

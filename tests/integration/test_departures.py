@@ -15,8 +15,8 @@ CACHE = SimpleNamespace(page_size=PAGE, pages_for=lambda tokens: -(-tokens // PA
 
 
 def request(room, num_pages, num_cached):
-    hold = SimpleNamespace(ids=np.arange(num_pages) + 100 * room, num_cached_pages=num_cached)
-    return SimpleNamespace(hold=hold, bootstrap=SimpleNamespace(room=room))
+    page_table = SimpleNamespace(ids=np.arange(num_pages) + 100 * room, num_cached_pages=num_cached)
+    return SimpleNamespace(page_table=page_table, bootstrap=SimpleNamespace(room=room))
 
 
 def pushed(overlap, *batches):

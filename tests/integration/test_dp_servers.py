@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out
 from baton.tests.helpers.ports import free_port
 from baton.tests.integration.harness import Cluster, Server, get_json, post_json
 from baton.tests.integration.test_relay import encode, generate, greedy_by_transformers
+from baton.tests.tinychat.tasks import held_out
 
 DP2 = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 

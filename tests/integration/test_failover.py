@@ -7,10 +7,10 @@ import asyncio
 import aiohttp
 import pytest
 
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
 from baton.tests.integration.staged import ARRIVED, Stages
 from baton.tests.integration.test_faults import until
+from baton.tests.tinychat.tasks import held_out, matches
 
 REQUESTS = 24
 

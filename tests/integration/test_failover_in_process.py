@@ -56,7 +56,7 @@ class Fleet:
         for side in (self.prefill, decode):
             meet = Bootstrap("127.0.0.1", self.port, room, previous)
             message = Generate(rid or f"r{room}", list(prompt), sampling, bootstrap=meet, **fields)
-            halves.append(side.ledger.accept(message, 0.0))
+            halves.append(side.tracker.accept(message, 0.0))
             side.scheduler.add(halves[-1])
         return halves[0], room
 
@@ -89,7 +89,7 @@ def fleet(checkpoint, bootstrap_port):  # noqa: F811
 @pytest.fixture(scope="module")
 def answer(checkpoint):  # noqa: F811
     def make(parts):
-        return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
+        return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=False)
 
     side = Side(checkpoint, make, "null", 0, "fake")
 
@@ -123,7 +123,7 @@ def drain(fleet):
     """Decode's word of what it took over arrives."""
     def done():
         fleet.prefill.scheduler.step(0.0)
-        return not len(fleet.prefill.scheduler._retained) and not len(fleet.prefill.cache.tails)
+        return not len(fleet.prefill.scheduler._retained) and not len(fleet.prefill.cache.partial_pages)
     wait_until(done)
 
 
@@ -180,7 +180,7 @@ def test_another_attempt_may_have_the_same_id(fleet, answer):
     gate.clear()
     req, room = fleet.start(prompt, decode, rid="mine")
     fleet.until_computed(req, decode)
-    for side, half in ((fleet.prefill, req), (decode, decode.ledger.live["mine"])):
+    for side, half in ((fleet.prefill, req), (decode, decode.tracker.live["mine"])):
         side.abort(half)
         side.take()
     assert len(fleet.prefill.scheduler.transfers) == len(decode.scheduler.transfers) == 1, "both wait for the writes"
@@ -278,10 +278,10 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
             first.scheduler.receiver._backend.gate.set()
         wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
         if not leaves:
-            assert len(fleet.prefill.cache.tails) == 1
+            assert len(fleet.prefill.cache.partial_pages) == 1
             fleet.prefill.scheduler.step(1000.0)
-        assert len(fleet.prefill.cache.tails) == 0 and not len(fleet.prefill.scheduler._retained)
-        assert not fleet.prefill.scheduler.sender._core.watched
+        assert len(fleet.prefill.cache.partial_pages) == 0 and not len(fleet.prefill.scheduler._retained)
+        assert not fleet.prefill.scheduler.sender._core.awaiting_ack
         fleet.prefill.assert_clean()
         fleet.kill(first)
         fleet.prefill.take()
@@ -289,14 +289,14 @@ def test_time_ends_it_and_so_does_a_client_that_left(fleet):
 
 def test_a_request_that_leaves_while_decode_has_no_pages_for_it_ends_at_prefill_too(fleet):
     first = fleet.decode()
-    hold = first.cache.begin_private()
-    assert first.cache.grow(hold, 640)
+    hold = first.cache.new_private_table()
+    assert first.cache.allocate_slots(hold, 640)
     req, room = fleet.start(prompt_of(30, 14), first)
     for _ in range(3):
         fleet.prefill.scheduler.step(0.0)
         first.scheduler.step(0.0)
     assert first.scheduler.num_waiting == fleet.prefill.scheduler.num_waiting == 1
-    first.abort(first.ledger.live[f"r{room}"])
+    first.abort(first.tracker.live[f"r{room}"])
     failures = {}
 
     def told():

@@ -19,11 +19,11 @@ import msgspec
 import psutil
 import pytest
 
-from baton.common.tinychat.tasks import held_out, matches
 from baton.kvtransfer.bootstrap import fetch_ranks
 from baton.tests.integration.harness import Cluster, get_json
 from baton.tests.integration.staged import STAGES, Stages
 from baton.tests.kvtransfer.conftest import Bootstrap, Proxy
+from baton.tests.tinychat.tasks import held_out, matches
 
 END_SECONDS = 10.0
 STOPPED_SECONDS = 10.0

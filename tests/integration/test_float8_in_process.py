@@ -7,17 +7,17 @@ from transformers import AutoTokenizer
 
 from baton.common.engine.unified_scheduler import UnifiedScheduler
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out, matches
 from baton.decode.rank import _make_scheduler as make_decode
 from baton.prefill.rank import _make_scheduler as make_prefill
 from baton.tests.integration.test_relay_in_process import Side, bootstrap_port, run, tokens_of
+from baton.tests.tinychat.tasks import held_out, matches
 
 __all__ = ["bootstrap_port"]
 TASKS = ["capitals", "sums", "spell"]
 
 
 def make_unified(parts):
-    return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
+    return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=False)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster
+from baton.tests.tinychat.tasks import held_out, matches
 
 slow = pytest.mark.slow
 

@@ -226,7 +226,7 @@ def test_lists_of_another_length_are_refused(unified, name, value):
     assert status == 400 and name in answer["error"]["message"]
 
 
-@pytest.mark.slow  # tests/common has a ledger's part of it, and output_limit's
+@pytest.mark.slow  # tests/common has a tracker's part of it, and output_limit's
 def test_a_prompt_that_fills_the_context_is_scored(unified, relay):
     """Nothing follows it, so that it needs no room for output."""
     length = get_json(unified.url + "/v1/models")["data"][0]["max_model_len"]

@@ -26,7 +26,7 @@ def pair(checkpoint, bootstrap_port):  # noqa: F811
     prefill = Side(checkpoint, make_prefill, "prefill", chunk=23, schedule=PREEMPT, **common)
     decode = Side(checkpoint, make_decode, "decode", max_total_tokens=400,
                   schedule=PREEMPT | {"retract_host_memory_gb": 0.002, "max_running_requests": 5}, **common)
-    decode.scheduler.batcher.swap._link_rate = 1e18  # as if host memory cost nothing
+    decode.scheduler.batcher.swap._link_bandwidth = 1e18  # as if host memory cost nothing
     prefill.start_at = bootstrap_port
     yield prefill, decode
     prefill.scheduler.close()
@@ -41,7 +41,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, prompts):  # noqa: F811
-    side = Side(checkpoint, lambda parts: UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False),
+    side = Side(checkpoint, lambda parts: UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=False),
                 "null", 0, "fake")
     for i, prompt in enumerate(prompts):
         side.start(str(i), prompt, max_new_tokens=30)
@@ -63,7 +63,7 @@ def until(pair, condition):
         if not any(worked):
             time.sleep(0.001)
         batcher = pair[1].scheduler.batcher
-        taken = len(batcher.running) + len(batcher.prefilling) + len(batcher.arriving)
+        taken = len(batcher.running) + len(batcher.prefilling) + len(batcher.transferring)
         assert taken <= batcher.args.max_running_requests, "requests on their way have places too"
 
 
@@ -79,12 +79,12 @@ def test_urgent_requests_take_the_places_of_others(pair, prompts, expected):
     outputs, failures = decode.take()
     assert not failures and tokens_of(outputs) == {str(i): expected[str(i)] for i in range(10)}
     order = [item.rid for item in outputs if item.finish is not None]
-    assert batcher.num_preempted >= 3 and batcher.swap.num_saved == batcher.num_retracted
+    assert batcher.retraction.num_preempted >= 3 and batcher.swap.num_swapped_out == batcher.retraction.num_retracted
     assert int(order[-1]) < 6 and int(order[-2]) < 6, "who gave way ends behind"
     prefill.take()
     for side in pair:
         side.assert_clean()
-    assert batcher.swap.host.num_held == 0
+    assert batcher.swap.host.num_allocated == 0
 
 
 def test_aborts_while_pages_are_in_host_memory(pair, prompts, expected):
@@ -95,8 +95,8 @@ def test_aborts_while_pages_are_in_host_memory(pair, prompts, expected):
     until(pair, lambda: len(batcher.running) == 5)
     for i in range(6, 9):
         begin(pair, i, prompts, 5, 300)
-    until(pair, lambda: sum(req.saved is not None for req in batcher.waiting) >= 2)
-    gone = next(req for req in batcher.waiting if req.saved is not None)
+    until(pair, lambda: sum(req.swapped_out is not None for req in batcher.waiting) >= 2)
+    gone = next(req for req in batcher.waiting if req.swapped_out is not None)
     decode.abort(gone)
     until(pair, lambda: decode.scheduler.idle and prefill.scheduler.idle)
     outputs, failures = decode.take()
@@ -107,4 +107,4 @@ def test_aborts_while_pages_are_in_host_memory(pair, prompts, expected):
     prefill.take()
     for side in pair:
         side.assert_clean()
-    assert batcher.swap.host.num_held == 0
+    assert batcher.swap.host.num_allocated == 0

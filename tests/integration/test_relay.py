@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.common.tinychat import CHECKPOINT
-from baton.common.tinychat.tasks import held_out, matches
 from baton.tests.integration.harness import Cluster, get_json
+from baton.tests.tinychat.tasks import held_out, matches
 
 MAX_NEW = 64
 

@@ -91,12 +91,12 @@ class Side:
         runner = ModelRunner.load(config, spec, Parallel(), "cpu", lambda what, share: None)
         self.cache = KVCacheManager(runner.num_pages, 4)
         self.sent = []
-        self.ledger = RequestTracker(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
-                                     max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
-                                     reserves_output=mode != "prefill")
+        self.tracker = RequestTracker(self.sent.append, eos_ids=frozenset(), vocab_size=spec.vocab_size,
+                             max_request_tokens=max_total_tokens, max_requests=512, timeout=1e9,
+                             reserves_output=mode != "prefill")
         batcher = make_batcher(config, runner, self.cache, Parallel().attention)
         executor = Executor(runner, Sampler(spec.vocab_size, "cpu", 0))
-        parts = EngineParts(config, Parallel(), runner, batcher, executor, self.ledger)
+        parts = EngineParts(config, Parallel(), runner, batcher, executor, self.tracker)
         if overlap:  # what a GPU would choose; here the step is over when it was launched, but its results come late
             parts = OverlappedParts(**vars(parts))
         self.scheduler = make(parts)
@@ -106,13 +106,13 @@ class Side:
         options = {"max_new_tokens": 12, "room": None, "port": None, "fields": {}} | options
         params = SamplingParams(temperature=0.0, max_new_tokens=options["max_new_tokens"])
         meet = Bootstrap("127.0.0.1", options["port"], options["room"]) if options["room"] is not None else None
-        req = self.ledger.accept(Generate(rid, list(prompt), params, bootstrap=meet, **options["fields"]), now=0.0)
+        req = self.tracker.accept(Generate(rid, list(prompt), params, bootstrap=meet, **options["fields"]), now=0.0)
         if req is not None:
             self.scheduler.add(req)
         return req
 
     def take(self):
-        self.ledger.flush()
+        self.tracker.flush()
         outputs = [item for message in self.sent if isinstance(message, OutputBatch) for item in message.items]
         failures = {message.rid: message for message in self.sent if isinstance(message, Failed)}
         self.sent.clear()
@@ -120,13 +120,13 @@ class Side:
 
     def abort(self, req):
         error = Aborted("The request was aborted.")
-        self.scheduler.settle()
+        self.scheduler.synchronize()
         self.scheduler.abort(req, error)
-        self.ledger.fail(req, error)
+        self.tracker.fail(req, error)
 
     def assert_clean(self):
         self.cache.check_integrity()
-        assert self.scheduler.idle and not self.ledger.live and self.cache.num_held == 0
+        assert self.scheduler.idle and not self.tracker.live and self.cache.num_allocated == 0
 
 
 def run(*sides, seconds=30.0):
@@ -166,7 +166,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def unified(checkpoint):
     def make(parts):
-        return UnifiedScheduler(parts.batcher, parts.executor, parts.ledger, overlap=False)
+        return UnifiedScheduler(parts.batcher, parts.executor, parts.tracker, overlap=False)
 
     return Side(checkpoint, make, "null", 0, "fake")
 
@@ -199,7 +199,8 @@ def test_disaggregated_tokens_equal_unified(pair, prompts, expected):
         decode.assert_clean()
         moved = prefill.scheduler.sender.counters["kv_bytes_sent"] - sent_before
         assert moved > 0
-    assert decode.scheduler.unified.batcher.num_retracted > 0, "the decode pool was meant to be too small for all"
+    retracted = decode.scheduler.unified.batcher.retraction.num_retracted
+    assert retracted > 0, "the decode pool was meant to be too small for all"
 
 
 def test_only_missing_pages_travel(pair):
@@ -253,7 +254,7 @@ def test_an_engine_refuses_ids_beyond_its_vocabulary_alone(unified, prompts, exp
     unified.start("0", prompts[0])
     prompt = fields.get("prompt", [1, 2])
     sampling = SamplingParams(temperature=0.0, max_new_tokens=2, **fields.get("sampling", {}))
-    assert unified.ledger.accept(Generate("bad", prompt, sampling, **fields.get("fields", {})), now=0.0) is None
+    assert unified.tracker.accept(Generate("bad", prompt, sampling, **fields.get("fields", {})), now=0.0) is None
     run(unified)
     outputs, failures = unified.take()
     assert failures["bad"].code == "invalid_request" and str(VOCAB - 1) in failures["bad"].message
@@ -299,7 +300,7 @@ def test_embeddings_hidden_states_and_processors(pair, unified, prompts):
     prefill, decode = pair
     banned = CustomProcessor("baton.common.sampling.builtin_processors:DisallowedTokens",
                              {"token_ids": [*range(0, 96, 5)]})
-    retracted = decode.scheduler.unified.batcher.num_retracted
+    retracted = decode.scheduler.unified.batcher.retraction.num_retracted
     requests = []
     for i, prompt in enumerate(prompts):
         fields = {} if i % 4 == 0 else embedded(len(prompt))
@@ -314,7 +315,7 @@ def test_embeddings_hidden_states_and_processors(pair, unified, prompts):
     run(prefill, decode)
     (outputs, failures), (expected, _) = decode.take(), unified.take()
     assert not failures and tokens_of(outputs) == tokens_of(expected)
-    assert decode.scheduler.unified.batcher.num_retracted > retracted
+    assert decode.scheduler.unified.batcher.retraction.num_retracted > retracted
     for rid, prompt, fields in requests:
         wanted = states_of(expected, rid)
         assert len(wanted) == (64 * (len(prompt) + 11) if fields["return_hidden_states"] else 0)

@@ -10,11 +10,11 @@ import aiohttp
 import psutil
 import pytest
 
-from baton.common.tinychat.tasks import held_out
 from baton.tests.integration.harness import Cluster, get_json
 from baton.tests.integration.test_chaos import TOTAL, stream
 from baton.tests.integration.test_dead_parts import ranks_of
 from baton.tests.integration.test_faults import until
+from baton.tests.tinychat.tasks import held_out
 
 NOTICED_SECONDS = 5.0
 

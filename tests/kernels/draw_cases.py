@@ -46,9 +46,8 @@ PARAMS = [
 
 @pytest.mark.parametrize("kind", ["ties", "masked", "wide", *(["random", "flat", "peaked"] if GPU else [])])
 def test_seeded_draws_equal_the_plain_path(kind):
-    rows = [SamplingMetadata(SamplingParams(**{name: getattr(p,
-                                                             name) for name in p.__struct_fields__} | {"seed": 7 * i - 50}),
-                             3 + i) for i, p in enumerate(PARAMS)]
+    fields = [{name: getattr(p, name) for name in p.__struct_fields__} for p in PARAMS]
+    rows = [SamplingMetadata(SamplingParams(**given | {"seed": 7 * i - 50}), 3 + i) for i, given in enumerate(fields)]
     logits = make_logits(len(rows), kind)
     before = logits.clone()
     found = FusedSampling(CUDA, 0)(logits, rows).tolist()

@@ -155,7 +155,8 @@ class World:
                 self.prefill.run_all()
             if all(transfer.phase.terminal for transfer in transfers):
                 self.close_job(job, transfers)
-        for room in [room for room in self.awaiting_ack if all(core.is_acknowledged(room) for core in self.prefill.cores)]:
+        cores = self.prefill.cores
+        for room in [room for room in self.awaiting_ack if all(core.is_acknowledged(room) for core in cores)]:
             assert self.awaiting_ack[room] in self.gone_on, "prefill let go of what nobody had taken"
             self.stop_awaiting_ack(room)
 

@@ -284,7 +284,7 @@ def test_a_half_that_stays_alone_fails_by_its_deadline(make_pair):
     assert "decode did not reserve" in pair.sender.error(1).message
     pair.until(2, Phase.FAILED, endpoint=pair.receiver)
     assert isinstance(pair.receiver.error(2), DeadlineExceeded)
-    assert "prefill was not sent its half" in pair.receiver.error(2).message
+    assert "prefill was not sent this request" in pair.receiver.error(2).message
 
 
 def test_a_stalled_transfer_fails_by_its_deadline(make_pair):

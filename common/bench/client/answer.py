@@ -1,4 +1,4 @@
-"""What a client saw of one request."""
+"""One request as its client saw it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Failure(Exception):
 
 @dataclass
 class Answer:
-    """One request's. Times are the run's clock's, in seconds; counts are the server's where it tells them.
+    """The answer to one request. Times are in seconds of the run's clock; counts are the server's where it reports any.
 
     ``first`` to ``last``: the first and the last event that brought tokens; None where the answer came in one piece
     (``first``) or not at all. ``gaps``: seconds between neighbours of these events, however many tokens each brings.
@@ -39,8 +39,8 @@ class Answer:
     ids: Sequence[int] = ()
     failure: Failure | None = None
 
-    def gained(self, now: float) -> None:
-        """An event with tokens."""
+    def record_event(self, now: float) -> None:
+        """Record an event that brought tokens."""
         if self.first is None or self.last is None:
             self.first = now
         else:
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of a server that does not count them: one an event."""
+        """The server's count; one an event where it reports none."""
         return self.num_events if self.num_output is None else self.num_output
 
     @property

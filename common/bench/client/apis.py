@@ -8,12 +8,12 @@ from typing import Any, Protocol
 from ...api.errors import ConfigError
 from ..workloads.workload import Prompt
 from .events import Read, read_chat, read_completion, read_generate
-from .load import Said
+from .load import History
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What all requests of a run have in common. ``extra`` goes into every body, objects into objects."""
+class RequestOptions:
+    """The fields that all requests of a run share. ``extra`` is merged into every body, nested objects too."""
 
     model: str | None = None
     ignore_eos: bool = True
@@ -37,7 +37,7 @@ class Api(Protocol):
     @property
     def read(self) -> Read: ...
 
-    def body(self, asking: Asking, said: Said, prompt: Prompt, output_len: int) -> dict[str, Any]:
+    def body(self, options: RequestOptions, history: History, prompt: Prompt, output_len: int) -> dict[str, Any]:
         """Raises ConfigError where this API cannot ask it."""
 
 
@@ -45,59 +45,59 @@ class GenerateApi:
     path = "/generate"
     read = staticmethod(read_generate)
 
-    def body(self, asking: Asking, said: Said, prompt: Prompt, output_len: int) -> dict[str, Any]:
+    def body(self, options: RequestOptions, history: History, prompt: Prompt, output_len: int) -> dict[str, Any]:
         body: dict[str, Any] = {"sampling_params": {"temperature": 0, "max_new_tokens": output_len}}
-        if asking.ignore_eos:
+        if options.ignore_eos:
             body["sampling_params"]["ignore_eos"] = True
         if prompt.ids is None:
-            body["text"] = _joined(said, prompt)
+            body["text"] = _joined(history, prompt)
         else:
-            before = [token for asked, answer in said for token in (*(asked.ids or ()), *answer.ids)]
+            before = [token for asked, answer in history for token in (*(asked.ids or ()), *answer.ids)]
             body["input_ids"] = [*before, *prompt.ids]
-        return asking.complete(body)
+        return options.complete(body)
 
 
 class CompletionApi:
     path = "/v1/completions"
     read = staticmethod(read_completion)
 
-    def body(self, asking: Asking, said: Said, prompt: Prompt, output_len: int) -> dict[str, Any]:
-        if said and prompt.ids is not None:
-            raise ConfigError("Completions do not tell the answers' token ids, which the next turns take: leave out "
+    def body(self, options: RequestOptions, history: History, prompt: Prompt, output_len: int) -> dict[str, Any]:
+        if history and prompt.ids is not None:
+            raise ConfigError("Completions do not return token ids, which later turns need: leave out "
                               "--tokenize-prompt, or use --backend baton or sglang.")
-        asked = _joined(said, prompt) if prompt.ids is None else prompt.ids
-        return asking.complete(_openai(asking, {"prompt": asked, "max_tokens": output_len}))
+        asked = _joined(history, prompt) if prompt.ids is None else prompt.ids
+        return options.complete(_openai(options, {"prompt": asked, "max_tokens": output_len}))
 
 
 class ChatApi:
     path = "/v1/chat/completions"
     read = staticmethod(read_chat)
 
-    def body(self, asking: Asking, said: Said, prompt: Prompt, output_len: int) -> dict[str, Any]:
+    def body(self, options: RequestOptions, history: History, prompt: Prompt, output_len: int) -> dict[str, Any]:
         if prompt.text is None:
             raise ConfigError("Chats are sent as text: leave out --tokenize-prompt, or use another --backend.")
         messages = []
-        for asked, answer in said:
+        for asked, answer in history:
             messages += [_message("user", asked.text or ""), _message("assistant", answer.text)]
         messages.append(_message("user", prompt.text))
-        return asking.complete(_openai(asking, {"messages": messages, "max_completion_tokens": output_len}))
+        return options.complete(_openai(options, {"messages": messages, "max_completion_tokens": output_len}))
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _openai(asking: Asking, body: dict[str, Any]) -> dict[str, Any]:
+def _openai(options: RequestOptions, body: dict[str, Any]) -> dict[str, Any]:
     body["temperature"] = 0
-    if asking.ignore_eos:  # not OpenAI's: its own servers refuse it
+    if options.ignore_eos:  # not OpenAI's: its own servers refuse it
         body["ignore_eos"] = True
-    if asking.stream:
+    if options.stream:
         body["stream_options"] = {"include_usage": True}
     return body
 
 
-def _joined(said: Said, prompt: Prompt) -> str:
-    return "".join((asked.text or "") + answer.text for asked, answer in said) + (prompt.text or "")
+def _joined(history: History, prompt: Prompt) -> str:
+    return "".join((asked.text or "") + answer.text for asked, answer in history) + (prompt.text or "")
 
 
 APIS: dict[str, Api] = {

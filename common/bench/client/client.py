@@ -1,6 +1,6 @@
-"""An HTTP client that costs little: a protocol over httptools, connections kept alive, a body handed on as it comes.
+"""A cheap HTTP client: a protocol over httptools, keep-alive connections, bodies handed on as they arrive.
 
-What an event costs here limits what can be measured, for the clock runs on while earlier events are being read.
+The cost of an event here bounds what can be measured: the clock runs while earlier events are read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Client:
                 reader.end()
                 return
             except _Stale:
-                if fresh:  # nothing had been asked on it before: the server does not want this request
+                if fresh:  # its first request: the server refuses it
                     raise Failure("connection", "The server closed the connection without an answer.") from None
             finally:
                 if connection.reusable:
@@ -100,7 +100,7 @@ class _Connection(asyncio.Protocol):
         self.reusable = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit it
 
     async def ask(self, request: bytes, reader: Reader, timeout: float) -> None:
         """Raises Failure, or _Stale."""
@@ -126,7 +126,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._ended is None:
-            self.close()  # nobody asked
+            self.close()  # no request is open
             return
         self._now = self._clock()
         try:
@@ -158,7 +158,7 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self.reusable = self._parser.should_keep_alive()
         if self._status != 200:
-            self._fail(Failure(f"HTTP {self._status}", _told(self._refusal)))
+            self._fail(Failure(f"HTTP {self._status}", _error_message(self._refusal)))
         elif self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
@@ -167,8 +167,8 @@ class _Connection(asyncio.Protocol):
             self._ended.set_exception(error)
 
 
-def _told(body: bytes) -> str:
-    """The sentence of an error's body, in OpenAI's form or any other."""
+def _error_message(body: bytes) -> str:
+    """The message of an error body, in OpenAI's form or any other."""
     try:
         found = msgspec.json.decode(body)
         error = found.get("error", found)

@@ -1,4 +1,4 @@
-"""What a benchmark asks of a server beside its load: whether it is there, what it serves, to begin anew."""
+"""A server's management endpoints, as a benchmark uses them: readiness, model facts, cache flush, profiler."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Control:
         self._headers = {**headers, "Content-Type": "application/json"}
 
     def wait_ready(self, seconds: float) -> None:
-        """Returns when models are told; raises ConfigError where they are not within ``seconds``."""
+        """Return once the server lists its models; raise ConfigError after ``seconds``."""
         deadline = time.monotonic() + seconds
-        told = False
+        announced = False
         while True:
             try:
                 self._ask("/v1/models")
@@ -35,21 +35,21 @@ class Control:
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
                 if error.code in (401, 403):
-                    raise ConfigError(f"{self._base_url} wants a key ({reason}): give --api-key.") from None
-                if error.code == 404:  # it is there, and tells no models
+                    raise ConfigError(f"{self._base_url} requires a key ({reason}): give --api-key.") from None
+                if error.code == 404:  # a server without the model list
                     return
             except (OSError, ValueError) as error:
                 reason = str(getattr(error, "reason", error))
             if time.monotonic() >= deadline:
                 raise ConfigError(f"No server answers at {self._base_url} ({reason}); start it, or name another with "
                                   "--base-url.")
-            if not told:
-                told = True
+            if not announced:
+                announced = True
                 print(f"Waiting up to {seconds:g} s for {self._base_url} ({reason}).", file=sys.stderr, flush=True)
             time.sleep(0.5)
 
     def model(self) -> dict[str, Any]:
-        """The first model's entry, empty where none is told."""
+        """The first entry of ``/v1/models``, empty where there is none."""
         found = (self._get("/v1/models") or {}).get("data") or [{}]
         return dict(found[0])
 
@@ -68,12 +68,13 @@ class Control:
                 if error.code == 404:
                     self._demand("/reset_prefix_cache", {}, "--flush-cache")  # vLLM's
                     return
-                if error.code != 409 or time.monotonic() >= deadline:  # 409: the warm-up is being tidied away
-                    raise ConfigError(f"--flush-cache: the server answers HTTP {error.code}: {_told(error)}") from None
+                if error.code != 409 or time.monotonic() >= deadline:  # 409: the warm-up is still in the cache
+                    raise ConfigError(f"--flush-cache: the server answers HTTP {error.code}: "
+                                      f"{_error_message(error)}") from None
             time.sleep(0.1)
 
     def start_profile(self, options: Mapping[str, Any]) -> str:
-        """What the server says of it (a router nothing); raises ConfigError."""
+        """Start the profiler; returns the server's message (a router sends none). Raises ConfigError."""
         given = {name: value for name, value in options.items() if value is not None}
         return self._demand("/start_profile", given, "--profile")
 
@@ -85,7 +86,7 @@ class Control:
         try:
             found = self._ask(path, body, timeout)
         except urllib.error.HTTPError as error:
-            raise ConfigError(f"{flag}: {path} answers HTTP {error.code}: {_told(error)}") from None
+            raise ConfigError(f"{flag}: {path} answers HTTP {error.code}: {_error_message(error)}") from None
         except OSError as error:
             raise ConfigError(f"{flag}: {path} cannot be asked: {error}.") from None
         return str(found.get("message", "")) if isinstance(found, dict) else str(found or "")
@@ -108,5 +109,5 @@ class Control:
             return text
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _error_message(error: urllib.error.HTTPError) -> str:
     return " ".join(error.read().decode("utf-8", "replace").split())[:300]

@@ -1,5 +1,7 @@
-"""Reads answers as they come. A client that measures must not be what is measured: of an event only what is counted
-is decoded."""
+"""Reads answers as they arrive.
+
+The client must not be what is measured: only the counted fields of an event are decoded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 Read = Callable[[Answer, bytes, "float | None"], None]
-"""Takes an event that came at a time, or (None) a whole answer, into an Answer. Raises Failure."""
+"""``read(answer, data, now)`` adds an event that arrived at ``now``, or a whole answer (None). Raises Failure."""
 
 
 class Reader:
@@ -28,7 +30,7 @@ class Reader:
         self._done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """A piece of the body. Raises Failure."""
+        """Read the next bytes of the body. Raises Failure."""
         if self._rest:
             data = self._rest + data
         if not self._stream:
@@ -47,7 +49,7 @@ class Reader:
         self._rest = data[begin:]
 
     def end(self) -> None:
-        """The body has ended; raises Failure where it was no whole answer."""
+        """End the body; raises Failure where the answer is incomplete."""
         if self._stream and not self._done:
             raise Failure("broken stream", "The stream ended without its last event.")
         if not self._stream:
@@ -71,7 +73,7 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
-    def note_in(self, answer: Answer) -> None:
+    def copy_to(self, answer: Answer) -> None:
         answer.num_prompt, answer.num_output = self.prompt_tokens, self.completion_tokens
         if self.prompt_tokens_details is not None:
             answer.num_cached = self.prompt_tokens_details.cached_tokens
@@ -82,7 +84,7 @@ class _Details(msgspec.Struct):
 
 
 def _refuse(error: _Error | str | None) -> None:
-    """Raises Failure where a server tells an error in place of an answer."""
+    """Raise Failure where the server sent an error in place of an answer."""
     if error is None:
         return
     if isinstance(error, str):
@@ -108,13 +110,13 @@ _generated = msgspec.json.Decoder(_Generated)
 
 
 def read_generate(answer: Answer, data: bytes, now: float | None) -> None:
-    """Each event tells the whole answer so far; its text is decoded once, when it has ended."""
+    """Each event holds the whole answer so far; its text is decoded once, at the end."""
     event = _generated.decode(data)
     _refuse(event.error)
     meta = event.meta_info or _Meta()
     before, count = answer.num_output, meta.completion_tokens
     if now is not None and (count is None or count > (before or 0)):
-        answer.gained(now)
+        answer.record_event(now)
     answer.num_output = count
     if bytes(meta.finish_reason) == b"null":
         return
@@ -144,12 +146,12 @@ def read_completion(answer: Answer, data: bytes, now: float | None) -> None:
     event = _completion.decode(data)
     _refuse(event.error)
     for choice in event.choices:
-        # A token whose text is not complete yet, or not shown, comes as an empty text.
+        # A token whose text is incomplete or hidden arrives as an empty text.
         if now is not None and (choice.text or choice.finish_reason is None):
-            answer.gained(now)
+            answer.record_event(now)
         answer.text += choice.text or ""
     if event.usage is not None:
-        event.usage.note_in(answer)
+        event.usage.copy_to(answer)
 
 
 class _Delta(msgspec.Struct):
@@ -177,11 +179,12 @@ def read_chat(answer: Answer, data: bytes, now: float | None) -> None:
     event = _chat.decode(data)
     _refuse(event.error)
     for choice in event.choices:
-        said = choice.delta or choice.message
-        if said is None:
+        message = choice.delta or choice.message
+        if message is None:
             continue
-        if now is not None and (said.content or said.reasoning_content or said.reasoning or said.tool_calls):
-            answer.gained(now)
-        answer.text += said.content or ""
+        if now is not None and (message.content or message.reasoning_content or message.reasoning
+                                or message.tool_calls):
+            answer.record_event(now)
+        answer.text += message.content or ""
     if event.usage is not None:
-        event.usage.note_in(answer)
+        event.usage.copy_to(answer)

@@ -1,4 +1,4 @@
-"""Runs a workload: each conversation when it is due, no more of them at once than allowed."""
+"""Runs a workload: each conversation at its arrival time, with bounded concurrency."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 from ..workloads.workload import Conversation, Prompt
 from .answer import Answer, Failure
 
-Said = Sequence[tuple[Prompt, Answer]]
-"""The turns before, with their answers."""
+History = Sequence[tuple[Prompt, Answer]]
+"""The earlier turns of a conversation with their answers."""
 
 
 class Sender(Protocol):
     def prepare(self, conversation: Conversation) -> None:
-        """Do what can be done before the clock runs."""
+        """Encode what can be encoded before the clock runs."""
 
-    async def send(self, conversation: Conversation, said: Said, answer: Answer) -> None:
-        """Ask the turn behind ``said`` and note in ``answer`` what comes. Raises Failure."""
+    async def send(self, conversation: Conversation, history: History, answer: Answer) -> None:
+        """Send the turn that follows ``history`` and fill ``answer``. Raises Failure."""
 
 
 class Load:
@@ -26,7 +26,7 @@ class Load:
 
     def __init__(self, sender: Sender, clock: Callable[[], float], *, max_concurrency: int | None = None,
                  ended: Callable[[Answer, Load], None] = lambda answer, load: None):
-        """``ended`` is told of each answer, and by whom. ``max_concurrency`` bounds the conversations that are open."""
+        """``ended(answer, load)`` is called for each answer. ``max_concurrency`` bounds the open conversations."""
         self._sender = sender
         self._clock = clock
         self._gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
@@ -72,15 +72,15 @@ class Load:
                 self._gate.release()
 
     async def _turns(self, conversation: Conversation, due: float) -> None:
-        """A turn that fails ends its conversation: those behind it fail too, for want of what they answer."""
-        said: list[tuple[Prompt, Answer]] = []
+        """Send the turns in order. A failed turn fails all later ones, which would need its answer."""
+        history: list[tuple[Prompt, Answer]] = []
         failure: Failure | None = None
         for turn in conversation.turns:
             answer = Answer(turn.prompt, turn.output_len, due, self._clock())
             if failure is None:
                 self.num_open += 1
                 try:
-                    await self._sender.send(conversation, said, answer)
+                    await self._sender.send(conversation, history, answer)
                 except Failure as error:
                     answer.failure = failure = error
                 finally:
@@ -89,7 +89,7 @@ class Load:
                 answer.failure = Failure("turn before failed", failure.message)
             self.answers.append(answer)
             self._ended(answer, self)
-            said.append((turn.prompt, answer))
+            history.append((turn.prompt, answer))
             due = self._clock()  # the next turn's
 
 

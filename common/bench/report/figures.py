@@ -1,4 +1,4 @@
-"""What a run showed, in numbers."""
+"""The figures of a run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .spread import Spread
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the requests that were answered, but for ``failed`` and ``interrupted``. Spreads in milliseconds.
+    """Figures over the answered requests, except ``failed`` and ``interrupted``. Spreads are in milliseconds.
 
-    ``concurrency``: requests that were open, in the mean. ``good``: those within the SLO; None without one.
-    ``cached``: prompt tokens from a prefix cache; None where the server does not tell. ``short``: answers with fewer
-    tokens than asked for. ``late``: how long after its time a request was sent, for want of a free place or of the
-    client's own time; of runs whose requests have times.
+    ``concurrency``: requests that were open, on average. ``good``: those within the SLO; None without one.
+    ``cached``: prompt tokens from a prefix cache; None where the server does not report them.
+    ``short``: answers with fewer tokens than asked for. ``late``: seconds from a request's arrival time to its sending,
+    because of the concurrency limit or the client's own delays; only of runs whose requests have arrival times.
     """
 
     duration: float
@@ -44,7 +44,7 @@ class Figures:
         return sum(self.failed.values())
 
     def rate(self, count: float) -> float:
-        """A second."""
+        """``count`` per second."""
         return count / self.duration if self.duration > 0 else math.nan
 
     @property
@@ -53,7 +53,7 @@ class Figures:
         return None if self.cached is None or not self.input_tokens else self.cached / self.input_tokens
 
     def keyed(self) -> dict[str, Any]:
-        """SGLang's keys, and ours behind them."""
+        """SGLang's keys, then ours."""
         return {
             "duration": self.duration, "completed": self.completed, "total_input_tokens": self.input_tokens,
             "total_output_tokens": self.output_tokens, "request_throughput": self.rate(self.completed),

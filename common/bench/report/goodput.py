@@ -1,4 +1,4 @@
-"""Goodput: requests that keep to what they were promised."""
+"""Goodput: requests within their service level objectives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SPELT = {"e2el": "e2e"}  # vLLM's
 
 @dataclass(frozen=True)
 class Slo:
-    """Milliseconds at most, by metric."""
+    """Upper limits in milliseconds, by metric."""
 
     limits: dict[str, float]
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Slo | None:
-        """Of ``ttft:200 tpot:20``; None of nothing. Raises ConfigError."""
+        """Parse ``ttft:200 tpot:20``; None for no words. Raises ConfigError."""
         limits = {}
         for word in words:
             name, _, value = word.partition(":")
@@ -32,11 +32,11 @@ class Slo:
                 limits[name] = math.nan
             if name not in METRICS or not limits[name] > 0:
                 raise ConfigError(f"--goodput takes {', '.join(METRICS)} with milliseconds, as in ttft:200 tpot:20; "
-                                  f"{word!r} is none of that.")
+                                  f"{word!r} is not one.")
         return cls(limits) if limits else None
 
     def kept_by(self, answer: Answer) -> bool:
-        """An answer of one token has no TPOT to miss; a failed one keeps nothing."""
+        """True if the answer is within all limits. One token has no TPOT to miss; a failed answer is never within."""
         if answer.failure is not None:
             return False
         seconds = {"ttft": answer.ttft, "tpot": answer.tpot or 0.0, "e2e": answer.e2e}

@@ -1,4 +1,4 @@
-"""A run's figures as charts: how latencies are spread, and what happened when."""
+"""A run's figures as charts: latency distributions, throughput and open requests over time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(title: str, answers: Sequence[Answer], begin: float, duration: float) -
 
 
 def _spread(seconds: Iterable[float | None]) -> Line:
-    """The share of values (percent) up to so many milliseconds."""
+    """The cumulative distribution: percent of values up to a number of milliseconds."""
     ordered = sorted(value * 1e3 for value in seconds if value is not None)
     if not ordered:
         return Line([])
@@ -49,7 +49,7 @@ def tokens_a_second(answers: Sequence[Answer], begin: float, duration: float) ->
 
 
 def open_requests(answers: Sequence[Answer], begin: float) -> Line:
-    """Sent and not ended, in steps."""
+    """Requests sent and not ended, as a step function."""
     changes = [(answer.sent - begin, 1) for answer in answers if answer.last is not None]
     changes += [(answer.last - begin, -1) for answer in answers if answer.last is not None]
     points, count = [(0.0, 0.0)], 0

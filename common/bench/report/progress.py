@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, a line every 15 s elsewhere."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class Progress:
         self._drawn = ""
         self.done = 0
 
-    def advance(self, told: str = "") -> None:
-        """One more is done; ``told`` is shown beside the count."""
+    def advance(self, note: str = "") -> None:
+        """Count one more; ``note`` is shown after the count."""
         self.done += 1
         now = self._clock()
         if not self._disabled and now - self._shown >= (_BAR_SECONDS if self._live else _LINE_SECONDS):
             self._shown = now
-            self._draw(told, now)
+            self._draw(note, now)
 
-    def _draw(self, told: str, now: float) -> None:
+    def _draw(self, note: str, now: float) -> None:
         elapsed = now - self._begin
         left = elapsed / self.done * (self._total - self.done)
         share = self.done / self._total
         line = (f"{self._what} [{'#' * round(share * _WIDTH):.<{_WIDTH}}] {self.done}/{self._total} "
-                f"{_clock_time(elapsed)}<{_clock_time(left)}{told and '  ' + told}")
+                f"{_clock_time(elapsed)}<{_clock_time(left)}{note and '  ' + note}")
         self._stream.write(f"\r\x1b[2K{line}" if self._live else line + "\n")
         self._stream.flush()
         self._drawn = line
 
     def close(self) -> None:
-        """Clear the bar: what is printed next stands in its place."""
+        """Clear the bar, so that the next line takes its row."""
         if self._live and self._drawn:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()

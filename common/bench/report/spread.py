@@ -1,4 +1,4 @@
-"""A distribution in a few numbers."""
+"""A summary of a distribution."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, of which there is one at least; between two of them in proportion, as numpy does."""
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
+    """The percentile of ascending values (at least one), interpolated linearly as numpy does."""
+    rank = (len(ordered) - 1) * percent / 100
+    below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of ``count`` values, in their unit; all nan where there is none."""
+    """Summary of ``count`` values, in their unit; all nan where there is none."""
 
     count: int
     mean: float
@@ -39,7 +39,7 @@ class Spread:
         return cls(len(ordered), mean, std, p50, p90, p95, p99, ordered[-1])
 
     def keyed(self, name: str) -> dict[str, float | None]:
-        """SGLang's keys; None, which JSON can tell, for nan."""
+        """SGLang's keys; None in rank of nan, which JSON lacks."""
         named = {"mean": self.mean, "median": self.p50, "std": self.std, "p90": self.p90, "p95": self.p95,
                  "p99": self.p99, "max": self.max}
         return {f"{key}_{name}": None if math.isnan(value) else value for key, value in named.items()}

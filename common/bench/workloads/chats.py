@@ -1,4 +1,4 @@
-"""Chats: each turn's prompt is all that was said before, and a new message."""
+"""Multi-turn chats: each prompt is the whole history and a new message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts a benchmark sends; names and defaults are SGLang's where the thing is the same."""
+"""Settings of a benchmark's prompts; names and defaults are SGLang's where the thing is the same."""
 
 from __future__ import annotations
 

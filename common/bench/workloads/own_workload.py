@@ -1,4 +1,4 @@
-"""What an engine in this process is asked, whose model's own vocabulary prompts are made of."""
+"""The workload of an engine in this process: prompts of its model's vocabulary."""
 
 from __future__ import annotations
 

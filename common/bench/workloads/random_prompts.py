@@ -11,7 +11,7 @@ from .vocabulary import Vocabulary
 from .workload import Conversation, single
 
 Source = Callable[[int], list[int]]
-"""So many token ids."""
+"""``source(count)`` returns ``count`` token ids."""
 
 
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
@@ -33,7 +33,7 @@ def source(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> Sou
 
 
 def _of_text(texts: list[str], vocabulary: Vocabulary, rng: random.Random) -> Source:
-    """Reads on through the texts in random order, again and again."""
+    """Reads through the texts in random order, repeatedly."""
     def tokens() -> Iterator[int]:
         while True:
             for text in rng.sample(texts, len(texts)):

@@ -17,7 +17,7 @@ _SHORTEST = 2  # tokens; what is shorter is a fragment
 def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[Conversation]:
     """The first question of each conversation that is answered, in random order."""
     assert args.dataset_path is not None
-    pairs = [(said[0], said[1]) for said in _conversations(args.dataset_path) if len(said) > 1]
+    pairs = [(messages[0], messages[1]) for messages in _conversations(args.dataset_path) if len(messages) > 1]
     rng.shuffle(pairs)
     made: list[Conversation] = []
     for question, answer in pairs:
@@ -36,27 +36,27 @@ def make(args: DatasetArgs, vocabulary: Vocabulary, rng: random.Random) -> list[
 
 
 def texts(path: str) -> list[str]:
-    """All that is said first in a file's conversations."""
-    found = [said[0] for said in _conversations(path) if said and said[0]]
+    """The first message of each conversation of a file."""
+    found = [messages[0] for messages in _conversations(path) if messages and messages[0]]
     if not found:
         raise ConfigError(f"{path} holds no conversation.")
     return found
 
 
 def _conversations(path: str) -> list[list[str]]:
-    """What is said in each, in order. Raises ConfigError."""
+    """The messages of each conversation, in order. Raises ConfigError."""
     try:
         with dataset_file(path) as file:
             entries = json.loads(file.read().decode())
-        return [[_said(message) for message in entry.get("conversations") or entry.get("conversation") or ()]
+        return [[_text_of(message) for message in entry.get("conversations") or entry.get("conversation") or ()]
                 for entry in entries]
     except (ValueError, AttributeError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is no ShareGPT file, a JSON list of objects with conversations, whose messages have "
                           f"a value: {error!r}.") from None
 
 
-def _said(message: dict[str, Any]) -> str:
-    said = message["value"] if "value" in message else message["content"]
-    if not isinstance(said, str):
-        raise TypeError(f"a message's value is {said!r}")
-    return said
+def _text_of(message: dict[str, Any]) -> str:
+    text = message["value"] if "value" in message else message["content"]
+    if not isinstance(text, str):
+        raise TypeError(f"a message's value is {text!r}")
+    return text

@@ -1,7 +1,7 @@
-"""A recorded load in Mooncake's form: when requests came, how long they were, and which of their blocks were equal.
+"""A request trace in Mooncake's form: arrival times, lengths, and the blocks that prompts share.
 
 One JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens), ``hash_ids``: one for each
-512 tokens of the prompt. Equal ids stand for equal tokens, behind equal ids; tokens without an id are like no others.
+512 tokens of the prompt. Equal ids after equal ids are equal tokens; tokens without an id are unique.
 (The form is that of the traces published with Mooncake, arXiv 2407.00079.)
 """
 

@@ -12,7 +12,7 @@ from .workload import Prompt
 
 
 class Tokenizer(Protocol):
-    """What prompts need of ``common.tokenizer.Tokenizer``."""
+    """The part of ``common.tokenizer.Tokenizer`` that prompts use."""
 
     special_ids: frozenset[int]
 
@@ -44,12 +44,12 @@ class Vocabulary:
 
     @property
     def has_words(self) -> bool:
-        """Whether words can be told from other tokens."""
+        """True where words can be distinguished from other tokens."""
         return self._tokenizer is not None
 
     @cached_property
     def plain_ids(self) -> list[int]:
-        """Ids of ordinary tokens. Without a tokenizer those in the middle: special ones stand at either end."""
+        """Ids of ordinary tokens. Without a tokenizer those in the middle: special ids are at either end."""
         if self._tokenizer is None:
             return list(range(min(10, self.size - 1), max(11, self.size * 9 // 10)))
         names = self._tokenizer.token_strs(range(self.size))

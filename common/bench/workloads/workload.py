@@ -1,4 +1,4 @@
-"""What is asked of a server or engine: prompts, and when."""
+"""A workload: conversations, their prompts and arrival times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of which each is sent, with all before it and their answers, once the one before is answered.
+    """Turns. Each is sent with all earlier turns and their answers, once the previous one is answered.
 
     ``at``: seconds after the run's beginning at which the first turn is due, where the data set says so.
     """

@@ -16,7 +16,7 @@ from ..cli import flag
 class AnswerArgs:
     """What answers may be made of and tell; servers that work together need the same."""
 
-    enable_cache_report: bool = flag(True, help="tell in usage how many prompt tokens the prefix cache had")
+    enable_cache_report: bool = flag(True, help="report in usage how many prompt tokens the prefix cache had")
     enable_custom_logit_processor: bool = flag(False, help=(
         "let requests name a logit processor, MODULE:NAME, that this server imports and runs: whoever may send "
         "requests may then import any module that is installed here"))
@@ -26,10 +26,11 @@ class AnswerArgs:
 @dataclass(frozen=True)
 class ChatArgs:
     tool_call_parser: str = flag("auto", help=(
-        "how the model writes tool calls: qwen25, llama3, mistral, deepseekv3, gpt-oss, ...; auto goes by its chat "
-        "template, none takes answers as they are"))
+        "how the model writes tool calls: qwen25, llama3, mistral, deepseekv3, gpt-oss, ...; auto chooses by its "
+        "chat template, none parses nothing"))
     reasoning_parser: str | None = flag(None, help=(
-        "how the model writes its reasoning, to be told apart from the answer: deepseek-r1, qwen3, gpt-oss, ..."))
+        "how the model writes its reasoning, which is then returned apart from the answer: deepseek-r1, qwen3, "
+        "gpt-oss, ..."))
 
     def __post_init__(self) -> None:
         for name, given, known in (("--tool-call-parser", self.tool_call_parser, ("auto", "none", *FORMATS)),
@@ -41,10 +42,11 @@ class ChatArgs:
 @dataclass(frozen=True)
 class GrammarArgs:
     grammar_backend: Literal["xgrammar", "none"] = flag("xgrammar", help=(
-        "what keeps answers to a JSON schema, regular expression or grammar; none refuses such requests"))
+        "library that constrains answers to a JSON schema, regular expression or grammar; none refuses such requests"))
     constrained_json_whitespace_pattern: str | None = flag(None, help=(
-        "regular expression for the white space between the parts of JSON answers; without it any is allowed"))
-    constrained_json_disable_any_whitespace: bool = flag(False, help="no white space between the parts of JSON answers")
+        "regular expression for the white space between the elements of JSON answers; without it any is allowed"))
+    constrained_json_disable_any_whitespace: bool = flag(False, help=(
+        "allow no white space between the elements of JSON answers"))
 
     def __post_init__(self) -> None:
         pattern = self.constrained_json_whitespace_pattern

@@ -14,11 +14,11 @@ class CacheArgs:
     page_size: int = flag(16, help="tokens in a KV page")
     mem_fraction_static: float = flag(0.88, help="share of GPU memory for weights and KV pool together")
     max_total_tokens: int | None = flag(None, help="KV pool size in tokens; the default is what memory allows")
-    disable_radix_cache: bool = flag(False, help="do not keep finished requests' pages for later prompts")
+    disable_radix_cache: bool = flag(False, help="keep no prefix cache: free the pages of finished requests")
     num_layer_groups: int | None = flag(None, help=(
-        "layer groups of the KV pool; the default makes a page of one group about 1 MiB"))
+        "layer groups of the KV pool; by default as many as make a page of one about 1 MiB"))
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = flag("auto", help=(
-        "type of the KV cache; auto is the model's, float8 takes half its memory and its way between servers"))
+        "type of the KV cache; auto is the model's, float8 takes half the memory and half the transfer"))
     quantization_param_path: str | None = flag(None, help=(
         "JSON file with the scales of a KV cache in float8 ({\"kv_cache\": {\"scaling_factor\": {RANK: {LAYER: "
         "FACTOR}}}}); without it they are the checkpoint's, or 1"))

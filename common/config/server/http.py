@@ -11,20 +11,20 @@ from ..cli import flag
 
 @dataclass(frozen=True)
 class HttpArgs:
-    host: str = flag("127.0.0.1", help="address to listen on; also the one that peers reach this server's ranks at")
+    host: str = flag("127.0.0.1", help="address to listen on; also the one at which peers reach this server's ranks")
     port: int = flag(30000, help="HTTP port")
-    api_key: str | None = flag(None, help="key that clients must send as a bearer token")
+    api_key: str | None = flag(None, help="bearer token that clients must send")
     admin_api_key: str | None = flag(None, help=(
-        "key that endpoints which change the server ask for in place of --api-key"))
+        "bearer token that endpoints which change the server ask for; it opens all others, too"))
     max_payload_size: int = flag(32 * 1024 * 1024, help=(
         "largest request body in bytes; uploaded files may have 512 MiB"))
     shutdown_grace_secs: float = flag(20.0, help=(
-        "seconds that running requests may go on after SIGTERM or SIGINT; a second signal ends the wait"))
+        "seconds that running requests have after SIGTERM or SIGINT; a second signal ends the wait"))
     client_header_timeout_secs: float = flag(30.0, help=(
-        "seconds within which the first request of a connection must have a head; 0: no limit"))
+        "seconds within which the head of a connection's first request must arrive; 0: no limit"))
     client_body_timeout_secs: float = flag(60.0, help=(
-        "seconds within which a request's body must be there; one more for each 16 KiB that have come; 0: no limit"))
-    stream_interval: int = flag(1, help="tokens that a stream gathers before it sends an event")
+        "seconds within which a request's body must arrive; one more for each 16 KiB received; 0: no limit"))
+    stream_interval: int = flag(1, help="tokens that are gathered into one event of a stream")
 
     @property
     def shown_url(self) -> str:

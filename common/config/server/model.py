@@ -15,27 +15,27 @@ class ModelArgs:
     tokenizer_path: str | None = flag(None, help="tokenizer folder or hub id, when it is not the model's")
     revision: str | None = flag(None, help="hub revision of the model")
     model_fingerprint: str | None = flag(None, help=(
-        "words to know the weights by, in place of a fingerprint of the checkpoint: prefill and decode servers are "
-        "paired when theirs are equal, so two checkpoints that are as good as one (a model, and its copy in float8) "
-        "need the same words; weights loaded at run time are known by their own fingerprint again"))
-    served_model_name: str | None = flag(None, help="model name in the API; the default is --model-path")
+        "name of the weights in place of a fingerprint of the checkpoint: prefill and decode servers are paired when "
+        "theirs are equal, so give two equivalent checkpoints (a model and its copy in float8) the same name; "
+        "weights that are loaded at run time have a fingerprint of their own again"))
+    served_model_name: str | None = flag(None, help="model name in the API; by default --model-path")
     load_format: Literal["auto", "safetensors", "dummy"] = flag(
-        "auto", help="'dummy' fills the weights with random values, for benchmarks without a checkpoint")
+        "auto", help="dummy fills the weights with random values, for benchmarks without a checkpoint")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", help="type of weights and KV cache; auto is the checkpoint's on a GPU and float32 on a CPU")
     quantization: Literal["fp8", "fp8_per_tensor", "fp8_per_block"] | None = flag(None, help=(
         "weights and activations of linear layers in float8: fp8 scales each output and each token, the others each "
         "projection, or blocks of 128 x 128; checkpoints in float8 need no flag"))
-    context_length: int | None = flag(None, help="longest prompt plus output in tokens; the default is the model's")
+    context_length: int | None = flag(None, help="longest prompt plus output in tokens; by default the model's")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="where the engine runs; auto prefers a GPU")
     base_gpu_id: int = flag(0, help="index of the first GPU to use; tensor-parallel ranks take the following ones")
-    is_embedding: bool = flag(False, help="serve vectors of texts (or a classifier's scores) instead of generating")
+    is_embedding: bool = flag(False, help="serve embeddings (or a classifier's scores) instead of generating")
     pooling: Literal["auto", "last", "mean"] = flag("auto", help=(
-        "what --is-embedding makes a vector of: the last token's hidden state, or the mean of all; auto reads the "
-        "checkpoint's 1_Pooling/config.json, and is last without it"))
+        "hidden state that becomes the embedding: the last token's, or the mean of all; auto reads the checkpoint's "
+        "1_Pooling/config.json, and is last without it"))
     random_seed: int = flag(0, help="seed of dummy weights and of unseeded sampling")
     return_original_logprob: bool = flag(False, help=(
-        "tell log-probabilities of the output as they are before temperature (penalties and bias count in both cases)"))
+        "return log-probabilities of the output before temperature (penalties and bias count in both cases)"))
     chat_template: str | None = flag(None, help=(
         "jinja file, SGLang's JSON conversation template, or the name of a template that ships with Baton, in place of "
         "the checkpoint's chat template"))

@@ -12,15 +12,15 @@ from ..cli import flag
 
 @dataclass(frozen=True)
 class ObserveArgs:
-    sglang_metrics: bool = flag(True, help="show what SGLang measures too under its metrics' names as well")
+    sglang_metrics: bool = flag(True, help="export what SGLang measures too under its metrics' names as well")
     log_requests: bool = flag(False, help="log each request's beginning and end, as JSON")
     log_requests_level: Literal[0, 1, 2, 3] = flag(2, help=(
         "what --log-requests shows: 0 counts, 1 also sampling parameters, 2 also 2,048 ids of the prompt and "
         "characters of the answer, 3 all of them"))
     crash_dump_folder: str | None = flag(None, help=(
-        "folder that the requests of the last five minutes are written to when the engine dies"))
+        "folder to which the requests of the last five minutes are written when the engine dies"))
     watchdog_timeout: float = flag(300.0, help=(
-        "seconds after which a rank whose loop stands still shows its threads' stacks and ends (0: never)"))
+        "seconds after which a rank whose loop hangs prints its threads' stacks and ends (0: never)"))
     enable_trace: bool = flag(False, help="trace requests to --otlp-traces-endpoint")
     otlp_traces_endpoint: str | None = flag(None, help=(
         "OpenTelemetry collector: HOST:PORT (gRPC) or http://HOST:PORT/v1/traces; turns tracing on (default with "

@@ -13,32 +13,29 @@ from ..cli import flag
 class ParallelArgs:
     tp_size: int = flag(1, names=("--tensor-parallel-size", "--tp"), help="tensor-parallel ranks, one process each")
     pp_size: int = flag(1, names=("--pipeline-parallel-size", "--pp"), help=(
-        "stages that the layers are parted into, each with --tp-size ranks; chunks of prompts follow one another "
+        "pipeline stages, each of --tp-size ranks and a share of the layers; chunks of prompts follow one another "
         "through them"))
     pp_max_micro_batch_size: int | None = flag(None, help=(
-        "requests that a step through the stages of --pp-size takes at most; the default is --max-running-requests / "
-        "--pp-size"))
-    pp_layer_partition: tuple[int, ...] = flag((), help=(
-        "layers of each stage of --pp-size; without it they are shared as evenly as possible"))
+        "most requests of one step through the stages; by default --max-running-requests / --pp-size"))
+    pp_layer_partition: tuple[int, ...] = flag((), help="layers of each stage; by default as even as possible")
     ep_size: int = flag(1, names=("--expert-parallel-size", "--ep"), help=(
-        "parts that a mixture's experts are spread over; with 1 every rank holds a slice of each expert, with "
+        "parts that the experts of a mixture are spread over: with 1 every rank holds a slice of each expert, with "
         "--tp-size whole ones"))
     moe_a2a_backend: Literal["none", "alltoall", "low_latency", "peer"] = flag("none", help=(
-        "how tokens reach the experts of other ranks: none computes each on every rank and adds up, alltoall sends it "
-        "to the ranks of its experts and back, low_latency is none but for decode steps, in which attention groups of "
-        "one rank each exchange rows through each other's memory within the norms, and rows that only pad reach no "
-        "expert; peer is that for decode steps, and in others kernels write each token into the memory of the ranks "
-        "of its experts, once, and the sums back"))
+        "how tokens reach experts on other ranks. none: every rank computes its experts for all tokens, then an "
+        "all-reduce. alltoall: all-to-all dispatch and combine. low_latency: as none, but decode steps of attention "
+        "groups of one rank exchange rows through peer memory, fused with the norms. peer: decode steps as "
+        "low_latency, and in prefill steps kernels write each token once into the memory of its experts' ranks"))
     enable_eplb: bool = flag(False, help=(
-        "count the tokens of every expert, and move experts between ranks so that all have as much to do"))
+        "count the tokens of every expert, and move experts between ranks to balance them"))
     ep_num_redundant_experts: int = flag(0, help=(
-        "places beyond one an expert, all ranks together, which hold replicas; with --enable-eplb of the busiest"))
-    eplb_rebalance_num_iterations: int = flag(1000, help="steps after which --enable-eplb moves experts anew")
+        "physical experts beyond one for each, over all ranks: replicas, with --enable-eplb of the busiest experts"))
+    eplb_rebalance_num_iterations: int = flag(1000, help="steps between two rebalancings of --enable-eplb")
     expert_distribution_recorder_mode: Literal["stat"] | None = flag(None, help=(
         "stat counts the tokens of every expert, for /start_expert_distribution_record"))
     dist_backend: Literal["nccl", "gloo"] = flag("nccl", help=(
-        "what tensors travel by between ranks on GPUs: gloo takes them through host memory, without CUDA graphs, where "
-        "NCCL cannot, and lets ranks share GPUs where they are more; for trying a layout out"))
+        "how ranks on GPUs exchange tensors: gloo goes through host memory, without CUDA graphs, where NCCL fails, "
+        "and lets ranks share GPUs; for trying out a layout"))
 
     def __post_init__(self) -> None:
         self._check_stages()
@@ -90,21 +87,22 @@ class DataParallelArgs:
     """Attention groups within one server, and which of them computes a request."""
 
     enable_dp_attention: bool = flag(False, help=(
-        "give every --tp-size / --dp-size ranks requests, a KV pool and a schedule of their own, and compute the "
-        "layers behind attention together; --max-running-requests, --chunked-prefill-size and the like are then each "
-        "such group's"))
+        "make attention groups of --tp-size / --dp-size ranks with requests, a KV pool and a schedule of their own, "
+        "and compute MLPs and experts together; --max-running-requests, --chunked-prefill-size and the like are then "
+        "per group"))
     dp_size: int = flag(1, names=("--data-parallel-size", "--dp"), help=(
         "attention groups of --enable-dp-attention; it divides --tp-size, which counts all ranks"))
     enable_dp_lm_head: bool = flag(False, help=(
-        "let every attention group hold the whole output head, instead of gathering what it is to score"))
+        "every attention group holds the whole output head, instead of gathering the rows to score"))
     enable_two_batch_overlap: bool = flag(False, help=(
-        "compute a step of prompts in two halves: the rows of one travel between attention groups while the GPU works "
-        "on the other"))
+        "compute a prefill step in two micro-batches: the rows of one travel between attention groups while the GPU "
+        "computes the other"))
     two_batch_min_tokens: int = flag(16384, help=(
-        "tokens in a step of an attention group from which --enable-two-batch-overlap cuts it: the host takes twice as "
-        "long for halves"))
+        "tokens in an attention group's step from which --enable-two-batch-overlap splits it: the host needs twice "
+        "as long to launch micro-batches"))
     load_balance_method: Literal["round_robin", "shortest_queue", "minimum_tokens"] = flag("round_robin", help=(
-        "which attention group takes a request that names no data_parallel_rank; a prefill server goes by its room"))
+        "which attention group takes a request that names no data_parallel_rank; a prefill server chooses by the "
+        "bootstrap room"))
 
     def __post_init__(self) -> None:
         if self.dp_size < 1:
@@ -121,7 +119,7 @@ class NodeArgs:
         "hosts that share the ranks of --tp-size and --pp-size; each runs the same command with its --node-rank"))
     node_rank: int = flag(0, help="this host's number; HTTP is served by host 0 alone")
     dist_init_addr: str | None = flag(None, names=("--nccl-init-addr",), help=(
-        "HOST:PORT of host 0, where the ranks of all hosts meet; the port above it is used too"))
+        "HOST:PORT of host 0, where the ranks of all hosts connect; the next port is used too"))
 
     def __post_init__(self) -> None:
         if self.nnodes < 1 or not 0 <= self.node_rank < self.nnodes:

@@ -11,36 +11,35 @@ from ..cli import flag
 
 @dataclass(frozen=True)
 class ScheduleArgs:
-    max_running_requests: int = flag(256, help="requests that decode together at most")
-    max_queued_requests: int = flag(4096, help="waiting requests at most; further ones are answered 429")
+    max_running_requests: int = flag(256, help="most requests that decode together")
+    max_queued_requests: int = flag(4096, help="most waiting requests; further ones get 429")
     max_prompts_per_request: int = flag(2048, help=(
-        "prompts that one request may hold (documents of a rerank, inputs of embeddings, prompts of a completion); "
-        "more are answered 400 before any work"))
-    chunked_prefill_size: int = flag(8192, help=(
-        "prompt tokens that one step computes at most; -1 computes prompts whole"))
+        "most prompts of one request (documents of a rerank, inputs of embeddings, prompts of a completion); more "
+        "get 400 before any work"))
+    chunked_prefill_size: int = flag(8192, help="most prompt tokens that one step computes; -1 computes prompts whole")
     max_prefill_tokens: int = flag(16384, help=(
-        "prompt tokens of a step of several prompts: a further prompt joins only within this"))
+        "most prompt tokens of a step of several prompts: a further prompt joins only within this"))
     disable_overlap_schedule: bool = flag(False, help=(
-        "take in each step's results before the next is launched (always so on a CPU)"))
+        "process each step's results before the next step is launched (always so on a CPU)"))
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "random"] = flag("fcfs", help=(
-        "order of waiting requests: first come first served, longest cached prefix, subtree of the prefix cache that "
-        "most wait for, longest output, or random"))
+        "order of waiting requests: first come first served, longest prefix match, depth-first by subtree of the "
+        "prefix cache, longest output, or random"))
     schedule_conservativeness: float = flag(1.0, help=(
-        "scales how much of the output of running requests is reserved before another one is admitted: larger values "
-        "for fewer retractions, 0 for the largest batches"))
+        "scales the share of running requests' output that is reserved before another one is admitted: larger for "
+        "fewer retractions, 0 for the largest batches"))
     enable_priority_scheduling: bool = flag(False, help=(
-        "more urgent requests (the field priority, larger first) run first, and take the places of others"))
+        "more urgent requests (the field priority, larger first) run first, and preempt others"))
     schedule_low_priority_values_first: bool = flag(False, help="smaller values of priority are more urgent")
     priority_scheduling_preemption_threshold: int = flag(10, help=(
-        "a waiting request takes the place of running ones that are less urgent by more than this"))
-    default_priority_value: int = flag(0, help="priority of requests that name none")
+        "a waiting request preempts running ones that are less urgent by more than this"))
+    default_priority_value: int = flag(0, help="priority of requests without one")
     enable_mixed_chunk: bool = flag(False, help=(
-        "decode in every step and compute prompts beside it: smoother streams, without CUDA graphs while prompts "
-        "are computed; the decoded tokens count in --chunked-prefill-size"))
+        "decode in every step, along with chunks of prompts: smoother streams, without CUDA graphs while prompts are "
+        "computed; the decode tokens count in --chunked-prefill-size"))
     retract_host_memory_gb: float = flag(0.0, help=(
-        "host memory of each rank, in GiB, that the KV cache of retracted requests is kept in where that is cheaper "
-        "than computing it again (0: always compute)"))
-    request_timeout: float = flag(3600.0, help="seconds after which a request that has not ended is failed with 504")
+        "host memory of each rank, in GiB, for the KV cache of retracted requests, used where copying is cheaper "
+        "than computing again (0: always compute)"))
+    request_timeout: float = flag(3600.0, help="seconds after which a request that has not ended fails with 504")
 
     def __post_init__(self) -> None:
         if self.chunked_prefill_size < 1 and self.chunked_prefill_size != -1:

@@ -12,4 +12,4 @@ class StorageArgs:
     file_storage_path: str | None = flag(None, help=(
         "folder for uploaded files and batches, which outlive the server; servers of one host may share it"))
     batch_concurrency: int = flag(16, help=(
-        "requests of batches that run together at most; every other request that runs takes one of these places"))
+        "most lines of batches that run together; every other running request takes one of these slots"))

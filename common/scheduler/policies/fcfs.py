@@ -6,5 +6,5 @@ from ...request.req import Req
 
 
 def key(req: Req) -> float:
-    """Equal for all: an order keeps equal ones as they came."""
+    """The same key for all: an order leaves equal requests in order of arrival."""
     return 0.0

@@ -1,4 +1,4 @@
-"""Longest output first: what will run longest starts first, so that a batch of jobs does not end with one long one."""
+"""Longest output first: the longest runs start first, so that a batch of jobs does not end with a long one alone."""
 
 from __future__ import annotations
 

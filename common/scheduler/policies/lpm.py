@@ -1,4 +1,4 @@
-"""Longest prefix match first: what the prefix cache has most of is computed before it is evicted."""
+"""Longest prefix match first: requests with the most cached pages run before these are evicted."""
 
 from __future__ import annotations
 
@@ -13,5 +13,6 @@ class LongestPrefixFirst:
         self._cache = cache
 
     def __call__(self, reqs: Sequence[Req]) -> list[Req]:
-        """Equal ones stay as they came. Touches what matches: it is evicted last."""
+        """Sort by matched pages; equal requests stay in order of arrival. Touches the matches: they are evicted
+        last."""
         return sorted(reqs, key=lambda req: -len(self._cache.match(req.tokens.view(0, req.prefix_limit))[1]))

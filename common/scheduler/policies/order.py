@@ -1,4 +1,4 @@
-"""Two ways to keep waiting requests in an order, neither of which looks at all of them in a step."""
+"""Two orders of waiting requests, neither of which looks at all of them in a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 
 from ...request.req import Req
 
-WINDOW = 128
-PER_LOOK = 8
+SORT_WINDOW_REQUESTS = 128
+SORTED_PER_PEEK = 8
 
 
 class Order(Protocol):
@@ -21,63 +21,63 @@ class Order(Protocol):
     def add(self, req: Req) -> None: ...
 
     def first(self) -> Req:
-        """The next one; there is one."""
+        """The next request; the order must not be empty."""
 
     def discard(self, req: Req) -> None:
-        """Take out a request that is in it."""
+        """Remove a request that is in the order."""
 
 
 class KeyOrder:
-    """By a number that is drawn as a request is added, smaller first; equal ones in the order of their coming.
+    """Ascending by a key that is computed as a request is added; equal ones in order of arrival.
 
-    Every operation takes the logarithm of their count: what was taken out stays in the heap until it comes up, or until
-    half of the heap is gone.
+    Every operation takes the logarithm of their count: a removed request stays in the heap until it is the first, or
+    until half of the heap is stale.
     """
 
     def __init__(self, key: Callable[[Req], float]):
         self._key = key
         self._heap: list[tuple[float, int, Req]] = []
-        self._place: dict[Req, int] = {}
+        self._sequence_of: dict[Req, int] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._sequence_of)
 
     def add(self, req: Req) -> None:
         self._count += 1
-        self._place[req] = self._count
+        self._sequence_of[req] = self._count
         heapq.heappush(self._heap, (self._key(req), self._count, req))
 
     def first(self) -> Req:
-        while not self._stands(self._heap[0]):
+        while not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
     def discard(self, req: Req) -> None:
-        del self._place[req]
-        if len(self._heap) > 2 * len(self._place) + 16:
-            self._heap = [entry for entry in self._heap if self._stands(entry)]
+        del self._sequence_of[req]
+        if len(self._heap) > 2 * len(self._sequence_of) + 16:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)
 
-    def _stands(self, entry: tuple[float, int, Req]) -> bool:
-        return self._place.get(entry[2]) == entry[1]
+    def _is_current(self, entry: tuple[float, int, Req]) -> bool:
+        return self._sequence_of.get(entry[2]) == entry[1]
 
 
 class ArrangedOrder:
-    """As a function arranges them, which sees no more than the ``WINDOW`` that came first.
+    """Sorted by a function, which sees no more than the ``SORT_WINDOW_REQUESTS`` oldest requests.
 
-    What was arranged holds until it is used up, or until there was something new (a request, or ``version()``) and
-    ``first`` was asked so often that on average it looks at ``PER_LOOK`` requests: with that many or fewer waiting, the
-    order is always the newest.
+    The sorted list is reused until it is used up, or until something changed (a new request, or ``version()``) and
+    ``first`` was called often enough that a call sorts ``SORTED_PER_PEEK`` requests on average: with that many or
+    fewer waiting, the order is always up to date.
     """
 
     def __init__(self, arrange: Callable[[Sequence[Req]], list[Req]], version: Callable[[], int]):
         self._arrange = arrange
         self._version = version
         self._waiting: dict[Req, None] = {}
-        self._plan: deque[Req] = deque()
-        self._planned_at = (-1, -1)
-        self._looks_left = 0
+        self._sorted: deque[Req] = deque()
+        self._sorted_at = (-1, -1)
+        self._peeks_left = 0
         self._count = 0
 
     def __len__(self) -> int:
@@ -88,18 +88,18 @@ class ArrangedOrder:
         self._waiting[req] = None
 
     def first(self) -> Req:
-        self._looks_left -= 1
-        while self._plan and self._plan[0] not in self._waiting:
-            self._plan.popleft()
-        if not self._plan or (self._looks_left <= 0 and self._planned_at != (self._version(), self._count)):
-            self._replan()
-        return self._plan[0]
+        self._peeks_left -= 1
+        while self._sorted and self._sorted[0] not in self._waiting:
+            self._sorted.popleft()
+        if not self._sorted or (self._peeks_left <= 0 and self._sorted_at != (self._version(), self._count)):
+            self._sort()
+        return self._sorted[0]
 
     def discard(self, req: Req) -> None:
         del self._waiting[req]
 
-    def _replan(self) -> None:
-        window = [req for req, _ in zip(self._waiting, range(WINDOW))]
-        self._plan = deque(self._arrange(window))
-        self._planned_at = (self._version(), self._count)
-        self._looks_left = -(-len(window) // PER_LOOK)
+    def _sort(self) -> None:
+        window = [req for req, _ in zip(self._waiting, range(SORT_WINDOW_REQUESTS))]
+        self._sorted = deque(self._arrange(window))
+        self._sorted_at = (self._version(), self._count)
+        self._peeks_left = -(-len(window) // SORTED_PER_PEEK)

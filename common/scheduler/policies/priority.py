@@ -1,4 +1,4 @@
-"""What a request's priority means: who comes first, and who may take whose place."""
+"""Request priorities: which requests run first, and which may preempt others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...request.req import Req
 
 @dataclass(frozen=True)
 class Priorities:
-    """``--enable-priority-scheduling`` and what goes with it; disabled, all requests are alike."""
+    """``--enable-priority-scheduling`` and its related flags; where disabled, all requests are equal."""
 
     enabled: bool
     sign: int
@@ -29,5 +29,5 @@ class Priorities:
         return self.sign * (self.default if req.priority is None else req.priority)
 
     def may_preempt(self, req: Req, running: Req) -> bool:
-        """Whether ``running`` gives way to ``req``: it is less urgent by more than the threshold."""
+        """True where ``running`` is less urgent than ``req`` by more than the threshold."""
         return self.enabled and self.urgency(req) - self.urgency(running) > self.threshold

@@ -1,4 +1,4 @@
-"""In a random order."""
+"""Random order."""
 
 from __future__ import annotations
 

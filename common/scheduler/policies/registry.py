@@ -1,4 +1,4 @@
-"""The orders by their names on the command line."""
+"""Registry of the scheduling policies by their names on the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NAMES: tuple[str, ...] = get_args(PolicyName)
 
 
 def order_maker(name: str, cache: PrefixCache | None, seed: int) -> Callable[[], Order]:
-    """Makes empty orders by policy ``name``, one of ``NAMES``. Without a cache, those that go by it are fcfs."""
+    """Returns a factory of empty orders by policy ``name``, one of ``NAMES``. Without a prefix cache, policies that use
+    it are fcfs."""
     if name == "lof":
         return partial(KeyOrder, lof.key)
     if name == "random":

@@ -1,4 +1,4 @@
-"""What copying and computing cost here, measured."""
+"""Measured rates of copying pages and of computing prompts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 
 _PROBE_BYTES = 16 << 20
-_SMALLEST_STEP = 32  # prompt tokens: shorter steps measure what a launch costs
-_WEIGHT = 0.2  # of the newest step
+_MIN_STEP_TOKENS = 32  # shorter steps measure the cost of a launch
+_NEWEST_STEP_WEIGHT = 0.2  # in the moving average
 
 
-def link_rate(device: torch.device) -> float:
-    """Bytes a second between the device's memory and (pinned) host memory, the slower direction; takes milliseconds."""
+def measure_link_bandwidth(device: torch.device) -> float:
+    """Bytes a second between device memory and (pinned) host memory, in the slower direction; takes milliseconds."""
     on_gpu = device.type == "cuda"
     host = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
     memory = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
@@ -32,28 +32,29 @@ def link_rate(device: torch.device) -> float:
 
 
 class PrefillRate:
-    """Prompt tokens a second, as the last steps had it; 0 before the first one.
+    """Moving average of prompt tokens a second over the last steps; 0 before the first one.
 
-    Steps run one after the other: one's time begins when it was launched or the one before ended, whichever is later.
+    Steps run one after the other: a step begins when it was launched or when the previous one ended, whichever is
+    later.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
-        self._begun: deque[tuple[float, int]] = deque()  # launch and prompt tokens of steps that have not ended
-        self._ended = 0.0
+        self._in_flight: deque[tuple[float, int]] = deque()  # launch time and prompt tokens of each step
+        self._last_end = 0.0
         self.tokens_per_second = 0.0
 
     def begin(self, num_tokens: int) -> None:
-        """A step is about to be launched that computes ``num_tokens`` of prompts; 0 if it decodes, too."""
-        self._begun.append((self._clock(), num_tokens))
+        """Record the launch of a step with ``num_tokens`` prompt tokens; 0 if it also decodes."""
+        self._in_flight.append((self._clock(), num_tokens))
 
     def end(self) -> None:
-        """The oldest step that has begun has run."""
-        began, num_tokens = self._begun.popleft()
-        now, before = self._clock(), self._ended
-        self._ended = now
-        if num_tokens < _SMALLEST_STEP:
+        """Record the end of the oldest step in flight."""
+        launched, num_tokens = self._in_flight.popleft()
+        now, previous_end = self._clock(), self._last_end
+        self._last_end = now
+        if num_tokens < _MIN_STEP_TOKENS:
             return
-        newest = num_tokens / max(now - max(began, before), 1e-9)
-        kept = self.tokens_per_second or newest
-        self.tokens_per_second = (1 - _WEIGHT) * kept + _WEIGHT * newest
+        newest = num_tokens / max(now - max(launched, previous_end), 1e-9)
+        average = self.tokens_per_second or newest
+        self.tokens_per_second = (1 - _NEWEST_STEP_WEIGHT) * average + _NEWEST_STEP_WEIGHT * newest

@@ -1,4 +1,4 @@
-"""KV pages in host memory, for requests that were retracted."""
+"""Host KV cache: pages in host memory, for retracted requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...kvcache.pool import KVPool
 
 
 class HostKVCache:
-    """As many pages as fit into ``num_bytes``, taken at once, for pinning memory takes long.
+    """Slots for as many pages as fit into ``num_bytes``, allocated at once because pinning memory takes long.
 
-    Copies are put on the device's current stream, behind what computes the pages and before what will write into them:
-    the host waits for none of them.
+    Copies run on the device's current stream, after the kernels that compute the pages and before those that will
+    overwrite them: the host waits for none of them.
     """
 
     def __init__(self, pool: KVPool, num_bytes: int):
-        """Raises ConfigError where there is no such memory, or no page fits into it."""
+        """Raises ConfigError where the host lacks this memory, or no page fits into it."""
         self._pool = pool
         self.page_bytes = sum(group[0].nbytes for group in pool.groups)
         count = num_bytes // self.page_bytes
@@ -38,10 +38,10 @@ class HostKVCache:
         self._slots = PageAllocator(count)
 
     def __repr__(self) -> str:
-        return f"HostKVCache({self.num_held} of {self.num_pages} held)"
+        return f"HostKVCache({self.num_allocated} of {self.num_pages} allocated)"
 
     def _pin(self) -> None:
-        """Without torch's allocator of pinned memory, which rounds up to a power of two."""
+        """Pin the memory by CUDA's own call: torch's allocator of pinned memory rounds up to a power of two."""
         cudart = torch.cuda.cudart()
         for group in self._groups:
             if int(cudart.cudaHostRegister(group.data_ptr(), group.nbytes, 0)) != 0:
@@ -54,44 +54,44 @@ class HostKVCache:
         return self._slots.num_pages
 
     @property
-    def num_held(self) -> int:
+    def num_allocated(self) -> int:
         return self._slots.num_pages - self._slots.num_free
 
     @torch.no_grad()
-    def save(self, page_ids: np.ndarray) -> np.ndarray | None:
-        """Copy pages of the pool here; returns the slots that hold them, None where there is too little room."""
+    def copy_out(self, page_ids: np.ndarray) -> np.ndarray | None:
+        """Copy pages of the pool to the host; returns their slots, None where too few are free."""
         if len(page_ids) > self._slots.num_free:
             return None
         slots = self._slots.allocate(len(page_ids))
         for slot, page, count in _runs(slots, page_ids):
-            for mine, theirs in zip(self._groups, self._pool.groups):
-                mine[slot:slot + count].copy_(theirs[page:page + count], non_blocking=True)
+            for host, device in zip(self._groups, self._pool.groups):
+                host[slot:slot + count].copy_(device[page:page + count], non_blocking=True)
         return slots
 
     @torch.no_grad()
-    def restore(self, slots: np.ndarray, page_ids: np.ndarray) -> None:
+    def copy_in(self, slots: np.ndarray, page_ids: np.ndarray) -> None:
         """Copy slots into pages of the pool."""
         for slot, page, count in _runs(slots, page_ids):
-            for mine, theirs in zip(self._groups, self._pool.groups):
-                theirs[page:page + count].copy_(mine[slot:slot + count], non_blocking=True)
+            for host, device in zip(self._groups, self._pool.groups):
+                device[page:page + count].copy_(host[slot:slot + count], non_blocking=True)
 
     def free(self, slots: np.ndarray) -> None:
-        """A copy from them may still be on its way: whoever gets them next writes behind it on the stream."""
+        """Free slots. A copy from them may still be queued: the next owner writes after it on the stream."""
         self._slots.free(slots)
 
-    def wait(self) -> None:
-        """Until all copies have been made."""
+    def synchronize(self) -> None:
+        """Wait until all copies are done."""
         if self._pool.groups[0].is_cuda:
             torch.cuda.current_stream(self._pool.groups[0].device).synchronize()
 
 
 def _unpin(group: torch.Tensor) -> None:
-    """Before its memory goes back."""
+    """Unpin memory before it is freed."""
     torch.cuda.cudart().cudaHostUnregister(group.data_ptr())
 
 
 def _runs(slots: np.ndarray, page_ids: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """``(first slot, first page, count)`` of the stretches in which both are neighbours: one copy each."""
+    """Yields ``(first slot, first page, count)`` of the runs in which both are contiguous: one copy each."""
     assert len(slots) == len(page_ids)
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(page_ids) != 1)) + 1
     begins = [0, *breaks.tolist()] if len(slots) else []

@@ -1,4 +1,4 @@
-"""Requests that give their pages back: to those that run, when pages run out, or to one that is more urgent."""
+"""Retraction: requests whose pages are freed for running requests, when pages run out, or for a more urgent one."""
 
 from __future__ import annotations
 
@@ -15,79 +15,83 @@ if TYPE_CHECKING:
 
 
 class Retraction:
-    """Says who gives way and takes its pages; it waits before its equals, and goes on later."""
+    """Picks victims and frees their pages. A retracted request waits before its equals, and is resumed later."""
 
-    def __init__(self, places: RequestQueues, room: PageBudget, priorities: Priorities, swap: SwapSpace | None,
-                 detach: Callable[[Sequence[Req]], None]):
-        """``swap``: where their pages may go. ``detach`` takes requests out of wherever they stand."""
-        self._places = places
-        self._room = room
+    def __init__(self, queues: RequestQueues, page_budget: PageBudget, priorities: Priorities, swap: SwapSpace | None,
+                 remove: Callable[[Sequence[Req]], None]):
+        """``swap``: the host cache that victims' pages may be swapped out to. ``remove`` takes requests out of their
+        queues and batches."""
+        self._queues = queues
+        self._page_budget = page_budget
         self._priorities = priorities
         self._swap = swap
-        self._detach = detach
+        self._remove = remove
         self.num_retracted = 0
         self.num_preempted = 0
 
     def __repr__(self) -> str:
         return f"Retraction(retracted {self.num_retracted}, preempted {self.num_preempted})"
 
-    def for_room(self) -> None:
-        """Retract the least urgent running requests, of these the youngest, until the others can grow. No token may be
-        pending."""
-        running, room = self._places.running, self._room
-        short = [req for req in running if not room.grow(req)]
+    def retract_decode(self) -> None:
+        """Retract the least urgent running requests, of these the youngest, until the others have pages for their next
+        tokens. No token may be pending."""
+        running, budget = self._queues.running, self._page_budget
+        short = [req for req in running if not budget.allocate_next(req)]
         if not short:
             return
         while short:
-            victim = self._least(running)
+            victim = self._pick_victim(running)
             self._retract(victim)
-            short = [req for req in short if req is not victim and not room.grow(req)]
-        room.output.retracted(running)
+            short = [req for req in short if req is not victim and not budget.allocate_next(req)]
+        budget.new_token_ratio.on_retraction(running)
 
-    def blocked(self, req: Req, num_tokens: int, prefix_limit: int, *, has_slot: bool) -> bool:
-        """Whether ``req``, for which ``reserve`` would be called with the same, lacks what less urgent ones hold:
-        pages, or without ``has_slot`` their slots."""
-        givers = self._givers(req)
-        if not givers:
+    def should_preempt_for(self, req: Req, num_tokens: int, prefix_limit: int, *, has_slot: bool) -> bool:
+        """True where ``req`` cannot be admitted now, and could be once less urgent requests are preempted.
+
+        It may lack pages (``PageBudget.reserve`` would be called with the same arguments) or, without ``has_slot``, a
+        slot.
+        """
+        victims = self._preemptible(req)
+        if not victims:
             return False
-        lacking = self._room.lacking(req, num_tokens, prefix_limit)
-        held = sum(one.hold.count for one in givers if one.hold is not None)
-        return lacking <= held and (lacking > 0 or not has_slot)
+        shortfall = self._page_budget.shortfall(req, num_tokens, prefix_limit)
+        allocated = sum(victim.page_table.count for victim in victims if victim.page_table is not None)
+        return shortfall <= allocated and (shortfall > 0 or not has_slot)
 
-    def preempt_for(self, req: Req) -> None:
-        """Retract the first of those that give way to ``req``. No token may be pending."""
-        self._retract(self._least(self._givers(req)))
+    def preempt_one_for(self, req: Req) -> None:
+        """Retract the least urgent of the requests that ``req`` may preempt. No token may be pending."""
+        self._retract(self._pick_victim(self._preemptible(req)))
         self.num_preempted += 1
 
-    def all(self) -> None:
-        """Retract whatever has pages, and keep nothing of it in host memory: the weights may be others later. No token
-        may be pending."""
+    def retract_all(self) -> None:
+        """Retract all requests that have pages, and swap none out: the weights may be others later. No token may be
+        pending."""
         if self._swap is not None:
-            for req in self._places.waiting:
-                self._swap.drop(req)
-        for req in sorted([*self._places.running, *self._places.prefilling], key=lambda req: -req.arrived):
-            self._give_back(req)
+            for req in self._queues.waiting:
+                self._swap.discard(req)
+        for req in sorted([*self._queues.running, *self._queues.prefilling], key=lambda req: -req.arrived):
+            self._free(req)
 
-    def _givers(self, req: Req) -> list[Req]:
+    def _preemptible(self, req: Req) -> list[Req]:
         if not self._priorities.enabled:
             return []
-        return [one for place in (self._places.running, self._places.prefilling) for one in place
-                if self._priorities.may_preempt(req, one)]
+        return [victim for queue in (self._queues.running, self._queues.prefilling) for victim in queue
+                if self._priorities.may_preempt(req, victim)]
 
-    def _least(self, reqs: list[Req]) -> Req:
+    def _pick_victim(self, reqs: list[Req]) -> Req:
         """The least urgent, and of these the youngest."""
         return min(reqs, key=lambda req: (self._priorities.urgency(req), -req.arrived))
 
     def _retract(self, req: Req) -> None:
-        """Its full pages go to the prefix cache, so that whatever is not evicted until it goes on need not be
-        recomputed; and all of them to host memory, where that is cheaper."""
+        """Leave its full pages in the prefix cache, so that those that survive until it is resumed need not be
+        recomputed; and swap all of them out to host memory, where that is cheaper."""
         if self._swap is not None:
-            req.saved = self._swap.save(req)
-        self._give_back(req)
+            req.swapped_out = self._swap.swap_out(req)
+        self._free(req)
 
-    def _give_back(self, req: Req) -> None:
-        self._detach([req])
-        self._room.release([req], keep=True)
+    def _free(self, req: Req) -> None:
+        self._remove([req])
+        self._page_budget.release([req], keep=True)
         req.num_retractions += 1
-        self._places.waiting.put_back(req)
+        self._queues.waiting.requeue(req)
         self.num_retracted += 1

@@ -12,7 +12,7 @@ from aiohttp import web
 from ...api.errors import DeadlineExceeded, EngineDead, InvalidRequest, PairMismatch, TransferFailed, WorkerUnavailable
 from ...api.messages import Generate, State
 from ...api.sampling import SamplingParams
-from ...engine_client.dp_states import merged
+from ...engine_client.dp_states import merge_states
 from ...obs.about_page import POLICY, about
 from ...obs.metrics import CONTENT_TYPE
 from ...version import __version__
@@ -199,5 +199,5 @@ async def abort_request(front: ServingContext, request: web.Request) -> web.Resp
 
 async def metrics(front: ServingContext, request: web.Request) -> web.Response:
     states = await _states(front)
-    body = front.metrics.render(merged(states) if states else None)
+    body = front.metrics.render(merge_states(states) if states else None)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...api.errors import WorkerUnavailable
 from ...api.messages import State
-from ...engine_client.dp_states import merged
+from ...engine_client.dp_states import merge_states
 from ...obs.metrics import TokenTotals
 from ..context import ServingContext
 from ..web import failures
@@ -32,7 +32,7 @@ class Activity:
         while True:
             await asyncio.sleep(self._interval)
             try:
-                state = merged(await self._front.client.states())
+                state = merge_states(await self._front.client.states())
             except WorkerUnavailable:
                 continue
             now = time.monotonic()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from ...api.messages import Generate, LatencySpan, StageName
+from ...api.messages import Generate, LatencySpan, SpanName
 from ...obs.tracing import Tracing
 
 TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
@@ -46,7 +46,7 @@ class Traces:
             return
         begin = arrived
         if stages:  # the last one has no end in the engine: a stop string may end it here
-            last: StageName = "transfer" if self._mode == "prefill" else "decode"
+            last: SpanName = "transfer" if self._mode == "prefill" else "decode"
             stages = [*stages, LatencySpan(last, time.monotonic())]
         for stage in stages:
             child = self._tracing.tracer.start_span(stage.name, self._tracing.within(span), start_time=_epoch_ns(begin))

@@ -11,7 +11,7 @@ import pytest
 
 from baton.common.api.errors import ConfigError
 from baton.common.bench.client.answer import Answer, Failure
-from baton.common.bench.client.apis import APIS, Asking
+from baton.common.bench.client.apis import APIS, RequestOptions
 from baton.common.bench.client.client import Client
 from baton.common.bench.client.control import Control
 from baton.common.bench.client.events import Reader, read_chat, read_completion, read_generate
@@ -255,18 +255,18 @@ SAID = [(Prompt(1, text="Hi"), Answer(Prompt(1, text="Hi"), 1, 0.0, text=" there
 
 
 def test_bodies_of_each_api():
-    asking = Asking("m", extra={"sampling_params": {"temperature": 0.5}, "top_p": 0.9})
+    asking = RequestOptions("m", extra={"sampling_params": {"temperature": 0.5}, "top_p": 0.9})
     body = APIS["baton"].body(asking, SAID, Prompt(1, text=" now"), 9)
     assert body == {"text": "Hi there now", "model": "m", "stream": True, "top_p": 0.9,
                     "sampling_params": {"temperature": 0.5, "max_new_tokens": 9, "ignore_eos": True}}
     with_ids = [(Prompt(2, ids=[1, 2]), Answer(Prompt(2, ids=[1, 2]), 1, 0.0, ids=[3]))]
-    assert APIS["sglang"].body(Asking(), with_ids, Prompt(1, ids=[4]), 9)["input_ids"] == [1, 2, 3, 4]
-    body = APIS["vllm"].body(Asking("m", ignore_eos=False), (), Prompt(1, ids=[4]), 9)
+    assert APIS["sglang"].body(RequestOptions(), with_ids, Prompt(1, ids=[4]), 9)["input_ids"] == [1, 2, 3, 4]
+    body = APIS["vllm"].body(RequestOptions("m", ignore_eos=False), (), Prompt(1, ids=[4]), 9)
     assert body == {"model": "m", "prompt": [4], "max_tokens": 9, "temperature": 0, "stream": True,
                     "stream_options": {"include_usage": True}}
-    body = APIS["openai-chat"].body(Asking("m", stream=False), SAID, Prompt(1, text="now"), 9)
+    body = APIS["openai-chat"].body(RequestOptions("m", stream=False), SAID, Prompt(1, text="now"), 9)
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     assert body["max_completion_tokens"] == 9 and not body["stream"] and "stream_options" not in body
     for name, said in (("openai", with_ids), ("openai-chat", ())):
         with pytest.raises(ConfigError, match="--tokenize-prompt"):
-            APIS[name].body(Asking(), said, Prompt(1, ids=[4]), 9)
+            APIS[name].body(RequestOptions(), said, Prompt(1, ids=[4]), 9)

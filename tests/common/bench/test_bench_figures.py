@@ -26,10 +26,10 @@ from baton.common.bench.workloads.workload import Prompt
 def answered(sent=0.0, ttft=0.1, gaps=(0.02, 0.02), *, due=None, output_len=None, cached=None, num_output=None):
     answer = Answer(Prompt(10, text="x"), output_len or len(gaps) + 1, sent if due is None else due, sent)
     now = sent + ttft
-    answer.gained(now)
+    answer.record_event(now)
     for gap in gaps:
         now += gap
-        answer.gained(now)
+        answer.record_event(now)
     answer.num_cached, answer.num_output = cached, num_output
     return answer
 

@@ -26,8 +26,9 @@ def test_kernels_belong_to_parts(name, part):
 
 @pytest.mark.parametrize("name, part", [
     ("baton/common/attention/torch_backend.py(78): run", "attention"), ("/a/b/common/layers/norm.py(20): add", "norm"),
-    ("baton/common/layers/linear.py(40): __call__", "GEMM"), ("baton/common/engine/sampler.py(60): launch", "sampling"),
-    ("baton/common/layers/mlp.py(30): __call__", "other"), ("baton/common/engine/batcher.py(51): next_decode", None),
+    ("baton/common/layers/linear.py(40): __call__", "GEMM"),
+    ("baton/common/sampling/sampler.py(60): launch", "sampling"),
+    ("baton/common/layers/mlp.py(30): __call__", "other"), ("baton/common/scheduler/batcher.py(51): next_decode", None),
     ("aten::mm", None),
 ])
 def test_calls_belong_to_parts_by_their_file(name, part):

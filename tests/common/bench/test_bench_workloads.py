@@ -9,7 +9,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import virtual_time
 
 from baton.common.api.errors import ConfigError
 from baton.common.bench.client.answer import Failure
@@ -23,6 +22,7 @@ from baton.common.bench.workloads.vocabulary import Vocabulary
 from baton.common.bench.workloads.workload import Conversation, Prompt, Turn, num_requests, single
 from baton.common.kvcache.manager import KVCacheManager
 from baton.common.tokenizer.tokenizer import load_tokenizer
+from baton.tests.helpers import virtual_time
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,11 @@ def hit_rate(conversations, page_size=4):
     cached = total = 0
     for prompt in prompts(conversations):
         tokens = np.array(prompt.ids, np.int32)
-        hold = cache.begin(tokens, len(tokens))
-        cached += hold.num_cached_pages * page_size
+        table = cache.match_prefix(tokens, len(tokens))
+        cached += table.num_cached_pages * page_size
         total += len(tokens)
-        assert cache.grow(hold, len(tokens))
-        cache.release(hold, tokens)
+        assert cache.allocate_slots(table, len(tokens))
+        cache.release(table, tokens)
     return cached / total
 
 
@@ -247,9 +247,9 @@ class Server:
             await asyncio.sleep(self.seconds / 2)
             if answer.prompt.ids[0] in self.failing:
                 raise Failure("HTTP 500", "no")
-            answer.gained(self.clock())
+            answer.record_event(self.clock())
             await asyncio.sleep(self.seconds / 2)
-            answer.gained(self.clock())
+            answer.record_event(self.clock())
             answer.text = f"answer {answer.prompt.ids[0]}"
         finally:
             self.open -= 1

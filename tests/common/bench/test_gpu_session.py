@@ -6,7 +6,7 @@ from pathlib import Path
 
 from baton.tests.bench.gpu_session import PLANS, parts
 
-GPU = Path(__file__).parents[1] / "gpu"
+GPU = Path(__file__).parents[2] / "gpu"
 
 
 def test_every_file_has_a_step():

@@ -65,10 +65,10 @@ def test_an_engine_notes_its_steps_and_which_it_told_of(tmp_path):
     bench = Bench(3, 32, 6, False)
     trace = EngineTrace(tmp_path)
     scheduler = bench.scheduler
-    scheduler.settle()
-    bench.ledger.flush()
+    scheduler.synchronize()
+    bench.tracker.flush()
     scheduler._pipeline._executor = trace.executor(scheduler._pipeline._executor)
-    trace.watch(scheduler, bench.ledger)
+    trace.watch(scheduler, bench.tracker)
     while not scheduler.idle:
         bench.step()
     scheduler.close()

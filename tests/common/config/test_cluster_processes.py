@@ -13,8 +13,9 @@ import pytest
 _SUPERVISOR = """
 import sys
 from pathlib import Path
-from baton.common.cluster import Part, run_parts
-part = Part("part", [sys.executable, "-c", "import time; time.sleep(600)"], "http://127.0.0.1:9", Path(sys.argv[1]))
+from baton.common.cluster import ClusterProcess, run_parts
+argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+part = ClusterProcess("part", argv, "http://127.0.0.1:9", Path(sys.argv[1]))
 sys.exit(run_parts([part], lambda: True))
 """
 

@@ -94,14 +94,15 @@ def run(case: dict, joined: Parallel) -> dict:
     while parallel.across.gather_ints(np.array([not engine.scheduler.idle])).any():
         turns += 1
         computed += engine.scheduler.step(0.0)
-        engine.ledger.flush()
-    assert not engine.ledger.live and engine.cache.num_held == 0
+        engine.tracker.flush()
+    assert not engine.tracker.live and engine.cache.num_allocated == 0
     engine.cache.check_integrity()
     outputs = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
     tokens = tokens_of(outputs)
     return {"tokens": [tokens[str(i)] for i in range(len(prompts))], "turns": turns, "computed": computed,
-            "retracted": engine.scheduler.batcher.num_retracted, "replayed": replayed, "met": meeting, "cut": cut,
-            "pieces": pieces_of, "connected": parallel.tokens.sent is not None and parallel.tokens.sent.connected}
+            "retracted": engine.scheduler.batcher.retraction.num_retracted, "replayed": replayed, "met": meeting,
+            "cut": cut, "pieces": pieces_of,
+            "connected": parallel.tokens.sent is not None and parallel.tokens.sent.connected}
 
 
 def watch_meeting(parallel: Parallel) -> list[list[int]]:

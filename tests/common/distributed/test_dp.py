@@ -16,7 +16,7 @@ from baton.common.config.server import ServerConfig
 from baton.common.distributed.low_latency import LowLatencyExchange
 from baton.common.distributed.tp import TPGroup
 from baton.common.engine_client.dp_balancer import DPBalancer
-from baton.common.engine_client.dp_states import merged
+from baton.common.engine_client.dp_states import merge_states
 from baton.tests.helpers.deepseek_models import save_deepseek
 from baton.tests.helpers.gpt_oss_models import save_gpt_oss
 from baton.tests.helpers.hand_driven import Engine, tokens_of
@@ -153,43 +153,43 @@ def request(rid: str, tokens: int = 1, dp_rank: int | None = None) -> Generate:
     return Generate(rid, [1] * tokens, SamplingParams(), dp_rank=dp_rank)
 
 
-def placed(balancer: DPBalancer, *args, **kwargs) -> int | None:
+def assigned(balancer: DPBalancer, *args, **kwargs) -> int | None:
     made = request(*args, **kwargs)
-    balancer.place(made)
+    balancer.assign(made)
     return made.dp_rank
 
 
 def test_round_robin_and_named_ranks():
     balancer = DPBalancer("round_robin", 3)
-    assert [placed(balancer, name) for name in "abcd"] == [0, 1, 2, 0]
-    assert placed(balancer, "e", dp_rank=2) == 2
+    assert [assigned(balancer, name) for name in "abcd"] == [0, 1, 2, 0]
+    assert assigned(balancer, "e", dp_rank=2) == 2
 
 
 def test_the_shortest_queue():
     balancer = DPBalancer("shortest_queue", 2)
-    assert [placed(balancer, name, dp_rank=1) for name in "ab"] == [1, 1]
-    assert [placed(balancer, name, tokens=99) for name in "cd"] == [0, 0]
-    balancer.ended("a")
-    balancer.ended("b")
-    assert placed(balancer, "e") == 1
+    assert [assigned(balancer, name, dp_rank=1) for name in "ab"] == [1, 1]
+    assert [assigned(balancer, name, tokens=99) for name in "cd"] == [0, 0]
+    balancer.release("a")
+    balancer.release("b")
+    assert assigned(balancer, "e") == 1
 
 
 def test_the_fewest_tokens():
     balancer = DPBalancer("minimum_tokens", 2)
-    assert placed(balancer, "a", tokens=10) == 0
-    assert [placed(balancer, name, tokens=4) for name in "bcd"] == [1, 1, 1]
-    assert placed(balancer, "e") == 0
-    balancer.grew("a", 30)
-    assert placed(balancer, "f") == 1
-    balancer.ended("a")
-    assert placed(balancer, "g") == 0
+    assert assigned(balancer, "a", tokens=10) == 0
+    assert [assigned(balancer, name, tokens=4) for name in "bcd"] == [1, 1, 1]
+    assert assigned(balancer, "e") == 0
+    balancer.add_tokens("a", 30)
+    assert assigned(balancer, "f") == 1
+    balancer.release("a")
+    assert assigned(balancer, "g") == 0
 
 
 def test_states_add_up():
     one = State(1, 10, 4, 5, 1, 16, 1, 2, 0, {"a": 1.0}, {"token_usage": 0.5})
     two = State(1, 10, 10, 0, 0, 16, 0, 0, 3, {"a": 2.0, "b": 1.0}, {"token_usage": 0.0}, dp_rank=1)
-    both = merged([one, two])
+    both = merge_states([one, two])
     assert (both.total_pages, both.free_pages, both.held_pages, both.cached_pages) == (20, 14, 5, 1)
     assert (both.num_running, both.num_waiting, both.num_transferring) == (1, 2, 3)
     assert both.counters == {"a": 3.0, "b": 1.0} and both.gauges == {"token_usage": 0.25}
-    assert merged([one]) is one
+    assert merge_states([one]) is one

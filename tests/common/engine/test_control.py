@@ -55,10 +55,10 @@ def test_other_weights_answer_otherwise_and_back(engine, control, tmp_path):
     torch.manual_seed(0)
     path = other_checkpoint(tmp_path / "other", lambda w: w.update(
         {name: torch.randn_like(t) for name, t in w.items() if "embed" in name}))
-    control.carry_out(UpdateWeights(path), idle=True)
+    control.execute(UpdateWeights(path), idle=True)
     assert engine.cache.num_cached == 0
     changed = answer(engine, "b")
-    control.carry_out(UpdateWeights(str(CHECKPOINT)), idle=True)
+    control.execute(UpdateWeights(str(CHECKPOINT)), idle=True)
     assert changed != before and answer(engine, "c") == before
 
 
@@ -70,7 +70,7 @@ def test_weights_that_do_not_fit_change_nothing(engine, control, tmp_path, chang
     before = answer(engine, "a")
     path = other_checkpoint(tmp_path / "other", change)
     with pytest.raises(InvalidRequest, match=named):
-        control.carry_out(UpdateWeights(path), idle=True)
+        control.execute(UpdateWeights(path), idle=True)
     assert answer(engine, "b") == before
 
 
@@ -80,7 +80,7 @@ def test_another_model_is_refused(control, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
     with pytest.raises(InvalidRequest, match="num_layers"):
-        control.carry_out(UpdateWeights(str(folder)), idle=True)
+        control.execute(UpdateWeights(str(folder)), idle=True)
 
 
 @pytest.mark.parametrize("kinds", [("weights",), ("kv_cache",), ("weights", "kv_cache")])
@@ -88,20 +88,20 @@ def test_released_memory_comes_back(engine, control, kinds):
     before = answer(engine, "a")
     storages = {"weights": [slot.target.untyped_storage() for slot in engine.runner._model.slots()],
                 "kv_cache": [group.untyped_storage() for group in engine.runner.pool.groups]}
-    control.carry_out(ReleaseMemory(kinds), idle=True)
+    control.execute(ReleaseMemory(kinds), idle=True)
     assert {kind for kind, held in storages.items() if not any(s.nbytes() for s in held)} == set(kinds)
     with pytest.raises(WorkerUnavailable, match="resume_memory_occupation"):
         control.check_serving()
-    control.carry_out(ReleaseMemory(kinds), idle=True)  # again: nothing more to give
-    control.carry_out(ResumeMemory(("weights", "kv_cache")), idle=True)
+    control.execute(ReleaseMemory(kinds), idle=True)  # again: nothing more to give
+    control.execute(ResumeMemory(("weights", "kv_cache")), idle=True)
     control.check_serving()
     assert answer(engine, "b") == before
 
 
 def test_a_profile_is_written_after_its_steps(control, tmp_path):
-    control.carry_out(StartProfile(str(tmp_path / "new"), num_steps=1), idle=False)
+    control.execute(StartProfile(str(tmp_path / "new"), num_steps=1), idle=False)
     with pytest.raises(Conflict):
-        control.carry_out(StartProfile(str(tmp_path)), idle=False)
+        control.execute(StartProfile(str(tmp_path)), idle=False)
     torch.ones(3).sum()
     control.profiler.step()
     assert not control.profiler.active
@@ -109,11 +109,11 @@ def test_a_profile_is_written_after_its_steps(control, tmp_path):
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any("aten::sum" in str(event.get("name")) for event in events)
     with pytest.raises(Conflict):
-        control.carry_out(StopProfile(), idle=False)
+        control.execute(StopProfile(), idle=False)
 
 
 def test_limits(engine, control):
-    control.carry_out(SetLimits(max_running_requests=1), idle=False)
+    control.execute(SetLimits(max_running_requests=1), idle=False)
     for rid in "ab":
         engine.start(rid, PROMPT)
     for _ in range(3):
@@ -122,10 +122,10 @@ def test_limits(engine, control):
     engine.run()
     for wrong in (SetLimits(max_running_requests=65), SetLimits(schedule_policy="best")):
         with pytest.raises(InvalidRequest):
-            control.carry_out(wrong, idle=True)
+            control.execute(wrong, idle=True)
 
 
 def test_nothing_changes_under_running_requests(control):
     for command in (FlushCache(), UpdateWeights("x"), ReleaseMemory(("weights",))):
         with pytest.raises(Conflict, match="while requests run"):
-            control.carry_out(command, idle=False)
+            control.execute(command, idle=False)

@@ -1,4 +1,4 @@
-"""What is told of a stack that was not measured, and that install, image and README name the one that was."""
+"""The warning about a stack that was not measured; install, image and docs name the measured one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from baton.common.engine import cuda_stack
 from baton.common.engine.cuda_stack import COMPILED, MEASURED, notes_of
 from baton.kernels._triton import GLUON_VERSIONS, compiles_gluon
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PINS = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "requirements/cuda.txt").read_text(), re.MULTILINE))
 HERE = {"torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0", "flashinfer": "0.6.11", "nixl": "1.5.1"}
 
 
-def test_nothing_is_said_of_the_measured_stack():
+def test_the_measured_stack_gives_no_warning():
     assert notes_of(HERE, hopper=True) == notes_of({**HERE, "flashinfer": None, "nixl": None}, hopper=True) == []
 
 
@@ -29,7 +29,7 @@ def test_nothing_is_said_of_the_measured_stack():
     ({"triton": None}, True, ["Triton is not installed"]),
     ({"flashinfer": "0.7.2.post1"}, True, ["measured with other libraries (flashinfer 0.7.2.post1)"]),
 ], ids=range(6))
-def test_what_is_off_is_said(others, hopper, said):
+def test_a_differing_stack_gives_a_warning(others, hopper, said):
     notes = notes_of({**HERE, **others}, hopper)
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes)), notes
     assert "requirements/cuda.txt" in notes[-1]
@@ -55,25 +55,25 @@ def test_install_and_image_are_of_the_measured_stack():
     image = (ROOT / "deploy/Dockerfile.engine").read_text()
     assert f"pytorch/pytorch:{PINS['torch']}-cuda{MEASURED.cuda}-cudnn9-runtime" in image
     assert f"ARG CUDA=cu{MEASURED.cuda.replace('.', '')}\n" in image
-    for name in ("README.md", "Makefile", "deploy/Dockerfile.engine"):
+    for name in ("README.md", "docs/deployment.md", "Makefile", "deploy/Dockerfile.engine"):
         assert "requirements/cuda.txt" in (ROOT / name).read_text(), name
 
 
-def test_readme_lists_the_tested_stacks():
+def test_docs_list_the_tested_stacks():
     rows = re.findall(r"^\| (\d\.\d+) \| (\d+\.\d) \| (\d\.\d) \| (measured|every kernel compiles)",
-                      (ROOT / "README.md").read_text(), re.MULTILINE)
-    told = {kind: sorted(row[:3] for row in rows if row[3] == kind) for kind in ("measured", "every kernel compiles")}
-    of = [(found.torch, found.cuda, found.triton) for found in COMPILED]
-    assert told == {"measured": [(MEASURED.torch, MEASURED.cuda, MEASURED.triton)],
+                      (ROOT / "docs/deployment.md").read_text(), re.MULTILINE)
+    listed = {kind: sorted(row[:3] for row in rows if row[3] == kind) for kind in ("measured", "every kernel compiles")}
+    of = [(stack.torch, stack.cuda, stack.triton) for stack in COMPILED]
+    assert listed == {"measured": [(MEASURED.torch, MEASURED.cuda, MEASURED.triton)],
                     "every kernel compiles": sorted(of)}
 
 
 def test_requirements_end_with_what_was_tested():
     project = (ROOT / "pyproject.toml").read_text()
-    newest = max((MEASURED, *COMPILED), key=lambda found: tuple(map(int, found.torch.split("."))))
+    newest = max((MEASURED, *COMPILED), key=lambda stack: tuple(map(int, stack.torch.split("."))))
     for name, tested in (("torch", newest.torch), ("triton", newest.triton)):
         major, last = tested.split(".")
         bounds = re.findall(rf'"{name}>=[\d.]+,<([\d.]+)"', project)
         assert bounds and set(bounds) == {f"{major}.{int(last) + 1}"}, name
-    assert all(compiles_gluon(found.triton) for found in (MEASURED, *COMPILED))
+    assert all(compiles_gluon(stack.triton) for stack in (MEASURED, *COMPILED))
     assert newest.triton == GLUON_VERSIONS[-1]

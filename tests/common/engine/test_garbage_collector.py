@@ -1,4 +1,4 @@
-"""A front's garbage collector: nothing that lives as long as the process is walked while streams run."""
+"""The API server's garbage collector: objects that live as long as the process are not walked while streams run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from unittest.mock import Mock
 from baton.common.serving import server
 
 
-async def test_a_front_settles_once_all_is_loaded(monkeypatch) -> None:
-    settle = Mock()
-    monkeypatch.setattr(server, "settle_collector", settle)
+async def test_the_api_server_freezes_the_collector_once_all_is_loaded(monkeypatch) -> None:
+    freeze = Mock()
+    monkeypatch.setattr(server, "freeze_collector", freeze)
     host = SimpleNamespace(ready=asyncio.Event())
     task = asyncio.create_task(server._Server(host)._settle())
     await asyncio.sleep(0)
-    settle.assert_not_called()
+    freeze.assert_not_called()
     host.ready.set()
     await task
-    settle.assert_called_once_with()
+    freeze.assert_called_once_with()
 
 
-def test_what_is_loaded_is_not_walked_and_tokens_set_off_no_full_collection() -> None:
+def test_loaded_objects_are_not_walked_and_tokens_trigger_no_full_collection() -> None:
     code = """
 import gc
-from baton.common.engine.garbage_collector import settle_collector
-settle_collector()
+from baton.common.engine.garbage_collector import freeze_collector
+freeze_collector()
 assert gc.get_freeze_count() > 5000 and gc.get_count()[0] < 1000
 before = gc.get_stats()[2]["collections"]
 kept = [[i] for i in range(100_000)]  # as a hundred steps of a thousand streams

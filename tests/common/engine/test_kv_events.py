@@ -1,4 +1,4 @@
-"""KV events: their form on the wire, a publisher over real sockets, and copies that follow it."""
+"""KV events: their wire format, a publisher over real sockets, and copies that follow it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ from baton.common.config.server import (
     ScheduleArgs,
     ServerConfig,
 )
-from baton.common.engine.kv_event_publisher import HEARTBEAT_SECONDS, KEPT_BATCHES, KVEventPublisher, start_publisher
+from baton.common.engine.kv_event_publisher import (
+    HEARTBEAT_SECONDS,
+    REPLAY_BUFFER_BATCHES,
+    KVEventPublisher,
+    start_publisher,
+)
 from baton.common.kvcache.manager import KVCacheManager
 from baton.tests.helpers.ports import free_ports
 
@@ -103,7 +108,7 @@ def test_peers_understand_our_batches():
 
 
 def test_we_understand_theirs():
-    """SGLang's arrays of five, vLLM's maps with hashes of bytes, a data-parallel rank behind the events."""
+    """SGLang's arrays of five, vLLM's maps with hashes of bytes, a data-parallel rank after the events."""
     arrays = msgspec.msgpack.encode([1.0, [["BlockStored", [-7], None, [1, 2], 2, None], ["BlockRemoved", [-7]],
                                            ["AllBlocksCleared"], ["NewEvent", 3]], 0])
     assert decode(arrays) == [Stored([-7], None, [1, 2], 2), Removed([-7]), Cleared()]
@@ -137,14 +142,14 @@ def test_equal_hashes_mean_equal_prefixes(tokens, cut, page_size):
 
 
 @pytest.mark.parametrize("pages", [0, 1, 63, 64, 65, 1000])
-def test_told_pages_are_spread_and_end_with_the_last(pages):
+def test_encoded_pages_are_spread_and_end_with_the_last(pages):
     tokens = list(range(pages * PAGE + 2))
-    found = decode_pages(encode_pages(tokens, PAGE))
+    decoded = decode_pages(encode_pages(tokens, PAGE))
     hashes = page_hashes(tokens, PAGE)
-    assert (found.pages, found.page_size) == (pages, PAGE)
-    assert found.told == [(page, hashes[page - 1]) for page, _ in found.told]
-    assert min(pages, 32) <= len(found.told) <= 65
-    assert not pages or found.told[-1][0] == pages
+    assert (decoded.pages, decoded.page_size) == (pages, PAGE)
+    assert decoded.hashes == [(page, hashes[page - 1]) for page, _ in decoded.hashes]
+    assert min(pages, 32) <= len(decoded.hashes) <= 65
+    assert not pages or decoded.hashes[-1][0] == pages
     assert len(encode_pages(tokens, PAGE)) < 2048
 
 
@@ -152,7 +157,7 @@ def test_told_pages_are_spread_and_end_with_the_last(pages):
 
 
 class Copy:
-    """What a subscriber knows: hash -> tokens of its page."""
+    """A subscriber's copy of the cache: hash -> tokens of its page."""
 
     def __init__(self):
         self.pages: dict[int, tuple[int, ...]] = {}
@@ -169,9 +174,9 @@ class Copy:
                 self.pages.clear()
 
 
-def held(manager: KVCacheManager) -> dict[int, tuple[int, ...]]:
-    """The same of the cache itself, from paths alone."""
-    found = {}
+def pages_of(manager: KVCacheManager) -> dict[int, tuple[int, ...]]:
+    """The content of the cache itself, from paths alone: hash -> tokens of its page."""
+    pages = {}
     for node in manager.prefix_cache._nodes():
         path, step = [], node
         while step.parent is not None:
@@ -179,8 +184,8 @@ def held(manager: KVCacheManager) -> dict[int, tuple[int, ...]]:
             step = step.parent
         tokens = np.concatenate(path).tolist()
         for i, value in enumerate(page_hashes(tokens, PAGE)):
-            found[value] = tuple(tokens[i * PAGE:(i + 1) * PAGE])
-    return found
+            pages[value] = tuple(tokens[i * PAGE:(i + 1) * PAGE])
+    return pages
 
 
 class Followed:
@@ -210,7 +215,7 @@ class Followed:
         self.publisher.flush(self.now)
 
     def follow(self, socket: zmq.Socket) -> list[int]:
-        """Apply all batches that arrive; their numbers."""
+        """Apply all batches that arrive; returns their numbers."""
         numbers = []
         while socket.poll(100):
             topic, number, payload = socket.recv_multipart()
@@ -237,9 +242,9 @@ class Followed:
     def compute(self, tokens) -> None:
         """Run a request through the cache."""
         array = np.array(tokens, np.int32)
-        hold = self.manager.begin(array, len(array))
-        assert self.manager.grow(hold, len(array))
-        self.manager.release(hold, array)
+        table = self.manager.match_prefix(array, len(array))
+        assert self.manager.allocate_slots(table, len(array))
+        self.manager.release(table, array)
 
     def close(self) -> None:
         self.publisher.close()
@@ -271,7 +276,7 @@ def test_a_subscriber_has_what_the_cache_has(followed):
     followed.flush()
     numbers = followed.follow(socket)
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert followed.copy.pages == held(followed.manager)
+    assert followed.copy.pages == pages_of(followed.manager)
     assert len(followed.copy.pages) == followed.manager.num_cached > 30
     followed.manager.flush()
     followed.flush()
@@ -287,11 +292,11 @@ def test_a_late_subscriber_gets_everything_in_one_batch(followed):
     assert isinstance(events[0], Cleared)
     followed.copy.pages = {1: ()}
     followed.copy.apply(events)
-    assert followed.copy.pages == held(followed.manager)
+    assert followed.copy.pages == pages_of(followed.manager)
     assert number == followed.publisher._number
 
 
-def test_a_gap_is_replayed_from_the_kept_batches(followed):
+def test_a_gap_is_replayed_from_the_replay_buffer(followed):
     followed.flush()
     first = followed.publisher._number + 1
     for prompt in some_prompts(20):
@@ -303,7 +308,7 @@ def test_a_gap_is_replayed_from_the_kept_batches(followed):
     assert followed.ask(first + 20) == []
 
 
-def test_numbers_of_another_life_get_a_snapshot(followed):
+def test_batch_numbers_of_another_instance_get_a_snapshot(followed):
     followed.compute(range(40))
     followed.flush()
     for stranger in (1, followed.publisher._number + 1000):
@@ -311,13 +316,13 @@ def test_numbers_of_another_life_get_a_snapshot(followed):
         assert [type(event) for event in events] == [Cleared, Stored]
 
 
-def test_batches_are_kept_in_bounds(followed):
-    for _ in range(KEPT_BATCHES + 50):
+def test_the_replay_buffer_is_bounded(followed):
+    for _ in range(REPLAY_BUFFER_BATCHES + 50):
         followed.flush(HEARTBEAT_SECONDS)
-    assert len(followed.publisher._kept) == KEPT_BATCHES
+    assert len(followed.publisher._replay_buffer) == REPLAY_BUFFER_BATCHES
 
 
-def test_silence_is_broken_by_heartbeats(followed):
+def test_heartbeats_are_sent_while_nothing_changes(followed):
     socket = followed.subscribe()
     followed.follow(socket)
     for _ in range(9):
@@ -325,7 +330,7 @@ def test_silence_is_broken_by_heartbeats(followed):
     assert len(followed.follow(socket)) == 2
 
 
-def test_nonsense_on_the_replay_port_is_ignored(followed):
+def test_malformed_replay_requests_are_ignored(followed):
     socket = followed.context.socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{followed.port + 1}")
     for frames in ((b"x",), (b"", b"short"), (b"", b"1" * 8, b"more")):
@@ -338,13 +343,13 @@ def config(**events) -> ServerConfig:
                         HttpArgs(), EventsArgs(**events))
 
 
-def test_nothing_is_recorded_where_nobody_wants_it():
+def test_nothing_is_recorded_without_a_listener():
     manager = KVCacheManager(8, PAGE)
     assert start_publisher(config(), manager.prefix_cache) is None
-    assert manager.prefix_cache.recorder is None
+    assert manager.prefix_cache.listener is None
 
 
-def test_a_publisher_that_cannot_be_says_why(followed):
+def test_a_publisher_that_cannot_start_gives_the_reason(followed):
     with pytest.raises(ConfigError, match="--kv-events-port needs ports"):
         start_publisher(config(kv_events_port=followed.port), KVCacheManager(8, PAGE).prefix_cache)
     with pytest.raises(ConfigError, match="disable-radix-cache"):

@@ -1,4 +1,4 @@
-"""Mistakes that are known at once are said at once: before any process of the engine is started."""
+"""Preflight checks report mistakes before any process of the engine is started."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from baton.tests.helpers.ports import free_port, free_ports
 
 @pytest.fixture(autouse=True)
 def own_logging():
-    """Commands set up the log of their process, which is the tests' here."""
+    """Restores the log handlers: commands set up logging of their process, which is the tests' here."""
     root = logging.getLogger()
-    kept, level = root.handlers[:], root.level
+    handlers, level = root.handlers[:], root.level
     yield
-    root.handlers[:] = kept
+    root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)
 
 
 @pytest.fixture
 def taken():
-    """A port that somebody listens on; the one below it is free."""
+    """A port in use; the one below it is free."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", free_ports(2)[1]))
         sock.listen()

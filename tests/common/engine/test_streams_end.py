@@ -1,4 +1,4 @@
-"""Streams that end in one step: the last token of each is told before anything is done about their end."""
+"""Streams that end in one step: the last token of each is sent before any clean-up."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from baton.common.serving.run import Run
 from baton.tests.bench import dummy_engine
 
 
-def test_the_engine_tells_last_tokens_before_it_frees_pages():
+def test_the_engine_sends_last_tokens_before_it_frees_pages():
     engine = dummy_engine.make(4000, 8, shape=dummy_engine.TINY, device="cpu")
-    batcher, told = engine._parts.batcher, []
+    batcher, sent = engine._parts.batcher, []
 
     def take(message):
         assert isinstance(message, OutputBatch)
         if any(output.finish for output in message.items):
-            told.append((len(message.items), batcher.cache.num_held, len(batcher.running)))
+            sent.append((len(message.items), batcher.cache.num_allocated, len(batcher.running)))
 
-    engine._parts.ledger._send = take
+    engine._parts.tracker._send = take
     engine.start(4, 20, 10)
     engine.finish()
-    assert told == [(4, 4 * 2, 4)]
-    assert batcher.cache.num_held == 0 and batcher.cache.num_free == batcher.cache.num_pages
+    assert sent == [(4, 4 * 2, 4)]
+    assert batcher.cache.num_allocated == 0 and batcher.cache.num_free == batcher.cache.num_pages
 
 
 class Ending:
-    """A generation that gains its last token at once."""
+    """A generation that yields its last token at once."""
 
     def __init__(self, number: int, seen: list[str]):
         self.live = True
@@ -46,11 +46,11 @@ class Ending:
         yield self.choices
 
 
-class Telling:
+class NumberAnswer:
     """An Answer of numbers."""
 
     def begin(self, choices):
-        """Nothing to say."""
+        """There is nothing to announce."""
 
     def gained(self, choice):
         return [choice]
@@ -59,7 +59,7 @@ class Telling:
         return []
 
 
-def test_the_front_tells_last_tokens_before_it_closes_streams():
+def test_the_api_server_sends_last_tokens_before_it_closes_streams():
     seen: list[str] = []
 
     class Offers:
@@ -72,12 +72,12 @@ def test_the_front_tells_last_tokens_before_it_closes_streams():
             return Ending(requests[0], seen)
 
     async def read(number):
-        run: Any = Run(cast(ServingContext, Offers), cast(Any, [number]), cast(Any, Telling()), arrived=0.0)
+        run: Any = Run(cast(ServingContext, Offers), cast(Any, [number]), cast(Any, NumberAnswer()), arrived=0.0)
         async for chunks in run.chunks():
-            seen.append(f"told {chunks[0]}")
+            seen.append(f"sent {chunks[0]}")
 
     async def both():
         await asyncio.gather(read(0), read(1))
 
     asyncio.run(both())
-    assert seen == ["told 0", "told 1", "closed 0", "closed 1"]
+    assert seen == ["sent 0", "sent 1", "closed 0", "closed 1"]

@@ -49,7 +49,7 @@ def test_greedy_tokens_equal_transformers(checkpoint, prompts, expected, options
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt)
     assert tokens_of(engine.run()) == expected
-    for i, prompt in enumerate(prompts):  # again, over what the prefix cache kept
+    for i, prompt in enumerate(prompts):  # again, over the pages in the prefix cache
         engine.start(str(i), prompt)
     outputs = engine.run()
     assert tokens_of(outputs) == expected
@@ -65,7 +65,7 @@ def test_retraction_loses_nothing(checkpoint, prompts, expected, overlap):
     for i, prompt in enumerate(prompts):
         engine.start(str(i), prompt)
     assert tokens_of(engine.run()) == expected
-    assert engine.scheduler.batcher.num_retracted > 0, "the pool was meant to be too small for all"
+    assert engine.scheduler.batcher.retraction.num_retracted > 0, "the pool was meant to be too small for all"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -77,12 +77,12 @@ def test_stop_ids_and_limits(checkpoint, prompts, expected, overlap):
     engine.start("min", prompts[3], stop_token_ids=(stop,), min_new_tokens=12)
     engine.start("none", prompts[3], max_new_tokens=0)
     outputs = engine.run()
-    found = tokens_of(outputs)
+    actual = tokens_of(outputs)
     last = {item.rid: item for item in outputs}
-    assert found["stop"] == expected["3"][: cut + 1]
+    assert actual["stop"] == expected["3"][: cut + 1]
     assert (last["stop"].finish.reason, last["stop"].finish.matched) == ("stop", stop)
-    assert len(found["min"]) == 12 and stop not in found["min"][:11]
-    assert found["none"] == [] and last["none"].finish.reason == "length"
+    assert len(actual["min"]) == 12 and stop not in actual["min"][:11]
+    assert actual["none"] == [] and last["none"].finish.reason == "length"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -125,15 +125,15 @@ def test_abort_at_any_stage_frees_pages(checkpoint, prompts, overlap):
     reqs = [engine.start(str(i), prompt) for i, prompt in enumerate(prompts)]
     for _ in range(6):
         engine.scheduler.step(0.0)
-        engine.scheduler.settle()
+        engine.scheduler.synchronize()
         req = reqs.pop(0)
-        if req.rid in engine.ledger.live:
+        if req.rid in engine.tracker.live:
             engine.scheduler.abort(req, None)
-            engine.ledger.drop(req)
+            engine.tracker.drop(req)
     engine.run()
 
 
-def test_the_ledger_refuses_with_a_sentence(checkpoint):
+def test_the_request_tracker_refuses_with_a_sentence(checkpoint):
     engine = Engine(checkpoint[0], max_total_tokens=64)
     engine.start("a", [1, 2])
     for rid, prompt, code in (("a", [1], "conflict"), ("b", [], "invalid_request"), ("c", [1] * 60, "invalid_request")):

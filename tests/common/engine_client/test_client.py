@@ -18,21 +18,22 @@ from baton.common.api.messages import Failed, Finish, Generate, Loading, Output,
 from baton.common.api.sampling import SamplingParams
 from baton.common.config.cli import parse
 from baton.common.config.server import ServerConfig
+from baton.common.engine.rank_spec import RankSpec
 from baton.common.engine_client.client import EngineClient
 from baton.common.engine_client.output_stream import OutputStream
-from baton.common.engine_client.rank_processes import RankProcesses, RankSpec
+from baton.common.engine_client.rank_processes import RankProcesses
 from baton.tests.helpers.fake_engine import EOS, Seed, rank_main
 
 
 class Engine:
-    """A client with real rank processes behind it."""
+    """A client with real rank processes."""
 
     def __init__(self, *flags: str, size: int = 1, max_requests: int = 8):
         self.config = parse(ServerConfig, ["--model-path", "none", *flags], prog="test", description="")
         self.size = size
-        self.told: list[Loading | Ready | StartFailed] = []
+        self.startup: list[Loading | Ready | StartFailed] = []
         self.exits: list[tuple[int, int]] = []
-        self.client = EngineClient(max_requests, self.told.append)
+        self.client = EngineClient(max_requests, self.startup.append)
         self.stopped = False
 
     async def start(self) -> None:
@@ -42,7 +43,7 @@ class Engine:
                  for rank in range(self.size)]
         self.ranks = RankProcesses(rank_main, specs, lambda rank, code: self.exits.append((rank, code)))
         self.ranks.start()
-        await until(lambda: any(isinstance(message, Ready | StartFailed) for message in self.told))
+        await until(lambda: any(isinstance(message, Ready | StartFailed) for message in self.startup))
 
     async def stop(self) -> None:
         if self.stopped:
@@ -78,7 +79,7 @@ async def collect(stream: AsyncIterator[Output]) -> list[int]:
 
 async def test_start_generate_flush_stop(engine: Engine) -> None:
     client = engine.client
-    assert engine.told == [Loading("loading weights", 0.5), Ready(10_000, 512)]
+    assert engine.startup == [Loading("loading weights", 0.5), Ready(10_000, 512)]
     assert await collect(client.generate(request("a", [5, 6, 7]))) == [5, 6, 7, EOS]
     assert (await client.state()).counters["finished_requests"] == 1
     assert await client.control(FlushCache())
@@ -93,9 +94,9 @@ async def test_start_generate_flush_stop(engine: Engine) -> None:
 
 async def test_many_streams_share_the_channel(engine: Engine) -> None:
     prompts = [[3 + i, 4 + i, 5 + i] for i in range(8)]
-    found = await asyncio.gather(*(
+    actual = await asyncio.gather(*(
         collect(engine.client.generate(request(str(i), ids))) for i, ids in enumerate(prompts)))
-    assert found == [[*ids, EOS] for ids in prompts]
+    assert actual == [[*ids, EOS] for ids in prompts]
 
 
 async def test_failures_come_after_the_tokens_before_them(engine: Engine) -> None:
@@ -164,8 +165,8 @@ async def test_aborts(engine: Engine) -> None:
     assert (await client.state()).counters["aborted_requests"] == 4
 
 
-async def test_what_comes_late_of_a_request_is_not_its_successors(engine: Engine) -> None:
-    """A client that leaves and sends its own id again, or a router that tries again, is quicker than the engine."""
+async def test_late_outputs_of_a_request_do_not_reach_its_successor(engine: Engine) -> None:
+    """A client that leaves and reuses its id, or a router that retries, is faster than the engine."""
     client = engine.client
     for _ in range(2):
         with client.open([request("a", [5], seed=Seed.SILENT)]):
@@ -175,11 +176,11 @@ async def test_what_comes_late_of_a_request_is_not_its_successors(engine: Engine
             client._dispatch(Failed("a", "aborted", "The one before was aborted."))
             with pytest.raises(Conflict, match="'a' is in use"):
                 await collect(client.generate(request("a", [5])))
-            found = []
+            actual = []
             while stream.live:
-                found += await stream.next()
-        assert {output.rid for output in found} == {"a"}
-        assert [token for output in found for token in output.token_ids] == [5, 6, 7, EOS]
+                actual += await stream.next()
+        assert {output.rid for output in actual} == {"a"}
+        assert [token for output in actual for token in output.token_ids] == [5, 6, 7, EOS]
         with client.open([request("a", [5], seed=Seed.SILENT)]) as stream:
             client.abort_group("a")
             await ends_aborted(stream)
@@ -202,10 +203,10 @@ async def test_a_dead_engine_fails_everything(engine: Engine) -> None:
         await client.state()
 
 
-async def test_a_rank_that_cannot_start_says_why() -> None:
+async def test_a_rank_that_cannot_start_gives_the_reason() -> None:
     engine = Engine("--random-seed", "13")
     await engine.start()
-    assert engine.told == [StartFailed("The fake engine was told to fail.")]
+    assert engine.startup == [StartFailed("The fake engine was told to fail.")]
     await until(lambda: engine.exits == [(0, 1)])
     await engine.stop()
 
@@ -238,11 +239,11 @@ async def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     out, _ = await parent.communicate()
     folder, pid = out.split()
 
-    def gone() -> bool:
+    def all_ended() -> bool:
         status = Path(f"/proc/{int(pid)}/status")
         return not status.exists() or "State:\tZ" in status.read_text()
 
-    await until(gone, 5.0)
+    await until(all_ended, 5.0)
     for name in ("to_engine", "from_engine"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(folder.decode(), name))

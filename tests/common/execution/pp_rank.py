@@ -59,12 +59,12 @@ class Front:
     @property
     def inbox(self) -> int | None:
         """What a turn waits for beside results."""
-        return self._ready if self.turns or not self.engine.ledger.live else None
+        return self._ready if self.turns or not self.engine.tracker.live else None
 
     def receive(self, wait_ms: int) -> list:
         if self.turns:
             return self.turns.pop(0)
-        return [] if self.engine.ledger.live else [Shutdown()]
+        return [] if self.engine.tracker.live else [Shutdown()]
 
 
 class Watched:
@@ -106,9 +106,9 @@ def run(case: dict, parallel: Parallel) -> dict:
              for i, prompt in enumerate(prompts)]
     if abort is not None:
         turns.append([Abort(str(abort))])
-    EngineLoop(PPTicker(Front(turns, engine), line), engine.ledger, engine.scheduler, engine.cache, control,
+    EngineLoop(PPTicker(Front(turns, engine), line), engine.tracker, engine.scheduler, engine.cache, control,
                engine.sent.append).run()
-    assert not engine.ledger.live and engine.cache.num_held == 0
+    assert not engine.tracker.live and engine.cache.num_allocated == 0
     engine.cache.check_integrity()
     line.close()
     outputs = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
@@ -121,7 +121,7 @@ def run(case: dict, parallel: Parallel) -> dict:
             "aborted": [item.rid for item in outputs if item.finish is not None and item.finish.reason == "abort"],
             "steps": watched.steps, "layers": engine.runner.layout.num_layers,
             "cached": sum(item.num_cached_tokens for item in outputs if item.finish is not None),
-            "retracted": engine.scheduler.batcher.num_retracted}
+            "retracted": engine.scheduler.batcher.retraction.num_retracted}
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def together(**engine_options) -> dict:
         engine.start(str(i), grammar, f"What is {i} plus {i}?", **{"max_new_tokens": 60} | options)
     found = engine.run()
     return {rid: (tokens, engine.reasons[rid]) for rid, tokens in found.items()} | {
-        "retracted": engine.scheduler.batcher.num_retracted > 0}
+        "retracted": engine.scheduler.batcher.retraction.num_retracted > 0}
 
 
 @pytest.fixture(scope="module")
@@ -285,11 +285,11 @@ def test_logprobs_are_those_of_what_the_grammar_allows():
 
     engine = GrammarEngine()
     params = SamplingParams(temperature=0.0, max_new_tokens=4, grammar=GrammarSpec("regex", "yes"))
-    req = engine.ledger.accept(Generate("a", [5, 6, 7], params, return_logprob=True, top_logprobs_num=2), now=0.0)
+    req = engine.tracker.accept(Generate("a", [5, 6, 7], params, return_logprob=True, top_logprobs_num=2), now=0.0)
     req.matcher = engine.store.matcher(req, 3)
     engine.scheduler.add(req)
     while engine.scheduler.step(0.0):
-        engine.ledger.flush()
-    engine.ledger.flush()
+        engine.tracker.flush()
+    engine.tracker.flush()
     values = [value for message in engine.sent for output in message.items for value in output.logprobs.values]
     assert all(-20 < value <= 0 for value in values) and values[-1] == pytest.approx(0, abs=1e-6), values

@@ -21,7 +21,7 @@ def pages(*ids):
 
 
 class TestAllocator:
-    def test_hands_out_each_page_once(self):
+    def test_allocates_each_page_once(self):
         allocator = PageAllocator(8)
         taken = np.concatenate((allocator.allocate(3), allocator.allocate(5)))
         assert sorted(taken) == list(range(8)) and allocator.num_free == 0
@@ -55,21 +55,21 @@ class TestPrefixCache:
     def test_match_is_page_aligned_and_splits_edges(self):
         cache = PrefixCache(page_size=2)
         cache.insert(tokens(1, 2, 3, 4, 5, 6), pages(10, 11, 12))
-        _, found = cache.match(tokens(1, 2, 3, 4, 9, 9))
-        assert found.tolist() == [10, 11]
-        _, found = cache.match(tokens(1, 2, 3))
-        assert found.tolist() == [10]
+        _, matched = cache.match(tokens(1, 2, 3, 4, 9, 9))
+        assert matched.tolist() == [10, 11]
+        _, matched = cache.match(tokens(1, 2, 3))
+        assert matched.tolist() == [10]
         assert cache.num_pages == 3
         cache.check_integrity()
 
-    def test_insert_reports_what_was_there(self):
+    def test_insert_reports_pages_already_cached(self):
         cache = PrefixCache(page_size=1)
         cache.insert(tokens(1, 2, 3), pages(10, 11, 12))
         _, present = cache.insert(tokens(1, 2, 7, 8), pages(20, 21, 22, 23))
         assert present == 2
         assert cache.match(tokens(1, 2, 7, 8))[1].tolist() == [10, 11, 22, 23]
 
-    def test_locked_nodes_stay_and_the_oldest_go_first(self):
+    def test_locked_nodes_stay_and_the_oldest_are_evicted_first(self):
         cache = PrefixCache(page_size=1)
         cache.insert(tokens(1, 2), pages(0, 1))
         cache.insert(tokens(3, 4), pages(2, 3))
@@ -83,7 +83,7 @@ class TestPrefixCache:
         assert sorted(cache.evict(99)) == [4, 5]
         cache.check_integrity()
 
-    def test_a_path_goes_on_below_a_node_that_was_cut_meanwhile(self):
+    def test_a_path_continues_below_a_node_that_was_split_meanwhile(self):
         cache = PrefixCache(page_size=1)
         node, _ = cache.insert(tokens(1, 2, 3), pages(10, 11, 12))
         cache.lock(node)
@@ -99,128 +99,128 @@ class TestPrefixCache:
         assert sorted(cache.evict(99)) == [10, 11, 12, 13, 14] and cache.num_locked == 0
 
 
-def test_releasing_many_is_releasing_each():
+def test_releasing_many_equals_releasing_each():
     """Pages come out in the same order afterwards, and the same ones are cached."""
-    found = []
+    results = []
     for together in (True, False):
         cache = KVCacheManager(num_pages=40, page_size=2)
         rng = np.random.default_rng(0)
         ending = []
         for i in range(6):
             prompt = tokens(*rng.integers(0, 2, 7))
-            hold = cache.begin(prompt, 6) if i % 3 else cache.begin_private()
-            assert cache.grow(hold, 9)
-            ending.append((hold, prompt if i % 2 else None))
+            table = cache.match_prefix(prompt, 6) if i % 3 else cache.new_private_table()
+            assert cache.allocate_slots(table, 9)
+            ending.append((table, prompt if i % 2 else None))
         if together:
-            cache.release_each(ending)
+            cache.release_all(ending)
         else:
-            for hold, computed in ending:
-                cache.release(hold, computed)
+            for table, computed in ending:
+                cache.release(table, computed)
         cache.check_integrity()
-        assert cache.num_held == 0
-        found.append((cache.num_cached, cache.allocator.allocate(cache.num_free).tolist()))
-    assert found[0] == found[1]
+        assert cache.num_allocated == 0
+        results.append((cache.num_cached, cache.allocator.allocate(cache.num_free).tolist()))
+    assert results[0] == results[1]
 
 
 def test_commit_keeps_page_ids_and_later_requests_share():
     cache = KVCacheManager(num_pages=16, page_size=2)
     prompt = tokens(1, 2, 3, 4, 5)
-    first, second = cache.begin(prompt, 4), cache.begin(prompt, 4)
-    assert cache.grow(first, 5) and cache.grow(second, 5)
+    first, second = cache.match_prefix(prompt, 4), cache.match_prefix(prompt, 4)
+    assert cache.allocate_slots(first, 5) and cache.allocate_slots(second, 5)
     before = second.ids.tolist()
     cache.commit(first, prompt[:4])
     cache.commit(second, prompt[:4])
     assert second.ids.tolist() == before, "a transfer may be reading the pages of a live request"
-    third = cache.begin(prompt, 4)
+    third = cache.match_prefix(prompt, 4)
     assert third.ids.tolist() == first.ids[:2].tolist()
-    for hold in (first, second, third):
-        cache.release(hold)
-    assert (cache.num_free, cache.num_held, cache.num_cached) == (14, 0, 2)
+    for table in (first, second, third):
+        cache.release(table)
+    assert (cache.num_free, cache.num_allocated, cache.num_cached) == (14, 0, 2)
     cache.flush()
     assert cache.num_free == 16
 
 
-def test_grow_evicts_and_refuses_without_change():
+def test_allocation_evicts_and_refuses_without_change():
     cache = KVCacheManager(num_pages=4, page_size=1)
-    old = cache.begin(tokens(1, 2, 3), 0)
-    assert cache.grow(old, 3)
+    old = cache.match_prefix(tokens(1, 2, 3), 0)
+    assert cache.allocate_slots(old, 3)
     cache.release(old, tokens(1, 2, 3))
-    new = cache.begin(tokens(7, 8, 9, 10, 11), 0)
-    assert not cache.grow(new, 5)
+    new = cache.match_prefix(tokens(7, 8, 9, 10, 11), 0)
+    assert not cache.allocate_slots(new, 5)
     assert cache.num_cached == 3 and new.count == 0
-    assert cache.grow(new, 4) and cache.num_cached == 0
+    assert cache.allocate_slots(new, 4) and cache.num_cached == 0
     cache.check_integrity()
 
 
-def test_a_page_each_as_one_by_one():
-    """Also where a hold's arrays have no room left; where fewer are free nothing changes, nor is anything evicted."""
+def test_appending_a_page_each_equals_one_by_one():
+    """Also where a table's arrays are full; where too few pages are free nothing changes, nor is anything evicted."""
     one, other = (KVCacheManager(num_pages=26, page_size=1) for _ in range(2))
-    kept = one.begin(tokens(1, 2), 0)
-    assert one.grow(kept, 2)
-    one.release(kept, tokens(1, 2))
-    assert other.grow(other.begin_private(), 2)
-    holds, others = ([cache.begin_private() for _ in range(2)] for cache in (one, other))
+    cached = one.match_prefix(tokens(1, 2), 0)
+    assert one.allocate_slots(cached, 2)
+    one.release(cached, tokens(1, 2))
+    assert other.allocate_slots(other.new_private_table(), 2)
+    tables, others = ([cache.new_private_table() for _ in range(2)] for cache in (one, other))
     for count in range(1, 13):
-        assert one.add_page_each(holds) is not None and all(other.grow(hold, count) for hold in others)
-    for hold, wanted in zip(holds, others):
-        assert hold.ids.tolist() == wanted.ids.tolist() and hold.own.all() and hold.count == 12
-    assert one.num_held == 24 and one.num_free == 0 and one.add_page_each(holds) is None
-    assert one.num_held == 24 and one.num_cached == 2 and holds[0].count == 12
-    for hold in holds:
-        one.release(hold)
+        assert one.append_pages(tables) is not None and all(other.allocate_slots(table, count) for table in others)
+    for table, expected in zip(tables, others):
+        assert table.ids.tolist() == expected.ids.tolist() and table.owned.all() and table.count == 12
+    assert one.num_allocated == 24 and one.num_free == 0 and one.append_pages(tables) is None
+    assert one.num_allocated == 24 and one.num_cached == 2 and tables[0].count == 12
+    for table in tables:
+        one.release(table)
     one.check_integrity()
 
 
-class TestTails:
+class TestPartialPages:
     def computed(self, cache, count):
-        hold = cache.begin(np.arange(count, dtype=np.int32), 0)
-        assert cache.grow(hold, count)
-        cache.commit(hold, np.arange(count, dtype=np.int32))
-        return hold
+        table = cache.match_prefix(np.arange(count, dtype=np.int32), 0)
+        assert cache.allocate_slots(table, count)
+        cache.commit(table, np.arange(count, dtype=np.int32))
+        return table
 
-    def test_a_prompt_is_had_whole_again_until_memory_is_needed(self):
+    def test_a_full_prompt_matches_again_until_memory_is_needed(self):
         cache, prompt = KVCacheManager(8, page_size=2), np.arange(5, dtype=np.int32)
-        hold = self.computed(cache, 5)
-        ids = hold.ids.tolist()
-        tail = cache.keep_tail(hold, prompt)
-        cache.release(hold)
-        assert (cache.num_held, cache.num_cached, cache.num_available) == (0, 3, 8)
-        again = cache.begin_whole(prompt, tail)
-        assert again.ids.tolist() == ids and cache.num_held == 0
+        table = self.computed(cache, 5)
+        ids = table.ids.tolist()
+        partial = cache.keep_partial_page(table, prompt)
+        cache.release(table)
+        assert (cache.num_allocated, cache.num_cached, cache.num_available) == (0, 3, 8)
+        again = cache.match_full_prompt(prompt, partial)
+        assert again.ids.tolist() == ids and cache.num_allocated == 0
         cache.release(again)
-        other = cache.begin_private()
-        assert cache.grow(other, 14) and tail.page is not None  # the tree gives first
+        other = cache.new_private_table()
+        assert cache.allocate_slots(other, 14) and partial.page is not None  # the tree is evicted first
         cache.release(other)
-        assert cache.begin_whole(prompt, tail) is None
-        other = cache.begin_private()
-        assert cache.grow(other, 16) and tail.page is None
-        cache.drop_tail(tail)
+        assert cache.match_full_prompt(prompt, partial) is None
+        other = cache.new_private_table()
+        assert cache.allocate_slots(other, 16) and partial.page is None
+        cache.drop_partial_page(partial)
         cache.release(other)
         cache.check_integrity()
         assert cache.num_free == 8
 
-    def test_a_tail_that_is_read_outlives_its_end(self):
+    def test_a_partial_page_outlives_its_drop_while_it_is_read(self):
         cache, prompt = KVCacheManager(4, page_size=2), np.arange(3, dtype=np.int32)
-        hold = self.computed(cache, 3)
-        tail = cache.keep_tail(hold, prompt)
-        again = cache.begin_whole(prompt, tail)
-        cache.drop_tail(tail)
-        for one in (hold, again):
-            assert tail.page is not None and not cache.grow(cache.begin_private(), 6)
+        table = self.computed(cache, 3)
+        partial = cache.keep_partial_page(table, prompt)
+        again = cache.match_full_prompt(prompt, partial)
+        cache.drop_partial_page(partial)
+        for one in (table, again):
+            assert partial.page is not None and not cache.allocate_slots(cache.new_private_table(), 6)
             cache.release(one)
-        assert tail.page is None and cache.num_free == 3
+        assert partial.page is None and cache.num_free == 3
         cache.check_integrity()
 
-    def test_a_prompt_of_whole_pages_has_no_tail(self):
+    def test_a_prompt_of_full_pages_has_no_partial_page(self):
         cache, prompt = KVCacheManager(4, page_size=2), np.arange(4, dtype=np.int32)
-        hold = self.computed(cache, 4)
-        assert cache.keep_tail(hold, prompt) is None
-        cache.release(hold)
-        again = cache.begin_whole(prompt, None)
+        table = self.computed(cache, 4)
+        assert cache.keep_partial_page(table, prompt) is None
+        cache.release(table)
+        again = cache.match_full_prompt(prompt, None)
         assert again.count == 2
         cache.release(again)
         cache.flush()
-        assert cache.num_free == 4 and cache.begin_whole(prompt, None) is None
+        assert cache.num_free == 4 and cache.match_full_prompt(prompt, None) is None
 
 
 @pytest.mark.parametrize("layers, page_bytes, expected", [
@@ -255,35 +255,35 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14))
     def begin(self, prompt):
         ids = tokens(*prompt)
-        hold = self.cache.begin(ids, len(ids) - 1)
-        if self.cache.grow(hold, len(ids)):
-            self.live.append((hold, ids))
+        table = self.cache.match_prefix(ids, len(ids) - 1)
+        if self.cache.allocate_slots(table, len(ids)):
+            self.live.append((table, ids))
         else:
-            self.cache.release(hold)
+            self.cache.release(table)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def commit(self, data):
-        hold, ids = data.draw(st.sampled_from(self.live))
-        before = hold.ids.tolist()
-        self.cache.commit(hold, ids[: data.draw(st.integers(0, len(ids)))])
-        assert hold.ids.tolist() == before
+        table, ids = data.draw(st.sampled_from(self.live))
+        before = table.ids.tolist()
+        self.cache.commit(table, ids[: data.draw(st.integers(0, len(ids)))])
+        assert table.ids.tolist() == before
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), keep=st.booleans())
     def end(self, data, keep):
-        hold, ids = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.cache.release(hold, ids if keep else None)
+        table, ids = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.cache.release(table, ids if keep else None)
 
     @invariant()
     def every_page_has_one_owner(self):
         self.cache.check_integrity()
-        held = [page for hold, _ in self.live for page in hold.ids[hold.own]]
-        assert len(set(held)) == len(held) == self.cache.num_held
+        owned = [page for table, _ in self.live for page in table.ids[table.owned]]
+        assert len(set(owned)) == len(owned) == self.cache.num_allocated
 
     def teardown(self):
-        for hold, _ in self.live:
-            self.cache.release(hold)
+        for table, _ in self.live:
+            self.cache.release(table)
         self.cache.flush()
         self.cache.tidy()
         assert self.cache.allocator.allocate(24).tolist() == list(range(24))
@@ -293,16 +293,16 @@ TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
-def test_pages_of_holds_that_end_together_come_out_in_runs():
-    """Those that they grew by one by one, in turn with each other, come last."""
+def test_pages_of_tables_released_together_come_out_in_runs():
+    """Those that were appended one by one, alternating between the tables, come last."""
     cache = KVCacheManager(8, 16, prefix_cache=False)
-    holds = [cache.begin_private() for _ in range(2)]
-    assert all(cache.grow(hold, 3 * 16) for hold in holds)
-    assert cache.add_page_each(holds).tolist() == [6, 7]
-    cache.release_each([(hold, None) for hold in holds])
+    tables = [cache.new_private_table() for _ in range(2)]
+    assert all(cache.allocate_slots(table, 3 * 16) for table in tables)
+    assert cache.append_pages(tables).tolist() == [6, 7]
+    cache.release_all([(table, None) for table in tables])
     cache.check_integrity()
-    assert cache.num_free == 8 and not any(len(hold.ids) for hold in holds)
-    again = [cache.begin_private() for _ in range(2)]
-    assert all(cache.grow(hold, 3 * 16) for hold in again)
-    assert [hold.ids.tolist() for hold in again] == [[3, 4, 5], [0, 1, 2]]
-    assert cache.add_page_each(again).tolist() == [6, 7]
+    assert cache.num_free == 8 and not any(len(table.ids) for table in tables)
+    again = [cache.new_private_table() for _ in range(2)]
+    assert all(cache.allocate_slots(table, 3 * 16) for table in again)
+    assert [table.ids.tolist() for table in again] == [[3, 4, 5], [0, 1, 2]]
+    assert cache.append_pages(again).tolist() == [6, 7]

@@ -33,21 +33,21 @@ def test_what_was_recorded_is_written(tmp_path):
     control = control_of(engine)
     engine.start("before", range(8, 30))
     engine.run()
-    control.carry_out(RecordExperts("start"), idle=False)
+    control.execute(RecordExperts("start"), idle=False)
     engine.start("during", range(40, 49), max_new_tokens=5)
     engine.run()
-    so_far = Path(control.carry_out(RecordExperts("dump", str(tmp_path)), idle=False))
-    assert control.carry_out(RecordExperts("stop"), idle=True) == f"Recorded {2 * 13 * 3} choices of experts."
+    so_far = Path(control.execute(RecordExperts("dump", str(tmp_path)), idle=False))
+    assert control.execute(RecordExperts("stop"), idle=True) == f"Recorded {2 * 13 * 3} choices of experts."
     engine.start("after", range(8, 30))
     engine.run()
-    written = Path(control.carry_out(RecordExperts("dump", str(tmp_path / "new" / "folder")), idle=True))
+    written = Path(control.execute(RecordExperts("dump", str(tmp_path / "new" / "folder")), idle=True))
     assert written != so_far and written.read_text() == so_far.read_text()
     content = json.loads(written.read_text())
     assert content["layers"] == [0, 2]
     assert [sum(counts) for counts in content["logical_count"]] == [39, 39]
     assert all(len(counts) == 8 and min(counts) >= 0 for counts in content["logical_count"])
     with pytest.raises(InvalidRequest, match="Cannot write"):
-        control.carry_out(RecordExperts("dump", str(written)), idle=True)  # a file, no folder
+        control.execute(RecordExperts("dump", str(written)), idle=True)  # a file, no folder
 
 
 def test_out_of_turn(tmp_path):
@@ -57,11 +57,11 @@ def test_out_of_turn(tmp_path):
     control = control_of(Engine(tmp_path, parallel=Parallel(world, experts=experts)))
     for action in ("stop", "dump"):
         with pytest.raises(InvalidRequest, match="call /start_expert_distribution_record first"):
-            control.carry_out(RecordExperts(action, str(tmp_path)), idle=True)
+            control.execute(RecordExperts(action, str(tmp_path)), idle=True)
 
 
 def test_an_engine_that_does_not_count(tmp_path):
     save_model(tmp_path, "Llama")
     control = control_of(Engine(tmp_path))
     with pytest.raises(InvalidRequest, match="with --expert-distribution-recorder-mode stat"):
-        control.carry_out(RecordExperts("start"), idle=True)
+        control.execute(RecordExperts("start"), idle=True)

@@ -39,7 +39,7 @@ def test_greedy_tokens_equal_transformers(tmp_path, version):
         for i, prompt in enumerate(prompts):
             engine.start(str(i), prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         assert tokens_of(engine.run()) == want
-    assert engine.scheduler.batcher.num_retracted > 0 and engine.cache.num_cached > 0
+    assert engine.scheduler.batcher.retraction.num_retracted > 0 and engine.cache.num_cached > 0
 
 
 def test_two_ranks_equal_transformers(tmp_path):

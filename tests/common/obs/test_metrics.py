@@ -94,8 +94,8 @@ def test_sglang_s_names_can_be_left_out():
 
 
 def test_every_cause_and_name_in_the_code_is_in_the_tables():
-    folder = Path(__file__).parents[2]
-    source = "".join(path.read_text() for part in ("kvtransfer", "prefill", "decode", "common/engine")
+    folder = Path(__file__).parents[3]
+    source = "".join(path.read_text() for part in ("kvtransfer", "prefill", "decode", "common")
                      for path in (folder / part).rglob("*.py"))
     assert set(re.findall(r'cause="(\w+)"', source)) | {"peer"} == set(BREAKAGES)
     counted = set(re.findall(r'counters\["(\w+)"\]', source))

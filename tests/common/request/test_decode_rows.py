@@ -1,4 +1,4 @@
-"""A decode step's batch built at once is the one that is built row by row, and the engine's host work stays small."""
+"""A decode batch built at once equals the one built row by row, and the engine's host work stays small."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_built_at_once_or_row_by_row(page_size, pending):
                                         [row.start for row in rows], [row.page_ids for row in rows],
                                         [row.source for row in rows]), page_size, CPU, logits_rows, previous)
     for field in dataclasses.fields(want):
-        wanted, found = getattr(want, field.name), getattr(got, field.name)
-        if isinstance(wanted, torch.Tensor):
-            assert found.dtype == wanted.dtype and torch.equal(found, wanted), field.name
-        elif isinstance(wanted, np.ndarray):
-            assert found.dtype == wanted.dtype and np.array_equal(found, wanted), field.name
+        expected, actual = getattr(want, field.name), getattr(got, field.name)
+        if isinstance(expected, torch.Tensor):
+            assert actual.dtype == expected.dtype and torch.equal(actual, expected), field.name
+        elif isinstance(expected, np.ndarray):
+            assert actual.dtype == expected.dtype and np.array_equal(actual, expected), field.name
         else:
-            assert found == wanted, field.name
+            assert actual == expected, field.name
 
 
 def test_pages_that_do_not_cover_a_row_are_noticed():
@@ -48,8 +48,8 @@ def test_pages_that_do_not_cover_a_row_are_noticed():
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_bench_of_host_time_runs_real_steps(sampled):
     bench = Bench(batch=3, context=20, steps=10, sampled=sampled)
-    counted = bench.ledger.counters["generation_tokens"]
+    counted = bench.tracker.counters["generation_tokens"]
     bench.step()
-    assert bench.ledger.counters["generation_tokens"] == counted + 3
+    assert bench.tracker.counters["generation_tokens"] == counted + 3
     assert {item.rid for item in bench.sent.items} == {"0", "1", "2"}
     assert sampled or all(item.token_ids == [7] for item in bench.sent.items)

@@ -19,8 +19,8 @@ from baton.common.distributed.capture import may_capture
 from baton.common.distributed.expert_share import ExpertShare
 from baton.common.distributed.parallel import Parallel
 from baton.common.distributed.tp import TPGroup
-from baton.common.engine.rank import _reason, device_of
-from baton.common.engine_client.rank_processes import RankSpec
+from baton.common.engine.rank import _failure_sentence, device_of
+from baton.common.engine.rank_spec import RankSpec
 from baton.common.runner import model_runner
 from baton.common.runner.kv_sizing import kv_layout, sharers
 from baton.common.runner.preflight import token_bytes
@@ -204,10 +204,11 @@ def test_a_pool_that_is_too_large_is_refused_in_a_sentence(monkeypatch):
 def test_why_a_rank_did_not_start_is_one_sentence(tmp_path, monkeypatch):
     spec = RankSpec(build(ServerConfig, {"model_path": "tinychat"}), 3, 4, "", "", "")
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has a total of ...")
-    assert _reason(spec, error) == ("The GPU has too little free memory (CUDA out of memory; Tried to allocate 9 GiB): "
-                                    "lower --mem-fraction-static or --max-total-tokens.")
+    assert _failure_sentence(spec, error) == (
+        "The GPU has too little free memory (CUDA out of memory; Tried to allocate 9 GiB): "
+        "lower --mem-fraction-static or --max-total-tokens.")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    told = _reason(spec, RuntimeError("NCCL error.\nframe #0: c10::Error"))
-    assert told.startswith("Rank 3 could not start: RuntimeError: NCCL error. The traceback is in ")
-    assert "\n" not in told
+    sentence = _failure_sentence(spec, RuntimeError("NCCL error.\nframe #0: c10::Error"))
+    assert sentence.startswith("Rank 3 could not start: RuntimeError: NCCL error. The traceback is in ")
+    assert "\n" not in sentence
     assert "frame #0" in next(tmp_path.iterdir()).read_text()

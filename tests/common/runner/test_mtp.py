@@ -42,7 +42,7 @@ def test_rows_equal_transformers(tmp_path, chunk):
 def test_ranks_equal_transformers(tmp_path):
     models = save_with_predictors(tmp_path / "model", 2)
     want = expected_rows(*models)
-    for found in run_ranks(Path(__file__).with_name("predictor_rank.py"), 2, tmp_path, str(tmp_path / "model")):
+    for found in run_ranks(Path(__file__).with_name("mtp_rank.py"), 2, tmp_path, str(tmp_path / "model")):
         torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
 
 

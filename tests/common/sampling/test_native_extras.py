@@ -42,7 +42,7 @@ def prompts():
 
 
 def retracts(engine, options):
-    return bool(engine.scheduler.batcher.num_retracted) == ("max_total_tokens" in options)
+    return bool(engine.scheduler.batcher.retraction.num_retracted) == ("max_total_tokens" in options)
 
 
 def processed(path, **params):
@@ -101,7 +101,7 @@ def test_a_failing_processor_fails_the_requests_concerned(checkpoint, prompts, o
     engine.start("none", prompts[1], **processed(f"{HERE}:answers_nothing"))
     engine.start("plain", prompts[1], max_new_tokens=LENGTH)
     while engine.scheduler.step(0.0):
-        engine.ledger.flush()
+        engine.tracker.flush()
     told = {rid: (message.code, message.message) for rid, message in failures(engine).items()}
     found = tokens_of(engine.run())
     instead = "in place of logits of shape [1, 96]"
@@ -163,9 +163,9 @@ def test_processors_are_import_paths(given):
 
 @pytest.mark.parametrize("decodes", [False, True])
 def test_a_prompt_may_fill_the_memory_where_nothing_follows(decodes):
-    ledger = RequestTracker([].append, eos_ids=frozenset(), vocab_size=1 << 31, max_request_tokens=8,
-                            max_requests=9, timeout=1.0, reserves_output=decodes)
-    accepted = [ledger.accept(Generate(f"{n}, {more}", [1] * n, SamplingParams(max_new_tokens=more)), 0.0) is not None
+    tracker = RequestTracker([].append, eos_ids=frozenset(), vocab_size=1 << 31, max_request_tokens=8,
+                    max_requests=9, timeout=1.0, reserves_output=decodes)
+    accepted = [tracker.accept(Generate(f"{n}, {more}", [1] * n, SamplingParams(max_new_tokens=more)), 0.0) is not None
                 for n, more in ((8, 0), (8, 1), (9, 0), (7, 1), (7, 2))]
     assert accepted == [True, False, False, True, not decodes]
 

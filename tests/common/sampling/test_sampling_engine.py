@@ -76,7 +76,7 @@ def test_greedy_tokens_equal_the_definition(checkpoint, prompts, expected, optio
     found = tokens_of(engine.run())
     assert found.pop("plain") != expected["all"]
     assert found == expected
-    assert bool(engine.scheduler.batcher.num_retracted) == ("max_total_tokens" in options)
+    assert bool(engine.scheduler.batcher.retraction.num_retracted) == ("max_total_tokens" in options)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

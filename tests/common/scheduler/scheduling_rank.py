@@ -1,6 +1,6 @@
 """One rank of test_scheduling_ranks.py: ``scheduling_rank.py RANK SIZE INIT_METHOD OUT CHECKPOINT CASE...``.
 
-Cases are JSON objects: options of the engine. OUT gets what each case answered, and what the rank decided on the way.
+Cases are JSON objects: options of the engine. OUT gets the results of each case, and the rank's decisions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def run(rank: int, parallel: Parallel, checkpoint: str, case: dict) -> dict:
     engine = Engine(checkpoint, parallel=parallel, vocabulary=VOCABULARY, **case)
     batcher = engine.scheduler.batcher
     if batcher.swap is not None:
-        batcher.swap._link_rate = link_rates[rank]
+        batcher.swap._link_bandwidth = link_rates[rank]
     messages, aborted = drive(engine, list(make_requests(4, 30)), 4, abort_share=0.03)
-    told = {rid: vars(found) for rid, found in took(messages).items()}
-    return {"took": told, "aborted": sorted(aborted), "retracted": batcher.num_retracted,
-            "preempted": batcher.num_preempted, "saved": batcher.swap.num_saved if batcher.swap else 0}
+    results = {rid: vars(result) for rid, result in took(messages).items()}
+    return {"took": results, "aborted": sorted(aborted), "retracted": batcher.retraction.num_retracted,
+            "preempted": batcher.retraction.num_preempted, "saved": batcher.swap.num_swapped_out if batcher.swap else 0}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the batcher decides by: orders, budgets, the reserve for output, priorities."""
+"""Parts of the batcher: orders, budgets, the new-token ratio, priorities."""
 
 import itertools
 import random
@@ -16,9 +16,9 @@ from baton.common.kvcache.manager import KVCacheManager
 from baton.common.request.req import Req
 from baton.common.scheduler.batcher import Batcher
 from baton.common.scheduler.new_token_ratio import NewTokenRatio
-from baton.common.scheduler.policies.order import PER_LOOK, WINDOW, ArrangedOrder, KeyOrder
+from baton.common.scheduler.policies.order import SORT_WINDOW_REQUESTS, SORTED_PER_PEEK, ArrangedOrder, KeyOrder
 from baton.common.scheduler.policies.registry import NAMES, order_maker
-from baton.common.scheduler.prefill_budget import LOGPROB_CHUNK, PrefillBudget
+from baton.common.scheduler.prefill_budget import LOGPROB_CHUNK_TOKENS, PrefillBudget
 from baton.common.scheduler.waiting_queue import WaitingQueue
 
 PAGE = 4
@@ -35,17 +35,21 @@ def make_req(prompt, *, max_new=8, priority=None, logprobs=False, rid=None):
 def remember(cache, prompt):
     """Leave a prompt's pages in the prefix cache."""
     tokens = np.array(prompt, np.int32)
-    hold = cache.begin(tokens, 0)
-    assert cache.grow(hold, len(tokens))
-    cache.release(hold, tokens)
+    table = cache.match_prefix(tokens, 0)
+    assert cache.allocate_slots(table, len(tokens))
+    cache.release(table, tokens)
+
+
+def preempts(batcher, req, num_tokens, prefix_limit):
+    return batcher.retraction.should_preempt_for(req, num_tokens, prefix_limit, has_slot=batcher.has_slot)
 
 
 def drain(queue):
-    found = []
-    while (req := queue.head()) is not None:
+    actual = []
+    while (req := queue.peek()) is not None:
         queue.remove(req)
-        found.append(req)
-    return found
+        actual.append(req)
+    return actual
 
 
 def queue_of(name, cache=None, seed=0, urgency=lambda req: 0):
@@ -85,13 +89,13 @@ def test_longest_prefix_first_follows_the_cache():
     queue = queue_of("lpm", cache)
     for req in (none, short, long):
         queue.append(req)
-    assert queue.head() is long
+    assert queue.peek() is long
     remember(cache, range(50, 60))  # 8 tokens of it: equal to ``short``, and it came first
     queue.remove(long)
     assert drain(queue) == [none, short]
 
 
-def test_subtrees_that_most_wait_for_come_first_and_stay_together():
+def test_subtrees_with_the_most_waiting_requests_come_first_and_stay_together():
     cache = KVCacheManager(64, PAGE)
     light, heavy = list(range(8)), list(range(20, 28))
     for stem in (light, heavy):
@@ -107,7 +111,7 @@ def test_subtrees_that_most_wait_for_come_first_and_stay_together():
     assert drain(queue) == [*deep, stem, one, other]
 
 
-def test_a_subtree_that_was_begun_is_not_left_for_one_of_equal_weight():
+def test_the_current_subtree_is_not_left_for_one_of_equal_weight():
     cache = KVCacheManager(64, PAGE)
     early, heavy = list(range(8)), list(range(20, 28))
     for prompt in (early, heavy):
@@ -117,12 +121,12 @@ def test_a_subtree_that_was_begun_is_not_left_for_one_of_equal_weight():
     queue = queue_of("dfs-weight", cache)
     for req in (*others, *begun):
         queue.append(req)
-    found = []
+    actual = []
     for seen in range(5):
-        found.append(queue.head())
-        queue.remove(found[-1])
+        actual.append(queue.peek())
+        queue.remove(actual[-1])
         remember(cache, [60 + seen] * 8)  # the tree changes, so the next look arranges anew
-    assert found == [begun[0], begun[1], *others, begun[2]]
+    assert actual == [begun[0], begun[1], *others, begun[2]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,12 +138,12 @@ def test_requests_leave_a_queue_in_any_order(name):
     for step in range(600):
         if rng.random() < 0.55 or not inside:
             req = make_req([1] * rng.randrange(1, 20), max_new=rng.randrange(1, 9))
-            (queue.append if rng.random() < 0.8 else queue.put_back)(req)
+            (queue.append if rng.random() < 0.8 else queue.requeue)(req)
             inside.append(req)
         elif rng.random() < 0.5:
             queue.remove(inside.pop(rng.randrange(len(inside))))
         else:
-            head = queue.head()
+            head = queue.peek()
             assert head.num_prompt_tokens % 3 == max(req.num_prompt_tokens % 3 for req in inside)
             queue.remove(head)
             inside.remove(head)
@@ -149,16 +153,16 @@ def test_requests_leave_a_queue_in_any_order(name):
     assert set(drain(queue)) == set(inside)
 
 
-def test_what_was_put_back_comes_first_the_last_one_before_the_others():
+def test_requeued_requests_come_first_the_newest_before_the_others():
     queue = queue_of("lof")
     reqs = [make_req([1], max_new=n) for n in (9, 1, 2)]
     queue.append(reqs[0])
-    queue.put_back(reqs[1])
-    queue.put_back(reqs[2])
+    queue.requeue(reqs[1])
+    queue.requeue(reqs[2])
     assert drain(queue) == [reqs[2], reqs[1], reqs[0]]
 
 
-def test_arranging_looks_at_a_bounded_number():
+def test_sorting_looks_at_a_bounded_number():
     looked = []
     version = itertools.count()
     order = ArrangedOrder(lambda reqs: looked.append(len(reqs)) or list(reqs), lambda: next(version))
@@ -166,22 +170,22 @@ def test_arranging_looks_at_a_bounded_number():
         order.add(make_req([1]))
     for _ in range(160):
         order.discard(order.first())
-    assert max(looked) == WINDOW and sum(looked) <= 161 * PER_LOOK + WINDOW
+    assert max(looked) == SORT_WINDOW_REQUESTS and sum(looked) <= 161 * SORTED_PER_PEEK + SORT_WINDOW_REQUESTS
 
 
-def test_a_heap_forgets_what_has_left():
+def test_a_heap_drops_stale_entries():
     order = KeyOrder(lambda req: 0.0)
-    kept = make_req([1])
-    order.add(kept)
+    first = make_req([1])
+    order.add(first)
     for _ in range(500):
         order.add(req := make_req([1]))
         order.discard(req)
-    assert order.first() is kept and len(order._heap) < 40
+    assert order.first() is first and len(order._heap) < 40
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_costs_the_same_however_many_wait(name):
-    """Steps without room for anybody, and steps that admit one and end one: with 8,000 waiting as with 200."""
+    """Steps that admit no request, and steps that admit one and end one: with 8,000 waiting as with 200."""
     def seconds(count):
         cache = KVCacheManager(4096, PAGE)
         batcher = Batcher(cache, ScheduleArgs(schedule_policy=name, max_running_requests=8, chunked_prefill_size=64))
@@ -195,7 +199,7 @@ def test_a_step_costs_the_same_however_many_wait(name):
             for _ in range(20):
                 batch = batcher.next_prefill()
                 if batch is not None:
-                    batcher.launched(batch)
+                    batcher.mark_launched(batch)
                 for req in batcher.running[:1]:
                     req.num_pending = 0
                     batcher.finish(req)
@@ -208,24 +212,24 @@ def test_a_step_costs_the_same_however_many_wait(name):
 # ---------------------------------------------------------------- budgets
 
 
-def dealt(args, lengths, **options):
+def distributed(args, lengths, **options):
     budget = PrefillBudget(args, **options)
     return [budget.take(make_req([1] * n)) for n in lengths]
 
 
 def test_a_step_of_prompts_stays_within_its_budgets():
-    assert dealt(ScheduleArgs(chunked_prefill_size=100), [30, 50, 40, 9]) == [30, 50, 20, 0]
-    assert dealt(ScheduleArgs(chunked_prefill_size=100, max_prefill_tokens=60), [30, 50, 40]) == [30, 30, 0]
+    assert distributed(ScheduleArgs(chunked_prefill_size=100), [30, 50, 40, 9]) == [30, 50, 20, 0]
+    assert distributed(ScheduleArgs(chunked_prefill_size=100, max_prefill_tokens=60), [30, 50, 40]) == [30, 30, 0]
     # the first prompt is bound by the chunk alone
-    assert dealt(ScheduleArgs(chunked_prefill_size=100, max_prefill_tokens=60), [90, 5]) == [90, 0]
-    assert dealt(ScheduleArgs(chunked_prefill_size=100), [30, 50, 40], together=40) == [30, 10, 0]
-    assert dealt(ScheduleArgs(chunked_prefill_size=100), [90, 5], together=40) == [90, 0]
-    whole = ScheduleArgs(chunked_prefill_size=-1, max_prefill_tokens=60)
-    assert dealt(whole, [500, 5]) == [500, 0]
-    assert dealt(whole, [30, 31, 5]) == [30, 0, 0]
-    assert dealt(whole, [30, 20, 10]) == [30, 20, 10]
-    assert dealt(ScheduleArgs(chunked_prefill_size=8), [30, 4], num_riding=3) == [5, 0]
-    assert dealt(ScheduleArgs(chunked_prefill_size=8), [30], num_riding=30) == [1]
+    assert distributed(ScheduleArgs(chunked_prefill_size=100, max_prefill_tokens=60), [90, 5]) == [90, 0]
+    assert distributed(ScheduleArgs(chunked_prefill_size=100), [30, 50, 40], max_batch_tokens=40) == [30, 10, 0]
+    assert distributed(ScheduleArgs(chunked_prefill_size=100), [90, 5], max_batch_tokens=40) == [90, 0]
+    unchunked = ScheduleArgs(chunked_prefill_size=-1, max_prefill_tokens=60)
+    assert distributed(unchunked, [500, 5]) == [500, 0]
+    assert distributed(unchunked, [30, 31, 5]) == [30, 0, 0]
+    assert distributed(unchunked, [30, 20, 10]) == [30, 20, 10]
+    assert distributed(ScheduleArgs(chunked_prefill_size=8), [30, 4], num_decode_rows=3) == [5, 0]
+    assert distributed(ScheduleArgs(chunked_prefill_size=8), [30], num_decode_rows=30) == [1]
 
 
 @pytest.mark.parametrize("chunk", [8192, -1])
@@ -233,34 +237,34 @@ def test_prompt_logprobs_bind_the_step(chunk):
     budget = PrefillBudget(ScheduleArgs(chunked_prefill_size=chunk))
     assert budget.take(make_req([1] * 10)) == 10
     wants = make_req([1] * 2000, logprobs=True)
-    assert budget.take(wants) == LOGPROB_CHUNK
-    assert budget.spent
+    assert budget.take(wants) == LOGPROB_CHUNK_TOKENS
+    assert budget.exhausted
 
 
-# ---------------------------------------------------------------- the reserve for output
+# ---------------------------------------------------------------- the new-token ratio
 
 
-def test_the_reserve_falls_and_jumps():
-    reserve = NewTokenRatio(1.0)
-    assert reserve.tokens(1000) == 700
+def test_the_ratio_decays_and_jumps():
+    ratio = NewTokenRatio(1.0)
+    assert ratio.reserved_tokens(1000) == 700
     for _ in range(1000):
-        reserve.decoded()
-    assert reserve.tokens(1000) == 98
+        ratio.decay()
+    assert ratio.reserved_tokens(1000) == 98
     req = make_req([1], max_new=100)
     for token in range(60):
-        req.take(token)
-    reserve.retracted([req])
-    assert reserve.ratio == pytest.approx(80 / 101)
-    reserve.retracted([make_req([1], max_new=100)])
-    assert reserve.ratio == pytest.approx(80 / 101), "a retraction never lowers it"
+        req.append_token(token)
+    ratio.on_retraction([req])
+    assert ratio.ratio == pytest.approx(80 / 101)
+    ratio.on_retraction([make_req([1], max_new=100)])
+    assert ratio.ratio == pytest.approx(80 / 101), "a retraction never lowers it"
     assert NewTokenRatio(9.0).ratio == 1.0
     none = NewTokenRatio(0.0)
-    none.retracted([req])
-    assert none.tokens(10_000) == 0
+    none.on_retraction([req])
+    assert none.reserved_tokens(10_000) == 0
 
 
 @pytest.mark.parametrize("conservativeness, admitted", [(0.0, 8), (1.0, 5), (2.0, 4)])
-def test_room_for_output_is_kept(conservativeness, admitted):
+def test_pages_are_reserved_for_output(conservativeness, admitted):
     """Prompts of 8 tokens with 24 of output, in 128 tokens: 16 fit by their prompts, 4 with all of their output."""
     cache = KVCacheManager(32, PAGE, prefix_cache=False)
     batcher = Batcher(cache, ScheduleArgs(schedule_conservativeness=conservativeness, max_running_requests=64))
@@ -307,44 +311,44 @@ def test_priorities_count_only_where_they_are_enabled():
         batcher.waiting.append(make_req([1, 2], priority=priority, rid=rid))
     batcher.next_prefill()
     assert admitted_of(batcher) == ["a", "b"]
-    assert not batcher.blocked(make_req([1] * 500, priority=99), 500, 499)
+    assert not preempts(batcher, make_req([1] * 500, priority=99), 500, 499)
 
 
 def test_an_urgent_prompt_is_computed_before_one_that_has_begun():
     args = ScheduleArgs(enable_priority_scheduling=True, chunked_prefill_size=8)
     batcher = Batcher(KVCacheManager(64, PAGE), args)
     batcher.waiting.append(make_req(range(40), rid="slow"))
-    batcher.launched(batcher.next_prefill())
+    batcher.mark_launched(batcher.next_prefill())
     batcher.waiting.append(make_req(range(50, 56), priority=1, rid="urgent"))
     batch = batcher.next_prefill()
     assert [(chunk.req.rid, chunk.stop - chunk.start) for chunk in batch.chunks] == [("urgent", 6), ("slow", 2)]
 
 
-def test_only_the_less_urgent_by_more_than_the_threshold_give_way():
+def test_only_requests_less_urgent_by_more_than_the_threshold_are_preempted():
     args = ScheduleArgs(enable_priority_scheduling=True, max_running_requests=2,
                         priority_scheduling_preemption_threshold=3)
     batcher = Batcher(KVCacheManager(64, PAGE), args)
     for rid, priority in (("one", 1), ("two", 2)):
         batcher.waiting.append(make_req([1, 2], priority=priority, rid=rid))
-    batcher.launched(batcher.next_prefill())
+    batcher.mark_launched(batcher.next_prefill())
     for req in batcher.running:
-        req.take_pending(7)
-    assert not batcher.blocked(make_req([5], priority=4), 1, 0), "nobody is less urgent by more than 3"
+        req.append_pending(7)
+    assert not preempts(batcher, make_req([5], priority=4), 1, 0), "no request is less urgent by more than 3"
     urgent = make_req([5], priority=5)
-    assert batcher.blocked(urgent, 1, 0)
-    batcher.make_way(urgent, 1, 0)
+    assert preempts(batcher, urgent, 1, 0)
+    batcher.preempt_for(urgent, 1, 0)
     assert [req.rid for req in batcher.running] == ["two"] and [req.rid for req in batcher.waiting] == ["one"]
-    assert not batcher.blocked(urgent, 1, 0)
+    assert not preempts(batcher, urgent, 1, 0)
 
 
-def test_nobody_gives_way_where_that_would_not_help():
+def test_no_request_is_preempted_where_that_would_not_help():
     args = ScheduleArgs(enable_priority_scheduling=True, priority_scheduling_preemption_threshold=0)
     batcher = Batcher(KVCacheManager(8, PAGE, prefix_cache=False), args)
-    for rid, priority in (("kept", 9), ("low", 0)):
+    for rid, priority in (("urgent", 9), ("low", 0)):
         batcher.waiting.append(make_req([1] * 8, priority=priority, rid=rid, max_new=1))
-    batcher.launched(batcher.next_prefill())
+    batcher.mark_launched(batcher.next_prefill())
     assert len(batcher.running) == 2
-    assert not batcher.blocked(make_req([1] * 28, priority=5), 28, 27), "the more urgent one keeps what it would need"
+    assert not preempts(batcher, make_req([1] * 28, priority=5), 28, 27), "the more urgent one keeps what it would need"
 
 
 # ---------------------------------------------------------------- arguments

@@ -1,4 +1,4 @@
-"""Every way to schedule gives a request the tokens that it gets alone, and leaves no page behind."""
+"""Under every schedule a request gets the tokens that it gets alone, and all pages are freed."""
 
 import random
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def make_requests(seed, count):
 
 @dataclass(eq=False)
 class Took:
-    """What a request got. Equal where the tokens are, and the numbers beside them nearly."""
+    """Result of a request. Equal where the tokens are, and the other numbers nearly."""
 
     tokens: list[int]
     reason: str
@@ -76,22 +76,22 @@ class Took:
 
 
 def took(items):
-    """Of each request that has ended."""
+    """The result of each request that has ended."""
     tokens = tokens_of(items)
     ended = {item.rid: item.finish.reason for item in items if item.finish is not None}
-    told = {item.rid: item.prompt_logprobs.values for item in items if item.prompt_logprobs is not None}
+    logprobs = {item.rid: item.prompt_logprobs.values for item in items if item.prompt_logprobs is not None}
     states = dict.fromkeys(ended, b"")
     for item in items:
         if item.rid in ended:
             states[item.rid] += item.hidden_states or b""
-    return {rid: Took(tokens.get(rid, []), reason, [value or 0.0 for value in told.get(rid, [])],
+    return {rid: Took(tokens.get(rid, []), reason, [value or 0.0 for value in logprobs.get(rid, [])],
                       np.frombuffer(states[rid], "<f4").reshape(-1, WIDTH)[:, 0].tolist())
             for rid, reason in ended.items()}
 
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """What a request gets that nothing else runs beside, by its description."""
+    """Results of requests that run alone, by their descriptions."""
     engine, known = Engine(checkpoint, vocabulary=VOCABULARY), {}
 
     def answer(rid, prompt, options):
@@ -105,8 +105,8 @@ def alone(checkpoint):
 
 
 def always_swap(engine):
-    """As if host memory cost nothing, so that what is retracted goes there whatever this machine measures."""
-    engine.scheduler.batcher.swap._link_rate = 1e18
+    """Pretend that host memory costs nothing, so that retracted requests are always swapped out."""
+    engine.scheduler.batcher.swap._link_bandwidth = 1e18
     return engine
 
 
@@ -119,23 +119,23 @@ def drive(engine, requests, seed, *, abort_share=0.0):
             rid, prompt, options = queue.pop(0)
             live[rid] = engine.start(rid, prompt, **options)
         engine.scheduler.step(0.0)
-        engine.ledger.flush()
+        engine.tracker.flush()
         batcher = engine.scheduler.batcher
         assert len(batcher.running) + len(batcher.prefilling) <= batcher.args.max_running_requests
-        if rng.random() < abort_share and engine.ledger.live:
-            engine.scheduler.settle()
-            if engine.ledger.live:
-                req = engine.ledger.live[rng.choice(sorted(engine.ledger.live))]
-                engine.scheduler.abort(req, Aborted("gone"))
-                engine.ledger.fail(req, Aborted("gone"))
+        if rng.random() < abort_share and engine.tracker.live:
+            engine.scheduler.synchronize()
+            if engine.tracker.live:
+                req = engine.tracker.live[rng.choice(sorted(engine.tracker.live))]
+                engine.scheduler.abort(req, Aborted("the client left"))
+                engine.tracker.fail(req, Aborted("the client left"))
                 aborted.add(req.rid)
-    engine.ledger.flush()
+    engine.tracker.flush()
     failed = [message.rid for message in engine.sent if isinstance(message, Failed)]
-    assert sorted(failed) == sorted(aborted), "each aborted request is told once, and no other one fails"
+    assert sorted(failed) == sorted(aborted), "each aborted request fails once, and no other one does"
     messages = [item for message in engine.sent if isinstance(message, OutputBatch) for item in message.items]
     ended = [item.rid for item in messages if item.finish is not None]
     assert len(ended) == len(set(ended)) and not aborted & set(ended)
-    engine.run()  # checks that nothing is held
+    engine.run()  # checks that no page is allocated
     return messages, aborted
 
 
@@ -145,13 +145,13 @@ def check(checkpoint, alone, options, *, seed, count, abort_share=0.0, swaps=Fal
         always_swap(engine)
     requests = list(make_requests(seed, count))
     messages, aborted = drive(engine, requests, seed, abort_share=abort_share)
-    found, partly = took(messages), tokens_of(messages)
+    actual, partly = took(messages), tokens_of(messages)
     for rid, prompt, given in requests:
         expected = alone(rid, prompt, given)
         if rid in aborted:
             assert partly.get(rid, []) == expected.tokens[:len(partly.get(rid, []))]
         else:
-            assert found[rid] == expected, (rid, given)
+            assert actual[rid] == expected, (rid, given)
     return engine.scheduler.batcher
 
 
@@ -173,8 +173,8 @@ def test_tokens_do_not_depend_on_the_schedule(checkpoint, alone, options):
     swaps = "retract_host_memory_gb" in options.get("schedule", {})
     batcher = check(checkpoint, alone, options, seed=4, count=30, abort_share=0.03, swaps=swaps)
     small = "max_total_tokens" in options
-    assert (batcher.num_retracted > 0) == small, "a small pool is meant to see retractions"
-    assert not swaps or batcher.swap.num_saved == batcher.num_retracted
+    assert (batcher.retraction.num_retracted > 0) == small, "a small pool is meant to see retractions"
+    assert not swaps or batcher.swap.num_swapped_out == batcher.retraction.num_retracted
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_long_soak(checkpoint, alone, policy, seed):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_running_requests_gain_a_token_in_every_step_beside_prompts(checkpoint, alone, overlap):
+def test_running_requests_get_a_token_in_every_mixed_step(checkpoint, alone, overlap):
     engine = Engine(checkpoint, chunk=8, overlap=overlap, schedule={"enable_mixed_chunk": True})
     options = {"max_new_tokens": 24, "ignore_eos": True}
     running = engine.start("running", [3] * 5, **options)
@@ -204,17 +204,17 @@ def test_running_requests_gain_a_token_in_every_step_beside_prompts(checkpoint, 
     prompt = STEMS[1] + [1]
     engine.start("prompt", prompt, **options)
     lengths = []
-    for _ in range(5):  # 41 tokens beside one row that decodes: 7 a step
+    for _ in range(5):  # 41 tokens and one decode row: 7 a step
         engine.scheduler.step(0.0)
         lengths.append(running.length)
         assert engine.scheduler.batcher.prefilling
     assert np.diff(lengths).tolist() == [1] * 4
-    found = took(engine.run())
-    assert found["prompt"] == alone("prompt", prompt, {"logprobs": {}, "fields": {}} | options)
-    assert found["running"] == alone("running", [3] * 5, {"logprobs": {}, "fields": {}} | options)
+    actual = took(engine.run())
+    assert actual["prompt"] == alone("prompt", prompt, {"logprobs": {}, "fields": {}} | options)
+    assert actual["running"] == alone("running", [3] * 5, {"logprobs": {}, "fields": {}} | options)
 
 
-# ---------------------------------------------------------------- giving way
+# ---------------------------------------------------------------- preemption
 
 
 CHOICES = [{}, {"temperature": 1.0, "seed": 11}, {"frequency_penalty": 0.8, "repetition_penalty": 1.2},
@@ -223,8 +223,8 @@ CHOICES = [{}, {"temperature": 1.0, "seed": 11}, {"frequency_penalty": 0.8, "rep
 
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_who_gives_way_loses_nothing(checkpoint, alone, overlap, host):
-    """Four requests fill all places; urgent ones take three of them."""
+def test_preempted_requests_lose_nothing(checkpoint, alone, overlap, host):
+    """Four requests fill all slots; urgent ones take three of them."""
     engine = Engine(checkpoint, overlap=overlap, max_running=4, vocabulary=VOCABULARY,
                     schedule=PREEMPT | (HOST if host else {}))
     if host:
@@ -240,20 +240,20 @@ def test_who_gives_way_loses_nothing(checkpoint, alone, overlap, host):
     for rid, prompt, options in urgent:
         engine.start(rid, prompt, **options)
     items = engine.run()
-    found = took(items)
+    actual = took(items)
     for rid, prompt, options in low + urgent:
-        assert found[rid] == alone(rid, prompt, options)
+        assert actual[rid] == alone(rid, prompt, options)
     batcher = engine.scheduler.batcher
-    assert 1 <= batcher.num_preempted <= 3
-    assert (batcher.swap.num_saved if host else 0) == (batcher.num_retracted if host else 0)
+    assert 1 <= batcher.retraction.num_preempted <= 3
+    assert (batcher.swap.num_swapped_out if host else 0) == (batcher.retraction.num_retracted if host else 0)
     order = [item.rid for item in items if item.finish is not None]
-    assert sorted(order[-batcher.num_preempted:])[0].startswith("low"), "who gave way ends behind"
+    assert sorted(order[-batcher.retraction.num_preempted:])[0].startswith("low"), "preempted requests end last"
     cached = {item.rid: item.num_cached_tokens for item in items}
-    assert max(cached[rid] for rid, _, _ in low) <= 40, "its own pages, found again, are no cache hit"
+    assert max(cached[rid] for rid, _, _ in low) <= 40, "its own pages, matched again, are no cache hit"
 
 
-def test_a_prompt_that_gives_way_halfway_keeps_its_logprobs(checkpoint, alone):
-    """And what another request leaves in the cache meanwhile does not hide positions that are still to be told."""
+def test_a_prompt_preempted_between_chunks_keeps_its_logprobs(checkpoint, alone):
+    """Pages that another request leaves in the cache meanwhile do not hide positions that are still to be reported."""
     prompt = STEMS[1] + [5]
     options = {"max_new_tokens": 3, "logprobs": {"return_logprob": True, "logprob_start_len": 0},
                "fields": {"priority": 0}}
@@ -264,9 +264,9 @@ def test_a_prompt_that_gives_way_halfway_keeps_its_logprobs(checkpoint, alone):
         engine.start("asks", prompt, **options)
         engine.scheduler.step(0.0)
         engine.start("same", prompt, max_new_tokens=2, fields={"priority": 1})
-        found = took(engine.run())
-        assert engine.scheduler.batcher.num_preempted == 1
-        assert found["asks"] == alone("asks", prompt, options) and len(found["asks"].prompt_logprobs) == len(prompt)
+        actual = took(engine.run())
+        assert engine.scheduler.batcher.retraction.num_preempted == 1
+        assert actual["asks"] == alone("asks", prompt, options) and len(actual["asks"].prompt_logprobs) == len(prompt)
 
 
 # ---------------------------------------------------------------- host memory
@@ -282,53 +282,53 @@ def fill_and_retract(checkpoint, **options):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_pages_come_back_from_host_memory(checkpoint, alone, overlap):
+def test_pages_are_swapped_in_from_host_memory(checkpoint, alone, overlap):
     engine, requests = fill_and_retract(checkpoint, overlap=overlap, radix=False)
     always_swap(engine)
     computed = []
     launch = engine.scheduler._pipeline._executor.launch
     engine.scheduler._pipeline._executor.launch = lambda batch, *rest: (
         computed.append(0 if batch.is_decode else batch.num_tokens), launch(batch, *rest))[1]
-    found = took(engine.run())
+    actual = took(engine.run())
     batcher = engine.scheduler.batcher
-    assert batcher.num_retracted == batcher.swap.num_saved > 0
+    assert batcher.retraction.num_retracted == batcher.swap.num_swapped_out > 0
     assert sum(computed) == 6 * 20, "no prompt was computed twice, without a prefix cache too"
     for rid, prompt, given in requests:
-        assert found[rid] == alone(rid, prompt, given)
+        assert actual[rid] == alone(rid, prompt, given)
 
 
-def test_what_is_cheaper_computed_is_not_copied(checkpoint):
+def test_pages_cheaper_to_recompute_are_not_swapped_out(checkpoint):
     engine, _ = fill_and_retract(checkpoint)
     swap = engine.scheduler.batcher.swap
-    swap._link_rate = 1.0
+    swap._link_bandwidth = 1.0
     engine.run()
-    assert engine.scheduler.batcher.num_retracted > 0 and swap.num_saved == 0
+    assert engine.scheduler.batcher.retraction.num_retracted > 0 and swap.num_swapped_out == 0
     assert swap.prefill_rate.tokens_per_second > 0
 
 
-def test_host_memory_that_is_full_is_no_harm(checkpoint, alone):
+def test_full_host_memory_does_no_harm(checkpoint, alone):
     engine, requests = fill_and_retract(checkpoint, radix=False)
     swap = always_swap(engine).scheduler.batcher.swap
-    taken = swap.host._slots.allocate(swap.host.num_pages - 12)  # room for one request, not for two
+    taken = swap.host._slots.allocate(swap.host.num_pages - 12)  # pages for one request, not for two
     while engine.scheduler.step(0.0):
-        engine.ledger.flush()
-    assert engine.scheduler.batcher.num_retracted > swap.num_saved > 0
+        engine.tracker.flush()
+    assert engine.scheduler.batcher.retraction.num_retracted > swap.num_swapped_out > 0
     swap.host.free(taken)
-    found = took(engine.run())
-    assert all(found[rid] == alone(rid, prompt, given) for rid, prompt, given in requests)
+    actual = took(engine.run())
+    assert all(actual[rid] == alone(rid, prompt, given) for rid, prompt, given in requests)
 
 
 def test_requests_aborted_while_swapped_out_leave_nothing(checkpoint):
     engine, _ = fill_and_retract(checkpoint, overlap=True)
     batcher = always_swap(engine).scheduler.batcher
-    while not any(req.saved for req in batcher.waiting):
+    while not any(req.swapped_out for req in batcher.waiting):
         assert engine.scheduler.step(0.0)
-    assert batcher.swap.host.num_held > 0
-    engine.scheduler.settle()
-    for req in [req for req in batcher.waiting if req.saved]:
+    assert batcher.swap.host.num_allocated > 0
+    engine.scheduler.synchronize()
+    for req in [req for req in batcher.waiting if req.swapped_out]:
         engine.scheduler.abort(req, None)
-        engine.ledger.drop(req)
-    assert batcher.swap.host.num_held == 0
+        engine.tracker.drop(req)
+    assert batcher.swap.host.num_allocated == 0
     engine.run()
 
 
@@ -336,11 +336,11 @@ def test_the_prefill_rate_counts_a_step_from_the_end_of_the_one_before():
     times = iter([0.0, 1.0, 2.0, 4.0, 5.0, 6.0])
     rate = PrefillRate(clock=lambda: next(times))
     rate.begin(100)  # at 0
-    rate.begin(400)  # at 1, behind the first
+    rate.begin(400)  # at 1, after the first
     rate.end()  # at 2
     assert rate.tokens_per_second == 50
     rate.end()  # at 4: 400 tokens in 2 s
     assert rate.tokens_per_second == pytest.approx(0.8 * 50 + 0.2 * 200)
-    rate.begin(0)  # decoding tells nothing
+    rate.begin(0)  # a decode step is not measured
     rate.end()
     assert rate.tokens_per_second == pytest.approx(80)

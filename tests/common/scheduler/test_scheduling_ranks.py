@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks take the same decisions, whatever each of them measures, and answer as one rank does."""
+"""Two tensor-parallel ranks take the same decisions, even if they measure differently, and answer as one rank does."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CASES = [
 ]
 
 
-def test_ranks_decide_alike(checkpoint, alone, tmp_path):  # noqa: F811
+def test_ranks_take_the_same_decisions(checkpoint, alone, tmp_path):  # noqa: F811
     script = Path(__file__).with_name("scheduling_rank.py")
     first, second = run_ranks(script, 2, tmp_path, str(checkpoint), *map(json.dumps, CASES))
     for mine, theirs, case in zip(first, second, CASES):
         assert mine["retracted"] > 0 and mine["preempted"] > 0, case
         for what in ("aborted", "retracted", "preempted", "saved"):
             assert mine[what] == theirs[what], (what, case)
-        assert {rid: found["tokens"] for rid, found in mine["took"].items()} == {
-            rid: found["tokens"] for rid, found in theirs["took"].items()}
+        assert {rid: actual["tokens"] for rid, actual in mine["took"].items()} == {
+            rid: actual["tokens"] for rid, actual in theirs["took"].items()}
         for rid, prompt, options in make_requests(4, 30):
             assert rid in mine["aborted"] or Took(**mine["took"][rid]) == alone(rid, prompt, options), (rid, case)
     assert first[1]["saved"] < first[1]["retracted"], "one rank's slow link counts for both"

@@ -72,9 +72,9 @@ MODELS: dict[str, tuple[str, type[msgspec.Struct], refused_fields.Table]] = {
     "score": (SCORE, schema.ScoreRequest, refused_fields.EMBEDDING),
     "rerank": (RERANK, schema.RerankRequest, refused_fields.EMBEDDING),
 }
-SOURCES = "\n".join(path.read_text() for folder in ("openai", "http")
+SOURCES = "\n".join(path.read_text() for folder in ("parsers", "serving")
                     for path in sorted((Path(baton.common.__file__).parent / folder).rglob("*.py"))
-                    if path.name != "refused.py")
+                    if path.name != "refused_fields.py")
 DECODERS = {
     "chat": (requests.decode_chat, {"messages": []}), "completion": (requests.decode_completion, {"prompt": "x"}),
     "response": (request.decode_response, {"input": "x"}), "generate": (native.decode_generate, {"text": "x"}),

@@ -10,7 +10,7 @@ import pytest
 
 from baton.common.obs.logging import JsonLine, TextLine
 from baton.router.config.endpoint import Endpoint
-from baton.router.obs.access_log import MOST_WAITING, AccessLog
+from baton.router.obs.access_log import MAX_BUFFERED_LINES, AccessLog
 from baton.router.workers.registry import Worker
 
 PAIR = tuple(Worker(Endpoint.parse(f"http://{host}:30001")) for host in "ab")
@@ -59,9 +59,9 @@ def test_lines_are_written_together_in_order(written):
 
 def test_many_do_not_wait_for_the_clock(written):
     stream, log = written(TextLine("router")), AccessLog(Loop())
-    for number in range(MOST_WAITING + 1):
+    for number in range(MAX_BUFFERED_LINES + 1):
         note(log, b"%d" % number)
-    assert len(stream.getvalue().splitlines()) == MOST_WAITING
+    assert len(stream.getvalue().splitlines()) == MAX_BUFFERED_LINES
 
 
 @pytest.mark.parametrize("hostile", [b"a\nERROR b", b"\xff\x00", b'x" status=500', b"\xe2\x80\xa8", b""])

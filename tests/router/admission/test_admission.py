@@ -8,7 +8,8 @@ import weakref
 import pytest
 
 from baton.common.api.errors import Overloaded
-from baton.router.admission.admission import Admission, AdmissionRules, Permit, QueueTimeout, TokenBucket, TtftEstimate
+from baton.router.admission.admission import Admission, Permit, QueueTimeout, TokenBucket, TtftEstimate
+from baton.router.config.admission import AdmissionRules
 
 
 class Scene:
@@ -21,8 +22,9 @@ class Scene:
         self.refused: dict[str, Exception] = {}
 
     def enter(self, name="", key=b"", streamed=False, priority=0):
-        return self.admission.enter(key, streamed, lambda: priority, lambda ticket: self.started.update({name: ticket}),
-                                    lambda error: self.refused.update({name: error}))
+        return self.admission.acquire(
+            key, streamed, lambda: priority, lambda ticket: self.started.update({name: ticket}),
+            lambda error: self.refused.update({name: error}))
 
 
 class Body:
@@ -42,10 +44,10 @@ def test_the_limit_is_exact_and_the_queue_goes_by_priority_then_arrival():
         scene.enter(name, priority=priority)
     with pytest.raises(Overloaded):
         scene.enter()
-    tickets.pop().finished()
+    tickets.pop().release()
     assert list(scene.started) == ["b"]
     for ticket in (tickets.pop(), scene.started["b"]):
-        ticket.finished()
+        ticket.release()
     assert list(scene.started) == ["b", "d", "a"]
     assert (scene.admission.running, scene.admission.queued) == (2, 1)
 
@@ -56,11 +58,11 @@ def test_a_thousand_waiting_requests_that_fail_at_once_do_not_pile_up():
 
     def fail(ticket):
         ended.append(ticket)
-        ticket.finished()
+        ticket.release()
 
     for _ in range(2000):
-        scene.admission.enter(b"", False, lambda: 0, fail, lambda error: None)
-    first.finished()
+        scene.admission.acquire(b"", False, lambda: 0, fail, lambda error: None)
+    first.release()
     assert (len(ended), scene.admission.running, scene.admission.queued) == (2000, 0, 0)
 
 
@@ -72,12 +74,12 @@ def test_requests_that_waited_are_not_kept(leaves):
     urgent = scene.enter("urgent", priority=9) if leaves else None
     for _ in range(1000):
         body = Body()
-        waiting = scene.admission.enter(b"", False, lambda: 0, body.start, body.refuse)
+        waiting = scene.admission.acquire(b"", False, lambda: 0, body.start, body.refuse)
         kept.append(weakref.ref(body))
         if leaves:
-            waiting.leave()
+            waiting.cancel()
         else:
-            last.finished()
+            last.release()
             last = body.ticket
         del body, waiting
     assert sum(ref() is not None for ref in kept) < 100
@@ -91,14 +93,14 @@ def test_waiting_ends_in_time_and_who_left_is_skipped():
     scene.now = 4.0
     gone = scene.enter("gone")
     scene.enter("late")
-    assert scene.admission.sweep() == 10.0
-    gone.leave()
+    assert scene.admission.expire() == 10.0
+    gone.cancel()
     scene.now = 10.0
-    assert scene.admission.sweep() == 14.0
+    assert scene.admission.expire() == 14.0
     assert isinstance(scene.refused["early"], QueueTimeout) and scene.refused["early"].retry_after
-    ticket.finished()
+    ticket.release()
     assert list(scene.started) == ["late"]
-    assert scene.admission.sweep() is None
+    assert scene.admission.expire() is None
 
 
 def test_bucket():
@@ -132,7 +134,7 @@ def test_a_key_has_its_own_share():
     with pytest.raises(Overloaded):
         scene.enter(key=b"a")
     scene.enter(key=b"b")
-    tickets[0].finished()
+    tickets[0].release()
     scene.enter(key=b"a")
 
 
@@ -141,9 +143,10 @@ def test_keys_that_are_done_are_forgotten(monkeypatch):
     scene = Scene(max_concurrent_per_key=2)
     busy = scene.enter(key=b"busy")
     for i in range(1000):
-        scene.enter(key=b"%d" % i).finished()
-    assert len(scene.admission._keys) <= 51 and b"busy" in scene.admission._keys
-    busy.finished()
+        scene.enter(key=b"%d" % i).release()
+    shares = scene.admission._state._shares
+    assert len(shares) <= 51 and b"busy" in shares
+    busy.release()
 
 
 def test_estimate_grows_with_those_that_wait_and_shrinks_with_parallel_workers():

@@ -79,8 +79,8 @@ def as_told(default) -> str:
 
 
 def test_defaults_that_differ_are_told_with_their_reason():
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    table = readme.partition("| flag | sglang-router | here | why |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    page = (Path(__file__).resolve().parents[3] / "docs/router.md").read_text()
+    table = page.partition("| flag | sglang-router | Baton | why |\n")[2].partition("\n\n")[0].splitlines()[1:]
     told = {cells[1].strip("` "): (cells[2].strip(), cells[3].strip(), cells[4].strip())
             for cells in (row.split("|") for row in table)}
     own = {spelling: item.field.default for item in _flags(RouterConfig)

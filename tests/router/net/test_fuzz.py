@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-_PATH = Path(__file__).resolve().parents[1] / "bench" / "router_fuzz.py"
+_PATH = Path(__file__).resolve().parents[2] / "bench" / "router_fuzz.py"
 _spec = importlib.util.spec_from_file_location("router_fuzz", _PATH)
 assert _spec is not None and _spec.loader is not None
 router_fuzz = importlib.util.module_from_spec(_spec)

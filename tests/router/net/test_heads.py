@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from baton.router.net.heads import KnownHeads
 from baton.router.net.request import Request
 from baton.router.net.request_reader import HeadRules, RequestReader
-from baton.router.net.upstream_pool import plain_answer
+from baton.router.net.upstream_pool import read_plain_response
 
 PLAIN = b"POST /generate HTTP/1.1\r\nHost: r\r\nX-A: b\r\nContent-Length: 4\r\n\r\nabcd"
 READ = ("method", "target", "path", "query", "body", "headers", "authorization", "authorization_line", "origin",
-        "traceparent", "reply_headers", "keep_alive", "on_head", "old")
+        "traceparent", "reply_headers", "keep_alive", "on_head", "is_http_1_0")
 
 
 def looked_up(rules: HeadRules, data: bytes) -> Request | None:
-    return RequestReader(rules, 1000).whole(data)
+    return RequestReader(rules, 1000).parse_known(data)
 
 
 def learnt(data: bytes) -> HeadRules:
@@ -95,7 +95,7 @@ def test_requests_that_are_not_plain_are_never_looked_up(odd):
     (b"HTTP/1.1 304 Not Modified", b"", False), (b"HTTP/1.1 100 Continue", b"", False),
     (b"HTTP/1.1 200 OK", b"content-length: 1\r\n", False), (b"SSH-2.0", b"", False)])
 def test_answers_that_are_not_plain_are_never_looked_up(start, lines, plain):
-    known = KnownHeads(plain_answer)
+    known = KnownHeads(read_plain_response)
     data = start + b"\r\n" + lines + b"content-length: 2\r\n\r\n{}"
     found = [known.find(data, None) for _ in range(3)][-1]
     assert (found is not None) is plain
@@ -104,7 +104,7 @@ def test_answers_that_are_not_plain_are_never_looked_up(start, lines, plain):
 
 
 def test_heads_that_never_come_again_are_not_kept():
-    known = KnownHeads(plain_answer)
+    known = KnownHeads(read_plain_response)
     for number in range(20_000):
         known.find(b"HTTP/1.1 200 OK\r\nid: %d\r\ncontent-length: 2\r\n\r\n{}" % number, None)
     assert len(known) == 0

@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from baton.router.net.body import COPIED_BYTES, ROUTED_BYTES, LargeBody, peek, with_bootstrap, with_previous_room
-from baton.router.net.request_reader import _GATHERED, HeadRules, RequestReader
-from baton.router.workers.dp_ranks import tell_prefill_rank, tell_rank
+from baton.router.net.request_reader import _MIN_BUFFERED_BODY_BYTES as BUFFERED
+from baton.router.net.request_reader import HeadRules, RequestReader
+from baton.router.workers.dp_ranks import with_prefill_rank, with_rank
 
 PATH = b"/v1/chat/completions"
 
@@ -36,7 +37,7 @@ def test_fields_are_added_to_large_bodies_as_to_small_ones(make):
         body = make(size)
         first = with_bootstrap(body, peek(body), "10.0.0.1", 8998, Random(1))
         again = with_previous_room(with_bootstrap(body, peek(body), "10.0.0.2", 8998, Random(2)), first)
-        ranked = tell_prefill_rank(tell_rank(PATH, again, 2), 3)
+        ranked = with_prefill_rank(with_rank(PATH, again, 2), 3)
         for step in (first, again, ranked):
             fields = json.loads(sent(step))
             steps.append((list(fields), {name: value for name, value in fields.items()
@@ -58,10 +59,10 @@ def test_routing_looks_at_the_first_megabyte():
     assert peek(chat(4 * ROUTED_BYTES)).routing_text == text
 
 
-@pytest.mark.parametrize("size", [_GATHERED - 1, _GATHERED, 3 * _GATHERED + 17])
+@pytest.mark.parametrize("size", [BUFFERED - 1, BUFFERED, 3 * BUFFERED + 17])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_reader_gathers_bodies_of_any_size(size, chunked):
-    reader, body = RequestReader(HeadRules(), 10 * _GATHERED), Random(size).randbytes(size)
+    reader, body = RequestReader(HeadRules(), 10 * BUFFERED), Random(size).randbytes(size)
     framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % size
     data = b"POST /generate HTTP/1.1\r\nhost: r\r\n%b\r\n\r\n" % framing
     data += b"%x\r\n%b\r\n0\r\n\r\n" % (size, body) if chunked else body

@@ -101,18 +101,18 @@ async def test_a_body_that_comes_fast_enough_may_take_long(router, worker, conne
     assert mock.posts[0].body == b"".join(pieces)
 
 
-async def test_idle_clients_are_looked_at_when_they_are_due(router, connect, request_to, script):
-    """Not at each tick: of 50 clients that idle for 0.8 s, at ticks of 0.05, each is looked at two or three times."""
+async def test_idle_clients_are_checked_when_they_are_due(router, connect, request_to, script):
+    """Not at each tick: of 50 clients that idle for 0.8 s, at ticks of 0.05, each is checked two or three times."""
     front = await router(keep_alive_secs=0.8, client_header_timeout_secs=0.2)
-    looks = 0
-    look = ClientConnection.look
+    checks = 0
+    check = ClientConnection.check_deadline
 
     def counted(self, now):
-        nonlocal looks
-        looks += 1
-        return look(self, now)
+        nonlocal checks
+        checks += 1
+        return check(self, now)
 
-    ClientConnection.look = counted
+    ClientConnection.check_deadline = counted
     try:
         clients = [await connect(front) for _ in range(50)]
         for client in clients:
@@ -123,8 +123,8 @@ async def test_idle_clients_are_looked_at_when_they_are_due(router, connect, req
             assert await asyncio.wait_for(client.reader.read(), 5) == b""
         await script.until(lambda: not front._connections)
     finally:
-        ClientConnection.look = look
-    assert 50 <= looks <= 150
+        ClientConnection.check_deadline = check
+    assert 50 <= checks <= 150
     assert not any(front._deadlines._slots.values())
 
 

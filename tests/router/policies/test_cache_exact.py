@@ -138,7 +138,7 @@ def test_a_text_that_was_learnt_is_known_to_its_last_page():
     learn(texts, text, tokens)
     blocks = text_blocks(text.encode())
     assert texts.knows(blocks)
-    assert texts.chain(blocks)[-1] == (62, page_hashes(tokens, PAGE)[-1])
+    assert texts.pages_of(blocks)[-1] == (62, page_hashes(tokens, PAGE)[-1])
 
 
 def test_pages_of_a_shared_beginning_become_shared_pages():
@@ -151,7 +151,7 @@ def test_pages_of_a_shared_beginning_become_shared_pages():
         learn(texts, *chats[-1])
     question, question_ids = words(99, 300)
     true = page_hashes(system_ids + question_ids, PAGE)
-    chain = texts.chain(text_blocks((system + question).encode()))
+    chain = texts.pages_of(text_blocks((system + question).encode()))
     assert all(true[pages - 1] == value for pages, value in chain)
     assert chain[-1][0] >= 40  # of 50 that are shared
 
@@ -168,7 +168,7 @@ def test_any_lesson_can_be_learnt(text, count, stride):
     texts = TextPages(1000)
     told = [(page, page * 7) for page in range(stride, count + 1, stride)]
     texts.learn(text_blocks(text), len(text), PromptPages(count, PAGE, told))
-    chain = texts.chain(text_blocks(text))
+    chain = texts.pages_of(text_blocks(text))
     assert [page for page, _ in chain] == sorted({page for page, _ in chain})
     assert all(page <= count for page, _ in chain)
 
@@ -183,7 +183,7 @@ def test_a_prompt_of_ids_goes_where_its_pages_are():
     policy.residency.apply(pool[3].id, [stored(tokens[:64])])
     for body in ({"input_ids": tokens}, {"prompt": tokens}):
         subject, request = read(policy, body)
-        assert request.on_head is None
+        assert subject.amendment is None and not request.headers and request.on_head is None
         assert policy.choose(pool, subject) == Decision(pool[2], "cache_hit")
 
 
@@ -227,12 +227,12 @@ def test_what_was_sent_yields_to_a_worker_that_says_it_holds_nothing(told):
     policy, fleet = CacheExact(), workers(3)
     others_policy = policy.of_another_model()
     for worker in fleet:
-        policy.follow(worker)
+        policy.on_followed(worker)
     prompt = read(policy, {"text": "a" * 2000})[0]
     for each in (policy, others_policy):
         first = each.choose(fleet, prompt).worker
         assert each.choose(fleet, prompt) == Decision(first, "cache_hit")
-        policy.take(first, [Cleared()]) if told == "event" else policy.cleared(first)
+        policy.on_events(first, [Cleared()]) if told == "event" else policy.on_cleared(first)
         assert each.choose(fleet, prompt).reason == "cache_miss"
         assert each.choose(fleet, prompt).reason == "cache_hit"  # what was sent since then counts
 
@@ -247,7 +247,7 @@ def test_what_was_sent_unseen_yields_to_events():
     for _ in range(3):
         policy.sweep(0.0)
     for worker in fleet:
-        policy.follow(worker)
+        policy.on_followed(worker)
     assert policy.choose(fleet, prompt).reason == "cache_miss"
 
 
@@ -289,15 +289,16 @@ def test_a_lesson_is_taken_out_of_the_answer():
     policy = CacheExact()
     text, tokens = words(1, 400)
     subject, request = read(policy, {"text": text})
-    assert f"{PROMPT_PAGES_HEADER}: ask\r\n".encode() in request.headers
+    assert not request.headers and request.on_head is None  # Reading changes nothing.
+    assert f"{PROMPT_PAGES_HEADER}: ask\r\n".encode() in subject.amendment.headers
     plain = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-a: b\r\n\r\n{}"
     line = f"X-Baton-Prompt-Pages: {encode_pages(tokens, PAGE)}\r\n".encode()
     told = plain.replace(b"x-a", line + b"x-a")
-    head = request.on_head(AnswerHead(AnswerFacts.read(200, plain), told, told.index(b"\r\n\r\n") + 4))
+    head = subject.amendment.on_head(AnswerHead(AnswerFacts.read(200, plain), told, told.index(b"\r\n\r\n") + 4))
     assert (head.data, head.size) == (plain, len(plain) - 2)
     assert policy.texts.knows(subject.blocks)
-    assert read(policy, {"text": text})[1].on_head is None
-    _, again = read(policy, {"text": text + "more"})
+    assert read(policy, {"text": text})[0].amendment is None
+    again = read(policy, {"text": text + "more"})[0].amendment
     assert again.on_head(AnswerHead(AnswerFacts.read(200, plain), plain, len(plain) - 2)).data == plain
     broken = plain.replace(b"x-a", b"x-baton-prompt-pages: 1;x\r\nx-a")
     assert again.on_head(AnswerHead(AnswerFacts.read(200, plain), broken, len(broken) - 2)).data == broken
@@ -375,9 +376,9 @@ class Publishing:
 
     def compute(self, tokens: list[int]) -> None:
         array = np.array(tokens, np.int32)
-        hold = self.cache.begin(array, len(array))
-        assert self.cache.grow(hold, len(array))
-        self.cache.release(hold, array)
+        table = self.cache.match_prefix(array, len(array))
+        assert self.cache.allocate_slots(table, len(array))
+        self.cache.release(table, array)
 
     def stop(self) -> None:
         self.task.cancel()
@@ -442,14 +443,14 @@ async def test_a_missed_batch_is_fetched(worker, router, publishing, script):
     lost, send = ids(5, 160), cache.publisher._publisher.send_multipart
     cache.publisher._publisher.send_multipart = lambda frames: None
     cache.compute(lost)
-    await script.until(lambda: cache.publisher._recorder.events == [])
+    await script.until(lambda: cache.publisher._listener.events == [])
     cache.publisher._publisher.send_multipart = send
     cache.compute(ids(6, 160))
     await script.until(lambda: depths(made, lost) == {10})
 
 
 async def test_the_pages_of_a_chat_are_learnt_from_answers(worker, router, chat, publishing, script):
-    """The second time a chat comes, its text leads to the worker that holds its pages."""
+    """The second time a chat comes, its text leads to the worker that tables its pages."""
     caches = [publishing() for _ in range(3)]
     text, tokens = words(1, 600)
 

@@ -208,7 +208,7 @@ def test_malformed_urls_are_refused(url):
 
 
 def test_backoff_grows_to_its_limit():
-    backoff = Backoff(max_retries=5, initial=0.1, longest=0.5, multiplier=2, jitter=0.1)
+    backoff = Backoff(max_retries=5, initial=0.1, maximum=0.5, multiplier=2, jitter=0.1)
     delays = [backoff.delay(k, Random(k)) for k in range(6)]
     for delay, base in zip(delays, (0.1, 0.2, 0.4, 0.5, 0.5, 0.5)):
         assert base * 0.9 <= delay <= base * 1.1

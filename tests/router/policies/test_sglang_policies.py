@@ -129,7 +129,7 @@ def test_manual_keys_are_bounded(monkeypatch):
     monkeypatch.setattr("baton.router.policies.manual.MOST_KEYS", 10)
     table = KeyTable()
     for number in range(50):
-        table.give(number, 1)
+        table.assign(number, 1)
     assert len(table) == table.groups[1] == 10
     assert table.find(0) == () and table.find(49) == (1,)
 
@@ -138,7 +138,7 @@ def test_manual_keys_are_bounded(monkeypatch):
 def test_keys_of_each_worker_are_counted(steps):
     table = KeyTable()
     for number, worker_id, new in steps:
-        table.give(number, worker_id, new=new)
+        table.assign(number, worker_id, new=new)
         held = Counter(worker for entry in table._entries.values() for worker in entry.workers)
         assert held == table.groups
         assert all(len(entry.workers) <= 2 for entry in table._entries.values())
@@ -146,8 +146,8 @@ def test_keys_of_each_worker_are_counted(steps):
 
 def test_tables_that_hear_of_each_other_prefer_the_same_worker():
     one, other = KeyTable(), KeyTable()
-    one.give(7, 1), other.give(7, 2)
-    one.give(7, 2), other.give(7, 1)
+    one.assign(7, 1), other.assign(7, 2)
+    one.assign(7, 2), other.assign(7, 1)
     assert one.find(7) == other.find(7) == (1, 2)
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from baton.router.relay.continuation import StreamLog, continuable
+from baton.router.relay.continuation import StreamLog, is_continuable
 
 OURS = {"stream_continuation": True}
 GREEDY = {"messages": [], "stream": True, "temperature": 0}
@@ -182,12 +182,12 @@ def test_the_log_stays_small_and_knows_every_token(cumulative):
                                 separators=(",", ":")))
         sent += data
         for part in (data[:7], data[7:]):
-            relayed += log.take(part)
+            relayed += log.feed(part)
     assert relayed == sent
-    body = json.loads(log.resumed_body())
+    body = json.loads(log.continuation_body())
     tokens = list(range(200 if cumulative else 3000))
     assert body == {"a": 1, "continuation": {"id": "x", "created": 1, "token_ids": tokens}}
-    assert len(log._kept) < 70_000
+    assert len(log._relayed) < 70_000
 
 
 @pytest.mark.parametrize(("body", "yes"), [
@@ -199,7 +199,7 @@ def test_the_log_stays_small_and_knows_every_token(cumulative):
     ('{"stream": true, "temperature": 0, "return_hidden_states": true}', False),
 ])
 def test_what_can_be_continued(body, yes):
-    assert continuable(body.encode()) is yes
+    assert is_continuable(body.encode()) is yes
 
 
 # ---------------------------------------------------------------------- decode alone
@@ -233,7 +233,7 @@ def test_no_byte_of_a_whole_stream_is_held_back():
         for second in (first, min(first + 2, len(whole)), len(whole) - 1):
             log = StreamLog(b'{"a":1}', cumulative=False)
             pieces = [whole[:first], whole[first:max(first, second)], whole[max(first, second):]]
-            assert b"".join(log.take(piece) for piece in pieces) + log.rest() == whole
+            assert b"".join(log.feed(piece) for piece in pieces) + log.flush() == whole
 
 
 def spoken(token: int, last: bool = False) -> bytes:

@@ -85,15 +85,15 @@ def test_cache_aware_tells_the_share_that_the_chosen_worker_was_sent():
     workers, policy = pool(3), CacheAware()
     text = words(5, 700).encode()[:2560]
     prompt, longer = block_hashes(text), block_hashes(text + words(6, 700).encode()[:2560])
-    assert policy.held_share(workers, prompt) == 0.0
+    assert policy.cached_share(workers, prompt) == 0.0
     home = policy.choose(workers, prompt).worker
-    assert policy.held_share(workers, prompt) == 1.0
-    assert policy.held_share(workers, longer) == 0.5
+    assert policy.cached_share(workers, prompt) == 1.0
+    assert policy.cached_share(workers, longer) == 0.5
     sent = dict(policy.memory.sent)
     home.load = 9  # a quarter of 32 is the most that a holder may be ahead
-    assert policy.held_share(workers, prompt) == 0.0
+    assert policy.cached_share(workers, prompt) == 0.0
     home.load = 100
-    assert policy.held_share(workers, prompt) == 0.0
+    assert policy.cached_share(workers, prompt) == 0.0
     assert policy.memory.sent == sent  # telling is not deciding
 
 
@@ -103,7 +103,7 @@ def test_cache_exact_tells_the_share_that_the_chosen_worker_has():
     policy.residency.apply(workers[1].id, [Stored(page_hashes(tokens[:15 * PAGE], PAGE), None, (), PAGE)])
 
     def share(found: Peek) -> float:
-        return policy.held_share(workers, policy.read(Request(), found))
+        return policy.cached_share(workers, policy.read(Request(), found))
 
     assert share(peek(b'{"input_ids": [%s]}' % ",".join(map(str, tokens)).encode())) == 0.75
     assert share(peek(b'{"input_ids": [5, 6]}')) == 0.0

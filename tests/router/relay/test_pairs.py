@@ -232,7 +232,7 @@ async def test_very_many_pairs_are_tried_a_few_at_a_time(router, fleet, script):
     assert len(fleet.trials) < 100, "requests are served long before all are connected"
     await script.until(lambda: len(fleet.trials) == 400)
     assert len(set(fleet.trials)) == 400
-    assert 1 < fleet.most <= pair_trials.MOST_AT_ONCE
+    assert 1 < fleet.most <= pair_trials.MAX_CONCURRENT_TRIALS
 
 
 async def test_servers_that_cannot_be_asked_are_used(router, worker, fleet, chat, script):
@@ -245,7 +245,7 @@ async def test_servers_that_cannot_be_asked_are_used(router, worker, fleet, chat
 
 
 async def test_a_pair_that_could_not_be_tried_is_used_and_tried_again(router, worker, fleet, chat, script, monkeypatch):
-    monkeypatch.setattr(pair_trials, "_LATER_SECONDS", 0.05)
+    monkeypatch.setattr(pair_trials, "_RETRY_SECONDS", 0.05)
     p = await fleet.prefill("a")
     d = await worker(script.die, disaggregation_mode="decode", **fleet.told("a"))
     made = await router(prefill=[p], decode=[d])

@@ -221,7 +221,7 @@ async def test_an_operator_s_kills_refuse_nobody(router, chat, pool):
 async def test_a_long_stream_outlives_many_kills(router, chat, pool, script, monkeypatch):
     """It goes on each time for longer than what kills a worker takes to do so."""
     monkeypatch.setattr(poison_guard, "_OUTLIVED_SECONDS", 0.1)
-    monkeypatch.setattr(poison_guard, "_RESUMED_SECONDS", 0.05)
+    monkeypatch.setattr(poison_guard, "_MAX_CONTINUED_AGE_SECONDS", 0.05)
     workers = await pool(6, counting(pause=0.3), **OURS)
     front = await router(*workers, policy="round_robin")
     asked = ask(chat, front, "hello", stream=True, temperature=0)
@@ -313,7 +313,7 @@ async def test_an_attempt_that_fails_otherwise_ends_its_quarantine(router, chat,
     await script.until(lambda: workers[0].posts)
     await kill(workers[0])
     assert [(await reply).status for reply in asked] == [200] * 10
-    assert all(map(front.dispatcher.poison.slots.free, front.registry))
+    assert all(map(front.dispatcher.poison.slots.is_free, front.registry))
 
 
 async def test_a_refusal_is_not_taken_back_by_who_knows_less(router, worker):

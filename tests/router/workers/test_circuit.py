@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from baton.router.workers.circuit import Circuit, CircuitRules
+from baton.router.config.circuit import CircuitRules
+from baton.router.workers.circuit import Circuit
 
 RULES = CircuitRules(failure_threshold=3, success_threshold=2, timeout=10.0, window=5.0)
 QUICK = {"cb_failure_threshold": 3, "cb_success_threshold": 2, "cb_timeout_duration_secs": 0.2, "retry_max_retries": 0}

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from baton.router.workers.dp_ranks import count_of, server_url, tell_prefill_rank, tell_rank
+from baton.router.workers.dp_ranks import count_of, server_url, with_prefill_rank, with_rank
 
 CHAT = b"/v1/chat/completions"
 
@@ -33,12 +33,12 @@ def ranked(worker):
     (b'{"routed_dp_rank": ', b'{"routed_dp_rank": '),
 ])
 def test_a_rank_is_told_in_the_body(body, told):
-    assert tell_rank(CHAT, body, 3) == told
-    assert tell_rank(b"/tokenize", body, 3) == body
+    assert with_rank(CHAT, body, 3) == told
+    assert with_rank(b"/tokenize", body, 3) == body
 
 
 def test_a_decode_server_is_told_both_ranks():
-    body = tell_rank(CHAT, tell_prefill_rank(b'{"disagg_prefill_dp_rank": 7, "a": 1.50}', 0), 1)
+    body = with_rank(CHAT, with_prefill_rank(b'{"disagg_prefill_dp_rank": 7, "a": 1.50}', 0), 1)
     assert json.loads(body) == {"data_parallel_rank": 1, "disagg_prefill_dp_rank": 0, "a": 1.5}
     assert body.count(b"disagg_prefill_dp_rank") == 1
     assert b"1.50" in body

@@ -1,0 +1,154 @@
+"""A server's engine in this process, without API server: the caller runs and times each step."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from ...api.errors import ConfigError
+from ...api.messages import Failed, FromEngine, Generate
+from ...api.sampling import SamplingParams
+from ...config.server import ServerConfig
+from ...distributed.parallel import Parallel
+from ...engine.rank import EngineParts, build_parts, join_groups, unified_scheduler
+from ...engine.rank_spec import RankSpec
+from ...engine.unified_scheduler import UnifiedScheduler
+from ...execution.executor import Executor
+from ...runner.cuda_graphs.piecewise_graphs import Recorded
+
+
+class SteppedEngine:
+    """Steps run as in a server: the same scheduler, overlap, CUDA graphs, sampler and number of threads."""
+
+    def __init__(self, config: ServerConfig, parallel: Parallel | None = None,
+                 progress: Callable[[str, float], None] = lambda stage, share: None):
+        """Loads the weights and warms up. Raises ConfigError. ``parallel``: this rank's groups, where several
+        processes step one engine alike."""
+        spec = RankSpec(config, 0, 1, "", "", "")
+        self._refused: list[Failed] = []
+        try:
+            self._parts: EngineParts = build_parts(spec, parallel or join_groups(spec), self._take, progress)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"The GPU has too little free memory: {error}") from None
+        self._timed_executor = _TimedExecutor(cast(Executor, self._parts.executor))
+        parts = dataclasses.replace(self._parts, executor=cast(Executor, self._timed_executor))
+        self._scheduler = cast(UnifiedScheduler, unified_scheduler(parts))
+        self._count = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts.runner.device
+
+    @property
+    def dtype(self) -> str:
+        return self._parts.runner.layout.dtype
+
+    @property
+    def prompt_graphs(self) -> Recorded | None:
+        """The piecewise CUDA graphs of prefill steps; None without."""
+        return self._parts.runner.prompts.chosen
+
+    @property
+    def asynchronous(self) -> bool:
+        """True where the host works while the device computes."""
+        return self._parts.executor.asynchronous
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the host has waited for the device's results."""
+        return self._timed_executor.waited
+
+    def start(self, batch: int, input_len: int, output_len: int) -> None:
+        """Add ``batch`` requests, with prompts that no cache has. Raises ConfigError where one does not fit."""
+        vocab = self._parts.runner.spec.vocab_size
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+        for _ in range(batch):
+            self._count += 1
+            ids = random.Random(self._count).choices(range(vocab), k=input_len)
+            req = self._parts.tracker.accept(Generate(f"bench-{self._count}", ids, sampling), time.monotonic())
+            if req is None:
+                raise ConfigError(f"{input_len} + {output_len} tokens cannot be run: {self._refused[-1].message}")
+            self._scheduler.add(req)
+
+    @property
+    def prefilling(self) -> bool:
+        """True while a prompt is not computed completely."""
+        return self._scheduler.num_waiting > 0 or bool(self._scheduler.batcher.prefilling)
+
+    @property
+    def idle(self) -> bool:
+        """True once all requests have ended."""
+        return self._scheduler.idle
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._scheduler.batcher.running)
+
+    def step(self) -> bool:
+        """One iteration of the engine loop; False where there was nothing to do."""
+        busy = self._scheduler.step(time.monotonic())
+        self._parts.tracker.flush()
+        return busy
+
+    def finish(self) -> None:
+        """Run until all requests have ended, then flush the prefix cache."""
+        while self.step():
+            pass
+        assert self._scheduler.idle and not self._parts.tracker.live
+        self._parts.batcher.cache.flush()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        self._scheduler.close()
+        self._parts.parallel.close()
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Failed):
+            self._refused.append(message)
+
+
+class _TimedExecutor:
+    """An Executor; ``waited`` sums the seconds of waiting for its steps' results."""
+
+    def __init__(self, executor: Executor):
+        self._executor = executor
+        self.waited = 0.0
+
+    def launch(self, *args: Any, **options: Any) -> Any:
+        step = self._executor.launch(*args, **options)
+        return dataclasses.replace(step, sampled=cast(Any, _TimedSample(step.sampled, self)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
+class _TimedSample:
+    """A step's ``PendingSample`` that times its ``wait``."""
+
+    def __init__(self, pending: Any, watch: _TimedExecutor):
+        self._pending = pending
+        self._timer = watch
+
+    def wait(self) -> Any:
+        return self._timed(self._pending.wait)
+
+    def token_ids(self) -> Any:
+        return self._timed(self._pending.token_ids)
+
+    def _timed(self, wait: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        found = wait()
+        self._timer.waited += time.perf_counter() - begin
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)

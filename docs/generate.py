@@ -1,0 +1,338 @@
+"""Writes the pages that follow from the code: flags.md, metrics.md, errors.md and layers.md.
+
+``python docs/generate.py`` rewrites them (``make docs`` runs it); ``--check`` only compares, and exits with 1 where one
+is out of date.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+from baton.common.api.messages import State
+from baton.common.bench.draft_args import BenchDraft
+from baton.common.bench.offline_args import BenchOffline
+from baton.common.bench.one_batch_args import BenchOneBatch
+from baton.common.bench.serving_args import BenchServing
+from baton.common.config.cli import _Flag, _flags, _shape
+from baton.common.config.server import ServerConfig
+from baton.common.obs.engine_metrics import COUNTERS, GAUGES
+from baton.common.obs.metrics import ServerMetrics
+from baton.common.obs.sglang_aliases import SGLANG_NAMES
+from baton.kvtransfer.bench.args import BenchArgs
+from baton.launch import ClusterConfig
+from baton.router.config import RouterConfig
+from baton.router.obs.metrics import Metrics
+from baton.router.workers.registry import Registry
+from baton.tests.helpers import layers
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTE = "<!-- Written by docs/generate.py from the code: change it there, then run `make docs`. -->"
+
+
+# ---------------------------------------------------------------------- flags
+
+
+class Command(NamedTuple):
+    name: str
+    config: type
+    text: str
+
+
+COMMANDS = (
+    Command("launch_server", ServerConfig, "A unified, prefill or decode server. `launch_prefill` and `launch_decode` "
+            "take the same flags, with `--disaggregation-mode` set."),
+    Command("launch_router", RouterConfig, "The router. What policies, admission and retries do: [router](router.md)."),
+    Command("launch_cluster", ClusterConfig, "Router and servers on this host. Flags of `launch_server` go to the "
+            "servers, flags that begin with `--router-` to the router (`--router-policy`, ...); `--model-path` is "
+            "`tinychat` by default."),
+    Command("bench_serving", BenchServing, "A load on any server: [benchmarks](benchmarks.md)."),
+    Command("bench_one_batch", BenchOneBatch, "Prefill and decode steps of one batch, without a server."),
+    Command("bench_offline_throughput", BenchOffline, "`baton.Engine` over a data set."),
+    Command("bench_draft_acceptance", BenchDraft, "How many draft tokens a model's MTP layers would get accepted."),
+    Command("bench_kvtransfer", BenchArgs, "KV transfers between processes: [KV transfer](transfer.md#measure)."),
+)
+
+
+def flags_page() -> str:
+    lines = ["# Flags", "", NOTE, "",
+             "Every command prints these with `--help` and reads the same names from `--config file.yaml`; flags win "
+             "over the file. A flag that is on by default is turned off by its `--no-` form. Lists take several "
+             "values: `--cuda-graph-bs 1 2 4`.", ""]
+    server = sections(ServerConfig)
+    for command in COMMANDS:
+        lines += [f"## {command.name}", "", command.text, ""]
+        own = sections(command.config)
+        shared = [section for section, flags in own.items() if command.config is not ServerConfig
+                  and [flag.field for flag in flags] == [flag.field for flag in server.get(section, ())]]
+        for section, flags in own.items():
+            if section in shared:
+                continue
+            if section:
+                lines += [f"### {command.name}: {section}", ""]
+            lines += ["| flag | values | default | meaning |", "|---|---|---|---|"]
+            lines += [*map(flag_row, flags), ""]
+        if shared:
+            links = ", ".join(f"[{section}](#{anchor(f'launch_server: {section}')})" for section in shared)
+            lines += [f"It also takes these sections of [launch_server](#launch_server): {links}.", ""]
+    return "\n".join(lines)
+
+
+def sections(config: type) -> dict[str, list[_Flag]]:
+    """The flags of a command by the part of its configuration."""
+    found: dict[str, list[_Flag]] = {}
+    for flag in _flags(config):
+        found.setdefault(flag.section, []).append(flag)
+    return found
+
+
+def flag_row(flag: _Flag) -> str:
+    names = [f"--{flag.key.replace('_', '-')}", *flag.field.metadata["names"]]
+    if flag.field.default is True:
+        names.insert(1, f"--no-{names[0][2:]}")
+    return row(code(names), values(flag), default(flag.field.default), flag.field.metadata["help"])
+
+
+def values(flag: _Flag) -> str:
+    kind, choices, many = _shape(flag.annotation)
+    text = code(choices) if choices else {bool: "", str: "text"}.get(kind, kind.__name__)
+    return f"list of {text}" if many and not flag.field.metadata["repeat"] else text
+
+
+def default(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return "required"
+    if value is None or value is False or value == ():
+        return ""
+    if value is True:
+        return "on"
+    if isinstance(value, tuple):
+        return code([" ".join(map(str, value))])
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def anchor(title: str) -> str:
+    """The fragment that GitHub and mkdocs give to a heading."""
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def metrics_page() -> str:
+    lines = ["# Metrics", "", NOTE, "",
+             "Every process answers `GET /metrics` in Prometheus's text format. How to scrape them, and the dashboard: "
+             "[observability](observability.md#metrics). Each process also exports `process_*`, `python_gc_*` and "
+             "`baton_build_info` (versions as labels).", "", "## Servers", "",
+             "All have the labels `model_name` and `mode` (`null` for a unified server, `prefill`, `decode`). Counters "
+             "are there from the start; the engine's gauges appear once weights are loaded.", "",
+             "| metric | type | servers | further labels | meaning | SGLang's name |", "|---|---|---|---|---|---|"]
+    lines += server_rows()
+    lines += ["", "## Router", "", "| metric | type | labels | meaning |", "|---|---|---|---|", *router_rows(), ""]
+    return "\n".join(lines)
+
+
+MODES: tuple[Literal["null", "prefill", "decode"], ...] = ("null", "prefill", "decode")
+
+
+def server_rows() -> Iterator[str]:
+    found: dict[str, tuple[Any, list[str]]] = {}
+    for mode in MODES:
+        for family in server_families(mode):
+            found.setdefault(family.name, (family, []))[1].append(mode)
+    for name, (family, modes) in sorted(found.items(), key=lambda item: (item[1][0].type, item[0])):
+        modes = ["unified" if mode == "null" else mode for mode in modes]
+        alias = SGLANG_NAMES.get(name)
+        yield row(f"`{exported(family)}`", family.type, "all" if len(modes) == len(MODES) else ", ".join(modes),
+                  labels(family, {"model_name", "mode", "le"}), sentence(family.documentation),
+                  f"`{alias}{'_total' if family.type == 'counter' else ''}`" if alias else "")
+
+
+def server_families(mode: Literal["null", "prefill", "decode"]) -> Iterable[Any]:
+    """The metrics of a server whose engine has reported once."""
+    metrics = ServerMetrics("m", mode)
+    metrics.ended("stop")
+    gauges = {name: 0.0 for name, gauge in GAUGES.items() if mode in gauge.modes}
+    counters = {name: 0.0 for name, counter in COUNTERS.items() if mode in counter.modes and counter.label is None}
+    numbers = {name: 0 for name, hint in typing.get_type_hints(State).items() if hint is int}
+    metrics.engine.state = State(**{**numbers, "page_size": 1, "total_pages": 1}, counters=counters, gauges=gauges)
+    return metrics.registry.collect()
+
+
+def router_rows() -> Iterator[str]:
+    for family in sorted(router_families(), key=lambda family: (family.type, family.name)):
+        yield row(f"`{exported(family)}`", family.type, labels(family), sentence(family.documentation))
+
+
+def router_families() -> Iterable[Any]:
+    return Metrics(Registry(failure_threshold=1, success_threshold=1)).families()
+
+
+def labels(family: Any, common: Collection[str] = ()) -> str:
+    """The labels of a family that are not ``common``, with the values that are there before anything happens."""
+    seen: dict[str, dict[str, None]] = {name: {} for name in getattr(family, "_labelnames", ()) if name not in common}
+    for sample in family.samples:
+        for name in sample.labels.keys() - set(common):
+            seen.setdefault(name, {})[sample.labels[name]] = None
+    return "; ".join(f"`{name}`: {code(values)}" if values else f"`{name}`" for name, values in seen.items())
+
+
+def exported(family: Any) -> str:
+    return family.name + ("_total" if family.type == "counter" else "")
+
+
+def code(words: Iterable[Any]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def sentence(text: str) -> str:
+    return text.rstrip(".")
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# ---------------------------------------------------------------------- errors
+
+
+class Family(NamedTuple):
+    """Start-up errors of one kind: those raised by the files below ``folders``."""
+
+    title: str
+    advice: str
+    folders: tuple[str, ...]
+
+
+FAMILIES = (
+    Family("Flags and files that name them",
+           "A value has the wrong type or range, or two flags exclude each other. The sentence names the flag; "
+           "[flags](flags.md) lists what each takes.",
+           ("common/config/cli.py", "common/config/logs.py", "common/config/server", "launch.py", "offline.py",
+            "common/serving/offline")),
+    Family("Packages and GPUs",
+           "Something is not installed, or the host shows no GPU. Install the extras that the sentence names "
+           "([install](deployment.md#install)); in a container check that it was given its GPUs.",
+           ("common/config/packages.py", "common/runner/preflight.py", "common/engine/rank.py",
+            "common/obs/tracing.py")),
+    Family("Addresses and ports",
+           "Another process has the port, or the address is not this machine's. `ss -ltnp` shows who listens; a "
+           "cluster takes the ports after `--port`; `--kv-events-port` and `--dist-init-addr` take the next one too.",
+           ("common/config/addresses.py", "common/serving/server.py", "common/engine_client", "common/engine",
+            "common/execution", "router/app.py", "router/multiprocess")),
+    Family("Checkpoints",
+           "The model's folder is incomplete, of an architecture or form that is not supported ([models](models.md)), "
+           "or does not match its config.json.",
+           ("common/config/model.py", "common/config/moe.py", "common/config/mla.py", "common/config/window.py",
+            "common/config/checkpoint.py", "common/config/hub.py", "common/weights", "common/runner/model_weights.py",
+            "common/runner/mtp.py")),
+    Family("Quantization",
+           "The checkpoint's scheme is not supported, or its blocks do not fit the ranks "
+           "([quantization](quantization.md)).",
+           ("common/quantization", "common/config/quantization.py", "common/layers")),
+    Family("Tokenizers and chat templates",
+           "The tokenizer or template cannot be read ([tools](tools.md#chat-templates)).", ("common/tokenizer",)),
+    Family("Attention and sampling backends",
+           "The chosen backend does not support this model, type or device. Without the flag the right one is chosen "
+           "([compatibility](compatibility.md)).",
+           ("common/attention", "common/sampling")),
+    Family("Memory",
+           "Weights or KV pool do not fit. Lower `--max-total-tokens`, `--mem-fraction-static` or "
+           "`--chunked-prefill-size`, or use more GPUs.",
+           ("common/runner/kv_sizing.py", "common/runner/model_runner.py", "common/scheduler")),
+    Family("Parallel layouts", "The sizes do not divide each other or the model ([parallelism](parallelism.md)).",
+           ("common/distributed", "common/runner/two_batch_overlap.py")),
+    Family("KV transfer", "The backend does not start or cannot share the KV pool ([backends](transfer.md#backends)).",
+           ("kvtransfer/backends", "kvtransfer/endpoint.py", "kvtransfer/bootstrap.py")),
+    Family("Folders that a server writes to", "The folder cannot be made or written; give another one.",
+           ("common/serving/storage", "common/serving/lifecycle", "common/obs/logging.py")),
+    Family("Router",
+           "Flags of the router that exclude each other, keys and certificates that cannot be read, or flags of sglang-"
+           "router that have no meaning here ([router](router.md)).",
+           ("router/config", "router/net", "router/sglang_flags.py", "router/monitoring")),
+    Family("Benchmarks", "The load cannot be made or the server does not answer ([benchmarks](benchmarks.md)).",
+           ("common/bench", "kvtransfer/bench")),
+)
+
+
+def errors_page() -> str:
+    lines = ["# Startup errors", "", NOTE, "",
+             "A server, router or benchmark that cannot start prints one sentence, without a traceback, and exits with "
+             "status 2 (a wrong command line) or 1. The sentence says what to change. Here are all of them by kind; "
+             "`…` stands for a value. Problems of a running system: [troubleshooting](troubleshooting.md).", ""]
+    sentences = {family.title: [] for family in FAMILIES}
+    for path, text in startup_errors():
+        sentences[family_of(path).title].append((text, path))
+    for family in FAMILIES:
+        lines += [f"## {family.title}", "", family.advice, "", "| error | raised in |", "|---|---|"]
+        lines += [row(text, f"`{path}`") for text, path in sorted(sentences[family.title])] + [""]
+    return "\n".join(lines)
+
+
+def family_of(path: str) -> Family:
+    """Raises LookupError for a file that no family names."""
+    for family in FAMILIES:
+        if any(path == folder or path.startswith(f"{folder}/") for folder in family.folders):
+            return family
+    raise LookupError(f"{path} raises ConfigError: name it in a Family of docs/generate.py")
+
+
+def startup_errors() -> list[tuple[str, str]]:
+    """``(file, sentence)`` of every ConfigError that a file of the package raises with a text of its own."""
+    found: dict[tuple[str, str], None] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if name.startswith(("tests/", "docs/", "examples/", ".", "build/")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = text_of(node.args[0]) if raises_config_error(node) else ""
+            if text.strip("… ."):
+                found[name, text] = None
+    return list(found)
+
+
+def raises_config_error(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ConfigError"
+
+
+def text_of(node: ast.expr) -> str:
+    """A message as it stands in the code, ``…`` for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return escaped(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return "…"
+
+
+def escaped(text: str) -> str:
+    for char in "\\`*_{}[]<>":
+        text = text.replace(char, f"\\{char}")
+    return text.replace("\n", " ")
+
+
+PAGES: dict[str, Callable[[], str]] = {"flags.md": flags_page, "metrics.md": metrics_page, "errors.md": errors_page,
+                                       "layers.md": layers.page}
+
+
+def main() -> int:
+    stale = []
+    for name, page in PAGES.items():
+        path, text = ROOT / "docs" / name, page()
+        if not path.exists() or path.read_text() != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(text)
+    if stale:
+        print(f"docs/generate.py: {'out of date' if '--check' in sys.argv else 'written'}: {', '.join(stale)}")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
