@@ -89,7 +89,9 @@ class ClusterConfig:
         args = self.cluster
         if args.dp_size and not self.servers.data_parallel.enable_dp_attention:
             return ["null" for _ in range(args.dp_size)]
-        return [*("prefill" for _ in range(args.prefill)), *("decode" for _ in range(args.decode))]
+        roles: list[Mode] = ["prefill" for _ in range(args.prefill)]
+        roles += ["decode" for _ in range(args.decode)]
+        return roles
 
 
 @dataclass(frozen=True)

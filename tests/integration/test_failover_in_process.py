@@ -252,7 +252,7 @@ def test_memory_that_others_need_ends_it(fleet, answer):
     fleet.until_computed(req, first)
     wait_until(lambda: fleet.prefill.scheduler.step(0.0) or fleet.prefill.scheduler.idle, 20)
     fleet.kill(first)
-    tail = fleet.prefill.scheduler._retained._prompts[room].tail
+    tail = fleet.prefill.scheduler._retained._prompts[room].partial_page
     assert tail.page is not None
     fleet.start(prompt_of(511, 11), second, sampling=SamplingParams(temperature=0.0, max_new_tokens=1))
     answered(fleet, second)
