@@ -41,7 +41,7 @@ _NONCE_HEADER, _MAC_HEADER = "Baton-Nonce", "Baton-Seal"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class OtherSecret(Exception):
+class SecretMismatch(Exception):
     """Raised where the bootstrap server does not share our ``--cluster-secret``."""
 
 
@@ -96,7 +96,7 @@ class BootstrapServer:
         if nonce in self._nonces or not self._secret.verifies(_decode_hex(mac), *parts):
             self._warn_refused(request)
             return _error_response(Unauthorized("The request is not signed with this server's --cluster-secret.",
-                                         code="wrong_cluster_secret"))
+                                                code="wrong_cluster_secret"))
         self._nonces.add(nonce)  # 80 bytes for each connection of a decode rank
         response = await handler(request)
         assert isinstance(response, web.Response) and isinstance(response.body, bytes)
@@ -127,7 +127,7 @@ class BootstrapServer:
         ranks = [self.ranks.get(rank) for rank in itertools.product(dp_ranks, pp_ranks, tp_ranks)]
         if None in ranks:
             return _error_response(NotFound(f"{len(self.ranks)} of the {len(ranks)} ranks of this prefill server have "
-                                     "registered."))
+                                            "registered."))
         return web.Response(body=msgspec.json.encode(ranks), content_type="application/json")
 
     async def _handle_health(self, request: web.Request) -> web.Response:
@@ -151,7 +151,7 @@ def register_rank(url: str, info: RankInfo, deadline: float = 30.0, secret: str 
             reason = f"it answered {status}: {body[:200].decode(errors='replace')}"
         except OSError as error:
             reason = str(error)
-        except OtherSecret:
+        except SecretMismatch:
             raise ConfigError(f"The bootstrap server {url} refuses rank {info.rank}: {SECRET_MISMATCH}.") from None
         if time.monotonic() >= end:
             raise ConfigError(f"Rank {info.rank} could not register at the bootstrap server {url}: {reason}.")
@@ -159,8 +159,8 @@ def register_rank(url: str, info: RankInfo, deadline: float = 30.0, secret: str 
 
 
 def fetch_ranks(address: tuple[str, int], timeout: float, secret: Secret | None = None) -> list[RankInfo]:
-    """Fetches all ranks in order of DP, PP and TP rank; blocking. Raises NotRegistered, OtherSecret, or OSError where
-    no bootstrap server answers."""
+    """Fetches all ranks in order of DP, PP and TP rank; blocking. Raises NotRegistered, SecretMismatch, or OSError
+    where no bootstrap server answers."""
     status, body = _request(address, "GET", "/ranks", None, timeout, secret)
     if status == 404:
         raise NotRegistered("not all of its ranks have registered there")
@@ -177,8 +177,8 @@ def fetch_ranks(address: tuple[str, int], timeout: float, secret: Secret | None 
 
 def _request(address: tuple[str, int], method: str, path: str, body: bytes | None, timeout: float,
              secret: Secret | None) -> tuple[int, bytes]:
-    """Returns status and body of an authenticated request. Raises OSError, and OtherSecret where an authentication code
-    is wrong."""
+    """Returns status and body of an authenticated request. Raises OSError, and SecretMismatch where an authentication
+    code is wrong."""
     nonce, headers = secrets.token_hex(16), {}
     if secret is not None:
         status, response, _ = _send_request(address, "GET", "/session", None, timeout, {})
@@ -187,14 +187,14 @@ def _request(address: tuple[str, int], method: str, path: str, body: bytes | Non
         headers = {_NONCE_HEADER: nonce, _MAC_HEADER: secret.mac(*parts).hex()}
     status, response, mac = _send_request(address, method, path, body, timeout, headers)
     if status == 401:
-        raise OtherSecret
+        raise SecretMismatch
     if secret is not None and not secret.verifies(_decode_hex(mac), *_response_parts(nonce, status, response)):
-        raise OtherSecret
+        raise SecretMismatch
     return status, response
 
 
 def _send_request(address: tuple[str, int], method: str, path: str, body: bytes | None, timeout: float,
-              headers: dict[str, str]) -> tuple[int, bytes, str]:
+                  headers: dict[str, str]) -> tuple[int, bytes, str]:
     try:
         connection = http.client.HTTPConnection(*address, timeout=timeout)
     except http.client.InvalidURL as error:

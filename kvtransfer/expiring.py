@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 E = TypeVar("E", bound=Expiring)
 
 
-class Waiting(OrderedDict[K, E]):
+class ExpiringEntries(OrderedDict[K, E]):
     """Entries in order of arrival, which is also the order of their deadlines."""
 
     def overdue(self, now: float) -> Iterator[E]:

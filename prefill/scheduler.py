@@ -3,7 +3,8 @@
 A request waits for decode to name its destination (BOOTSTRAPPING), is computed chunk by chunk while finished pages are
 pushed to decode (COMPUTING), and ends when the last write and the first token have arrived (SENDING). Its pages then
 stay in the prefix cache. Until a transfer has settled, its pages stay allocated: a write may still be reading them.
-Where decode dies before it acknowledges the first token, another attempt finds the computed prompt (kept.py).
+Where decode dies before it acknowledges the first token, another attempt finds the computed prompt
+(retained_prompts.py).
 """
 
 from __future__ import annotations

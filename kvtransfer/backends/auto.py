@@ -60,7 +60,7 @@ class AutoBackend:
         except UNREADABLE as error:
             raise TransferFailed(f"the peer's description of its memory is unreadable: {error}") from None
         reason = TransferFailed(f"the peer's pages travel by {', '.join(metadata_of) or 'nothing'}, and ours by "
-                             f"{', '.join(backend.name for backend in self._backends)}", cause="mismatch")
+                                f"{', '.join(backend.name for backend in self._backends)}", cause="mismatch")
         for backend in self._backends:
             if backend.name in metadata_of:
                 try:

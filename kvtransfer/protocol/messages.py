@@ -10,21 +10,21 @@ all before: it distinguishes this use of a bootstrap room from earlier ones, and
     Hello(identity, memory metadata)     ->
                                          <-    Welcome, or Refused(why)
     Reserve(room, stamp, destination)    ->                                (after Welcome; any number)
-                                         <-    Landing(room, stamp, flag)  every write is in flight
+                                         <-    EarlyResult(room, stamp, flag)   every write is in flight
                                          <-    Result(room, stamp)         every write is complete
-    Taken(room, stamp)                   ->                                acknowledges the first token
+    FirstTokenAck(room, stamp)           ->                                the first token is on its way to the client
     Decline(room, error)                 ->                                it will not reserve for this room
     Abort(room, stamp, error)            ->    or   <-   Abort(room, stamp, error)
                                          <-    Stopped(room, stamp)        answers each Abort, once writes have drained
     Pong(time)                           ->    <-   Ping(time)             the lease, see sessions.py
     Bye                                  ->    <-   Gone(why)              the session has ended
 
-History: version 1 is the first. Version 2 adds message authentication (seal.py), checksums (checksum.py) and reshard
-plans (lanes.py): a decode rank has sessions with all prefill ranks that write to it, reserves with each, and waits for
-the result of each. Version 3 adds Taken, until which prefill retains what another attempt at the request would need,
-and Decline. Landing is sent only to peers whose memory has completion flags, which know the message. A prefill server
-may have pipeline stages: each of its ranks then has some of the layers, which an older peer refuses by their number. A
-server whose weights were replaced is another instance with another model.
+History: version 1 is the first. Version 2 adds message authentication (authentication.py), checksums (checksum.py) and
+reshard plans (reshard.py): a decode rank has sessions with all prefill ranks that write to it, reserves with each, and
+waits for the result of each. Version 3 adds FirstTokenAck, until which prefill retains what another attempt at the
+request would need, and Decline. EarlyResult is sent only to peers whose memory has completion flags, which know the
+message. A prefill server may have pipeline stages: each of its ranks then has some of the layers, which an older peer
+refuses by their number. A server whose weights were replaced is another instance with another model.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Result(msgspec.Struct, tag="result", frozen=True):
     checksum: int = 0
 
 
-class Landing(msgspec.Struct, tag="landing", frozen=True):
+class EarlyResult(msgspec.Struct, tag="landing", frozen=True):
     """An early result, ahead of its pages: they have arrived when the receiver's completion flag number ``flag`` has
     ``value``. The sender writes ``value`` to no other flag, and sends the Result all the same."""
 
@@ -169,7 +169,7 @@ class Landing(msgspec.Struct, tag="landing", frozen=True):
     value: int
 
 
-class Taken(msgspec.Struct, tag="taken", frozen=True):
+class FirstTokenAck(msgspec.Struct, tag="taken", frozen=True):
     """Acknowledges the first token: it is on its way to the client, so no other attempt will need the prompt."""
 
     room: int
@@ -223,8 +223,8 @@ def describe_mismatch(why: str) -> str:
     return f"prefill and decode do not fit together: {why} (decode, prefill)"
 
 
-ToSender = Hello | Reserve | Decline | Taken | Abort | Pong | Bye
-ToReceiver = Welcome | Refused | Landing | Result | Abort | Stopped | Ping | Gone
+ToSender = Hello | Reserve | Decline | FirstTokenAck | Abort | Pong | Bye
+ToReceiver = Welcome | Refused | EarlyResult | Result | Abort | Stopped | Ping | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 _to_sender = msgspec.msgpack.Decoder(ToSender)

@@ -136,7 +136,7 @@ def make_plan(src_rank: int, prefill: RankLayout, dst_rank: int, decode: RankLay
         return None
     src_heads, dst_heads = prefill.layout.num_kv_heads, decode.layout.num_kv_heads
     src_subpages, dst_subpages = (side.layout.page_size // min(prefill.layout.page_size, decode.layout.page_size)
-                            for side in (prefill, decode))
+                                  for side in (prefill, decode))
     same_pages = src_subpages == dst_subpages
     if src_heads == dst_heads and (same_pages or prefill.layout.form == "latent"):
         # All heads, or none: whole pages, or one block for each layer, or for each layer of a sub-page.

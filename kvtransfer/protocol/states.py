@@ -7,10 +7,10 @@ sender (prefill) the source pages, and each keeps its own phase of the transfer.
 tables below must be safe whatever is late, lost, repeated or cut off.
 
 * The receiver starts in RESERVING: its pages are allocated, and no other process knows their ids. To **publish** is to
-  send the ids to the sender; from then on (RESERVED) the sender may write into the pages at any moment. The
-  receiver does not observe the writing itself: the next message is the result (DONE) or a failure. Where its memory
-  has completion flags, the result comes ahead of the last pages, as a Landing; the transfer is DONE when the named flag
-  has its value, and later messages of the sender on this reservation no longer count.
+  send the ids to the sender; from then on (RESERVED) the sender may write into the pages at any moment. The receiver
+  does not observe the writing itself: the next message is the result (DONE) or a failure. Where its memory has
+  completion flags, the result comes ahead of the last pages, as an EarlyResult; the transfer is DONE when the named
+  flag has its value, and later messages of the sender on this reservation no longer count.
 * The sender starts in RESERVING: it knows the prompt and waits for the destination. When the destination has come and
   agrees with the prompt, the two sides have **joined** (RESERVED). The first write makes it WRITING. When every write
   is complete at the target and the result is sent, the transfer is DONE.
@@ -34,7 +34,7 @@ from enum import Enum, IntEnum
 
 
 class Phase(IntEnum):
-    """Protocol state of one side of a transfer. For the scheduler's view of the request see rooms.Stage."""
+    """Protocol state of one side of a transfer. For the scheduler's view of the request see requests.TransferStatus."""
 
     FAILED = 0
     ABORTING = 1

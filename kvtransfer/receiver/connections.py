@@ -19,7 +19,17 @@ from ..expiring import MAX_WAITING
 from ..protocol import messages as m
 from ..protocol.reshard import make_plan, writer_ranks
 from ..protocol.timing import Timing
-from .receiver_state import Address, Close, Connect, Effect, Link, Lookup, Route, Search, Send
+from .receiver_state import (
+    Address,
+    Close,
+    Connect,
+    Effect,
+    Lookup,
+    LookupState,
+    ReceiverSession,
+    Send,
+    ServerConnection,
+)
 
 RETRY_INTERVAL = 0.25
 
@@ -35,9 +45,9 @@ class Connections:
         self.hello = hello
         self.timing = timing
         self.effects = effects
-        self.servers: dict[Address, Route] = {}  # connected, or about to be
-        self.sessions: dict[bytes, Link] = {}  # all that have a connection
-        self.lookups: dict[Address, Search] = {}
+        self.servers: dict[Address, ServerConnection] = {}  # connected, or about to be
+        self.sessions: dict[bytes, ReceiverSession] = {}  # all that have a connection
+        self.lookups: dict[Address, LookupState] = {}
         self.declines: dict[Address, deque[tuple[float, m.Decline]]] = {}  # with deadlines, until there is a connection
         self._is_awaited = is_awaited
         self._warned_instances: dict[Address, str] = {}  # instances that were sent our mismatch
@@ -51,7 +61,7 @@ class Connections:
         """True where a sender may be writing to us."""
         return any(session.transfers or not session.welcome for session in self.sessions.values())
 
-    def send(self, session: Link, message: m.ToSender) -> None:
+    def send(self, session: ReceiverSession, message: m.ToSender) -> None:
         self.effects.append(Send(session.id, message))
 
     def send_if_open(self, session_id: bytes, message: m.ToSender) -> None:
@@ -61,13 +71,13 @@ class Connections:
 
     # -- lookups --------------------------------------------------------------------------------------------------
 
-    def connection_to(self, address: Address) -> Route | None:
+    def connection_to(self, address: Address) -> ServerConnection | None:
         """Returns a server once all of its ranks have welcomed us, else None; starts to connect where needed."""
         server = self.servers.get(address)
         if server is not None:
             return server if server.welcome else None
         if address not in self.lookups:
-            self.lookups[address] = Search()
+            self.lookups[address] = LookupState()
             self.effects.append(Lookup(address))
         return None
 
@@ -86,7 +96,7 @@ class Connections:
             self.drop_lookup(address)
             self._report_mismatch(address, ranks[0], now)
             return PairMismatch(m.describe_mismatch(why))
-        server = self.servers[address] = Route({}, dp_size=ranks[0].dp_size)
+        server = self.servers[address] = ServerConnection({}, dp_size=ranks[0].dp_size)
         writers = writer_ranks(ours.rank, ranks[0].rank_layout, ours.rank_layout)
         for info in (info for info in ranks if info.rank in writers):
             plan = make_plan(info.rank, ranks[0].rank_layout, ours.rank, ours.rank_layout)
@@ -96,9 +106,9 @@ class Connections:
             server.sessions[session.id] = session
         return None
 
-    def _open(self, address: Address, info: m.RankInfo, now: float) -> Link:
-        session = Link(secrets.token_hex(16).encode(), address, info.instance, heard=now, last_pong=-float("inf"),
-                    dp_rank=info.dp_rank)
+    def _open(self, address: Address, info: m.RankInfo, now: float) -> ReceiverSession:
+        session = ReceiverSession(secrets.token_hex(16).encode(), address, info.instance, heard=now,
+                                  last_pong=-float("inf"), dp_rank=info.dp_rank)
         self.sessions[session.id] = session
         self.effects.append(Connect(session, _reachable_endpoint(address, info.endpoint)))
         self.send(session, msgspec.structs.replace(self.hello, expected=info.instance))
@@ -110,7 +120,7 @@ class Connections:
             self._warned_instances[address] = info.instance
             self._open(address, info, now)
 
-    def is_current(self, session: Link) -> bool:
+    def is_current(self, session: ReceiverSession) -> bool:
         """True where new transfers to the session's address use it."""
         server = self.servers.get(session.address)
         return server is not None and session.id in server.sessions
@@ -138,8 +148,8 @@ class Connections:
     def drop_lookup(self, address: Address) -> None:
         self.lookups.pop(address, None)
 
-    def _retry(self, address: Address, reason: str, now: float) -> Search:
-        lookup = self.lookups.setdefault(address, Search())
+    def _retry(self, address: Address, reason: str, now: float) -> LookupState:
+        lookup = self.lookups.setdefault(address, LookupState())
         lookup.retry_at, lookup.reason = now + RETRY_INTERVAL, reason
         return lookup
 
@@ -155,7 +165,7 @@ class Connections:
         waiting = self.declines.setdefault(address, deque(maxlen=MAX_WAITING))
         waiting.append((now + self.timing.bootstrap_timeout, decline))
 
-    def send_declines(self, address: Address, server: Route) -> None:
+    def send_declines(self, address: Address, server: ServerConnection) -> None:
         for _, decline in self.declines.pop(address, ()):
             for session in server.sessions.values():
                 self.send(session, decline)
@@ -166,7 +176,7 @@ class Connections:
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
-    def add_welcomed(self, session: Link) -> Route | None:
+    def add_welcomed(self, session: ReceiverSession) -> ServerConnection | None:
         """Records the sender's Welcome. Returns the session's server where that was the last Welcome missing."""
         session.welcome = True
         server = self.servers.get(session.address)
@@ -175,12 +185,12 @@ class Connections:
         self.drop_lookup(session.address)
         return server
 
-    def remove(self, session: Link, now: float) -> None:
+    def remove(self, session: ReceiverSession, now: float) -> None:
         """Removes a session whose connection is gone."""
         del self.sessions[session.id]
         self.detach(session, now)
 
-    def detach(self, session: Link, now: float) -> None:
+    def detach(self, session: ReceiverSession, now: float) -> None:
         """Stops using a session that has ended or was given up. The other sessions with its server serve open
         transfers, and are then closed."""
         server = self.servers.get(session.address)
@@ -191,11 +201,11 @@ class Connections:
             other.retired = True
         if self.is_needed(session.address):
             # Not at once: a bootstrap server may still list a rank that has just died.
-            self.lookups.setdefault(session.address, Search()).retry_at = now + RETRY_INTERVAL / 5
+            self.lookups.setdefault(session.address, LookupState()).retry_at = now + RETRY_INTERVAL / 5
         else:
             self.drop_lookup(session.address)
 
-    def close_unused(self, session: Link) -> None:
+    def close_unused(self, session: ReceiverSession) -> None:
         if (session.silent or session.retired) and not session.transfers:
             del self.sessions[session.id]
             self._send_bye(session)
@@ -225,7 +235,7 @@ class Connections:
         """True where transfers or declines wait for a connection."""
         return self._is_awaited(address) or address in self.declines
 
-    def _send_bye(self, session: Link) -> None:
+    def _send_bye(self, session: ReceiverSession) -> None:
         self.send(session, m.Bye())
         self.effects.append(Close(session.id))
 

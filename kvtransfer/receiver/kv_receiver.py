@@ -17,7 +17,7 @@ from ...common.api.unreadable import UNREADABLE
 from ...common.config.server import DisaggregationArgs
 from ...common.kvcache.layout import KVLayout
 from ..backends.base import Backend
-from ..bootstrap import NotRegistered, OtherSecret, fetch_ranks
+from ..bootstrap import NotRegistered, SecretMismatch, fetch_ranks
 from ..checksum import block_positions, make_checksum, resolve_extent
 from ..driver import Driver
 from ..endpoint import PairKey, control_socket, rank_info, receive_all, register_pool
@@ -28,7 +28,7 @@ from ..protocol.reshard import expand_blocks, split_pages
 from ..protocol.states import Phase
 from ..protocol.timing import Timing
 from .receiver_core import ReceiverCore
-from .receiver_state import Address, Close, Connect, Effect, Lookup, RecvRoom, Send, Trial, Verify
+from .receiver_state import Address, Close, Connect, ConnectAttempt, Effect, Lookup, RecvTransfer, Send, Verify
 
 logger = logging.getLogger("baton.kvtransfer")
 
@@ -124,7 +124,7 @@ class KVReceiver:
         with self._driver as core:
             core.connect(peer, time.monotonic())
 
-    def connected(self, peer: Address) -> Trial | None:
+    def connected(self, peer: Address) -> ConnectAttempt | None:
         """Returns the outcome of ``connect``, once; None until it is known."""
         self._driver.io.check()
         with self._driver.lock:
@@ -202,7 +202,7 @@ class KVReceiver:
         with self._driver.lock:
             self._core.verified(transfer, checksum == transfer.checksum, time.monotonic())
 
-    def _checksum_of(self, transfer: RecvRoom) -> int:
+    def _checksum_of(self, transfer: RecvTransfer) -> int:
         """Sums the sub-pages that the senders wrote; those of the last page after the prompt's end are not written."""
         reserve, per_page, total = transfer.reserve, transfer.subpages, 0
         first = reserve.first_page * per_page
@@ -219,7 +219,7 @@ class KVReceiver:
         """Looks a server up, in a thread of the pool: a bootstrap server that hangs must not delay the pings."""
         try:
             ranks = fetch_ranks(address, self._timing.peer_timeout, self._secret)
-        except OtherSecret:
+        except SecretMismatch:
             with self._driver as core:
                 core.refused(address, SECRET_MISMATCH, time.monotonic())
         except NotRegistered as error:

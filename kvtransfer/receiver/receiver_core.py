@@ -1,7 +1,7 @@
 """The receiver's side of the protocol, without I/O: calls, messages and the time go in, effects come out.
 
-A transfer waits for a connection to its sender (ways.py) and is published over it. From then on it is handled here,
-until its result has come from every rank, or its pages are safe from all senders that might write into them
+A transfer waits for a connection to its sender (connections.py) and is published over it. From then on it is handled
+here, until its result has come from every rank, or its pages are safe from all senders that might write into them
 (writers.py).
 """
 
@@ -23,7 +23,16 @@ from ..protocol.messages import Extent
 from ..protocol.states import RECEIVER, Event, Phase, step
 from ..protocol.timing import Timing
 from .connections import Connections
-from .receiver_state import Address, Close, Effect, Link, RecvRoom, Route, Trial, Verify
+from .receiver_state import (
+    Address,
+    Close,
+    ConnectAttempt,
+    Effect,
+    ReceiverSession,
+    RecvTransfer,
+    ServerConnection,
+    Verify,
+)
 
 
 class ReceiverCore:
@@ -40,11 +49,11 @@ class ReceiverCore:
         self.checksum = checksum
         self.quarantine_seconds = quarantine_seconds
         self.effects: deque[Effect] = deque()
-        self.transfers: dict[int, RecvRoom] = {}
+        self.transfers: dict[int, RecvTransfer] = {}
         self.connections = Connections(m.Hello(info, "", num_pages, metadata, checksum, spare_page), timing,
                                        self.effects,
-                         lambda address: bool(self._waiting(address)) or self._is_attempting(address))
-        self.attempts: dict[Address, Trial] = {}
+                                       lambda address: bool(self._waiting(address)) or self._is_attempting(address))
+        self.attempts: dict[Address, ConnectAttempt] = {}
         self._notices = Notices(self.effects)
         self.counters: dict[str, float] = {"kv_bytes_received": 0, "kv_transfers_done": 0, "kv_transfer_seconds": 0,
                                            "kv_messages_dropped": 0}
@@ -59,7 +68,7 @@ class ReceiverCore:
         assert len(page_ids) == self.info.layout.pages_for(num_prompt_tokens) - first_page, "one for each missing page"
         reserve = m.Reserve(room, next(self._stamps), prompt_digest, num_prompt_tokens, first_page,
                             m.pack_page_ids(page_ids))
-        transfer = self.transfers[room] = RecvRoom(room, address, reserve, now, dp_rank=dp_rank)
+        transfer = self.transfers[room] = RecvTransfer(room, address, reserve, now, dp_rank=dp_rank)
         if (server := self.connections.connection_to(address)) is not None:
             self._publish(transfer, server, now)
 
@@ -74,7 +83,7 @@ class ReceiverCore:
         transfer = self.transfers[room]
         assert transfer.phase is Phase.DONE, "acknowledged before the transfer is done"
         for session_id in transfer.writers.instances:
-            self.connections.send_if_open(session_id, m.Taken(room, transfer.reserve.stamp))
+            self.connections.send_if_open(session_id, m.FirstTokenAck(room, transfer.reserve.stamp))
 
     def forget(self, room: int) -> None:
         assert self.transfers[room].phase.terminal, "forget before the room has ended"
@@ -84,7 +93,7 @@ class ReceiverCore:
 
     def connect(self, address: Address, now: float) -> None:
         """Connects to a sender before a request needs it; ``attempts`` has the outcome."""
-        attempt = self.attempts[address] = Trial(now + self.timing.bootstrap_timeout)
+        attempt = self.attempts[address] = ConnectAttempt(now + self.timing.bootstrap_timeout)
         attempt.done = self.connections.connection_to(address) is not None
 
     def leave(self, now: float) -> None:
@@ -166,9 +175,9 @@ class ReceiverCore:
         if was_current and not session.welcome and self.connections.is_needed(session.address):
             self.unreachable(session.address, "its engine does not accept connections", now)
 
-    def check_flags(self, transfer: RecvRoom, flags: np.ndarray, now: float) -> None:
+    def check_flags(self, transfer: RecvTransfer, flags: np.ndarray, now: float) -> None:
         """Completes the transfer where the flags say that its last pages have arrived, ahead of its Result: see
-        messages.Landing."""
+        messages.EarlyResult."""
         for session_id, early in transfer.take_completed(flags):
             session = self.connections.sessions.get(session_id)
             if transfer.phase is Phase.RESERVED and session is not None and transfer.room in session.transfers:
@@ -176,7 +185,7 @@ class ReceiverCore:
                 transfer.accept(early.result)
                 self._on_drained(transfer, session_id, now)
 
-    def verified(self, transfer: RecvRoom, matches: bool, now: float) -> None:
+    def verified(self, transfer: RecvTransfer, matches: bool, now: float) -> None:
         """Completes or fails a transfer whose pages were compared with the sender's. Its result has proven that nothing
         is written any more."""
         if transfer.phase.terminal:
@@ -218,7 +227,7 @@ class ReceiverCore:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _waiting(self, address: Address) -> list[RecvRoom]:
+    def _waiting(self, address: Address) -> list[RecvTransfer]:
         return [transfer for transfer in self.transfers.values()
                 if transfer.phase is Phase.RESERVING and transfer.address == address]
 
@@ -231,7 +240,7 @@ class ReceiverCore:
         for transfer in self._waiting(address):
             self._fail(transfer, error, now)
 
-    def _publish(self, transfer: RecvRoom, server: Route, now: float) -> None:
+    def _publish(self, transfer: RecvTransfer, server: ServerConnection, now: float) -> None:
         sessions = server.sessions_for(transfer)
         if not sessions:
             self._fail(transfer, InvalidRequest(
@@ -242,7 +251,7 @@ class ReceiverCore:
         for session in sessions:
             self.connections.send(session, transfer.reserve)
 
-    def _on_welcome(self, session: Link, welcome: m.Welcome, now: float) -> None:
+    def _on_welcome(self, session: ReceiverSession, welcome: m.Welcome, now: float) -> None:
         if session.silent or welcome.instance != session.instance:
             self.counters["kv_messages_dropped"] += 1
         elif not self.connections.is_current(session):
@@ -254,14 +263,14 @@ class ReceiverCore:
                 self._publish(transfer, server, now)
             self.connections.send_declines(session.address, server)
 
-    def _on_refused(self, session: Link, refused: m.Refused, now: float) -> None:
+    def _on_refused(self, session: ReceiverSession, refused: m.Refused, now: float) -> None:
         error = (PairMismatch if refused.unfit else TransferFailed)(refused.message, cause="refused")
         if not refused.restarted and self.connections.is_current(session):
             self._fail_waiting(session.address, error, now)
         self._end_session(session, error, now, drained_at=now)
         self.effects.append(Close(session.id))
 
-    def _on_transfer_message(self, session: Link, message: m.Landing | m.Result | m.Abort | m.Stopped,
+    def _on_transfer_message(self, session: ReceiverSession, message: m.EarlyResult | m.Result | m.Abort | m.Stopped,
                              now: float) -> None:
         transfer = session.transfers.get(message.room)
         if message.stamp in session.completed_early:  # its transfer is DONE already
@@ -277,14 +286,14 @@ class ReceiverCore:
             self._on_drained(transfer, session.id, now)
         elif message.instance != session.instance:
             self.counters["kv_messages_dropped"] += 1
-        elif isinstance(message, m.Landing):
+        elif isinstance(message, m.EarlyResult):
             if self.checksum == "off":
                 transfer.early_results[session.id] = message
         else:
             transfer.accept(message.result, message.checksum)
             self._on_drained(transfer, session.id, now)
 
-    def _on_drained(self, transfer: RecvRoom, session_id: bytes, now: float) -> None:
+    def _on_drained(self, transfer: RecvTransfer, session_id: bytes, now: float) -> None:
         """Records that nothing is written over a session any more; when that is true of all sessions, the transfer
         ends."""
         if (session := self.connections.sessions.get(session_id)) is not None:
@@ -299,11 +308,11 @@ class ReceiverCore:
         else:
             self.effects.append(Verify(transfer))
 
-    def _completed(self, transfer: RecvRoom, now: float) -> None:
+    def _completed(self, transfer: RecvTransfer, now: float) -> None:
         transfer.phase = step(RECEIVER, transfer.phase, Event.COMPLETE)
         self._count_end(transfer, now)
 
-    def _end_session(self, session: Link, error: ServingError, now: float, *, drained_at: float) -> None:
+    def _end_session(self, session: ReceiverSession, error: ServingError, now: float, *, drained_at: float) -> None:
         """Ends a session whose connection is gone. Published transfers wait until ``drained_at`` and for the backend's
         quarantine; the others try a new session."""
         self.connections.remove(session, now)
@@ -311,7 +320,7 @@ class ReceiverCore:
             transfer.writers.mark_disconnected(session.id, drained_at + self.quarantine_seconds)
             self._fail(transfer, error, now, reported_by=session.id)
 
-    def _give_up(self, session: Link, now: float) -> None:
+    def _give_up(self, session: ReceiverSession, now: float) -> None:
         session.silent = True
         error = TransferFailed(f"the prefill server was silent for {self.timing.peer_timeout:g} s", cause="silent")
         for transfer in list(session.transfers.values()):
@@ -320,7 +329,7 @@ class ReceiverCore:
             self._fail_waiting(session.address, error, now)
         self.connections.detach(session, now)
 
-    def _check_deadlines(self, transfer: RecvRoom, now: float) -> None:
+    def _check_deadlines(self, transfer: RecvTransfer, now: float) -> None:
         lookup = self.connections.lookups.get(transfer.address)
         if (error := transfer.overdue(now, self.timing, "" if lookup is None else lookup.reason)) is not None:
             self._fail(transfer, error, now)
@@ -328,7 +337,8 @@ class ReceiverCore:
             for session_id in transfer.writers.overdue(now):
                 self._on_drained(transfer, session_id, now)
 
-    def _fail(self, transfer: RecvRoom, error: ServingError, now: float, *, reported_by: bytes | None = None) -> None:
+    def _fail(self, transfer: RecvTransfer, error: ServingError, now: float, *,
+              reported_by: bytes | None = None) -> None:
         if not fail(transfer, RECEIVER, error):
             return
         if transfer.phase is Phase.FAILED:
@@ -338,7 +348,7 @@ class ReceiverCore:
                 self.connections.send_if_open(session_id, m.Abort(transfer.room, transfer.reserve.stamp, error.code,
                                                                   error.message))
 
-    def _count_end(self, transfer: RecvRoom, now: float) -> None:
+    def _count_end(self, transfer: RecvTransfer, now: float) -> None:
         if transfer.phase is Phase.DONE:
             num_pages = len(transfer.reserve.page_ids) // 4
             self.counters["kv_bytes_received"] += num_pages * self.info.layout.page_bytes

@@ -18,7 +18,7 @@ Address = tuple[str, int]  # host and port of a prefill server's bootstrap serve
 
 
 @dataclass(eq=False)
-class RecvRoom:
+class RecvTransfer:
     """The receiver's side of one transfer."""
 
     room: int
@@ -33,13 +33,13 @@ class RecvRoom:
     subpages: int = 1  # in one of our pages
     writers: Writers = field(default_factory=Writers)
     dp_rank: int | None = None  # the sender's data-parallel rank; None: chosen by room
-    early_results: dict[bytes, m.Landing] = field(default_factory=dict)  # by session, until the flag is set
+    early_results: dict[bytes, m.EarlyResult] = field(default_factory=dict)  # by session, until the flag is set
 
     def dp_rank_of(self, dp_size: int) -> int:
         """Returns the data-parallel rank, of ``dp_size``, that computes the prompt."""
         return self.room % dp_size if self.dp_rank is None else self.dp_rank
 
-    def publish(self, server: Route, sessions: list[Link]) -> None:
+    def publish(self, server: ServerConnection, sessions: list[ReceiverSession]) -> None:
         self.phase = step(RECEIVER, self.phase, Event.PUBLISH)
         self.blocks, self.subpages = server.blocks, server.subpages
         for session in sessions:
@@ -51,7 +51,7 @@ class RecvRoom:
         self.result = result.merge(self.result)
         self.checksum = (self.checksum + checksum) % 2**64
 
-    def take_completed(self, flags: np.ndarray) -> list[tuple[bytes, m.Landing]]:
+    def take_completed(self, flags: np.ndarray) -> list[tuple[bytes, m.EarlyResult]]:
         """Removes and returns the early results whose completion flags are set, with their sessions."""
         completed = [(session_id, early) for session_id, early in self.early_results.items()
                      if 0 <= early.flag < len(flags) and flags[early.flag] == early.value]
@@ -72,7 +72,7 @@ class RecvRoom:
 
 
 @dataclass
-class Link:
+class ReceiverSession:
     """Our side of a session: one connection to one sender instance.
 
     ``welcome`` is set by the sender's Welcome; ``silent`` when the session was given up although its connection exists;
@@ -88,21 +88,21 @@ class Link:
     silent: bool = False
     retired: bool = False
     dp_rank: int = 0  # the sender's
-    transfers: dict[int, RecvRoom] = field(default_factory=dict)
+    transfers: dict[int, RecvTransfer] = field(default_factory=dict)
     completed_early: set[int] = field(default_factory=set)  # stamps of transfers that are DONE before their Result
 
 
 @dataclass
-class Route:
+class ServerConnection:
     """The sessions with all ranks of one prefill server that write to us. They cut our pages into ``blocks``, by layer
     group, and into ``subpages``."""
 
-    sessions: dict[bytes, Link]
+    sessions: dict[bytes, ReceiverSession]
     blocks: tuple[int, ...] = ()
     subpages: int = 1
     dp_size: int = 1
 
-    def sessions_for(self, transfer: RecvRoom) -> list[Link]:
+    def sessions_for(self, transfer: RecvTransfer) -> list[ReceiverSession]:
         """Returns the sessions with the data-parallel rank that computes the prompt; none where there is no such
         rank."""
         dp_rank = transfer.dp_rank_of(self.dp_size)
@@ -114,7 +114,7 @@ class Route:
 
 
 @dataclass
-class Search:
+class LookupState:
     """State of connecting to one sender, from the first lookup to its Welcome; the next try is at ``retry_at``."""
 
     retry_at: float | None = None
@@ -123,7 +123,7 @@ class Search:
 
 
 @dataclass
-class Trial:
+class ConnectAttempt:
     """An attempt to connect to a sender before a request needs it: ``done`` without ``error`` means connected."""
 
     deadline: float
@@ -139,7 +139,7 @@ class Lookup(NamedTuple):
 
 
 class Connect(NamedTuple):
-    session: Link
+    session: ReceiverSession
     endpoint: str
 
 
@@ -155,7 +155,7 @@ class Close(NamedTuple):
 class Verify(NamedTuple):
     """Asks for the checksum of a transfer's pages; then ``verified`` is to be called."""
 
-    transfer: RecvRoom
+    transfer: RecvTransfer
 
 
 Effect = Lookup | Connect | Send | Close | Verify | Warn

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...common.api.errors import DeadlineExceeded, ServingError, TransferFailed
-from ..expiring import Waiting
+from ..expiring import ExpiringEntries
 from ..failures import count_failure, fail, room_in_use
 from ..protocol import messages as m
 from ..protocol.reshard import reader_ranks
 from ..protocol.states import SENDER, Phase
 from ..protocol.timing import Timing
-from .sender_state import Destination, SendRoom, Session
+from .sender_state import Destination, SendTransfer, Session
 from .sessions import Sessions
 
 
@@ -33,22 +33,22 @@ class Rendezvous:
     ``transfers`` and ``counters`` are the core's; transfers that are RESERVING are changed here alone.
     """
 
-    def __init__(self, info: m.RankInfo, timing: Timing, transfers: dict[int, SendRoom], sessions: Sessions,
+    def __init__(self, info: m.RankInfo, timing: Timing, transfers: dict[int, SendTransfer], sessions: Sessions,
                  counters: dict[str, float]):
         self.info = info
         self.timing = timing
         self.transfers = transfers
         self.sessions = sessions
         self.counters = counters
-        self.unmatched: Waiting[tuple[int, int], Destination] = Waiting()  # by room and decode rank
-        self.tombstones: Waiting[int, Tombstone] = Waiting()
+        self.unmatched: ExpiringEntries[tuple[int, int], Destination] = ExpiringEntries()  # by room and decode rank
+        self.tombstones: ExpiringEntries[int, Tombstone] = ExpiringEntries()
 
     def __bool__(self) -> bool:
         return bool(self.unmatched or self.tombstones)
 
     # -- arrivals -------------------------------------------------------------------------------------------------
 
-    def expect(self, transfer: SendRoom, now: float) -> None:
+    def expect(self, transfer: SendTransfer, now: float) -> None:
         """Takes prefill's request: it joins with its destinations, fails with its room's earlier error, or waits."""
         if (tombstone := self.tombstones.pop(transfer.room, None)) is not None:
             self.fail(transfer, tombstone.error, now, add_tombstone=False)
@@ -84,7 +84,7 @@ class Rendezvous:
             return transfer.error
         return None if tombstone is None else tombstone.error
 
-    def _join(self, transfer: SendRoom, now: float) -> None:
+    def _join(self, transfer: SendTransfer, now: float) -> None:
         """Joins the transfer with its destinations, once each decode rank that we write to has sent one."""
         waiting = self._unmatched_for(transfer.room)
         if not waiting:
@@ -101,7 +101,7 @@ class Rendezvous:
 
     # -- withdrawals and failures ---------------------------------------------------------------------------------
 
-    def fail(self, transfer: SendRoom, error: ServingError, now: float, *, add_tombstone: bool = True) -> None:
+    def fail(self, transfer: SendTransfer, error: ServingError, now: float, *, add_tombstone: bool = True) -> None:
         """Fails a transfer that has not joined. ``add_tombstone``: its other side may still come, unless it waits
         here."""
         assert transfer.phase is Phase.RESERVING, "it has joined, or failed before"

@@ -1,7 +1,8 @@
 """The sender's side of the protocol, without I/O: calls, messages and the time go in, effects come out.
 
-A transfer begins in the rendezvous (lobby.py), which matches it with its destinations. From then on it is handled here:
-its writes wait in a queue (write_queue.py), are posted over sessions (sessions.py), and end before the transfer does.
+A transfer begins in the rendezvous (rendezvous.py), which matches it with its destinations. From then on it is handled
+here: its writes wait in a queue (write_queue.py), are posted over sessions (sessions.py), and end before the transfer
+does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..protocol import messages as m
 from ..protocol.states import SENDER, Event, Phase, step
 from ..protocol.timing import Timing
 from .rendezvous import Rendezvous
-from .sender_state import Destination, Dismiss, Effect, SendRoom, Session, Write
+from .sender_state import Destination, Dismiss, Effect, SendTransfer, Session, Write
 from .sessions import Sessions
 from .write_queue import WriteQueue
 
@@ -34,8 +35,8 @@ class SenderCore:
         self.timing = timing
         self.bytes_of = bytes_of
         self.effects: deque[Effect] = deque()
-        self.transfers: dict[int, SendRoom] = {}
-        self.awaiting_ack: dict[int, SendRoom] = {}  # ended, without first-token acknowledgement
+        self.transfers: dict[int, SendTransfer] = {}
+        self.awaiting_ack: dict[int, SendTransfer] = {}  # ended, without first-token acknowledgement
         self.counters: dict[str, float] = {"kv_bytes_sent": 0, "kv_transfers_done": 0, "kv_transfer_seconds": 0,
                                            "kv_transfer_exposed_seconds": 0, "kv_write_seconds": 0,
                                            "kv_messages_dropped": 0}
@@ -48,7 +49,7 @@ class SenderCore:
     def expect(self, room: int, prompt_digest: int, num_prompt_tokens: int, now: float) -> None:
         if room in self.transfers:
             raise room_in_use(room)
-        transfer = SendRoom(room, prompt_digest, num_prompt_tokens, now, now + self.timing.bootstrap_timeout)
+        transfer = SendTransfer(room, prompt_digest, num_prompt_tokens, now, now + self.timing.bootstrap_timeout)
         self.transfers[room] = transfer
         self.rendezvous.expect(transfer, now)
 
@@ -123,14 +124,14 @@ class SenderCore:
             self._on_abort(session, message, now)
         elif isinstance(message, m.Decline):
             self.rendezvous.decline(message, now)
-        elif isinstance(message, m.Taken):
+        elif isinstance(message, m.FirstTokenAck):
             self._on_ack(session, message)
         elif isinstance(message, m.Pong):
             session.confirm(message.time, now, self.timing.lease)
         else:
             self._end_session(session, TransferFailed("the decode server shut down", cause="shutdown"), now)
 
-    def early_completion_targets(self, transfer: SendRoom) -> list[Destination]:
+    def early_completion_targets(self, transfer: SendTransfer) -> list[Destination]:
         """Returns the destinations whose completion flags are to be written after the transfer's last writes, which are
         in flight; ``send_early_result`` must follow for each. A result is sent early at most once, and not where it is
         large or must wait for a checksum."""
@@ -143,7 +144,7 @@ class SenderCore:
         return [destination for destination in transfer.destinations if destination.session.checksum == "off"]
 
     def send_early_result(self, destination: Destination, result: m.PrefillResult, flag: int, value: int) -> None:
-        self.sessions.send_if_open(destination.session, m.Landing(
+        self.sessions.send_if_open(destination.session, m.EarlyResult(
             destination.room, destination.stamp, self.info.instance, result, flag, value))
 
     def written(self, write: Write, ok: bool, now: float, checksum: int = 0) -> None:
@@ -200,7 +201,7 @@ class SenderCore:
         session = Session(session_id, hello.info, plan, hello.num_pages, now, hello.checksum, spare)
         self.sessions.admit(session, hello.metadata)
 
-    def _on_ack(self, session: Session, message: m.Taken | m.Abort) -> None:
+    def _on_ack(self, session: Session, message: m.FirstTokenAck | m.Abort) -> None:
         for transfer in (self.transfers.get(message.room), self.awaiting_ack.get(message.room)):
             if transfer is not None:
                 transfer.unacknowledged.discard((session.id, message.stamp))
@@ -216,7 +217,8 @@ class SenderCore:
         # No write of ours is for a stamp that we do not know, or no longer.
         self.sessions.send(session.id, m.Stopped(abort.room, abort.stamp))
 
-    def _fail(self, transfer: SendRoom, error: ServingError, now: float, *, reported_by: Session | None = None) -> None:
+    def _fail(self, transfer: SendTransfer, error: ServingError, now: float, *,
+              reported_by: Session | None = None) -> None:
         if transfer.phase is Phase.RESERVING:
             self.rendezvous.fail(transfer, error, now)
             return
@@ -225,10 +227,10 @@ class SenderCore:
         for destination in transfer.destinations:
             if destination.session is not reported_by:
                 self.sessions.send_if_open(destination.session,
-                                   m.Abort(transfer.room, destination.stamp, error.code, error.message))
+                                           m.Abort(transfer.room, destination.stamp, error.code, error.message))
         self._finish_if_drained(transfer, now)
 
-    def _finish_if_drained(self, transfer: SendRoom, now: float) -> None:
+    def _finish_if_drained(self, transfer: SendTransfer, now: float) -> None:
         """Completes or fails the transfer where its writes allow it."""
         if transfer.in_flight or not transfer.destinations:
             return
@@ -248,7 +250,7 @@ class SenderCore:
             self.counters["kv_transfer_exposed_seconds"] += now - transfer.computed
             self._count_end(transfer)
 
-    def _count_end(self, transfer: SendRoom) -> None:
+    def _count_end(self, transfer: SendTransfer) -> None:
         for destination in transfer.destinations:
             destination.session.transfers.pop(transfer.room, None)
         if transfer.error is not None:

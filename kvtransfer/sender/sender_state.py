@@ -29,7 +29,7 @@ class Session:
     peer: Any = None
     lease: float = 0.0  # time until which writes may be posted
     stamp: int = -1  # the last Reserve's
-    transfers: dict[int, SendRoom] = field(default_factory=dict)
+    transfers: dict[int, SendTransfer] = field(default_factory=dict)
 
     def confirm(self, sent: float, now: float, lease: float) -> None:
         """Records the Pong to a Ping of time ``sent``, from which writes may be posted for ``lease`` seconds."""
@@ -39,7 +39,7 @@ class Session:
 
 
 @dataclass
-class SendRoom:
+class SendTransfer:
     """The sender's side of one transfer."""
 
     room: int
@@ -121,7 +121,7 @@ class Write(NamedTuple):
     first of them.
     """
 
-    transfer: SendRoom
+    transfer: SendTransfer
     destination: Destination
     group: int
     first: int

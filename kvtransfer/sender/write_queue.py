@@ -11,7 +11,7 @@ import numpy as np
 from ..protocol.messages import RankInfo
 from ..protocol.reshard import split_pages
 from ..protocol.states import Phase
-from .sender_state import Destination, SendRoom, Write
+from .sender_state import Destination, SendTransfer, Write
 
 
 class WriteQueue:
@@ -29,7 +29,7 @@ class WriteQueue:
     def __len__(self) -> int:
         return len(self._writes)
 
-    def add(self, transfer: SendRoom, destination: Destination, group: int, first: int, src_page_ids: np.ndarray,
+    def add(self, transfer: SendTransfer, destination: Destination, group: int, first: int, src_page_ids: np.ndarray,
             ready: Any) -> None:
         """Queues those of the pages that the destination lacks and its plan covers, as sub-pages where page sizes
         differ.

@@ -121,7 +121,7 @@ def test_the_result_that_follows_is_no_surprise(pair):
 
 
 def test_without_a_bell_the_result_tells(pair):
-    pair.lost = m.Landing
+    pair.lost = m.EarlyResult
     begun(pair, 1)
     pair.until(1, Phase.DONE)
 

@@ -124,7 +124,7 @@ def taken_by_anybody(monkeypatch):
 
 def bells_are_believed_before_they_ring(monkeypatch):
     """Decode takes a bell's announcement for its ringing."""
-    monkeypatch.setattr(receiver_state.RecvRoom, "take_completed", lambda self, bells: [
+    monkeypatch.setattr(receiver_state.RecvTransfer, "take_completed", lambda self, bells: [
         (session_id, self.early_results.pop(session_id)) for session_id in list(self.early_results)])
 
 

@@ -12,11 +12,11 @@ import zmq
 from baton.common.api.errors import ConfigError, TransferFailed
 from baton.common.config.server import DisaggregationArgs
 from baton.kvtransfer import bootstrap
-from baton.kvtransfer.bootstrap import BootstrapServer, OtherSecret, fetch_ranks, register_rank
+from baton.kvtransfer.bootstrap import BootstrapServer, SecretMismatch, fetch_ranks, register_rank
 from baton.kvtransfer.protocol import messages as m
 from baton.kvtransfer.protocol.authentication import TO_RECEIVER, TO_SENDER, AuthError, Channel, Channels, Secret
 from baton.kvtransfer.protocol.states import Phase
-from baton.kvtransfer.receiver.receiver_state import Search
+from baton.kvtransfer.receiver.receiver_state import LookupState
 from baton.tests.kvtransfer.conftest import BACKENDS, wait_until
 from baton.tests.kvtransfer.test_bootstrap import info
 
@@ -93,7 +93,7 @@ def test_another_secret_is_refused_on_the_control_channel(make_pair, prefill, de
     stranger = pair.make_receiver(pair.target, cluster_secret=decode)
     address = pair.bootstrap.address
     with stranger._driver.lock:
-        stranger._core.connections.lookups[address] = Search()  # its look-up never answers
+        stranger._core.connections.lookups[address] = LookupState()  # its look-up never answers
         stranger._core.reserve(1, address, 77, 10, 3, m.np.empty(0, m.np.int64), time.monotonic())
         stranger._core.found(address, [pair.sender.info], time.monotonic())
     stranger._driver.io.wake()
@@ -132,7 +132,7 @@ def test_the_bootstrap_server_refuses_other_secrets_and_repetitions(monkeypatch)
             monkeypatch.setattr(bootstrap, "_send_request", lambda *args: sent.append(args) or exchange(*args))
             await asyncio.to_thread(register_rank, url, info(), 5.0, "words")
             assert await asyncio.to_thread(fetch_ranks, address, 1.0, Secret("words")) == [info()]
-            with pytest.raises(OtherSecret):
+            with pytest.raises(SecretMismatch):
                 await asyncio.to_thread(fetch_ranks, address, 1.0, Secret("other"))
             server.ranks.clear()
             for args in [args for args in sent if args[2] != "/session"]:
@@ -146,7 +146,7 @@ def test_an_answer_without_the_secret_is_not_believed():
     async def scenario():
         async with BootstrapServer("127.0.0.1", 0) as server:
             server.ranks[0, 0, 0] = info("impostor")
-            with pytest.raises(OtherSecret):
+            with pytest.raises(SecretMismatch):
                 await asyncio.to_thread(fetch_ranks, ("127.0.0.1", server.port), 1.0, Secret("words"))
     asyncio.run(scenario())
 
