@@ -36,9 +36,9 @@ class Engine:
     With ``prefill`` and ``decode``, each a (maybe empty) dict of flags for that role alone, two engines hand the KV
     cache over: ``Engine("tinychat", prefill={}, decode={"base_gpu_id": 1})``.
 
-    Bodies are those of ``/generate`` and ``/v1/chat/completions``; what these answer with an error raises ServingError
-    here. All methods may be called from any thread, the ``async_`` ones on any event loop. Where the engine cannot
-    start, ConfigError is raised. Processes are spawned: a script needs ``if __name__ == "__main__":`` around its use.
+    Bodies are those of ``/generate`` and ``/v1/chat/completions``; their error answers raise ServingError here. All
+    methods may be called from any thread, the ``async_`` ones on any event loop. ConfigError is raised where the engine
+    cannot start. Processes are spawned: a script needs ``if __name__ == "__main__":`` around its use.
     """
 
     def __init__(self, model_path: str | None = None, *, prefill: Mapping[str, Any] | None = None,
@@ -48,7 +48,7 @@ class Engine:
         if model_path is not None:
             flags["model_path"] = model_path
         self._thread = _LoopThread()
-        self._close = weakref.finalize(self, self._thread.close)  # at the latest when the interpreter ends
+        self._close = weakref.finalize(self, self._thread.close)  # at the latest when the interpreter exits
         try:
             parts = _unified(flags) if prefill is None or decode is None else _pair(flags, prefill, decode)
             self._cluster = self._thread.run(self._thread.enter(Cluster(parts)))
@@ -63,7 +63,7 @@ class Engine:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stop the engine's processes; requests that run are aborted. Calling it again does nothing."""
+        """Stops the engine's processes and aborts running requests. Calling it again does nothing."""
         self._close()
 
     # ------------------------------------------------------------------ requests
@@ -104,15 +104,15 @@ class Engine:
     # ------------------------------------------------------------------ the engine as a whole
 
     def flush_cache(self) -> None:
-        """Drop the prefix caches; raises Conflict while requests run."""
+        """Drops the prefix caches; raises Conflict while requests run."""
         self._control(FlushCache())
 
     def update_weights_from_disk(self, model_path: str) -> None:
-        """Serve another checkpoint of the same architecture; raises InvalidRequest where it does not fit."""
+        """Loads another checkpoint of the same architecture; raises InvalidRequest where it does not fit."""
         self._control(UpdateWeights(model_path))
 
     def release_memory_occupation(self, tags: tuple[Any, ...] | None = None) -> None:
-        """Give device memory back until ``resume_memory_occupation``; ``tags``: "weights", "kv_cache"."""
+        """Releases device memory until ``resume_memory_occupation``; ``tags``: "weights", "kv_cache"."""
         self._control(ReleaseMemory(self._kinds(tags)))
 
     def resume_memory_occupation(self, tags: tuple[Any, ...] | None = None) -> None:
@@ -120,27 +120,27 @@ class Engine:
 
     def start_profile(self, output_dir: str | None = None, num_steps: int | None = None,
                       activities: tuple[Any, ...] = ("CPU", "GPU")) -> str:
-        """Record torch.profiler's trace of every rank until ``stop_profile``, or for ``num_steps`` steps; says where
-        to. Raises Conflict while one is recorded."""
+        """Records torch.profiler's trace of every rank until ``stop_profile``, or for ``num_steps`` steps; returns the
+        path. Raises Conflict while one is recorded."""
         return self._control(StartProfile(output_dir or tempfile.gettempdir(), num_steps, activities))
 
     def stop_profile(self) -> str:
-        """Write the trace; raises Conflict where none is recorded."""
+        """Writes the trace; raises Conflict where none is recorded."""
         return self._control(StopProfile())
 
     def state(self) -> Any:
         """A snapshot of the engine that answers: pages, requests, counters."""
-        return self._thread.run(self._cluster.front.client.state())
+        return self._thread.run(self._cluster.context.client.state())
 
     def _kinds(self, tags: tuple[Any, ...] | None) -> tuple[Any, ...]:
         if tags is not None:
             return tuple(tags)
-        return ("weights", "kv_cache") if len(self._cluster.fronts) == 1 else ("weights",)
+        return ("weights", "kv_cache") if len(self._cluster.contexts) == 1 else ("weights",)
 
     def _control(self, command: Any) -> str:
-        """What the engines say to it, a line each."""
-        return "\n".join(self._thread.run(front.client.control(command, LOAD_SECONDS))
-                         for front in self._cluster.fronts)
+        """The engines' replies, a line each."""
+        return "\n".join(self._thread.run(context.client.control(command, LOAD_SECONDS))
+                         for context in self._cluster.contexts)
 
     # ------------------------------------------------------------------ streams
 
@@ -222,8 +222,8 @@ def _pair(flags: Mapping[str, Any], prefill: Mapping[str, Any], decode: Mapping[
 
 
 def _free_port() -> int:
-    """For the bootstrap server, where the caller names none; it listens on it a moment later. Taken from below the
-    range that kernels give to outgoing connections, one of which could have it by then."""
+    """A port for the bootstrap server, which listens on it a moment later. It lies below the range that kernels give to
+    outgoing connections, one of which could occupy it by then."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

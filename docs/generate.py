@@ -156,7 +156,7 @@ def server_rows() -> Iterator[str]:
 def server_families(mode: Literal["null", "prefill", "decode"]) -> Iterable[Any]:
     """The metrics of a server whose engine has reported once."""
     metrics = ServerMetrics("m", mode)
-    metrics.ended("stop")
+    metrics.count_outcome("stop")
     gauges = {name: 0.0 for name, gauge in GAUGES.items() if mode in gauge.modes}
     counters = {name: 0.0 for name, counter in COUNTERS.items() if mode in counter.modes and counter.label is None}
     numbers = {name: 0 for name, hint in typing.get_type_hints(State).items() if hint is int}

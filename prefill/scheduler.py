@@ -76,10 +76,11 @@ class PrefillScheduler:
     @property
     def gauges(self) -> dict[str, float]:
         queued, in_flight = self.sender.writes_waiting
-        return {"kv_transfers_meeting": self.transfers.count(TransferStatus.BOOTSTRAPPING),
-                "kv_transfers_moving": self.transfers.count(TransferStatus.SENDING),
+        return {"kv_transfers_bootstrapping": self.transfers.count(TransferStatus.BOOTSTRAPPING),
+                "kv_transfers_in_flight": self.transfers.count(TransferStatus.SENDING),
                 "kv_transfers_draining": self.transfers.count(TransferStatus.DRAINING),
-                "kv_writes_queued": queued, "kv_writes_in_flight": in_flight, "kv_prompts_kept": len(self._retained)}
+                "kv_writes_queued": queued, "kv_writes_in_flight": in_flight,
+                "kv_prompts_retained": len(self._retained)}
 
     def add(self, req: Req) -> None:
         if req.bootstrap is None:

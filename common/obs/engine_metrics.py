@@ -1,4 +1,4 @@
-"""The engine's counters and gauges: their names on the wire, and what each counts.
+"""The engine's counters and gauges: their names on the wire, and their help.
 
 The engine reports them in its ``State`` by these names; ``/metrics`` shows counters as ``baton:engine_NAME_total`` and
 gauges as ``baton:NAME``, from the server's start on.
@@ -21,8 +21,8 @@ BREAKAGES = ("silent", "connection_lost", "ended", "write_failed", "damaged", "m
 
 
 class EngineMetric(NamedTuple):
-    """``label``: its values stand behind the name in the engine's report (``kv_transfers_broken_silent``); ``values``
-    are those that are shown as 0 before they occur."""
+    """``label``: its values are appended to the name in the engine's report (``kv_transfers_broken_silent``);
+    ``values`` are those that are exported as 0 before they occur."""
 
     help: str
     modes: tuple[Mode, ...] = ALL
@@ -31,46 +31,49 @@ class EngineMetric(NamedTuple):
 
 
 COUNTERS: dict[str, EngineMetric] = {
-    "finished_requests": EngineMetric("Requests that ended in the engine as they should"),
-    "failed_requests": EngineMetric("Requests that ended in the engine with an error"),
-    "retracted_requests": EngineMetric("Times that a running request gave its KV pages back and waits anew",
+    "finished_requests": EngineMetric("Requests that finished in the engine"),
+    "failed_requests": EngineMetric("Requests that failed in the engine"),
+    "retracted_requests": EngineMetric("Times that a running request was retracted: its KV pages were freed",
                                        ("null", "decode")),
-    "preempted_requests": EngineMetric("Times that a more urgent request took the place of a running one",
+    "preempted_requests": EngineMetric("Times that a running request was preempted by one of a higher priority",
                                        ("null", "decode")),
-    "swapped_out_requests": EngineMetric("Retracted requests whose KV cache went to host memory", ("null", "decode")),
-    "reused_prompts": EngineMetric("Prompts sent again for another attempt, and not computed again", ("prefill",)),
+    "swapped_out_requests": EngineMetric("Retracted requests whose KV was swapped to host memory", ("null", "decode")),
+    "reused_prompts": EngineMetric("Retained prompts that were sent again for another attempt", ("prefill",)),
     "kv_bytes_sent": EngineMetric("Bytes of KV pages written to decode servers, by all ranks", ("prefill",)),
-    "kv_bytes_received": EngineMetric("Bytes of KV pages taken over from prefill servers, by all ranks", ("decode",)),
+    "kv_bytes_received": EngineMetric("Bytes of KV pages received from prefill servers, by all ranks", ("decode",)),
     "kv_transfers_done": EngineMetric("KV transfers completed", PAIRS),
-    "kv_transfer_seconds": EngineMetric("Seconds that completed KV transfers took, the prompt's computing included",
+    "kv_transfer_seconds": EngineMetric("Seconds that completed KV transfers took, the prefill included",
                                         PAIRS),
     "kv_transfer_exposed_seconds": EngineMetric(
-        "Seconds between a prompt's last layer and the arrival of its last KV page", ("prefill",)),
-    "kv_write_seconds": EngineMetric("Seconds with writes of KV pages under way", ("prefill",)),
-    "kv_messages_dropped": EngineMetric("Messages of peers that restarted, or that came too late", PAIRS),
+        "Of these seconds, those between a prompt's last layer and the arrival of its last KV page: what computing did "
+        "not hide", ("prefill",)),
+    "kv_write_seconds": EngineMetric("Seconds with writes of KV pages in flight: the bytes sent over these are the "
+                                     "transfer rate", ("prefill",)),
+    "kv_messages_dropped": EngineMetric("Stale messages: of peers that restarted, or that came too late", PAIRS),
     "kv_transfers_failed": EngineMetric("KV transfers that failed, by the error's code", PAIRS, "code", ERROR_CODES),
-    "kv_transfers_broken": EngineMetric("KV transfers that broke, by cause", PAIRS, "cause", BREAKAGES),
+    "kv_transfers_broken": EngineMetric("Of the failed KV transfers those that broke, by cause; peer: the other "
+                                        "server counts the cause itself", PAIRS, "cause", BREAKAGES),
 }
 GAUGES: dict[str, EngineMetric] = {
-    "token_usage": EngineMetric("Share of the KV pool that a new request could not have, 0 to 1"),
-    "kv_transfers_meeting": EngineMetric("Requests that wait for their other half", PAIRS),
-    "kv_transfers_moving": EngineMetric("Requests whose last KV pages (decode: any) are on their way", PAIRS),
-    "kv_transfers_draining": EngineMetric("Failed requests while writes to their KV pages may still land", PAIRS),
+    "token_usage": EngineMetric("Share of the KV pool that is in use by running requests, 0 to 1"),
+    "kv_transfers_bootstrapping": EngineMetric("Requests that wait for the other server of their pair", PAIRS),
+    "kv_transfers_in_flight": EngineMetric("Requests whose last KV pages (decode: any) are in flight", PAIRS),
+    "kv_transfers_draining": EngineMetric("Failed requests while writes to their KV pages may still arrive", PAIRS),
     "kv_writes_queued": EngineMetric("Writes of KV pages that wait for their forward pass or a lease", ("prefill",)),
-    "kv_writes_in_flight": EngineMetric("Writes of KV pages under way", ("prefill",)),
-    "kv_prompts_kept": EngineMetric("Prompts kept for another attempt", ("prefill",)),
+    "kv_writes_in_flight": EngineMetric("Writes of KV pages in flight", ("prefill",)),
+    "kv_prompts_retained": EngineMetric("Prompts retained for another attempt", ("prefill",)),
 }
 COUNTED_BY_API_SERVER = frozenset(("prompt_tokens", "generation_tokens", "cached_tokens"))
-"""The API server counts these at the moment a request ends; the engine's own counts would double them."""
+"""Counters that the API server counts when a request ends; the engine's own counts would double them."""
 
 
 def about(table: Mapping[str, EngineMetric], name: str) -> EngineMetric:
-    """A metric of the table. One that is missing there (a test looks for it) is shown all the same."""
+    """A metric of the table. One that is missing there (a test checks for it) is exported all the same."""
     return table.get(name) or EngineMetric(name.replace("_", " ").capitalize())
 
 
 def family_of(name: str) -> tuple[str, str | None]:
-    """The counter's family and the value of its label, of a name in the engine's report."""
+    """The family and the label's value of a counter's name in the engine's report."""
     if name in COUNTERS:
         return name, None
     for family, metric in COUNTERS.items():

@@ -1,4 +1,4 @@
-"""Failed requests in the log: each a warning with its sentence, as long as they are few."""
+"""The log of failed requests: a warning for each, up to a rate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 LINES = 20
 WINDOW_SECONDS = 10.0
-_LONGEST = 500
+_MAX_CHARS = 500
 
 
 class FailureLog:
-    """Writes at most LINES warnings in WINDOW_SECONDS for failures of ours (status 500 and more), and as many for those
-    of clients, who could else fill the disk; the next line tells how many were left out. ``count`` is of all."""
+    """Writes at most LINES warnings in WINDOW_SECONDS for failures of the server (status 500 and more), and as many for
+    those of clients, who could otherwise fill the disk; the next line has the number of omitted ones. ``count`` counts
+    all."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
         self.count = 0
@@ -22,7 +23,7 @@ class FailureLog:
         self._windows = {True: _Window(), False: _Window()}
 
     def note(self, status: int, sentence: str, **fields: str | int) -> None:
-        """A request failed; ``fields`` tell which."""
+        """Logs a failed request; ``fields`` identify it."""
         self.count += 1
         window = self._windows[status >= 500]
         now = self._clock()
@@ -35,12 +36,12 @@ class FailureLog:
         if window.omitted:
             fields["omitted_before"] = window.omitted
             window.omitted = 0
-        text = sentence if len(sentence) <= _LONGEST else sentence[:_LONGEST] + "..."
+        text = sentence if len(sentence) <= _MAX_CHARS else sentence[:_MAX_CHARS] + "..."
         self._log.warning("A request failed: %s", text, extra={"fields": {"status": status, **fields}})
 
 
 class _Window:
-    """Lines since it began."""
+    """The lines written and omitted in one window."""
 
     def __init__(self) -> None:
         self.ends = 0.0

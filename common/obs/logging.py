@@ -1,5 +1,4 @@
-"""One log for every process: the same line, as text or JSON, the same clock (UTC), on stderr and in a file that is
-put aside when it is large."""
+"""One log format for every process: text or JSON lines with UTC times, on stderr and in a file that is rotated."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ import msgspec
 from ..api.errors import ConfigError
 from ..config.logs import LogArgs
 
-KEPT_FILES = 3
-"""Older files beside a log file that --log-max-mb bounds."""
+MAX_ROTATED_FILES = 3
+"""The number of rotated files of a log file that --log-max-mb bounds."""
 _NOISY = ("asyncio", "aiohttp.access", "filelock", "httpx", "httpcore", "huggingface_hub", "transformers", "urllib3")
 _ROOT = "baton"
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -30,11 +29,11 @@ _PLAIN = re.compile(r"[^\s\"=]+")
 
 
 def setup_logging(args: LogArgs, component: str) -> None:
-    """Send this process's log to stderr, and to a file in --log-dir; ``component`` names the part (``router``,
-    ``prefill.rank0``), and up to a dot the file. Raises ConfigError where that cannot be written.
+    """Sends this process's log to stderr, and to a file in --log-dir; ``component`` names the process (``router``,
+    ``prefill.rank0``), and up to a dot the file. Raises ConfigError where the file cannot be written.
 
-    The level holds for our own loggers (``baton.…``); libraries are shown from warning on. Calling it again replaces
-    the former setup.
+    The level applies to Baton's loggers (``baton.…``); libraries log from warning on. Calling it again replaces the
+    former setup.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if args.log_dir is not None:
@@ -47,14 +46,14 @@ def setup_logging(args: LogArgs, component: str) -> None:
     root.handlers[:] = handlers
     root.setLevel(logging.WARNING)
     logging.captureWarnings(True)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log has lines, and how far a download is is told
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log has lines of its own for downloads
     logging.getLogger(_ROOT).setLevel("WARNING" if args.log_level == "warn" else args.log_level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def check_folder(name: str) -> Path:
-    """--log-dir, made where it is missing. Raises ConfigError where it cannot be written."""
+    """Creates a missing --log-dir; raises ConfigError where it cannot be written."""
     folder = Path(name).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,17 +64,17 @@ def check_folder(name: str) -> Path:
 
 
 class SharedFile(logging.handlers.RotatingFileHandler):
-    """A log file that several processes append to, and that any of them puts aside once it is large enough.
+    """A log file that several processes append to, and that any of them rotates once it is large enough.
 
-    Lines are appended by one write each (O_APPEND), so that they do not mix. A process whose file another one has put
-    aside sees that its size is beyond the bound, and opens the new one.
+    Lines are appended by one write each (O_APPEND), so that they do not mix. A process whose file another one has
+    rotated sees that its size exceeds the bound, and opens the new one.
     """
 
     def __init__(self, path: Path, max_bytes: int):
-        super().__init__(path, maxBytes=max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
+        super().__init__(path, maxBytes=max_bytes, backupCount=MAX_ROTATED_FILES, encoding="utf-8")
 
     def shouldRollover(self, record: logging.LogRecord) -> int:
-        if self.stream is None:  # closed at the interpreter's end; it is opened again for what is still written
+        if self.stream is None:  # closed at the interpreter's exit; it is opened again for later lines
             self.stream = self._open()
         return int(self.maxBytes > 0 and os.fstat(self.stream.fileno()).st_size >= self.maxBytes)
 
@@ -93,7 +92,7 @@ class SharedFile(logging.handlers.RotatingFileHandler):
             os.close(folder)
 
     def _is_current(self, number: int) -> bool:
-        """Whether the open file still has the name."""
+        """Whether the open file still has the log file's name."""
         try:
             return os.path.samestat(os.stat(self.baseFilename), os.fstat(number))
         except FileNotFoundError:
@@ -101,11 +100,11 @@ class SharedFile(logging.handlers.RotatingFileHandler):
 
 
 def cut(path: Path, max_bytes: int) -> None:
-    """Put the content of a file aside that another process appends to and cannot open anew, once it is large enough;
-    what is written in between, within microseconds, is lost."""
+    """Rotates a file that another process appends to and cannot reopen, once it is large enough: its content is copied
+    and the file truncated. Lines written in between, within microseconds, are lost."""
     if not max_bytes or path.stat().st_size < max_bytes:
         return
-    older = [path.with_name(f"{path.name}.{number}") for number in range(1, KEPT_FILES + 1)]
+    older = [path.with_name(f"{path.name}.{number}") for number in range(1, MAX_ROTATED_FILES + 1)]
     for newer, old in zip(reversed(older[:-1]), reversed(older[1:])):
         if newer.exists():
             newer.replace(old)
@@ -116,9 +115,9 @@ def cut(path: Path, max_bytes: int) -> None:
 
 
 class ManyLines(logging.LogRecord):
-    """A record of several lines, made at once: for what is logged so often that one record each would be felt.
+    """A record of several lines, formatted at once: for events that are too frequent for one record each.
 
-    ``clock`` is the log's own way of writing a time.
+    ``clock`` formats a time as the log does.
     """
 
     def as_text(self, component: str, clock: Callable[[float], str]) -> str:
@@ -129,7 +128,7 @@ class ManyLines(logging.LogRecord):
 
 
 class _Line(logging.Formatter):
-    """A formatter that names the part that logs and writes times by the log's clock."""
+    """A formatter that names the component and formats times by the log's clock."""
 
     def __init__(self, component: str):
         super().__init__()
@@ -138,9 +137,9 @@ class _Line(logging.Formatter):
 
 
 class TextLine(_Line):
-    """``time level component: message name=value …``; a record brings the values in ``extra={"fields": {...}}``.
+    """``time level component: message name=value …``; a record has the values in ``extra={"fields": {...}}``.
 
-    One line is one event: what cannot be printed is escaped. Tracebacks follow below.
+    One line is one event: unprintable characters are escaped. Tracebacks follow below.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -154,7 +153,7 @@ class TextLine(_Line):
 
 
 class JsonLine(_Line):
-    """``time``, ``level``, ``component``, ``message``, then what the record brings in ``extra={"fields": {...}}``."""
+    """``time``, ``level``, ``component``, ``message``, then the record's ``extra={"fields": {...}}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record, ManyLines):
@@ -165,7 +164,7 @@ class JsonLine(_Line):
             line["exception"] = self.formatException(record.exc_info)
         try:
             return msgspec.json.encode(line, enc_hook=str).decode()
-        except UnicodeEncodeError:  # half a surrogate pair in a name or a message
+        except UnicodeEncodeError:  # a lone surrogate in a name or a message
             return json.dumps(line, default=str)
 
 
@@ -184,11 +183,11 @@ class _Clock:
 
 
 def _escaped(text: str) -> str:
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def plain_value(value: Any) -> str:
-    """A plain word as it is, anything else as JSON."""
+    """A plain word as it is, any other value as JSON."""
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return _escaped(value)
     return _escaped(json.dumps(value, ensure_ascii=False, default=str))

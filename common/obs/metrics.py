@@ -20,23 +20,23 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS = (.005, .01, .025, .05, .1, .2, .4, .8, 1.5, 3, 6, 12, 25, 50, 100, 200)
 _ITL_BUCKETS = (.001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .2, .4, .8, 1.5, 3)
-_LATE_BUCKETS = (.002, .004, .008, .015, .03, .06, .12, .25, .5, 1, 2, 5)
+_LOOP_LAG_BUCKETS = (.002, .004, .008, .015, .03, .06, .12, .25, .5, 1, 2, 5)
 _E2E_BUCKETS = (.01, .05, .1, .25, .5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960, 1920)
 
 FINISH_REASONS = ("stop", "length", "abort")
 _STATE_GAUGES = {
     "num_requests_running": ("num_running", "Requests that the engine computes"),
-    "num_requests_waiting": ("num_waiting", "Requests that wait for memory or their turn"),
-    "num_requests_transferring": ("num_transferring", "Requests whose KV cache is on its way between two servers"),
-    "kv_pool_pages": ("total_pages", "Pages of the KV pool"),
-    "kv_pages_free": ("free_pages", "KV pages that hold nothing"),
-    "kv_pages_held": ("held_pages", "KV pages held by requests"),
-    "kv_pages_cached": ("cached_pages", "KV pages held by the prefix cache alone"),
+    "num_requests_waiting": ("num_waiting", "Requests that wait in the queue"),
+    "num_requests_transferring": ("num_transferring", "Requests whose KV cache is transferred between servers"),
+    "kv_pool_pages": ("total_pages", "Pages of the KV pool: the free, allocated and cached ones together"),
+    "kv_pages_free": ("free_pages", "Free KV pages"),
+    "kv_pages_allocated": ("held_pages", "KV pages allocated to requests"),
+    "kv_pages_cached": ("cached_pages", "KV pages of the prefix cache that no request uses"),
 }
 
 
 class EngineCollector(Collector):
-    """Exports the latest ``State`` of the engine; before there is one, its counters at 0."""
+    """Exports the latest ``State`` of the engine; before the first one, its counters at 0."""
 
     def __init__(self, labels: dict[str, str]):
         self._labels = labels
@@ -52,7 +52,8 @@ class EngineCollector(Collector):
         gauges = {name: (getattr(state, field), help) for name, (field, help) in _STATE_GAUGES.items()}
         gauges.update({name: (value, about(GAUGES, name).help) for name, value in state.gauges.items()})
         gauges.update(derived_gauges(state))
-        gauges["gen_throughput"] = (self.throughput.rate, f"Tokens generated a second, of the last {WINDOW_SECONDS} s")
+        gauges["gen_throughput"] = (self.throughput.rate,
+                                    f"Tokens generated a second, over the last {WINDOW_SECONDS} s")
         for name, (value, help) in gauges.items():
             gauge = GaugeMetricFamily(f"baton:{name}", help, labels=[*self._labels])
             gauge.add_metric([*self._labels.values()], value)
@@ -83,7 +84,7 @@ class ServerMetrics:
     """Counters and histograms of one server; each server has its own registry, so that several fit one process."""
 
     def __init__(self, model_name: str, mode: str, *, sglang_names: bool = True):
-        """``sglang_names``: whether what SGLang measures too is shown under its name as well."""
+        """``sglang_names``: export metrics that SGLang has, too, a second time under its names."""
         labels = {"model_name": model_name, "mode": mode}
         self.registry = CollectorRegistry()
         self.engine = EngineCollector(labels)
@@ -97,41 +98,43 @@ class ServerMetrics:
             return family.labels(**labels)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that produced output")
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens found in the prefix cache")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated")
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", _TTFT_BUCKETS)
+        self.cached_tokens = counter("cached_tokens", "Of the prompt tokens those found in this server's prefix cache")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated; a prefill server counts the first "
+                                         "token of each request")
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token; on a decode server "
+                              "with prefill and transfer", _TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency_seconds", "Between tokens of one request", _ITL_BUCKETS)
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", _E2E_BUCKETS)
-        self.late = histogram("front_lateness_seconds", "How late the front's event loop is: all streams wait for it, "
-                              "beside the engine", _LATE_BUCKETS)
+        self.event_loop_lag = histogram("event_loop_lag_seconds", "Lag of the API server's event loop, ten times a "
+                                        "second: all streams wait for it", _LOOP_LAG_BUCKETS)
         self._requests = Counter("baton:num_requests", "Requests by outcome: a finish reason, an error code, or "
                                  "'disconnected'", [*labels, "outcome"], registry=self.registry)
         self._labels = labels
         for outcome in (*FINISH_REASONS, *ERROR_CODES, "disconnected"):
             self._requests.labels(**labels, outcome=outcome)
-        self._by_outcome: dict[str, Counter] = {}  # a lookup by labels takes as long as a token does otherwise
+        self._by_outcome: dict[str, Counter] = {}  # a lookup by labels takes as long as the rest of a token's work
         self._exposed = CollectorRegistry(auto_describe=False)
         self._exposed.register(WithSGLangAliases(self.registry) if sglang_names else self.registry)  # type: ignore[arg-type]
         register_process(self._exposed, mode)
 
     @property
     def tokens(self) -> TokenTotals:
-        """Read as a scrape reads them, which takes 20 us: meant for once in a few seconds."""
+        """The totals so far. Reading them takes 20 us: meant for once in a few seconds."""
         counters = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
         return TokenTotals(*(family.samples[0].value for counter in counters for family in counter.collect()))
 
-    def ended(self, outcome: str) -> None:
-        """Count one request that ended as ``stop``, ``length``, an error's code, or ``disconnected``."""
+    def count_outcome(self, outcome: str) -> None:
+        """Counts one request that ended as ``stop``, ``length``, an error's code, or ``disconnected``."""
         counter = self._by_outcome.get(outcome)
         if counter is None:
             counter = self._by_outcome[outcome] = self._requests.labels(**self._labels, outcome=outcome)
         counter.inc()
 
     def note_throughput(self) -> None:
-        """To be called once a second."""
+        """Samples the generated tokens for the throughput gauge; call it once a second."""
         self.engine.throughput.note(self.tokens.generated, time.monotonic())
 
     def render(self, state: State | None) -> bytes:
-        """The text exposition; ``state`` is a fresh snapshot of the engine, None while it has none."""
+        """The text exposition; ``state`` is a new snapshot of the engine, None while it has none."""
         self.engine.state = state
         return generate_latest(self._exposed)

@@ -1,4 +1,4 @@
-"""Metrics of the process itself, under the names that every exporter gives them, and what it was built of."""
+"""Standard metrics of the process (``process_*``, ``python_gc_*``) and its build information."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _BuildInfo(Collector):
         self._labels = {"version": __version__, "component": component, "python": platform.python_version(), **versions}
 
     def collect(self) -> list[Metric]:
-        family = GaugeMetricFamily("baton_build_info", "Versions of what this process runs", labels=[*self._labels])
+        family = GaugeMetricFamily("baton_build_info", "Versions of Baton and its packages", labels=[*self._labels])
         family.add_metric([*self._labels.values()], 1.0)
         return [family]
 
@@ -35,7 +35,7 @@ def _version(package: str) -> str:
 
 
 def register_process(registry: CollectorRegistry, component: str) -> None:
-    """Add ``process_*``, ``python_gc_*`` and ``baton_build_info`` to a registry."""
+    """Adds ``process_*``, ``python_gc_*`` and ``baton_build_info`` to a registry."""
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
     registry.register(_BuildInfo(component))

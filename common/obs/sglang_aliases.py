@@ -1,4 +1,4 @@
-"""Metrics under the names that SGLang gives to the same things, so that its dashboards and alerts work unchanged."""
+"""Aliases of metrics under SGLang's names, so that its dashboards and alerts work unchanged."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SGLANG_NAMES: Mapping[str, str] = {
     "baton:cache_hit_rate": "sglang:cache_hit_rate",
     "baton:gen_throughput": "sglang:gen_throughput",
 }
-"""Our family's name -> SGLang's; what has no twin there is told once."""
+"""SGLang's name of each family that it has, too."""
 
 
 class WithSGLangAliases(Collector):
-    """Tells the families of ``source``, and each that SGLang knows a second time under its name."""
+    """Collects the families of ``source``, and those that SGLang has, too, a second time under its names."""
 
     def __init__(self, source: Collector):
         self._source = source
@@ -40,39 +40,39 @@ class WithSGLangAliases(Collector):
             yield family
             name = SGLANG_NAMES.get(family.name)
             if name is not None:
-                twin = Metric(name, family.documentation, family.type)
+                alias = Metric(name, family.documentation, family.type)
                 for sample in family.samples:
-                    twin.samples.append(sample._replace(name=name + sample.name[len(family.name):]))
-                yield twin
+                    alias.samples.append(sample._replace(name=name + sample.name[len(family.name):]))
+                yield alias
 
 
 WINDOW_SECONDS = 10
 
 
 class Throughput:
-    """Tokens generated a second over the last WINDOW_SECONDS, however often it is read."""
+    """Tokens generated a second over the last WINDOW_SECONDS, independent of how often it is read."""
 
     def __init__(self) -> None:
-        self._notes: deque[tuple[float, float]] = deque(maxlen=WINDOW_SECONDS + 1)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=WINDOW_SECONDS + 1)
 
     def note(self, total: float, now: float) -> None:
-        """``total`` tokens by ``now``, on a monotonic clock in seconds; once a second."""
-        self._notes.append((total, now))
+        """Adds a sample: ``total`` tokens by ``now``, on a monotonic clock in seconds; call it once a second."""
+        self._samples.append((total, now))
 
     @property
     def rate(self) -> float:
-        if len(self._notes) < 2:
+        if len(self._samples) < 2:
             return 0.0
-        (before, began), (total, now) = self._notes[0], self._notes[-1]
+        (before, began), (total, now) = self._samples[0], self._samples[-1]
         return (total - before) / (now - began)
 
 
 def derived_gauges(state: State) -> dict[str, tuple[float, str]]:
-    """Gauges that follow from others in a state, with their help; the hit rate is over all prompts so far."""
+    """Gauges that are computed from a state, with their help; the hit rate is over all prompts so far."""
     total = state.total_pages * state.page_size
     prompts = state.counters.get("prompt_tokens", 0.0)
     hits = state.counters.get("cached_tokens", 0.0) / prompts if prompts else 0.0
     used = round(state.gauges.get("token_usage", 0.0) * total)
-    return {"max_total_num_tokens": (total, "Tokens that the KV pool has room for"),
-            "num_used_tokens": (used, "Tokens of the KV pool that a new request could not have"),
-            "cache_hit_rate": (hits, "Share of all prompt tokens so far that the prefix cache had")}
+    return {"max_total_num_tokens": (total, "Capacity of the KV pool in tokens"),
+            "num_used_tokens": (used, "Tokens of the KV pool that are in use by running requests"),
+            "cache_hit_rate": (hits, "Share of all prompt tokens so far that were found in the prefix cache")}

@@ -1,4 +1,4 @@
-"""OpenTelemetry, as every process of ours uses it (install the extra ``otel``); imported by those that trace only."""
+"""OpenTelemetry for all processes (install the extra ``otel``); imported only by those that trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tracing:
     not installed."""
 
     def __init__(self, service: str, exporter: Any, *, batch: bool = True):
-        """``service`` is what the spans' process is called; without ``batch`` each is exported as it ends."""
+        """``service`` names the spans' process; without ``batch`` each span is exported as it ends."""
         try:
             from opentelemetry import trace
             from opentelemetry.sdk.resources import Resource
@@ -33,7 +33,7 @@ class Tracing:
         self.failed = trace.Status(trace.StatusCode.ERROR)
 
     def context_of(self, traceparent: str | None) -> Any:
-        """The context that a peer's ``traceparent`` header names; an empty one without it."""
+        """The context of a peer's ``traceparent`` header; an empty one without it."""
         return self._propagator.extract({"traceparent": traceparent} if traceparent else {})
 
     def within(self, span: Any) -> Any:
@@ -41,13 +41,13 @@ class Tracing:
         return self._in_span(span)
 
     def traceparent_of(self, span: Any) -> str:
-        """The header that tells a peer of a span."""
+        """The ``traceparent`` header of a span, for requests to peers."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._in_span(span))
         return carrier["traceparent"]
 
     def close(self) -> None:
-        """Export what is left; waits for the collector at most as long as the exporter does."""
+        """Exports the remaining spans; waits for the collector at most as long as the exporter does."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""What a model's answer is made of, and who finds it out while the text arrives."""
+"""The parts of a model's answer, and the interface of the parsers that find them in its text."""
 
 from __future__ import annotations
 
@@ -6,51 +6,51 @@ from typing import NamedTuple, Protocol
 
 
 class Thought(NamedTuple):
-    """A piece of the reasoning before (or between) what is meant for the user."""
+    """A delta of the reasoning that precedes (or interrupts) the content."""
 
     text: str
 
 
 class CallBegun(NamedTuple):
-    """A tool call begins; its arguments follow in pieces."""
+    """The beginning of a tool call; its arguments follow as deltas."""
 
     name: str
 
 
 class Arguments(NamedTuple):
-    """A piece of the latest call's arguments, which together are JSON as far as the model wrote JSON."""
+    """A delta of the latest call's arguments, which together are JSON as far as the model wrote JSON."""
 
     text: str
 
 
 Part = str | Thought | CallBegun | Arguments
-"""Plain strings are content."""
+"""A delta of an answer; plain strings are content."""
 
 
 class Reader(Protocol):
-    """Takes an answer's text in pieces. What has come out after a text does not depend on how that was cut."""
+    """Parses an answer's text incrementally. The joined output does not depend on how the text was split."""
 
     def push(self, text: str) -> list[Part]: ...
 
     def finish(self) -> list[Part]:
-        """What was held back, now that no more will come."""
+        """The buffered rest, at the end of the text."""
 
     @property
-    def thought_spans(self) -> list[tuple[int, int]]:
-        """Where in the text, in characters, reasoning and its markup stand."""
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        """The spans of reasoning and its markup in the text, in characters."""
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """The same with neighbours of one kind made one, and without empty ones: what the pieces come to."""
-    found: list[Part] = []
+    """The parts with neighbours of one kind joined, and without empty ones."""
+    merged: list[Part] = []
     for part in parts:
         if isinstance(part, CallBegun):
-            found.append(part)
+            merged.append(part)
         elif not (part if isinstance(part, str) else part.text):
             continue
-        elif found and type(found[-1]) is type(part):
-            last = found[-1]
-            found[-1] = last + part if isinstance(last, str) else type(part)(last.text + part.text)  # type: ignore
+        elif merged and type(merged[-1]) is type(part):
+            last = merged[-1]
+            merged[-1] = last + part if isinstance(last, str) else type(part)(last.text + part.text)  # type: ignore
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged

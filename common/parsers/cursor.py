@@ -1,7 +1,7 @@
-"""Reading a text that arrives in pieces, as if all of it were there.
+"""Incremental parsing of a text that arrives in deltas, written as if the complete text were there.
 
-A *script* is a generator that reads through a ``Cursor`` and yields wherever it needs text that has not come. Its
-decisions depend on the text alone, so they are the same however the text is cut.
+A *script* is a generator that reads through a ``Cursor`` and yields wherever it needs text that has not arrived. Its
+decisions depend on the text alone, so they are the same however the text is split.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ T = TypeVar("T")
 Step = Generator[None, None, T]
 Script = Callable[["Cursor"], Step[None]]
 
-_SETTLED = 4096  # characters that are kept at most, or as many as are still of use
+_MAX_SETTLED_CHARS = 4096  # of settled text that are retained, or as many as are not settled yet
 
 
 class Cursor:
-    """``read`` is the text that is read but not settled: it is markup once ``drop`` is called, or else content."""
+    """A position in the text so far. ``read`` is the text that is read but not settled: markup once ``drop`` is called,
+    content once ``to_content`` is."""
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
         self.ended = False
         self.parts: list[Part] = []
-        self._start = 0  # of what is not settled
+        self._start = 0  # of the text that is not settled
         self._offset = 0  # characters before ``text``
-        self._space = ""  # told as content where the markup behind it turns out to be none
-        self._trim = False  # white space that comes next belongs to markup
+        self._space = ""  # emitted as content where the markup that follows it turns out to be none
+        self._trim = False  # whether the next white space belongs to markup
 
     @property
     def offset(self) -> int:
@@ -40,7 +41,7 @@ class Cursor:
 
     @property
     def next(self) -> str:
-        """The next character, empty where it is not there yet."""
+        """The next character, empty where it has not arrived."""
         return self.text[self.pos: self.pos + 1]
 
     @property
@@ -51,47 +52,47 @@ class Cursor:
     def unread(self) -> str:
         return self.text[self.pos:]
 
-    def tell(self, part: Part) -> None:
+    def emit(self, part: Part) -> None:
         self.parts.append(part)
 
     def drop(self) -> None:
-        """What is read was markup, and so is the white space around it. Positions kept from before are void."""
+        """Settles the read text, and the white space around it, as markup. Earlier positions become invalid."""
         self._settle()
         self._space, self._trim = "", True
 
     def to_content(self) -> None:
-        """What is read was content after all."""
+        """Settles the read text as content."""
         content = self._space + self.read
         trim = self._trim and not content
         if content:
-            self.tell(content)
+            self.emit(content)
         self.drop()
         self._trim = trim
 
     def _settle(self) -> None:
         self._start = self.pos
-        if self._start > _SETTLED and self._start > len(self.text) // 2:
+        if self._start > _MAX_SETTLED_CHARS and self._start > len(self.text) // 2:
             self._offset += self._start
             self.text = self.text[self._start:]
             self._start = self.pos = 0
 
     def before(self, end: int, *markers: str) -> int:
-        """The first position at or behind ``pos`` where one of ``markers`` stands or may begin before ``end``; ``end``
+        """The first position from ``pos`` on where one of ``markers`` begins, or may begin before ``end``; ``end``
         where none does."""
         found = _any_of(markers).search(self.text, self.pos, end)
         return found.start() if found is not None else end - _begun(self.text[:end], markers, self.pos)
 
-    # ------------------------------------------------------------------ steps; all wait for the text they need
+    # ------------------------------------------------------------------ steps; all wait for the text that they need
 
     def more(self) -> Step[bool]:
-        """Wait for more text; False where none will come."""
+        """Waits for more text; False at the text's end."""
         size = len(self.text)
         while len(self.text) == size and not self.ended:
             yield
         return len(self.text) > size
 
     def skip(self, chars: str = " \t\r\n") -> Step[None]:
-        """Read any of ``chars``."""
+        """Reads any of ``chars``."""
         while True:
             while self.next and self.next in chars:
                 self.pos += 1
@@ -99,7 +100,7 @@ class Cursor:
                 return
 
     def take(self, literal: str) -> Step[bool]:
-        """Read ``literal`` if it comes next."""
+        """Reads ``literal`` if it comes next."""
         while len(self.text) - self.pos < len(literal):
             if not literal.startswith(self.unread) or not (yield from self.more()):
                 return False
@@ -109,50 +110,50 @@ class Cursor:
         return True
 
     def run(self, pattern: re.Pattern[str]) -> Step[str]:
-        """Read the characters that come next and match ``pattern``, a repeated class of characters."""
+        """Reads the next characters that match ``pattern``, a repeated class of characters."""
         start = self.pos
         while True:
             self.pos = pattern.match(self.text, self.pos).end()  # type: ignore[union-attr]
             if self.pos < len(self.text) or not (yield from self.more()):
                 return self.text[start: self.pos]
 
-    def until(self, *markers: str, tell: Callable[[str], object] | None = None, trim: bool = True) -> Step[str | None]:
-        """Read up to the first of ``markers``, which comes next then; None where none comes before the end.
+    def until(self, *markers: str, emit: Callable[[str], object] | None = None, trim: bool = True) -> Step[str | None]:
+        """Reads up to the first of ``markers``, which comes next then; None where the text ends before one.
 
-        ``tell`` gets the text in pieces as it becomes certain, and what is told is settled; with ``trim`` it lacks the
+        ``emit`` gets the text in deltas as it becomes certain, and emitted text is settled; with ``trim`` it lacks the
         white space before the marker.
         """
         pattern, searched = _any_of(markers), self.pos
         while True:
             found = pattern.search(self.text, searched)
             if found is not None:
-                self._pass(found.start(), tell, trim)
+                self._pass(found.start(), emit, trim)
                 return found[0]
             searched = max(self.pos, len(self.text) - _begun(self.text, markers, self.pos))
-            if tell is not None:
-                self._pass_certain(searched, tell, trim)
+            if emit is not None:
+                self._pass_certain(searched, emit, trim)
                 searched = self.pos
             if not (yield from self.more()):
-                self._pass(len(self.text), tell, trim)
+                self._pass(len(self.text), emit, trim)
                 return None
 
-    def _pass(self, end: int, tell: Callable[[str], object] | None, trim: bool) -> None:
-        """Read up to ``end``, where a marker or the text's end stands."""
-        piece = self.text[self.pos: end] if tell is not None else ""
+    def _pass(self, end: int, emit: Callable[[str], object] | None, trim: bool) -> None:
+        """Reads up to ``end``, where a marker or the text's end is."""
+        text = self.text[self.pos: end] if emit is not None else ""
         self.pos = end
-        if tell is not None:
-            if piece := piece.rstrip() if trim else piece:
-                tell(piece)
+        if emit is not None:
+            if text := text.rstrip() if trim else text:
+                emit(text)
             self.drop()
 
-    def _pass_certain(self, end: int, tell: Callable[[str], object], trim: bool) -> None:
-        """Read up to ``end``, or to the white space before it."""
-        piece = self.text[self.pos: end]
-        piece = piece.rstrip() if trim else piece
-        self._pass(self.pos + len(piece), tell, False)
+    def _pass_certain(self, end: int, emit: Callable[[str], object], trim: bool) -> None:
+        """Reads up to ``end``, or to the white space before it."""
+        text = self.text[self.pos: end]
+        text = text.rstrip() if trim else text
+        self._pass(self.pos + len(text), emit, False)
 
     def content(self, *openers: str) -> Step[str | None]:
-        """Tell content up to the first of ``openers``, which comes next then; None where the text ends before."""
+        """Emits content up to the first of ``openers``, which comes next then; None where the text ends before one."""
         pattern = _any_of(openers)
         while True:
             if self._trim:
@@ -176,7 +177,7 @@ class Cursor:
 
     def _tell_content(self, piece: str) -> None:
         if piece:
-            self.tell(piece)
+            self.emit(piece)
             self.pos += len(piece)
             self._settle()
 
@@ -197,7 +198,7 @@ def _begun(text: str, markers: tuple[str, ...], start: int) -> int:
 
 
 class ScriptReader:
-    """A ``Reader`` that runs a script; what the script leaves unread is content."""
+    """A ``Reader`` that runs a script; text that the script leaves unread is content."""
 
     def __init__(self, script: Script):
         self._cursor = Cursor()
@@ -223,14 +224,14 @@ class ScriptReader:
         return self.push("")
 
     @property
-    def thought_spans(self) -> list[tuple[int, int]]:
+    def reasoning_spans(self) -> list[tuple[int, int]]:
         return []
 
 
 class Plain:
-    """A ``Reader`` of text that is nothing but content."""
+    """A ``Reader`` that takes all text as content."""
 
-    thought_spans: list[tuple[int, int]] = []
+    reasoning_spans: list[tuple[int, int]] = []
 
     def push(self, text: str) -> list[Part]:
         return [text] if text else []

@@ -1,4 +1,4 @@
-"""Harmony, in which gpt-oss writes messages on channels: reasoning, tool calls and the answer in one format.
+"""Harmony, gpt-oss's format of messages on channels: reasoning, tool calls and the answer.
 
 ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
 <|constrain|>json<|message|>{...}<|call|>``, and ``<|channel|>final<|message|>...<|return|>``. The prompt ends with
@@ -28,22 +28,22 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class Harmony:
-    """The script of one answer; ``thought_spans`` are where its analysis stands, in characters."""
+    """The script of one answer; ``reasoning_spans`` are the spans of its analysis, in characters."""
 
     def __init__(self, *, with_calls: bool, as_part: AsPart | None, stream: bool = True):
-        """Without ``with_calls`` the arguments of calls are content. ``as_part`` makes what is told of reasoning, None
-        leaves it out; without ``stream`` it is told message by message."""
+        """Without ``with_calls`` the arguments of calls are content. ``as_part`` makes the parts of reasoning, None
+        drops it; without ``stream`` it is emitted message by message."""
         self._with_calls = with_calls
         self._as_part = as_part
         self._stream = stream
         self._thought: list[str] = []
-        self.thought_spans: list[tuple[int, int]] = []
+        self.reasoning_spans: list[tuple[int, int]] = []
 
     def read(self, cursor: Cursor, calls: Calls) -> Step[None]:
         yield from self._begun_header(cursor, calls)
         while opener := (yield from cursor.content(*MARKERS)):
             start = cursor.offset
-            if opener not in (START, CHANNEL):  # what ended the message before
+            if opener not in (START, CHANNEL):  # the end of the message before
                 yield from cursor.take(opener)
                 cursor.drop()
                 continue
@@ -57,7 +57,7 @@ class Harmony:
             yield from self._body(cursor, calls, header, start)
 
     def _begun_header(self, cursor: Cursor, calls: Calls) -> Step[None]:
-        """The prompt ends within the first message's header, of which a recipient may be what comes next."""
+        """Reads the rest of the first message's header, in which the prompt ends: a recipient may come next."""
         begin, start = cursor.pos, cursor.offset
         yield from cursor.skip()
         if not ((yield from cursor.take("to=")) and (yield from cursor.until(MESSAGE))):
@@ -69,39 +69,39 @@ class Harmony:
         yield from self._body(cursor, calls, header, start)
 
     def _body(self, cursor: Cursor, calls: Calls, header: str, start: int) -> Step[None]:
-        channel = found[1] if (found := _CHANNEL.search(header)) else "final"
-        recipient = found[1] if (found := _RECIPIENT.search(header)) else ""
+        channel = match[1] if (match := _CHANNEL.search(header)) else "final"
+        recipient = match[1] if (match := _RECIPIENT.search(header)) else ""
         name = recipient.removeprefix("functions.")
         if name != recipient and self._with_calls:
             yield from self._call(cursor, calls, name)
         elif channel == "analysis":
             yield from self._reasoning(cursor, start)
         else:
-            yield from cursor.until(*_BODY_ENDS, tell=cursor.tell)
+            yield from cursor.until(*_BODY_ENDS, emit=cursor.emit)
 
     def _reasoning(self, cursor: Cursor, start: int) -> Step[None]:
-        self.thought_spans.append((start, cursor.offset))
+        self.reasoning_spans.append((start, cursor.offset))
 
         def think(text: str) -> None:
-            self.thought_spans[-1] = (start, cursor.offset)
+            self.reasoning_spans[-1] = (start, cursor.offset)
             self._thought.append(text)
             if self._stream:
-                self._tell(cursor)
+                self._emit(cursor)
 
-        yield from cursor.until(*_BODY_ENDS, tell=think)
-        self.thought_spans[-1] = (start, cursor.offset)
-        self._tell(cursor)
+        yield from cursor.until(*_BODY_ENDS, emit=think)
+        self.reasoning_spans[-1] = (start, cursor.offset)
+        self._emit(cursor)
 
-    def _tell(self, cursor: Cursor) -> None:
+    def _emit(self, cursor: Cursor) -> None:
         text, self._thought = "".join(self._thought), []
         if text and self._as_part is not None:
-            cursor.tell(self._as_part(text))
+            cursor.emit(self._as_part(text))
 
     def _call(self, cursor: Cursor, calls: Calls, name: str) -> Step[None]:
         calls.begin(name)
         if not (yield from _any_text(cursor)):
             calls.arguments("{}")
-        yield from cursor.until(*_BODY_ENDS, tell=calls.arguments)
+        yield from cursor.until(*_BODY_ENDS, emit=calls.arguments)
 
 
 def _any_text(cursor: Cursor) -> Step[bool]:

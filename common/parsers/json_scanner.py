@@ -1,4 +1,4 @@
-"""Following JSON that arrives in pieces: where a value ends, or where it goes wrong."""
+"""An incremental scanner of JSON: finds a value's end, or the first character that is not JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class JsonScanner:
-    """Reads one value. ``done`` once it is complete, ``wrong`` at a character that no JSON has there.
+    """Scans one value. ``done`` once it is complete, ``wrong`` at a character that JSON does not allow there.
 
-    Amortized constant time per character. A number or word is complete with the character behind it.
+    Amortized constant time per character. A number or word is complete with the character that follows it.
     """
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class JsonScanner:
         self._word = ""
         self._is_key = False
         self._hex = 0
-        self._may_close = False  # just behind an opening bracket
+        self._may_close = False  # directly after an opening bracket
 
     def feed(self, text: str, pos: int) -> int:
-        """Read on from ``text[pos]``; the position behind the last character that belongs to the value."""
+        """Scans from ``text[pos]``; returns the position after the last character that belongs to the value."""
         while pos < len(text) and not self.done and not self.wrong:
             pos = self._state(text, pos)
         return pos

@@ -1,4 +1,4 @@
-"""How one server's answers are read: reasoning first, then tool calls, then what is left is content."""
+"""The parser of one request's answers: reasoning first, then tool calls; the rest is content."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .tools import Calls, Schemas, ToolFormat
 
 @dataclass(frozen=True)
 class Reading:
-    """What to look for in one answer. ``schemas`` is empty where no tool is offered.
+    """The formats to parse in one answer. ``schemas`` is empty where the request offers no tool.
 
-    ``inside``: the prompt has opened the reasoning. ``max_calls``: further calls are left out.
+    ``inside``: the prompt has opened the reasoning. ``max_calls``: further calls are dropped.
     """
 
     tools: ToolFormat | None = None
@@ -29,18 +29,20 @@ class Reading:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Words that must be in the text, even where they are special tokens."""
-        found = self.tools.markers if self._calls_wanted and self.tools else ()
+        """Markers that must be in the text, even where they are special tokens."""
+        markers = self.tools.markers if self._parses_calls and self.tools else ()
         if self.reasoning is None:
-            return found
-        return (*found, *MARKERS) if self.reasoning.harmony else (*found, self.reasoning.opener, self.reasoning.closer)
+            return markers
+        if self.reasoning.harmony:
+            return *markers, *MARKERS
+        return *markers, self.reasoning.opener, self.reasoning.closer
 
     @property
-    def _calls_wanted(self) -> bool:
+    def _parses_calls(self) -> bool:
         return self.tools is not None and bool(self.schemas)
 
     def reader(self) -> Reader:
-        """A reader for one choice."""
+        """A new parser for one choice."""
         if self.reasoning is not None and self.reasoning.harmony:
             return _HarmonyReader(self)
         rest = self._call_reader()
@@ -56,24 +58,24 @@ class Reading:
 
 
 class _HarmonyReader(ScriptReader):
-    """Both kinds of markup in one format."""
+    """The parser of harmony, which holds both reasoning and calls."""
 
     def __init__(self, reading: Reading):
-        self._harmony = Harmony(with_calls=reading._calls_wanted, as_part=Thought if reading.separate else str,
+        self._harmony = Harmony(with_calls=reading._parses_calls, as_part=Thought if reading.separate else str,
                                 stream=reading.stream)
         schemas, limit = reading.schemas or {}, reading.max_calls
         super().__init__(lambda cursor: self._harmony.read(cursor, Calls(cursor, schemas, limit)))
 
     @property
-    def thought_spans(self) -> list[tuple[int, int]]:
-        return self._harmony.thought_spans
+    def reasoning_spans(self) -> list[tuple[int, int]]:
+        return self._harmony.reasoning_spans
 
 
-def count_thought_tokens(spans: list[tuple[int, int]], text: str, pieces: Iterable[bytes]) -> int:
-    """How many of an answer's tokens, whose bytes are ``pieces``, begin within ``spans`` of its ``text``."""
+def count_reasoning_tokens(spans: list[tuple[int, int]], text: str, tokens: Iterable[bytes]) -> int:
+    """The number of an answer's ``tokens``, given as bytes, that begin within ``spans`` of its ``text``."""
     edges = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
     at = count = 0
-    for piece in pieces:
+    for token in tokens:
         count += any(start <= at < end for start, end in edges)
-        at += len(piece)
+        at += len(token)
     return count

@@ -1,1 +1,1 @@
-"""The HTTP front of a server: routes, lifecycle, and how requests become text. Torch-free."""
+"""The API server: routes, lifecycle, and the path from requests to text. Torch-free."""

@@ -1,4 +1,4 @@
-"""The application: routes, and what surrounds every one of them."""
+"""The aiohttp application: routes, and the middleware around all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .files import handler as file_routes
 from .lifecycle.api_keys import ApiKeys
 from .lifecycle.arrivals import SlowBody, SlowRequest
 from .lifecycle.in_flight import shut_down
-from .lifecycle.prompt_pages import tell_pages
+from .lifecycle.prompt_pages import add_prompt_pages
 from .lifecycle.traces import TRACEPARENT
 from .messages import handler as message_routes
 from .messages.answer import error_body
@@ -33,9 +33,9 @@ from .native import handler as native_routes
 from .responses import handler as response_routes
 from .sessions import handler as session_routes
 from .tokens import handler as tokenize_routes
-from .web import error_response, json_bytes, note_failure, our_fault
+from .web import error_response, is_server_fault, json_bytes, log_failure
 
-log = logging.getLogger("baton.front")
+log = logging.getLogger("baton.server")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route = Callable[[ServingContext, web.Request], Awaitable[web.StreamResponse]]
@@ -102,9 +102,10 @@ _CONTROL: tuple[tuple[str, str, Route], ...] = (
     ("POST", "/stop_expert_distribution_record", control.stop_expert_distribution_record),
     ("POST", "/dump_expert_distribution_record", control.dump_expert_distribution_record),
 )
-"""What changes the server, or all of its requests: for an administrator."""
+"""Routes that change the server, or all of its requests: for an administrator."""
 _FOR_CLIENTS = frozenset(re.sub(r":[^}]*}", "}", path) for _, path, _ in _ROUTES) | {"/openapi.json"}
-"""As aiohttp spells routes. Whatever else there is needs an administrator's key, also what was forgotten here."""
+"""Paths that a client's key opens, as aiohttp spells them. Every other path needs an administrator's key, also one that
+is missing here by mistake."""
 _OPEN_TO_ALL = frozenset(("/", "/health", "/health_generate", "/metrics"))
 
 
@@ -114,10 +115,10 @@ class MethodNotAllowed(ServingError):
     code = "method_not_allowed"
 
 
-def make_app(front: ServingContext) -> web.Application:
-    app = web.Application(client_max_size=front.config.http.max_payload_size, middlewares=[_guard(front)])
+def make_app(context: ServingContext) -> web.Application:
+    app = web.Application(client_max_size=context.config.http.max_payload_size, middlewares=[_guard(context)])
     for method, path, route in (*_ROUTES, *_CONTROL):
-        handler = functools.partial(route, front)
+        handler = functools.partial(route, context)
         if method == "GET":
             app.router.add_get(path, handler)  # and HEAD
         else:
@@ -127,56 +128,56 @@ def make_app(front: ServingContext) -> web.Application:
         response.headers["X-Request-Id"] = _request_id(request)
 
     app.on_response_prepare.append(echo_request_id)
-    app.on_response_prepare.append(tell_pages)
-    logging.getLogger("aiohttp.server").addFilter(our_fault)
+    app.on_response_prepare.append(add_prompt_pages)
+    logging.getLogger("aiohttp.server").addFilter(is_server_fault)
     document = functools.cache(lambda: api_document((*_ROUTES, *_CONTROL), _OPEN_TO_ALL))
 
     async def openapi(request: web.Request) -> web.Response:
         return json_bytes(document())
 
     app.router.add_get("/openapi.json", openapi)
-    storage = front.config.storage
+    storage = context.config.storage
     if storage.file_storage_path is not None:
         batched = {path: route for method, path, route in _ROUTES if path in batch_routes.ENDPOINTS}
-        batch_routes.keep_files(app, front, storage.file_storage_path, batched, storage.batch_concurrency)
+        batch_routes.add_storage(app, context, storage.file_storage_path, batched, storage.batch_concurrency)
     return app
 
 
-def _guard(front: ServingContext) -> Any:
-    """Checks the key, and turns every error into OpenAI's error object."""
-    http, in_flight = front.config.http, front.in_flight
+def _guard(context: ServingContext) -> Any:
+    """A middleware that checks the key, and turns every error into the API's error object."""
+    http, in_flight = context.config.http, context.in_flight
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if front.traces is not None:
+        if context.telemetry.traces is not None:
             TRACEPARENT.set(request.headers.get("traceparent"))
         CLIENT.set(functools.partial(_client, request))
         task = asyncio.current_task()
         assert task is not None
         in_flight.begin(task, request)
-        front.arrivals.headed(request)
+        context.arrivals.on_head(request)
         try:
-            _check_key(request, front.keys)
+            _check_key(request, context.keys)
             return await handler(request)
         except ServingError as error:
-            return _told(request, error)
+            return _failure(request, error)
         except web.HTTPException as error:
             return _http_error(request, error, http.max_payload_size)
         except SlowBody:
-            return _told(request, SlowRequest("The request's body did not arrive in time; see "
+            return _failure(request, SlowRequest("The request's body did not arrive in time; see "
                                               "--client-body-timeout-secs."))
         except web.RequestPayloadError:
-            return _told(request, InvalidRequest("The request body is not what its headers say: its encoding, or the "
-                                                 "form of its chunks, is broken."))
+            return _failure(request, InvalidRequest("The request body does not match its headers: its encoding, or its "
+                                                    "chunks, are malformed."))
         except asyncio.CancelledError:
             if not in_flight.cut or request.writer.output_size:
-                raise  # the client left, or has half of an answer
-            return _told(request, shut_down())
+                raise  # the client left, or has a part of its answer
+            return _failure(request, shut_down())
         except Exception as error:
             if isinstance(error, ConnectionError) and request.writer.output_size:
                 raise  # the client left
             log.exception("%s %s failed", request.method, request.path)
-            return _told(request, ServingError("The server failed to handle the request; its log says why."))
+            return _failure(request, ServingError("The server failed to handle the request; its log says why."))
         finally:
             in_flight.end(task)
 
@@ -184,14 +185,14 @@ def _guard(front: ServingContext) -> Any:
 
 
 def _client(request: web.Request) -> str:
-    """A key's hash, which may be logged by nobody, or what a proxy says of the address, or the address."""
+    """The hash of the API key (the key itself must not be logged), the address that a proxy names, or the peer's."""
     headers = request.headers
     key = headers.get("Authorization") or headers.get("x-api-key")
     return str(hash(key)) if key else headers.get("X-Forwarded-For") or request.remote or ""
 
 
 def _check_key(request: web.Request, keys: ApiKeys) -> None:
-    """By the route that serves the request, however its path is written."""
+    """Checks the request's key for its route, however its path is written; raises Unauthorized."""
     resource = request.match_info.route.resource
     path = resource.canonical if resource is not None else None
     if path in _OPEN_TO_ALL:
@@ -199,30 +200,30 @@ def _check_key(request: web.Request, keys: ApiKeys) -> None:
     keys.check(request, admin=path is not None and path not in _FOR_CLIENTS)
 
 
-def _told(request: web.Request, error: ServingError) -> web.Response:
-    """In the words of the API that was asked."""
-    note_failure(error, request)
+def _failure(request: web.Request, error: ServingError) -> web.Response:
+    """The error in the form of the API that was called."""
+    log_failure(error, request)
     anthropic = request.path.startswith(message_routes.PATH)
     return error_response(error, error_body(error) if anthropic else None)
 
 
 def _http_error(request: web.Request, error: web.HTTPException, max_payload: int) -> web.Response:
     if isinstance(error, web.HTTPNotFound):
-        return _told(request, NotFound(f"There is no route {request.method} {request.path}."))
+        return _failure(request, NotFound(f"There is no route {request.method} {request.path}."))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        response = _told(request, MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
+        response = _failure(request, MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}."))
         response.headers["Allow"] = allowed
         return response
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return _told(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
+        return _failure(request, TooLarge("Payload Too Large: the request body is larger than --max-payload-size "
                                         f"({max_payload} bytes)."))
     failure = ServingError(f"{error.reason}.")
     failure.status = error.status
-    return _told(request, failure)
+    return _failure(request, failure)
 
 
 def _request_id(request: web.Request) -> str:
-    """The client's id where it can be echoed safely, else one of ours."""
+    """The client's id where it can be echoed safely, else a new one."""
     given = request.headers.get("X-Request-Id", "")
     return given if given and len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""What the routes of one server share: configuration, engine, tokenizer, and where the server's life stands."""
+"""The context of a server's request handlers: its configuration, its engine, and the collaborators that share them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
+from typing import Protocol
 
 import msgspec
 
 from ..api.errors import EngineDead, InvalidRequest, NotFound, ServingError, WorkerUnavailable
-from ..api.messages import Bootstrap, Generate, Loading, Pooling, Ready
+from ..api.messages import Generate, Loading, Pooling, Ready
 from ..api.sampling import SamplingParams
 from ..api.token_ids import check_ids
-from ..config.checkpoint import pooling_of
+from ..config.checkpoint import resolve_pooling
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..engine_client.client import EngineClient
@@ -31,75 +32,103 @@ from .lifecycle.in_flight import InFlight
 from .lifecycle.request_log import RequestLog
 from .lifecycle.traces import Traces
 from .native.schema import LogprobOptions
-from .protocol.bootstrap import BootstrapFields, bootstraps, chosen_rank
-from .protocol.prompts import Prompts, output_limit
+from .protocol.bootstrap import BootstrapFields, Placement, placements
+from .protocol.continuation import Continuation, continue_after
+from .protocol.prompts import Prompts
 from .sessions.store import Sessions
 
 CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
-"""Tells who asks: the key that came with the HTTP request (its hash), or else the address that it came from."""
+"""Names the client of the current request: the hash of its API key, or the address that it came from."""
 
 
-class ServingContext:
-    """``ready``, ``tokenizer`` and ``chat_formats`` are filled in while the server starts; ``stopping`` and ``dead``
-    end its service."""
+class ServedModel:
+    """The model that this server serves; ``tokenizer`` and ``chat_formats`` are set while the server starts."""
 
-    def __init__(self, config: ServerConfig, model: ModelSpec, client: EngineClient):
-        self.config = config
-        self.model = model
-        self.client = client
-        self.metrics = ServerMetrics(config.model_name, config.mode, sglang_names=config.observe.sglang_metrics)
+    def __init__(self, config: ServerConfig, spec: ModelSpec):
+        self.spec = spec
+        self.name = config.model_name
+        self.weights_path = config.model.model_path
         self.tokenizer: Tokenizer | None = None
         self.chat_formats = ChatFormats(None, None)
+        self._args = config.model
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """How an embedding server pools the hidden states of a prompt."""
+        return resolve_pooling(self._args)
+
+    def check_name(self, name: str | None) -> None:
+        """Raises NotFound for a model that this server does not serve."""
+        if name and name not in (self.name, self.name.rstrip("/").rsplit("/", 1)[-1], "default"):
+            raise NotFound(f"The model {name!r} does not exist; this server serves {self.name!r}.", param="model",
+                           code="model_not_found")
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequest on a server of embeddings."""
+        if self._args.is_embedding:
+            raise InvalidRequest("This server was started with --is-embedding and generates no text; use "
+                                 "/v1/embeddings.")
+
+
+class ServerStatus:
+    """The stage of a server's life: starting, ready, stopping, or with a dead engine."""
+
+    def __init__(self, config: ServerConfig, model: ServedModel, client: EngineClient):
         self.ready: Ready | None = None
-        self.grammars = GrammarService(config.grammar, client, model.vocab_size, model.eos_token_ids)
         self.loading = Loading("starting", 0.0)
         self.stopping = False
-        self.in_flight = InFlight()
-        self.arrivals = Arrivals(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
-        self.keys = ApiKeys.of(config.http.api_key, config.http.admin_api_key)
-        self.journal = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)
-        self.sessions = Sessions()
-        self.traces: Traces | None = None
-        self.weights_path = config.model.model_path
-        self.changing = asyncio.Lock()  # one change of the weights at a time
-        self.instance = uuid.uuid4().hex[:16]
+        self.weights_lock = asyncio.Lock()  # one weight update at a time
+        self._mode = config.mode
+        self._model = model
+        self._client = client
+        self._instance = uuid.uuid4().hex[:16]
 
     @property
     def dead(self) -> str | None:
-        """Why the engine is gone, None while it is there."""
-        return self.client.dead
+        """The reason why the engine died, None while it lives."""
+        return self._client.dead
 
     @property
     def is_ready(self) -> bool:
-        return self.ready is not None and self.tokenizer is not None and self.dead is None and not self.stopping
+        return (self.ready is not None and self._model.tokenizer is not None and self.dead is None
+                and not self.stopping)
 
     @property
     def epoch(self) -> str:
-        """Another one whenever what this server told of its engine may have changed."""
+        """An id that changes whenever what this server reported about its engine may have changed."""
         identity = None if self.ready is None else self.ready.model
-        return f"{self.instance}-{0 if identity is None else identity.updates}"
-
-    def check_not_changing(self) -> None:
-        """Raises WorkerUnavailable while one of a pair loads other weights: its peers are not connected, and a request
-        that waited for that would fail by its deadline where another worker could serve it."""
-        if self.changing.locked() and self.config.mode != "null":
-            raise WorkerUnavailable("The server is loading other weights.", retry_after=1.0)
+        return f"{self._instance}-{0 if identity is None else identity.updates}"
 
     def serving_tokenizer(self) -> Tokenizer:
-        """The tokenizer of a server that takes requests; raises WorkerUnavailable while it does not."""
+        """The tokenizer of a server that takes requests; raises WorkerUnavailable while it takes none."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.stopping:
             raise WorkerUnavailable("The server is shutting down.")
-        if self.ready is None or self.tokenizer is None:
+        tokenizer = self._model.tokenizer
+        if self.ready is None or tokenizer is None:
             raise WorkerUnavailable(f"The server is starting: {self.loading.stage}, {self.loading.fraction:.0%}.",
                                     retry_after=1.0)
-        return self.tokenizer
+        return tokenizer
 
-    def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:
-        """The requests of one HTTP request, told to whoever follows requests here; see Generation."""
-        return Generation(self.client, self.serving_tokenizer(), self.metrics, requests, arrived, continued,
-                          self.journal if self.journal.active else None, self.traces)
+    def check_serving(self) -> None:
+        """Raises WorkerUnavailable while this server takes no requests."""
+        self.serving_tokenizer()
+
+    def check_weights_stable(self) -> None:
+        """Raises WorkerUnavailable while a server of a pair loads other weights: its peers are not connected, and a
+        request that waited for that would fail by its deadline where another worker could serve it."""
+        if self.weights_lock.locked() and self._mode != "null":
+            raise WorkerUnavailable("The server is loading other weights.", retry_after=1.0)
+
+
+class Telemetry:
+    """The metrics, the request log and the traces of one server; ``traces`` is set where they are exported."""
+
+    def __init__(self, config: ServerConfig):
+        self.metrics = ServerMetrics(config.model_name, config.mode, sglang_names=config.observe.sglang_metrics)
+        self.request_log = RequestLog(config.observe.log_level_of_requests, config.observe.dump_folder)
+        self.traces: Traces | None = None
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -107,108 +136,126 @@ class ServingContext:
         try:
             yield
         except ServingError as error:
-            self.metrics.ended(error.code)
+            self.metrics.count_outcome(error.code)
             raise
+
+
+class PlannableRequest(Protocol):
+    """The fields of a request body that decide how its choices reach the engine; the body has BootstrapFields, too."""
+
+    rid: str | list[str] | None
+    priority: int | None
+    continuation: Continuation | None
+
+
+class RequestPlanner:
+    """Turns prompts and sampling parameters into requests to the engine."""
+
+    def __init__(self, config: ServerConfig, model: ServedModel, status: ServerStatus, client: EngineClient):
+        self.grammars = GrammarService(config.grammar, client, model.spec.vocab_size, model.spec.eos_token_ids)
+        self._config = config
+        self._model = model
+        self._status = status
+        self._client = client
 
     @property
     def token_limit(self) -> int:
         """Prompt and output together, in tokens. A prefill server's pool holds prompts only, so it limits no output."""
-        assert self.ready is not None
-        if self.config.mode == "prefill":
-            return self.model.context_length
-        return min(self.model.context_length, self.ready.max_request_tokens)
-
-    @cached_property
-    def pooling(self) -> Pooling:
-        """What an embedding server makes vectors of."""
-        return pooling_of(self.config.model)
-
-    def check_generates(self) -> None:
-        """Raises InvalidRequest on a server of embeddings."""
-        if self.config.model.is_embedding:
-            raise InvalidRequest("This server was started with --is-embedding and generates no text; use "
-                                 "/v1/embeddings.")
-
-    def check_model(self, name: str | None) -> None:
-        """Raises NotFound for a model that this server does not serve."""
-        served = self.config.model_name
-        if name and name not in (served, served.rstrip("/").rsplit("/", 1)[-1], "default"):
-            raise NotFound(f"The model {name!r} does not exist; this server serves {served!r}.", param="model",
-                           code="model_not_found")
+        context_length, ready = self._model.spec.context_length, self._status.ready
+        assert ready is not None
+        return context_length if self._config.mode == "prefill" else min(context_length, ready.max_request_tokens)
 
     def check_count(self, count: int, param: str) -> None:
-        """Raises InvalidRequest for a request of too many prompts; call it before there is work for any of them."""
-        limit = self.config.schedule.max_prompts_per_request
+        """Raises InvalidRequest for a request of too many prompts; call it before any work is done for them."""
+        limit = self._config.schedule.max_prompts_per_request
         if count > limit:
             raise InvalidRequest(f"{param} holds {count} entries, and a request may hold {limit} "
                                  "(--max-prompts-per-request); split it.", param=param)
 
     async def prompt_ids(self, prompts: Prompts, param: str, *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each prompt, none of them empty, all in the vocabulary; raises InvalidRequest."""
-        tokenizer = self.serving_tokenizer()
+        tokenizer = self._status.serving_tokenizer()
         self.check_count(len(prompts), param)
         if prompts.texts is not None:
-            found = await tokenizer.encode_many(prompts.texts, limit=self.model.context_length,
-                                                add_special_tokens=add_special_tokens)
+            token_ids = await tokenizer.encode_many(prompts.texts, limit=self._model.spec.context_length,
+                                                    add_special_tokens=add_special_tokens)
         else:
-            found = prompts.ids or []
-        for ids in found:
-            check_ids(ids, self.model.vocab_size, param, tokenizer.token_str)
-        if not all(found):
+            token_ids = prompts.ids or []
+        for ids in token_ids:
+            check_ids(ids, self._model.spec.vocab_size, param, tokenizer.token_str)
+        if not all(token_ids):
             raise InvalidRequest(f"{param} is empty; send at least one token.", param=param)
-        return found
+        return token_ids
 
-    async def prepare_grammars(self, requests: Sequence[Generate], param: str | None) -> None:
-        """Make the engine ready for the requests' grammars; raises InvalidRequest for one that cannot be used.
+    def place(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Placement]:
+        """Bootstrap room and data-parallel rank of each choice, ``n`` for each prompt; raises InvalidRequest, and
+        WorkerUnavailable while other weights are loaded."""
+        self._model.check_generates()
+        self._status.check_weights_stable()
+        port = self._config.disaggregation.disaggregation_bootstrap_port
+        return placements(fields, num_prompts, n, mode=self._config.mode, default_port=port,
+                          dp_size=self._config.dp_size)
 
-        ``param`` states the grammar; None where the parameter is called as its kind. Call it last before they are sent.
+    async def plan(self, body: PlannableRequest, ids: list[list[int]], samplings: list[SamplingParams], n: int,
+                   logprobs: LogprobOptions, grammar_param: str) -> tuple[list[Generate], Sequence[int]]:
+        """The engine's requests, ``n`` for each prompt, and the output that another server answered (empty for a
+        request that begins here). ``body`` has BootstrapFields. Raises InvalidRequest."""
+        assert isinstance(body, BootstrapFields)
+        requests = engine_requests(ids, samplings, n, body.rid, self.place(body, len(ids), n), [logprobs] * len(ids),
+                                   body.priority)
+        return requests, await self.resume(body.continuation, requests, grammar_param)
+
+    async def resume(self, continuation: Continuation | None, requests: list[Generate],
+                     grammar_param: str | None) -> Sequence[int]:
+        """Appends the output that another server answered to its prompt, and prepares the requests' grammars; returns
+        that output. Call it last before the requests are sent. Raises InvalidRequest.
+
+        ``grammar_param`` names the parameter that states the grammar; None where it is called as its kind.
         """
+        continued = continue_after(continuation, requests, self._model.spec.vocab_size)
+        await self._prepare_grammars(requests, grammar_param)
+        return continued
+
+    async def _prepare_grammars(self, requests: Sequence[Generate], param: str | None) -> None:
         for spec in {request.sampling.grammar for request in requests} - {None}:
             assert spec is not None
-            ready = asyncio.ensure_future(self.grammars.prepare(spec, self.serving_tokenizer(), param or spec.kind,
-                                                                CLIENT.get()()))
+            ready = asyncio.ensure_future(self.grammars.prepare(spec, self._status.serving_tokenizer(),
+                                                                param or spec.kind, CLIENT.get()()))
             try:
-                with self.client.pending.track(requests) as aborted:
+                with self._client.pending.track(requests) as aborted:
                     await asyncio.wait((ready, aborted), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if not ready.done():
-                    ready.cancel()  # the grammar itself is made all the same: others may wait for it
+                    ready.cancel()  # the grammar itself is compiled all the same: others may wait for it
             if not ready.done():
                 return
             await ready
 
-    def room_for_output(self, ids: Sequence[int], requested: int | None, tokens_name: str) -> int:
-        """Tokens that may follow a prompt; raises InvalidRequest where the request exceeds that."""
-        return output_limit(len(ids), requested, self.token_limit, tokens_name=tokens_name)
 
-    def meeting_points(self, fields: BootstrapFields, num_prompts: int, n: int) -> list[Bootstrap | None]:
-        """One entry per choice. A unified server ignores bootstrap fields, a prefill server needs them, and a decode
-        server computes the prompt itself where there are none. Raises InvalidRequest."""
-        self.check_generates()
-        self.check_not_changing()
-        mode = self.config.mode
-        if mode == "null":
-            return [None] * (num_prompts * n)
-        found = bootstraps(fields, num_prompts, n, self.config.disaggregation.disaggregation_bootstrap_port)
-        if mode == "prefill" and found[0] is None:
-            raise InvalidRequest("A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send "
-                                 "requests to the router.", param="bootstrap_room")
-        return found
+class ServingContext:
+    """The collaborators of a server's request handlers, each built from its configuration, its model and its engine."""
 
+    def __init__(self, config: ServerConfig, spec: ModelSpec, client: EngineClient):
+        self.config = config
+        self.client = client
+        self.model = ServedModel(config, spec)
+        self.status = ServerStatus(config, self.model, client)
+        self.telemetry = Telemetry(config)
+        self.planner = RequestPlanner(config, self.model, self.status, client)
+        self.keys = ApiKeys.of(config.http.api_key, config.http.admin_api_key)
+        self.in_flight = InFlight()
+        self.arrivals = Arrivals(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
+        self.sessions = Sessions()
 
-    def placed(self, fields: BootstrapFields, requests: list[Generate]) -> list[Generate]:
-        """The requests with the data-parallel rank that the fields name. A request of a prefill server that names none
-        gets the one that its room leads to: decode servers look there."""
-        rank, size = chosen_rank(fields, self.config.dp_size), self.config.dp_size
-        for request in requests if size > 1 else ():
-            request.dp_rank = rank
-            if rank is None and self.config.mode == "prefill" and request.bootstrap is not None:
-                request.dp_rank = request.bootstrap.room % size
-        return requests
+    def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:
+        """The generations of one HTTP request, observed by this server's telemetry; see Generation."""
+        telemetry = self.telemetry
+        return Generation(self.client, self.status.serving_tokenizer(), telemetry.metrics, requests, arrived, continued,
+                          telemetry.request_log if telemetry.request_log.active else None, telemetry.traces)
 
 
-def plan(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,
-         points: list[Bootstrap | None], logprobs: list[LogprobOptions], priority: int | None) -> list[Generate]:
+def engine_requests(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str | list[str] | None,
+                    places: list[Placement], logprobs: list[LogprobOptions], priority: int | None) -> list[Generate]:
     """One request to the engine per choice: ``n`` of each prompt, in order. Raises InvalidRequest for ``rid``.
 
     The choices of one prompt differ in their seed (consecutive from the given one) and their id.
@@ -217,11 +264,12 @@ def plan(ids: list[list[int]], samplings: list[SamplingParams], n: int, rid: str
     requests = []
     for (i, prompt), j in itertools.product(enumerate(ids), range(n)):
         choice = i * n + j
+        place, options = places[choice], logprobs[i]
         requests.append(Generate(
-            rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=points[choice],
-            return_logprob=logprobs[i].wanted, top_logprobs_num=logprobs[i].num_top,
-            token_ids_logprob=list(logprobs[i].token_ids),
-            logprob_start_len=logprobs[i].start if logprobs[i].wanted else -1, priority=priority))
+            rid=rids[choice], input_ids=prompt, sampling=_reseeded(samplings[i], j), bootstrap=place.bootstrap,
+            return_logprob=options.enabled, top_logprobs_num=options.num_top,
+            token_ids_logprob=list(options.token_ids), logprob_start_len=options.start if options.enabled else -1,
+            priority=priority, dp_rank=place.dp_rank))
     return requests
 
 
@@ -233,16 +281,16 @@ def _reseeded(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _rids(rid: str | list[str] | None, num_prompts: int, n: int) -> list[str]:
-    """Ids of all choices: one for a lone choice is used as it is, others get a suffix."""
+    """Ids of all choices: a given id serves a lone choice as it is, several get a suffix each."""
     if rid is None:
         rid = uuid.uuid4().hex
     if isinstance(rid, str):
         total = num_prompts * n
-        found = [rid] if total == 1 else [f"{rid}-{i}" for i in range(total)]
+        rids = [rid] if total == 1 else [f"{rid}-{i}" for i in range(total)]
     elif len(rid) == num_prompts:
-        found = [name if n == 1 else f"{name}-{j}" for name in rid for j in range(n)]
+        rids = [name if n == 1 else f"{name}-{j}" for name in rid for j in range(n)]
     else:
         raise InvalidRequest(f"rid holds {len(rid)} entries for {num_prompts} prompts.", param="rid")
-    if not all(0 < len(name) <= 256 for name in found):
+    if not all(0 < len(name) <= 256 for name in rids):
         raise InvalidRequest("rid must have 1 to 250 characters.", param="rid")
-    return found
+    return rids

@@ -1,4 +1,4 @@
-"""One HTTP request's generations: sent to the engine, turned into text, measured."""
+"""The generations of one HTTP request: sent to the engine, detokenized, measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .protocol.logprobs import joined
 
 @dataclass(frozen=True)
 class Ended:
-    """Why a choice ended; ``matched`` is the stop token or stop string."""
+    """The reason why a choice ended; ``matched`` is the stop token or stop string."""
 
     reason: str
     matched: int | str | None = None
@@ -30,7 +30,7 @@ class Ended:
 
 @dataclass
 class Delta:
-    """What a choice gained since it was last looked at."""
+    """A choice's output since its last delta."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -38,14 +38,14 @@ class Delta:
 
 
 class Choice:
-    """One generation as its outputs arrive: totals, and what is new."""
+    """One generation as its outputs arrive: totals, and the delta since the last ``take_delta``."""
 
     def __init__(self, index: int, request: Generate, text_stream: TextStream, metrics: ServerMetrics, arrived: float):
         self.index = index
         self.rid = request.rid
         self.request = request
         self.arrived = arrived
-        self.ended: Ended | None = None
+        self.finish: Ended | None = None
         self.latency = 0.0
         self._num_continued = 0
         self.num_prompt_tokens = len(request.input_ids)
@@ -78,7 +78,7 @@ class Choice:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens gained since ``take_delta``."""
+        """Tokens since ``take_delta``."""
         return len(self._new.token_ids)
 
     @property
@@ -92,14 +92,14 @@ class Choice:
 
     def visible(self, logprobs: Logprobs | None) -> Logprobs | None:
         """Logprobs that end with the answer's last token, without the stop token that its text leaves out."""
-        matched = self.ended.matched if self.ended else None
+        matched = self.finish.matched if self.finish else None
         trimmed = isinstance(matched, int) and not self.request.sampling.no_stop_trim
         if logprobs is None or not trimmed or not logprobs.token_ids or logprobs.token_ids[-1] != matched:
             return logprobs
         return Logprobs(logprobs.token_ids[:-1], logprobs.values[:-1], logprobs.top[:-1], logprobs.of_ids[:-1])
 
-    def go_on_after(self, token_ids: Sequence[int]) -> None:
-        """Begin behind output that was answered elsewhere: it counts as this choice's, but is not new.
+    def resume_after(self, token_ids: Sequence[int]) -> None:
+        """Continues output that another server answered: it counts as this choice's, but is not new.
 
         The engine has these tokens at the end of its prompt (see ``continue_after``).
         """
@@ -110,7 +110,7 @@ class Choice:
         self._total.token_ids.extend(token_ids)
 
     def take(self, output: Output) -> None:
-        """Add one output of the engine; sets ``ended`` with the last."""
+        """Adds one output of the engine; the last one sets ``finish``."""
         self._measure(output)
         text = self._text_stream.push(output.token_ids, output.finish)
         self.num_prompt_tokens = output.num_prompt_tokens - self._num_continued
@@ -130,9 +130,9 @@ class Choice:
             if output.logprobs is not None:
                 part.logprobs.append(output.logprobs)
         if self._text_stream.matched is not None:
-            self._end(Ended("stop", self._text_stream.matched))
+            self._finish(Ended("stop", self._text_stream.matched))
         elif output.finish is not None:
-            self._end(Ended(output.finish.reason, output.finish.matched))
+            self._finish(Ended(output.finish.reason, output.finish.matched))
 
     def _measure(self, output: Output) -> None:
         if output.embedding is not None:
@@ -152,23 +152,23 @@ class Choice:
         self._metrics.generation_tokens.inc(len(output.token_ids))
         self._last = now
 
-    def _end(self, ended: Ended) -> None:
-        self.ended = ended
+    def _finish(self, finish: Ended) -> None:
+        self.finish = finish
         self.latency = time.monotonic() - self.arrived
         self._metrics.e2e.observe(self.latency)
-        self._metrics.ended(ended.reason)
+        self._metrics.count_outcome(finish.reason)
 
 
 class Generation:
     """All choices of one HTTP request. Use as a context manager: leaving it aborts what has not ended."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, metrics: ServerMetrics, requests: Sequence[Generate],
-                 arrived: float, continued: Sequence[int] = (), journal: RequestLog | None = None,
+                 arrived: float, continued: Sequence[int] = (), request_log: RequestLog | None = None,
                  traces: Traces | None = None):
-        """``arrived``: when the HTTP request came, on the monotonic clock in seconds. ``continued``: output of the only
-        choice that was answered elsewhere."""
+        """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
+        choice that another server answered."""
         self._metrics = metrics
-        self._journal = journal
+        self._request_log = request_log
         self._traces = traces
         self._requests = requests
         self._arrived = arrived
@@ -176,15 +176,15 @@ class Generation:
         self.choices = [Choice(index, request, tokenizer.text_stream(request.sampling), metrics, arrived)
                         for index, request in enumerate(requests)]
         if continued:
-            self.choices[0].go_on_after(continued)
+            self.choices[0].resume_after(continued)
         self._by_rid = {choice.rid: choice for choice in self.choices}
         self._failure: str | None = None  # the code of the error that ended it
 
     def __enter__(self) -> Generation:
-        if self._journal is not None:
-            self._journal.began(self._requests)
+        if self._request_log is not None:
+            self._request_log.start(self._requests)
         if self._traces is not None:
-            self._traces.began(self._requests, self._arrived)
+            self._traces.start(self._requests, self._arrived)
         try:
             self._stream.__enter__()
         except ServingError as error:
@@ -192,8 +192,8 @@ class Generation:
             raise
         return self
 
-    async def _gain(self) -> list[Choice]:
-        """Choices that gained something; waits for a first one."""
+    async def _next(self) -> list[Choice]:
+        """Waits for output; returns the choices that it belongs to."""
         try:
             return self._take(await self._stream.next())
         except ServingError as error:
@@ -206,17 +206,17 @@ class Generation:
         self._end(self._failure or _outcome(error))
 
     def _end(self, outcome: str) -> None:
-        """``outcome`` is that of the choices that have not ended by themselves."""
+        """``outcome`` is counted for choices that have not finished by themselves."""
         for choice in self.choices:
-            reached = choice.ended.reason if choice.ended else outcome
-            if choice.ended is None:
-                self._metrics.ended(outcome)
-            if self._journal is not None:
-                self._journal.ended(choice.rid, reached, num_output_tokens=choice.num_output_tokens, text=choice.text,
-                                    seconds=time.monotonic() - self._arrived)
+            reached = choice.finish.reason if choice.finish else outcome
+            if choice.finish is None:
+                self._metrics.count_outcome(outcome)
+            if self._request_log is not None:
+                self._request_log.end(choice.rid, reached, num_output_tokens=choice.num_output_tokens,
+                                      text=choice.text, seconds=time.monotonic() - self._arrived)
             if self._traces is not None:
-                self._traces.ended(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
-                                   num_output_tokens=choice.num_output_tokens)
+                self._traces.end(choice.rid, reached, arrived=self._arrived, stages=choice.stages,
+                                 num_output_tokens=choice.num_output_tokens)
 
     @property
     def live(self) -> bool:
@@ -226,38 +226,38 @@ class Generation:
     async def complete(self) -> list[Choice]:
         """The choices, when all have ended; raises the ServingError of one that fails."""
         while self._stream.live:
-            await self._gain()
+            await self._next()
         return self.choices
 
     async def deltas(self, interval: int) -> AsyncIterator[list[Choice]]:
         """Choices that have something new, when that is at least ``interval`` tokens, a choice's first, or its end."""
         while self._stream.live:
-            ripe = [choice for choice in await self._gain()
-                    if choice.ended or not choice.started or choice.num_new_tokens >= interval]
-            if ripe:
-                yield ripe
+            due = [choice for choice in await self._next()
+                   if choice.finish or not choice.started or choice.num_new_tokens >= interval]
+            if due:
+                yield due
 
     def _take(self, outputs: list[Output]) -> list[Choice]:
-        gained: dict[int, Choice] = {}
+        updated: dict[int, Choice] = {}
         for output in outputs:
             choice = self._by_rid[output.rid]
-            if choice.ended is not None:  # outputs of the same batch behind a stop string
+            if choice.finish is not None:  # outputs of the same batch, after a stop string
                 continue
             choice.take(output)
-            gained[choice.index] = choice
-            if choice.ended is not None and output.finish is None:
+            updated[choice.index] = choice
+            if choice.finish is not None and output.finish is None:
                 self._stream.abort(choice.rid)
-        return list(gained.values())
+        return list(updated.values())
 
 
 def refuse_aborted(reasons: Iterable[str | None]) -> None:
-    """For answers that have no place for a part of themselves: raises AbortRequested where a finish reason is abort."""
+    """Raises AbortRequested for a finish reason "abort", for APIs whose answers cannot be partial."""
     if "abort" in reasons:
         raise AbortRequested("The request was aborted.")
 
 
 def _outcome(error: BaseException | None) -> str:
-    """How a request ended that the engine neither finished nor failed."""
+    """The outcome of a request that the engine neither finished nor failed."""
     if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit, ConnectionError)):
         return "disconnected"
     return ServingError.code

@@ -1,4 +1,4 @@
-"""The life of a server's front process: start-up, service, graceful stop."""
+"""The API server process: start-up, service, graceful stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ..api.errors import ConfigError
 from ..config.addresses import bound, cannot_listen
-from ..config.command import INTERRUPTED, sentence_of
+from ..config.command import INTERRUPTED, describe_error
 from ..config.server import ServerConfig
 from ..engine.garbage_collector import freeze_collector
 from ..engine_client.rank_processes import RankTarget
@@ -25,47 +25,47 @@ from ..obs.tracing import Tracing, exporter_for
 from .app import make_app
 from .host import EngineHost, Service
 from .lifecycle.activity import Activity
-from .lifecycle.loop_lag import note_lateness
+from .lifecycle.loop_lag import observe_loop_lag
 from .lifecycle.traces import Traces
 
-log = logging.getLogger("baton.front")
+log = logging.getLogger("baton.server")
 
-_IDLE_SECONDS = 75.0  # a connection is kept so long whose client asks nothing, or asks half of something
-_SHOW_DEATH_SECONDS = 1.0  # clients read their errors, and health checks see the 503, before a dead server ends
+_KEEPALIVE_SECONDS = 75.0  # an idle connection, or one that sent only the beginning of a request, is closed after it
+_DEAD_GRACE_SECONDS = 1.0  # clients read their errors, and health checks see the 503, before a dead server ends
 
 
 def run_server(config: ServerConfig, rank_target: RankTarget, services: Sequence[Service] = ()) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code, with a sentence on stderr where it is not 0.
 
-    ``rank_target`` runs in every rank's process. HTTP answers (``/health``: starting) while the ranks load; a
-    node beside the first serves none.
+    ``rank_target`` runs in every rank's process. HTTP answers (``/health``: starting) while the ranks load; nodes other
+    than the first serve no HTTP.
     """
     if config.nodes.node_rank > 0:
         return run_node(config, rank_target)
-    setup_logging(config.logs, _name(config))
+    setup_logging(config.logs, _component(config))
     try:
         with _listen(config.http.host, config.http.port) as listener:
-            host = EngineHost(config, rank_target, spare_torch=True)
+            host = EngineHost(config, rank_target, without_torch=True)
             uvloop.run(_Server(host).run(listener, services))
     except ConfigError as error:
         sentence = str(error)
     except KeyboardInterrupt:  # before there was a server that could stop in order
         return INTERRUPTED
     except Exception as error:
-        sentence = sentence_of(error)
+        sentence = describe_error(error)
     else:
         return 0
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     return 1
 
 
-def _name(config: ServerConfig) -> str:
-    """What a server of this role is called in logs and traces."""
+def _component(config: ServerConfig) -> str:
+    """The name of a server of this role in logs and traces."""
     return "server" if config.mode == "null" else config.mode
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises ConfigError for a port that is taken or an address that is not ours."""
+    """A listening socket; raises ConfigError for a port that is in use or an address that this host does not have."""
     try:
         listener = bound(host, port)
         listener.listen(1024)
@@ -75,87 +75,88 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Server:
-    """One run of a server: an engine's host behind HTTP, until a signal or the engine's end."""
+    """One run of a server: an engine host served over HTTP, until a signal or the engine's end."""
 
     def __init__(self, host: EngineHost):
         self._host = host
 
     async def run(self, listener: socket.socket, services: Sequence[Service]) -> None:
-        """Raises ConfigError, with a sentence for the operator, where the server cannot start or go on."""
-        self._again = asyncio.Event()  # a second signal
+        """Raises ConfigError, with a sentence for the operator, where the server cannot start or continue."""
+        self._second_signal = asyncio.Event()
         async with contextlib.AsyncExitStack() as stack:
             host = await stack.enter_async_context(self._host)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
             if to := host.config.observe.traces_to:
-                host.front.traces = Traces(Tracing(f"baton-{_name(host.config)}", exporter_for(to)), host.config.mode)
-                stack.push_async_callback(asyncio.to_thread, host.front.traces.close)
+                traces = Traces(Tracing(f"baton-{_component(host.config)}", exporter_for(to)), host.config.mode)
+                host.context.telemetry.traces = traces
+                stack.push_async_callback(asyncio.to_thread, traces.close)
             listening = await self._serve_http(stack, listener)
             await host.start(services)
-            for task in (self._settle(), self._note_lateness(), self._note_throughput(), self._tell_activity()):
+            for task in (self._freeze_garbage(), self._observe_loop_lag(), self._note_throughput(), self._log_stats()):
                 stack.callback(asyncio.create_task(task).cancel)
             reason = await host.ended
             if reason is None:
                 await self._drain(listening)
-            elif host.front.ready is not None:
-                await asyncio.sleep(_SHOW_DEATH_SECONDS)
+            elif host.context.status.ready is not None:
+                await asyncio.sleep(_DEAD_GRACE_SECONDS)
         if reason is not None:
             raise ConfigError(reason)
 
-    async def _settle(self) -> None:
-        """Once all is loaded: a full collection stops every stream, for 80 ms where 256 of them run."""
+    async def _freeze_garbage(self) -> None:
+        """Freezes the loaded objects: a full collection over them stops all streams, for 80 ms with 256 of them."""
         await self._host.ready.wait()
         freeze_collector()
 
-    async def _note_lateness(self) -> None:
+    async def _observe_loop_lag(self) -> None:
         await self._host.ready.wait()
-        await note_lateness(self._host.front.metrics.late.observe)
+        await observe_loop_lag(self._host.context.telemetry.metrics.event_loop_lag.observe)
 
     async def _note_throughput(self) -> None:
         while True:
-            self._host.front.metrics.note_throughput()
+            self._host.context.telemetry.metrics.note_throughput()
             await asyncio.sleep(1.0)
 
-    async def _tell_activity(self) -> None:
+    async def _log_stats(self) -> None:
         await self._host.ready.wait()
         if interval := self._host.config.logs.log_interval:
-            await Activity(self._host.front, interval).run()
+            await Activity(self._host.context, interval).run()
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> asyncio.Server:
-        front = self._host.front
-        runner = web.AppRunner(make_app(front), handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
-                               handle_signals=False, keepalive_timeout=_IDLE_SECONDS)
+        context = self._host.context
+        runner = web.AppRunner(make_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
+                               handle_signals=False, keepalive_timeout=_KEEPALIVE_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         make = runner.server
         assert make is not None
         server = await asyncio.get_running_loop().create_server(
-            lambda: front.arrivals.connecting(make), sock=listener, backlog=1024)
+            lambda: context.arrivals.connect(make), sock=listener, backlog=1024)
         stack.callback(server.close)
-        stack.callback(asyncio.create_task(front.arrivals.watch()).cancel)
-        log.info("listening on http://%s:%d, model %s", *listener.getsockname()[:2], front.config.model_name)
+        stack.callback(asyncio.create_task(context.arrivals.watch()).cancel)
+        log.info("listening on http://%s:%d, model %s", *listener.getsockname()[:2], context.model.name)
         return server
 
     def _on_signal(self) -> None:
         if self._host.ended.done():
-            self._again.set()
+            self._second_signal.set()
         self._host.finish(None)
 
     async def _drain(self, listening: asyncio.Server) -> None:
-        """Take no new requests, and let the running ones end."""
-        front = self._host.front
-        front.stopping = True
+        """Takes no new requests, and lets the running ones end."""
+        context = self._host.context
+        context.status.stopping = True
         listening.close()
-        log.info("stopping: %d requests are running", front.client.num_open)
+        log.info("stopping: %d requests are running", context.client.num_open)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._idle(), front.config.http.shutdown_grace_secs)
-        if front.in_flight and (count := await front.in_flight.give_up(front.client)):
+            await asyncio.wait_for(self._wait_until_idle(), context.config.http.shutdown_grace_secs)
+        if context.in_flight and (count := await context.in_flight.give_up(context.client)):
             log.warning("%d %s cut at the end of --shutdown-grace-secs", count,
                         "request was" if count == 1 else "requests were")
 
-    async def _idle(self) -> None:
-        """Until what has been received is answered, or a second signal comes."""
-        front = self._host.front
-        while ((front.client.num_open or front.in_flight.num_received)
-               and not self._again.is_set() and front.dead is None):
+    async def _wait_until_idle(self) -> None:
+        """Returns when all received requests are answered, or a second signal comes."""
+        context = self._host.context
+        while ((context.client.num_open or context.in_flight.num_received)
+               and not self._second_signal.is_set() and context.status.dead is None):
             await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Server-sent events whose HTTP status is chosen by the first of them."""
+"""Server-sent events whose HTTP status depends on the first of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from aiohttp import web
 
 from ..api.errors import ServingError
 from .protocol.responses import event
-from .web import note_failure
+from .web import log_failure
 
-log = logging.getLogger("baton.front")
+log = logging.getLogger("baton.server")
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def stream_events(request: web.Request, events: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    """Send ``events`` (complete ones, several a chunk where they are ready together).
+    """Sends ``events``, complete ones, those that are ready together in one write.
 
-    The headers go out with the first of them: an error before that is raised, for a proper status that a router can act
-    on; a later one becomes an error event, after which the stream ends.
+    The headers are sent with the first event: an error before it is raised, so that the HTTP status tells a router what
+    to do; a later one becomes an error event, which ends the stream.
     """
     response: web.StreamResponse | None = None
     async with aclosing(events):
@@ -36,16 +36,16 @@ async def stream_events(request: web.Request, events: AsyncGenerator[bytes, None
         except Exception as error:
             if response is None:
                 raise
-            told = shown(error)
-            note_failure(told, request)
-            await response.write(event(told.to_openai()))
+            shown = client_error(error)
+            log_failure(shown, request)
+            await response.write(event(shown.to_openai()))
     assert response is not None, "a stream has at least one event"
     await response.write_eof()
     return response
 
 
-def shown(error: Exception) -> ServingError:
-    """What the client is told: a bug's details stay in the log."""
+def client_error(error: Exception) -> ServingError:
+    """The error that the client is sent; the details of a bug stay in the log."""
     if isinstance(error, ServingError):
         return error
     log.error("a stream failed", exc_info=error)

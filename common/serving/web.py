@@ -1,4 +1,4 @@
-"""Small things that all routes use: JSON answers and JSON bodies."""
+"""JSON responses, error responses and the log of failures, shared by all handlers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from ..obs.failures import FailureLog
 from .protocol.responses import encode
 
 ERROR_CODE = "X-Error-Code"
-"""The error object's code, for a router, which reads no bodies."""
+"""Holds the error object's code, for a router, which reads no bodies."""
 
-failures = FailureLog(logging.getLogger("baton.front"))
+failures = FailureLog(logging.getLogger("baton.server"))
 
 
-def note_failure(error: ServingError, request: web.Request | None = None, **fields: str) -> None:
-    """Tell the log of a request that fails, unless its client ended it."""
+def log_failure(error: ServingError, request: web.Request | None = None, **fields: str) -> None:
+    """Logs a request that fails, unless its client ended it."""
     if error.status == Aborted.status:
         return
     if request is not None:
         fields = {"path": request.path, "request_id": request.headers.get("X-Request-Id", ""), **fields}
-    failures.note(error.status, error.message, code=error.code, **{name: told for name, told in fields.items() if told})
+    given = {name: value for name, value in fields.items() if value}
+    failures.note(error.status, error.message, code=error.code, **given)
 
 
-def our_fault(record: logging.LogRecord) -> bool:
-    """A filter for aiohttp's log: what is no HTTP, or has a body that cannot be read, is answered 400, and a client may
-    leave in the middle of its answer. That is no failure of ours, and any client could fill the log with tracebacks."""
+def is_server_fault(record: logging.LogRecord) -> bool:
+    """A filter for aiohttp's log: bytes that are not HTTP, or a body that cannot be read, are answered with 400, and a
+    client may leave in the middle of its answer. These are no failures of this server, and any client could fill the
+    log with their tracebacks."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, (http.HttpProcessingError, web.RequestPayloadError, ConnectionError))
 
@@ -42,7 +44,7 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 
 def error_response(error: ServingError, body: Any = None) -> web.Response:
-    """OpenAI's error object, or ``body``, with Retry-After where the error knows it."""
+    """OpenAI's error object, or ``body``, with Retry-After where the error has one."""
     headers = {ERROR_CODE: error.code}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))

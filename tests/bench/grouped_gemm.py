@@ -24,13 +24,13 @@ import torch
 
 from ...common.config.moe import MoESpec
 from ...kernels import reference
-from ...kernels.decode_plan import processors_of
-from ...kernels.fp8_quantize import quantize_groups
-from ...kernels.moe_experts import moe_experts
-from ...kernels.moe_gemm import SCALE_GROUP
-from ...kernels.moe_sorted import takes_warpgroups
-from ...kernels.moe_tiles import Tiles, device_name, tiles_for
-from ...kernels.moe_topk import moe_topk
+from ...kernels.attention.decode_plan import processors_of
+from ...kernels.moe.moe_experts import moe_experts
+from ...kernels.moe.moe_gemm import SCALE_GROUP
+from ...kernels.moe.moe_sorted import takes_warpgroups
+from ...kernels.moe.moe_tiles import Tiles, device_name, tiles_for
+from ...kernels.moe.moe_topk import moe_topk
+from ...kernels.rowwise.fp8_quantize import quantize_groups
 from . import ceilings
 from .moe_shapes import SHAPES, Layer, Shape, micros
 from .tune_moe import DEVICE, Products, compile_all

@@ -40,7 +40,7 @@ async def test_another_decode_server_answers_and_prefill_computes_nothing_again(
         try:
             await asyncio.to_thread(until, lambda: stages.reached, 120)
             # What it was sent so far lies there, and prefill has done with all of it.
-            await asyncio.to_thread(until, lambda: prefill.state()["gauges"]["kv_prompts_kept"] > 3, 60)
+            await asyncio.to_thread(until, lambda: prefill.state()["gauges"]["kv_prompts_retained"] > 3, 60)
             computed = prefill.state()["counters"]
             victim.kill()
         finally:

@@ -72,7 +72,7 @@ def assert_all_counted(prefill, decode, num_requests):
     for state in (prefill, decode):
         usage = state["gauges"].pop("token_usage")
         assert 0 <= usage <= 1 and not any(value for name, value in state["gauges"].items()
-                                           if name != "kv_prompts_kept")
+                                           if name != "kv_prompts_retained")
 
 
 @pytest.mark.timeout(300)

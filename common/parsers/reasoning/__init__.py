@@ -2,6 +2,6 @@
 
 from .format import ReasoningFormat
 from .registry import REASONING
-from .think import ThinkReader, begins_behind, begins_inside, goes_on_inside
+from .think import ThinkReader, begins_after, begins_inside, continues_inside
 
-__all__ = ["REASONING", "ReasoningFormat", "ThinkReader", "begins_behind", "begins_inside", "goes_on_inside"]
+__all__ = ["REASONING", "ReasoningFormat", "ThinkReader", "begins_after", "begins_inside", "continues_inside"]

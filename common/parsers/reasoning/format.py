@@ -1,4 +1,4 @@
-"""What there is to know of one way to write reasoning."""
+"""The description of one format of reasoning."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """``opener`` and ``closer`` stand around the reasoning that begins an answer.
+    """One format of reasoning; ``opener`` and ``closer`` surround the reasoning at the beginning of an answer.
 
-    ``always``: the model reasons without saying so (its template has opened the reasoning). ``interrupters`` end
+    ``always``: the model reasons without an opener (its template has opened the reasoning). ``interrupters`` end
     reasoning as the closer does, but belong to what follows. ``harmony``: written on channels, without a closer.
     """
 

@@ -8,7 +8,7 @@ from .format import ReasoningFormat
 
 
 def reasoning_before(reasoning: ReasoningFormat, inside: bool) -> list[Node]:
-    """What may stand before an answer: the model's reasoning, whose rest it is where the prompt has opened it."""
+    """The reasoning that may precede an answer; its rest, where the prompt has opened it (``inside``)."""
     if reasoning.harmony:
         return [optional(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, f"{END}{START}assistant"))]
     space: Node = {"type": "regex", "pattern": r"\n{0,2}"}
@@ -17,5 +17,5 @@ def reasoning_before(reasoning: ReasoningFormat, inside: bool) -> list[Node]:
 
 
 def answer_head(harmony: bool) -> Node | None:
-    """What stands between reasoning and an answer that is no call."""
+    """The markup between reasoning and an answer that is no call."""
     return const(f"{CHANNEL}final{MESSAGE}") if harmony else None

@@ -1,4 +1,4 @@
-"""Reasoning that begins an answer, between an opening and a closing word."""
+"""Reasoning at the beginning of an answer, between an opening and a closing marker."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ def begins_inside(reasoning: ReasoningFormat, prompt: str) -> bool:
     """Whether an answer to ``prompt`` begins with reasoning that is already opened."""
     if prompt.rstrip().endswith(reasoning.opener):
         return True
-    return reasoning.always and not begins_behind(reasoning, prompt)
+    return reasoning.always and not begins_after(reasoning, prompt)
 
 
-def begins_behind(reasoning: ReasoningFormat, prompt: str) -> bool:
-    """Whether ``prompt`` has closed the reasoning: templates open and close it where there shall be none."""
+def begins_after(reasoning: ReasoningFormat, prompt: str) -> bool:
+    """Whether ``prompt`` has closed the reasoning: templates open and close it to suppress it."""
     return not reasoning.harmony and prompt.rstrip().endswith(reasoning.closer)
 
 
-def goes_on_inside(reasoning: ReasoningFormat, begun: str) -> bool:
-    """Whether an answer that has ``begun`` so goes on with reasoning."""
+def continues_inside(reasoning: ReasoningFormat, begun: str) -> bool:
+    """Whether the text ``begun`` of an answer is continued with reasoning."""
     return begun.rfind(reasoning.opener) > begun.rfind(reasoning.closer)
 
 
 class ThinkReader:
-    """A ``Reader`` of reasoning, which leaves all behind it to another one."""
+    """A ``Reader`` of reasoning, which passes the text that follows to another one."""
 
     def __init__(self, reasoning: ReasoningFormat, rest: Reader, *, inside: bool, separate: bool = True,
                  stream: bool = True):
         """``inside``: see ``begins_inside``. Without ``separate`` reasoning is content, its markup too; without
-        ``stream`` it is told in one piece when it ends."""
+        ``stream`` it is emitted at once when it ends."""
         self._format = reasoning
         self._rest = rest
         self._inside = inside
@@ -43,7 +43,7 @@ class ThinkReader:
         self._end = 0
 
     @property
-    def thought_spans(self) -> list[tuple[int, int]]:
+    def reasoning_spans(self) -> list[tuple[int, int]]:
         return [(0, self._end)] if self._end else []
 
     def push(self, text: str) -> list[Part]:
@@ -55,8 +55,8 @@ class ThinkReader:
             next(self._steps)
         except StopIteration:
             self._thinking = False
-            return [*self._told(), *self._rest.push(cursor.read + cursor.unread)]
-        return self._told() if self._stream else []
+            return [*self._take_thought(), *self._rest.push(cursor.read + cursor.unread)]
+        return self._take_thought() if self._stream else []
 
     def finish(self) -> list[Part]:
         if self._thinking:
@@ -64,15 +64,15 @@ class ThinkReader:
             return [*self.push(""), *self._rest.finish()]
         return self._rest.finish()
 
-    def _told(self) -> list[Part]:
-        """What became certain."""
+    def _take_thought(self) -> list[Part]:
+        """The reasoning that became certain."""
         text, self._thought = "".join(self._thought), []
         if not text:
             return []
         return [Thought(text) if self._separate else text]
 
     def _read(self, cursor: Cursor) -> Step[None]:
-        """Read the reasoning, and leave what follows it in the cursor."""
+        """Reads the reasoning, and leaves the text that follows it in the cursor."""
         yield from cursor.skip()
         opened = yield from cursor.take(self._format.opener)
         if not opened and not self._inside:
@@ -84,7 +84,7 @@ class ThinkReader:
             yield from cursor.skip()
             cursor.drop()
         self._end = cursor.offset
-        yield from cursor.until(self._format.closer, *self._format.interrupters, tell=self._think, trim=self._separate)
+        yield from cursor.until(self._format.closer, *self._format.interrupters, emit=self._think, trim=self._separate)
         if (yield from cursor.take(self._format.closer)) and not self._separate:
             self._thought.append(self._format.closer)
         self._end = cursor.offset

@@ -1,4 +1,4 @@
-"""What there is to know of one way to write tool calls."""
+"""The description of one format of tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .calls import Calls
 
 @dataclass(frozen=True)
 class Tag:
-    """What stands around one call's arguments; they are JSON, or xgrammar's ``style`` of writing an object."""
+    """The text around one call's arguments; they are JSON, or xgrammar's ``style`` of writing an object."""
 
     begin: str
     end: str
@@ -20,9 +20,9 @@ class Tag:
 
 @dataclass(frozen=True)
 class Layout:
-    """How calls are written one after the other, where their form can be demanded of the model.
+    """The layout of consecutive calls, for formats that a grammar can enforce.
 
-    ``before``, ``between`` and ``after`` stand around and between the calls. ``trigger``: free text must not hold it
+    ``before``, ``between`` and ``after`` surround and separate the calls. ``trigger``: free text must not hold it
     unless calls follow, None where text may be anything. ``single``: one call ends the answer.
     """
 
@@ -36,10 +36,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """``script`` reads answers of this format.
+    """One format of tool calls; ``script`` parses answers of this format.
 
-    ``markers`` are the format's own words, which must survive detokenizing even where they are special tokens.
-    ``signs``: a chat template that has all the words of one of these sets is of this format.
+    ``markers`` are the format's own markup, which must survive detokenizing even where it consists of special tokens.
+    ``signs``: a chat template that holds all the strings of one of these sets is of this format.
     """
 
     script: Callable[[Cursor, Calls], Step[None]]

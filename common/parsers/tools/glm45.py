@@ -49,7 +49,7 @@ def _call(cursor: Cursor, calls: Calls) -> Step[bool]:
 
 
 def _pair(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
-    """Read a key, behind its opening, and its value; False where they break off: the arguments end as they are."""
+    """Reads a key, after its opening, and its value; False where the text is cut off: the arguments end as they are."""
     start = cursor.pos
     if not (yield from cursor.until(KEY_END)):
         return False
@@ -63,7 +63,7 @@ def _pair(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
     schema = calls.schema(key)
     if is_string(schema):
         members.value('"')
-        if not (yield from cursor.until(VALUE_END, tell=members.string_piece, trim=False)):
+        if not (yield from cursor.until(VALUE_END, emit=members.string_delta, trim=False)):
             return False
         members.value('"')
     else:

@@ -1,4 +1,4 @@
-"""gpt-oss's calls, which are messages of the harmony format; where nobody asks for its reasoning, that is left out."""
+"""gpt-oss's calls, which are messages of the harmony format; without a reasoning parser, reasoning is dropped."""
 
 from __future__ import annotations
 

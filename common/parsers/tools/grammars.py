@@ -12,30 +12,30 @@ from .format import Layout, Tag
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def demand_calls(layout: Layout, schemas: Schemas, *, single: bool) -> Node:
+def require_calls(layout: Layout, schemas: Schemas, *, single: bool) -> Node:
     """One or more calls (``single``: exactly one) and nothing else."""
     return sequence([const(layout.before), *_row(layout, schemas, single), const(layout.after)])
 
 
 def allow_calls(layout: Layout, schemas: Schemas, strict: frozenset[str], *, single: bool) -> Node | None:
-    """Any text, in which calls of ``strict`` tools have valid arguments, and calls of others some object.
+    """Any text, in which calls of ``strict`` tools have valid arguments, and calls of others any object.
 
-    None where the format cannot tell calls from text.
+    None where the format cannot distinguish calls from text.
     """
     if layout.trigger is None:
         return None
-    loose = loosened(schemas, strict)
+    relaxed = relax(schemas, strict)
     if layout.before:
-        tags = [tag(layout.before, sequence(_row(layout, loose, single)), layout.after)]
+        tags = [tag(layout.before, sequence(_row(layout, relaxed, single)), layout.after)]
     else:
-        calls = [(layout.tag(name), source) for name, source in loose.items()]
+        calls = [(layout.tag(name), source) for name, source in relaxed.items()]
         tags = [tag(call.begin, _arguments(call, source), call.end) for call, source in calls]
     return {"type": "triggered_tags", "triggers": [layout.trigger], "tags": tags,
             "stop_after_first": single or layout.single}
 
 
-def loosened(schemas: Schemas, strict: frozenset[str]) -> Schemas:
-    """Tools that are not ``strict`` take any object."""
+def relax(schemas: Schemas, strict: frozenset[str]) -> Schemas:
+    """The schemas, with any object for tools that are not ``strict``."""
     return {name: source if name in strict else {"type": "object"} for name, source in schemas.items()}
 
 
@@ -51,5 +51,5 @@ def _call(call: Tag, source: Mapping[str, Any]) -> Node:
 
 
 def _arguments(call: Tag, source: Mapping[str, Any]) -> Node:
-    """Arguments are an object, whatever a tool's schema leaves out."""
+    """The arguments' schema: an object, even where the tool's schema does not say so."""
     return schema({**source, "type": "object"} if source else _NO_ARGUMENTS, call.style)

@@ -1,4 +1,4 @@
-"""``[{"name": ..., "parameters": {...}}, ...]``: what models without a format of their own are made to write."""
+"""``[{"name": ..., "parameters": {...}}, ...]``: enforced by a grammar on models without a format of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls whose arguments, or all of them, are JSON objects."""
+"""Parsing of calls that are JSON objects, or whose arguments are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME, _ARGUMENTS = "name", ("arguments", "parameters")
 
 
 def json_object(cursor: Cursor) -> Step[bool]:
-    """Whether a JSON object comes next, behind white space (which is read)."""
+    """Whether a JSON object comes next, after white space (which is read)."""
     yield from cursor.skip()
     while not cursor.next:
         if not (yield from cursor.more()):
@@ -21,14 +21,14 @@ def json_object(cursor: Cursor) -> Step[bool]:
 
 
 def json_arguments(cursor: Cursor, calls: Calls, *ends: str) -> Step[None]:
-    """Tell the object that comes next, piece by piece.
+    """Emits the object that comes next in deltas.
 
-    Where it stops being JSON, the rest up to one of ``ends`` is told as the model wrote it: the call has begun, and
-    only its reader can make something of it. An end in a string is part of it only where the object ends as JSON: a
-    string that was never closed must not take in the markup, the answer and the calls behind it.
+    Where it stops being JSON, the rest up to one of ``ends`` is emitted as the model wrote it: the call has begun, and
+    only the client can use the rest. An end within a string is part of it only where the object ends as JSON: an
+    unclosed string must not swallow the markup, the answer and the calls that follow.
     """
     scanner, markers = JsonScanner(), [end for end in ends if len(end) > 1]
-    ahead = 0  # characters that are scanned and not told
+    ahead = 0  # characters that are scanned and not emitted
     while True:
         end = scanner.feed(cursor.text, cursor.pos + ahead)
         certain = end if scanner.done or not markers else cursor.before(end, *markers)
@@ -38,15 +38,15 @@ def json_arguments(cursor: Cursor, calls: Calls, *ends: str) -> Step[None]:
         if scanner.done:
             return
         if scanner.wrong:
-            yield from cursor.until(*ends, tell=calls.arguments)
+            yield from cursor.until(*ends, emit=calls.arguments)
             return
         if not (yield from cursor.more()):
-            yield from cursor.until(*ends, tell=calls.arguments)
+            yield from cursor.until(*ends, emit=calls.arguments)
             return
 
 
 def _value(cursor: Cursor) -> Step[str | None]:
-    """The JSON value that comes next, None where it breaks off."""
+    """The JSON value that comes next, None where it is cut off."""
     scanner = JsonScanner()
     start = cursor.pos
     while True:
@@ -66,7 +66,7 @@ class _Envelope:
         self._ends = ends
         self._any_name = any_name
         self._name: str | None = None
-        self._early: str | None = None  # arguments that stand before the name
+        self._early_arguments: str | None = None  # those that precede the name
         self.begun = False
 
     def read(self) -> Step[bool]:
@@ -90,7 +90,7 @@ class _Envelope:
                 return (yield from self._broken())
 
     def _broken(self) -> Step[bool]:
-        """What stands behind a call's arguments and is no JSON is content; without a call, all of it will be."""
+        """Text after a call's arguments that is not JSON is content; without a call, all of it is."""
         if self.begun:
             yield from self._cursor.until(*self._ends)
             if self._cursor.read.strip():
@@ -98,7 +98,7 @@ class _Envelope:
         return self.begun
 
     def _member(self, key: str) -> Step[bool]:
-        """Read one value; False where no call can come of it."""
+        """Reads one value; False where it cannot belong to a call."""
         cursor = self._cursor
         is_arguments = key in _ARGUMENTS and not self.begun
         if is_arguments and self._name is not None and (yield from json_object(cursor)):
@@ -115,8 +115,8 @@ class _Envelope:
             self._name = json.loads(text) if text.startswith('"') else None
             return self._name is not None and self._acceptable()
         if is_arguments:
-            self._early = _object_in(text)
-            return self._early is not None
+            self._early_arguments = _object_in(text)
+            return self._early_arguments is not None
         return True
 
     def _acceptable(self) -> bool:
@@ -128,16 +128,16 @@ class _Envelope:
         self.begun = True
 
     def _begin_without_rest(self) -> bool:
-        """At the envelope's end, where its arguments are missing, or stood in another form than an object."""
+        """Begins the call at the envelope's end, where its arguments are missing, or are no object."""
         if self._name is None:
             return False
         self._begin()
-        self._calls.arguments(self._early or "{}")
+        self._calls.arguments(self._early_arguments or "{}")
         return True
 
 
 def _object_in(text: str) -> str | None:
-    """The object that a JSON value is or holds as a string (null means an empty one), None for anything else."""
+    """The object that a JSON value is, or holds as a string (null means an empty one); None for any other value."""
     if text.startswith('"'):
         text = json.loads(text).strip()
     if text == "null":
@@ -149,7 +149,7 @@ def _object_in(text: str) -> str | None:
 
 
 def envelope(cursor: Cursor, calls: Calls, *ends: str, any_name: bool = True) -> Step[bool]:
-    """Tell the call that the object which comes next describes; False where it describes none (nothing is told).
+    """Emits the call that the next object describes; False where it describes none (nothing is emitted then).
 
     Without ``any_name`` an object that names no offered tool describes none. ``ends``: see ``json_arguments``.
     """

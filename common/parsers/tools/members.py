@@ -1,4 +1,4 @@
-"""Building the JSON of a call's arguments, one key at a time."""
+"""The JSON of a call's arguments, built one key at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .values import quoted
 
 
 class Members:
-    """Tells ``{"key": value, ...}`` while the keys and values come."""
+    """Emits ``{"key": value, ...}`` while the keys and values arrive."""
 
     def __init__(self, calls: Calls):
         self._calls = calls
@@ -21,8 +21,8 @@ class Members:
         """``text`` is JSON."""
         self._calls.arguments(text)
 
-    def string_piece(self, text: str) -> None:
-        """A piece of a string's inside, unescaped."""
+    def string_delta(self, text: str) -> None:
+        """A delta of a string's content, unescaped."""
         self._calls.arguments(quoted(text)[1:-1])
 
     def close(self) -> None:

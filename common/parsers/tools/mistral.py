@@ -26,18 +26,18 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
 
 
 def _array(cursor: Cursor, calls: Calls) -> Step[bool]:
-    told = False
+    emitted = False
     while (yield from envelope(cursor, calls, OPEN)):
-        told = True
+        emitted = True
         cursor.drop()
         yield from cursor.skip()
         if not (yield from cursor.take(",")):
             break
         cursor.drop()
     yield from cursor.skip()
-    if told:
+    if emitted:
         yield from cursor.take("]")
-    return told
+    return emitted
 
 
 def _named(cursor: Cursor, calls: Calls) -> Step[bool]:

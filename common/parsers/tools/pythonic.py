@@ -1,7 +1,7 @@
 """``[f(a=1, b="x"), g()]``: calls as Python writes them, by Llama 4 (between two tags of its own) and Llama 3.2.
 
-A bracket is a call only where the name of an offered tool and a parenthesis follow it. A value is told when all of it
-is there.
+A bracket is a call only where the name of an offered tool and a parenthesis follow it. A value is emitted once it is
+complete.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def read(cursor: Cursor, calls: Calls) -> Step[None]:
 
 
 def _list(cursor: Cursor, calls: Calls) -> Step[bool]:
-    told = False
+    emitted = False
     while True:
         yield from cursor.skip()
         name = yield from cursor.run(_NAME)
         if not name or not calls.offers(name) or not (yield from cursor.take("(")):
-            return told and not name and (yield from cursor.take("]"))
+            return emitted and not name and (yield from cursor.take("]"))
         calls.begin(name)
-        told = True
+        emitted = True
         if not (yield from _arguments(cursor, calls)):
             return True
         cursor.drop()
@@ -56,7 +56,7 @@ def _list(cursor: Cursor, calls: Calls) -> Step[bool]:
 
 
 def _arguments(cursor: Cursor, calls: Calls) -> Step[bool]:
-    """Read up to the closing parenthesis; False where they break off: the arguments end as they are."""
+    """Reads up to the closing parenthesis; False where the text is cut off: the arguments end as they are."""
     members = Members(calls)
     while True:
         yield from cursor.skip(" \t\r\n,")
@@ -76,7 +76,7 @@ def _arguments(cursor: Cursor, calls: Calls) -> Step[bool]:
 
 
 def _to_end_of_value(cursor: Cursor) -> Step[bool]:
-    """Read a value; the comma or parenthesis behind it comes next."""
+    """Reads a value; the comma or parenthesis that follows it comes next."""
     depth, quote = 0, ""
     while True:
         while cursor.next:
@@ -84,7 +84,7 @@ def _to_end_of_value(cursor: Cursor) -> Step[bool]:
             if quote:
                 if char == "\\":
                     if len(cursor.text) < cursor.pos + 2:
-                        break  # what it escapes has yet to come
+                        break  # the escaped character has not arrived
                     cursor.pos += 1
                 elif char == quote:
                     quote = ""
@@ -102,7 +102,7 @@ def _to_end_of_value(cursor: Cursor) -> Step[bool]:
 
 
 def _json(text: str) -> str:
-    """A Python literal as JSON; JSON stays as it is, and what is neither becomes a string."""
+    """A Python literal as JSON; JSON stays as it is, and any other text becomes a string."""
     text = text.strip()
     try:
         return json.dumps(_plain(ast.literal_eval(text)), ensure_ascii=False, allow_nan=False)

@@ -22,7 +22,7 @@ _VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END)
 
 
 def read(cursor: Cursor, calls: Calls) -> Step[None]:
-    while opener := (yield from cursor.content(OPEN, FUNCTION)):  # models leave <tool_call> out at times
+    while opener := (yield from cursor.content(OPEN, FUNCTION)):  # models omit <tool_call> at times
         if opener == OPEN:
             yield from cursor.take(OPEN)
             yield from cursor.skip()
@@ -53,7 +53,7 @@ def _function(cursor: Cursor, calls: Calls) -> Step[bool]:
 
 
 def _parameter(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
-    """Read ``K>V</parameter>``; False where it breaks off: the arguments end as they are."""
+    """Reads ``K>V</parameter>``; False where the text is cut off: the arguments end as they are."""
     start = cursor.pos
     yield from cursor.run(_NAME)
     key = cursor.text[start: cursor.pos]
@@ -65,7 +65,7 @@ def _parameter(cursor: Cursor, calls: Calls, members: Members) -> Step[bool]:
     schema = calls.schema(key)
     if is_string(schema) or schema is None:
         members.value('"')
-        if not (yield from cursor.until(*_VALUE_ENDS, tell=members.string_piece, trim=False)):
+        if not (yield from cursor.until(*_VALUE_ENDS, emit=members.string_delta, trim=False)):
             return False
         members.value('"')
     else:

@@ -1,4 +1,4 @@
-"""Formats by SGLang's names, and which of them a chat template teaches."""
+"""The formats of tool calls by SGLang's names, and their detection in a chat template."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FORMATS: dict[str, ToolFormat] = {
     "glm": GLM45, "glm47": GLM45, "qwen3_coder": QWEN3_CODER, "mistral": MISTRAL, "qwen25": HERMES,
     "qwen": HERMES, "hermes": HERMES, "llama4": PYTHONIC, "pythonic": PYTHONIC, "llama3": LLAMA3,
 }
-"""In the order in which ``detect`` tries them: a template may hold the words of a later format, too."""
+"""The formats, in the order in which ``detect`` tries them: a template may hold the signs of a later format, too."""
 
 
 def detect(template: str) -> str | None:
-    """The name of the format that a chat template's source teaches, None where it cannot be told."""
+    """The name of the format that a chat template's source describes, None where it is unknown."""
     for name, tool_format in FORMATS.items():
         if any(all(word in template for word in words) for words in tool_format.signs):
             return name

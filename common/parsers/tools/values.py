@@ -1,4 +1,4 @@
-"""Argument values that are written bare, without JSON's quotes: what they mean by the argument's schema."""
+"""Bare argument values, written without JSON's quotes, converted to JSON by the argument's schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Schema = Mapping[str, Any]
 
 
 def is_string(schema: Schema | None) -> bool:
-    """Whether a value can be nothing but a string, so that it is one as it stands."""
+    """Whether the schema allows only strings, so that a bare value is one as it is."""
     if schema is None:
         return False
     kind, choices = schema.get("type"), schema.get("enum")
@@ -20,7 +20,7 @@ def is_string(schema: Schema | None) -> bool:
 
 
 def to_json(text: str, schema: Schema | None) -> str:
-    """The JSON of a bare value: of another type than string where it reads as that, else a string."""
+    """A bare value as JSON: of a type other than string where it parses as that, else a string."""
     if is_string(schema):
         return quoted(text)
     stripped = text.strip()
@@ -41,17 +41,17 @@ def quoted(text: str) -> str:
 
 
 def _kinds(schema: Schema | None) -> set[str]:
-    """The types that a schema allows, empty where it does not say."""
+    """The types that a schema allows, empty where it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    found = {kind} if isinstance(kind, str) else {k for k in kind if isinstance(k, str)} if isinstance(
+    kinds = {kind} if isinstance(kind, str) else {k for k in kind if isinstance(k, str)} if isinstance(
         kind, list) else set()
     for word in ("anyOf", "oneOf"):
         options = schema.get(word)
         for option in options if isinstance(options, list) else ():
-            found |= _kinds(option)
-    return found
+            kinds |= _kinds(option)
+    return kinds
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

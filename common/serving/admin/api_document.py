@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server, made of its routes and of the structs that they decode and encode."""
+"""The OpenAPI document of a server, built from its routes and the structs that they decode and encode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ..native import schema as native
 from ..protocol import requests
 from ..protocol import responses as answers
 from ..protocol.responses import encode
-from ..responses import objects, request
+from ..responses import objects
+from ..responses import request as response_request
 from ..sessions import handler as session_routes
 from ..tokens import schema as tokenizing
 from . import control, parsing
@@ -43,13 +44,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class _Shape(NamedTuple):
-    """What a route takes and gives, where that is JSON; ``chunk``: what the events of its stream hold, if it streams.
+    """The JSON types of a route's request and response; ``chunk``: the type of its stream's events, if it streams.
 
     ``optional``: an empty body means defaults. ``query``: parameters of the URL.
     """
 
-    takes: Any = None
-    gives: Any = None
+    request: Any = None
+    response: Any = None
     chunk: Any = None
     optional: bool = False
     query: tuple[str, ...] = ()
@@ -59,7 +60,7 @@ _PAGE = ("limit", "after", "order")
 _SHAPES: dict[str, _Shape] = {
     "POST /v1/chat/completions": _Shape(requests.ChatRequest, answers.ChatCompletion, answers.ChatChunk),
     "POST /v1/completions": _Shape(requests.CompletionRequest, answers.Completion, answers.Completion),
-    "POST /v1/responses": _Shape(request.ResponseRequest, objects.ResponseObject, dict[str, Any]),
+    "POST /v1/responses": _Shape(response_request.ResponseRequest, objects.ResponseObject, dict[str, Any]),
     "POST /v1/messages": _Shape(anthropic_request.MessagesRequest, anthropic_answer.AnswerMessage, dict[str, Any]),
     "POST /v1/messages/count_tokens": _Shape(anthropic_request.Conversation, anthropic_answer.TokenCount),
     "POST /generate": _Shape(native.GenerateRequest, native.GenerateAnswer | list[native.GenerateAnswer],
@@ -74,14 +75,14 @@ _SHAPES: dict[str, _Shape] = {
                     _Shape(tokenizing.TokenizeRequest, tokenizing.TokenizeAnswer)),
     **dict.fromkeys(("POST /v1/detokenize", "POST /detokenize"),
                     _Shape(tokenizing.DetokenizeRequest, tokenizing.DetokenizeAnswer)),
-    "POST /v1/files": _Shape(gives=files.FileObject),
-    "GET /v1/files": _Shape(gives=files.Page[files.FileObject], query=(*_PAGE, "purpose")),
-    "GET /v1/files/{file_id}": _Shape(gives=files.FileObject),
-    "DELETE /v1/files/{file_id}": _Shape(gives=files.FileDeleted),
+    "POST /v1/files": _Shape(response=files.FileObject),
+    "GET /v1/files": _Shape(response=files.Page[files.FileObject], query=(*_PAGE, "purpose")),
+    "GET /v1/files/{file_id}": _Shape(response=files.FileObject),
+    "DELETE /v1/files/{file_id}": _Shape(response=files.FileDeleted),
     "POST /v1/batches": _Shape(batches.CreateBatch, batches.Batch),
-    "GET /v1/batches": _Shape(gives=files.Page[batches.Batch], query=_PAGE),
-    "GET /v1/batches/{batch_id}": _Shape(gives=batches.Batch),
-    "POST /v1/batches/{batch_id}/cancel": _Shape(gives=batches.Batch),
+    "GET /v1/batches": _Shape(response=files.Page[batches.Batch], query=_PAGE),
+    "GET /v1/batches/{batch_id}": _Shape(response=batches.Batch),
+    "POST /v1/batches/{batch_id}/cancel": _Shape(response=batches.Batch),
     "POST /parse_function_call": _Shape(parsing._ParseRequest, parsing._ParseAnswer),
     "POST /separate_reasoning": _Shape(parsing._SeparateRequest, parsing._SeparateAnswer),
     "POST /open_session": _Shape(session_routes._Open, str),
@@ -106,12 +107,12 @@ _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
 def api_document(routes: Iterable[Route], open_paths: Iterable[str]) -> bytes:
-    """OpenAPI 3.1, as JSON; ``open_paths`` need no key."""
+    """The OpenAPI 3.1 document as JSON; ``open_paths`` need no key."""
     routes = list(routes)
-    kinds = {kind: None for shape in _SHAPES.values() for kind in (shape.takes, shape.gives, shape.chunk) if kind}
+    kinds = {kind: None for shape in _SHAPES.values() for kind in (shape.request, shape.response, shape.chunk) if kind}
     kinds |= dict.fromkeys((ErrorBody, anthropic_answer.MessagesError))
-    found, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
-    schemas = dict(zip(kinds, found))
+    kind_schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+    schemas = dict(zip(kinds, kind_schemas))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in routes:
         operation = _operation(method, path, handler, schemas, path in open_paths)
@@ -128,7 +129,7 @@ def _operation(method: str, path: str, handler: Callable[..., Any], schemas: dic
                is_open: bool) -> dict[str, Any]:
     shape = _SHAPES.get(f"{method} {_template(path)}", _Shape())
     error = anthropic_answer.MessagesError if path.startswith("/v1/messages") else ErrorBody
-    content = {"application/json": {"schema": schemas[shape.gives] if shape.gives else {}}}
+    content = {"application/json": {"schema": schemas[shape.response] if shape.response else {}}}
     if shape.chunk is not None:
         content["text/event-stream"] = {"schema": schemas[shape.chunk]}
     operation: dict[str, Any] = {
@@ -143,9 +144,9 @@ def _operation(method: str, path: str, handler: Callable[..., Any], schemas: dic
                    for name in shape.query]
     if parameters:
         operation["parameters"] = parameters
-    if shape.takes is not None:
+    if shape.request is not None:
         operation["requestBody"] = {"required": not shape.optional,
-                                    "content": {"application/json": {"schema": schemas[shape.takes]}}}
+                                    "content": {"application/json": {"schema": schemas[shape.request]}}}
     elif path == "/v1/files" and method == "POST":
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
     if is_open:
@@ -154,18 +155,18 @@ def _operation(method: str, path: str, handler: Callable[..., Any], schemas: dic
 
 
 def _template(path: str) -> str:
-    """Without what aiohttp matches parameters by."""
+    """A path without the patterns of aiohttp's parameters."""
     return _PARAMETER.sub(r"{\1}", path)
 
 
 def _summary(handler: Callable[..., Any]) -> str:
-    """The first sentence of its docstring, else its name."""
+    """The first sentence of a handler's docstring, else its name."""
     text = handler.__doc__ or handler.__name__.replace("_", " ").capitalize() + "."
     return " ".join(re.split(r"(?<=\.)\s|\n\n", text.strip(), maxsplit=1)[0].split())
 
 
 def _renamed(value: Any) -> Any:
-    """With names of schemas that OpenAPI allows."""
+    """The value with schema names that OpenAPI allows."""
     if isinstance(value, list):
         return [_renamed(item) for item in value]
     if not isinstance(value, dict):
@@ -175,5 +176,5 @@ def _renamed(value: Any) -> Any:
 
 
 def _clean(name: str) -> str:
-    """``_Update`` is private to its module, not to readers of the document."""
+    """A schema name that OpenAPI allows: ``_Update`` is private to its module, not to readers of the document."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("_")

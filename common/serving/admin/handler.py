@@ -1,4 +1,4 @@
-"""Routes that tell about the server or manage it."""
+"""Handlers that report on the server, and those that manage requests and connections."""
 
 from __future__ import annotations
 
@@ -31,102 +31,101 @@ _LINKS = {
     "/openapi.json": "every endpoint with its fields"}
 
 
-async def root(front: ServingContext, request: web.Request) -> web.Response:
-    """What this is, and where to go on."""
-    role = "unified server" if front.config.mode == "null" else f"{front.config.mode} server"
+async def root(context: ServingContext, request: web.Request) -> web.Response:
+    """Names this server and links to its main endpoints."""
+    role = "unified server" if context.config.mode == "null" else f"{context.config.mode} server"
     as_html = "text/html" in request.headers.get("Accept", "")
-    body = about(f"This is a {role} of {front.config.model_name}. It speaks OpenAI's API.", _LINKS, as_html=as_html)
+    body = about(f"This is a {role} of {context.model.name}. It speaks OpenAI's API.", _LINKS, as_html=as_html)
     headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY} if as_html else {
         "Content-Type": "application/json; charset=utf-8"}
     return web.Response(body=body, headers={**headers, "Vary": "Accept"})
 
 
-async def health(front: ServingContext, request: web.Request) -> web.Response:
+async def health(context: ServingContext, request: web.Request) -> web.Response:
     """200 when requests are served; 503 with the reason while starting or stopping, and when a rank is dead."""
-    if front.dead is not None:
-        return error_response(EngineDead(front.dead), {"status": "dead", "message": front.dead})
-    if front.stopping:
+    if context.status.dead is not None:
+        return error_response(EngineDead(context.status.dead), {"status": "dead", "message": context.status.dead})
+    if context.status.stopping:
         return json_response({"status": "stopping"}, 503)
-    if not front.is_ready:
-        loading = front.loading
+    if not context.status.is_ready:
+        loading = context.status.loading
         progress = round(loading.fraction, 4)
         return json_response({"status": "starting", "stage": loading.stage, "progress": progress}, 503)
-    return _ready(front)
+    return _ready(context)
 
 
-def _ready(front: ServingContext) -> web.Response:
-    """``epoch`` is another one after a restart, and after weights were loaded: what was learnt of the server is old."""
-    return json_response({"status": "ready", "epoch": front.epoch})
+def _ready(context: ServingContext) -> web.Response:
+    """``epoch`` changes with a restart, and when weights are loaded: facts learnt of the server before are stale."""
+    return json_response({"status": "ready", "epoch": context.status.epoch})
 
 
-async def health_generate(front: ServingContext, request: web.Request) -> web.Response:
-    """Health, shown by generating a token.
+async def health_generate(context: ServingContext, request: web.Request) -> web.Response:
+    """Health, checked by generating a token.
 
-    One half of a disaggregated pair generates nothing alone, and neither does a server that is paused: there this is
+    A prefill or decode server generates nothing alone, and neither does a server that is paused: there this is
     ``/health``.
     """
-    if front.config.mode != "null" or front.client.paused:
-        return await health(front, request)
-    tokenizer = front.serving_tokenizer()
+    if context.config.mode != "null" or context.client.paused:
+        return await health(context, request)
+    tokenizer = context.status.serving_tokenizer()
     probe = Generate(rid=f"health-{time.monotonic_ns()}", input_ids=[0],
                      sampling=SamplingParams(max_new_tokens=1, temperature=0.0), deadline=20.0)
-    with Generation(front.client, tokenizer, front.metrics, [probe], time.monotonic()) as generation:
+    with Generation(context.client, tokenizer, context.telemetry.metrics, [probe], time.monotonic()) as generation:
         await generation.complete()
-    return _ready(front)
+    return _ready(context)
 
 
-async def models(front: ServingContext, request: web.Request) -> web.Response:
+async def models(context: ServingContext, request: web.Request) -> web.Response:
     """The model that is served, as a list."""
-    return json_response({"object": "list", "data": [_model(front)]})
+    return json_response({"object": "list", "data": [_model(context)]})
 
 
-async def model(front: ServingContext, request: web.Request) -> web.Response:
+async def model(context: ServingContext, request: web.Request) -> web.Response:
     """One model's entry; raises NotFound for one that is not served."""
-    front.check_model(request.match_info["model"])
-    return json_response(_model(front))
+    context.model.check_name(request.match_info["model"])
+    return json_response(_model(context))
 
 
-def _model(front: ServingContext) -> dict[str, Any]:
-    """``max_model_len``: prompt and output together, in tokens; while weights load, what the model itself allows."""
-    return {"id": front.config.model_name, "object": "model", "created": _STARTED, "owned_by": "baton",
-            "root": front.config.model.model_path, "parent": None,
-            "max_model_len": front.model.context_length if front.ready is None else front.token_limit}
+def _model(context: ServingContext) -> dict[str, Any]:
+    """``max_model_len``: prompt and output together, in tokens; while weights load, the model's own limit."""
+    limit = context.model.spec.context_length if context.status.ready is None else context.planner.token_limit
+    return {"id": context.model.name, "object": "model", "created": _STARTED, "owned_by": "baton",
+            "root": context.config.model.model_path, "parent": None,
+            "max_model_len": limit}
 
 
-async def model_info(front: ServingContext, request: web.Request) -> web.Response:
-    args = front.config.model
+async def model_info(context: ServingContext, request: web.Request) -> web.Response:
+    args = context.config.model
     return json_response({
-        "model_path": front.weights_path, "tokenizer_path": args.tokenizer_path or args.model_path,
+        "model_path": context.model.weights_path, "tokenizer_path": args.tokenizer_path or args.model_path,
         "is_generation": not args.is_embedding,
-        "served_model_name": front.config.model_name, "architecture": front.model.architecture,
-        "context_length": front.model.context_length, "vocab_size": front.model.vocab_size})
+        "served_model_name": context.model.name, "architecture": context.model.spec.architecture,
+        "context_length": context.model.spec.context_length, "vocab_size": context.model.spec.vocab_size})
 
 
-async def server_info(front: ServingContext, request: web.Request) -> web.Response:
-    """The configuration, flat, with the engine's state once there is one."""
+async def server_info(context: ServingContext, request: web.Request) -> web.Response:
+    """The flat configuration, with the engine's state once the engine is ready."""
     info: dict[str, Any] = {}
-    for section in dataclasses.fields(front.config):
-        info.update(dataclasses.asdict(getattr(front.config, section.name)))
+    for section in dataclasses.fields(context.config):
+        info.update(dataclasses.asdict(getattr(context.config, section.name)))
     info["api_key"] = info["admin_api_key"] = info["cluster_secret"] = None  # secrets
-    info.update(version=__version__, status="ready" if front.is_ready else "not ready",
-                served_model_name=front.config.model_name, stream_continuation=True, paused=front.client.paused,
-                epoch=front.epoch)
-    if front.ready is not None:
-        info.update(max_total_num_tokens=front.ready.max_total_tokens, max_req_input_len=front.ready.max_request_tokens,
-                    pair_key=front.ready.pair_key)
-        if (identity := front.ready.model) is not None:
+    info.update(version=__version__, status="ready" if context.status.is_ready else "not ready",
+                served_model_name=context.model.name, stream_continuation=True, paused=context.client.paused,
+                epoch=context.status.epoch)
+    if (ready := context.status.ready) is not None:
+        info.update(max_total_num_tokens=ready.max_total_tokens, max_req_input_len=ready.max_request_tokens,
+                    pair_key=ready.pair_key)
+        if (identity := ready.model) is not None:
             info.update(model_fingerprint=identity.fingerprint, weight_updates=identity.updates)
-    info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
-                                if name not in ("seq", "type", "model", "pair_key")} for state in await _states(front)]
-    if not info["internal_states"]:
-        del info["internal_states"]
+    if states := await _states(context):
+        info["internal_states"] = [{name: value for name, value in msgspec.to_builtins(state).items()
+                                    if name not in ("seq", "type", "model", "pair_key")} for state in states]
     return json_response(info)
 
 
-async def load(front: ServingContext, request: web.Request) -> web.Response:
-    """SGLang's load report: requests, and tokens of the KV pool that a new request could not have, of each
-    data-parallel rank."""
-    return json_response([_load_of(state) for state in await front.client.states()])
+async def load(context: ServingContext, request: web.Request) -> web.Response:
+    """SGLang's load report for each data-parallel rank: requests, and tokens of the KV pool that are in use."""
+    return json_response([_load_of(state) for state in await context.client.states()])
 
 
 def _load_of(state: State) -> dict[str, Any]:
@@ -137,12 +136,12 @@ def _load_of(state: State) -> dict[str, Any]:
         "max_total_num_tokens": total}
 
 
-async def _states(front: ServingContext) -> list[State]:
-    """A snapshot of each data-parallel rank; none while the engine cannot give them."""
-    if front.ready is None or front.dead is not None:
+async def _states(context: ServingContext) -> list[State]:
+    """A snapshot of each data-parallel rank; empty while the engine cannot give them."""
+    if context.status.ready is None or context.status.dead is not None:
         return []
     try:
-        return await front.client.states()
+        return await context.client.states()
     except WorkerUnavailable:
         return []
 
@@ -156,18 +155,18 @@ _prefill = BodyDecoder(PrefillAddress)
 _CONNECT_SECONDS = 8.0
 
 
-async def connect_prefill(front: ServingContext, request: web.Request) -> web.Response:
-    """Connect a decode server to a prefill server ahead of requests: ``fits`` is true, false with the reason why no
-    cache can ever be handed over, or null with the reason why that is not known yet."""
+async def connect_prefill(context: ServingContext, request: web.Request) -> web.Response:
+    """Connects a decode server to a prefill server ahead of requests. ``fits`` is true; false, with the reason why no
+    KV cache can ever be transferred; or null, with the reason why that is not known yet."""
     body = _prefill.decode(await request.read())
-    front.serving_tokenizer()
-    front.check_not_changing()
+    context.status.check_serving()
+    context.status.check_weights_stable()
     point = bootstrap_point(body.bootstrap_host, body.bootstrap_port)
     began = time.monotonic()
     fits: bool | None = True
     message: str | None = None
     try:
-        await front.client.connect_peer(*point, _CONNECT_SECONDS)
+        await context.client.connect_peer(*point, _CONNECT_SECONDS)
     except PairMismatch as error:
         fits, message = False, error.message
     except (TransferFailed, DeadlineExceeded, WorkerUnavailable) as error:
@@ -183,21 +182,21 @@ class AbortRequest(msgspec.Struct):
 _abort = BodyDecoder(AbortRequest)
 
 
-async def abort_request(front: ServingContext, request: web.Request) -> web.Response:
-    """End one request (all choices of it) or all; those that wait get the tokens so far, with the finish reason
+async def abort_request(context: ServingContext, request: web.Request) -> web.Response:
+    """Aborts one request (all choices of it) or all; their clients get the tokens so far, with the finish reason
     "abort". An unknown id is fine."""
     body = _abort.decode(await request.read())
     if body.abort_all:
-        front.keys.check(request, admin=True)  # others' requests are among them
-        front.client.abort("")
+        context.keys.check(request, admin=True)  # others' requests are among them
+        context.client.abort("")
     elif body.rid:
-        front.client.abort_group(body.rid)
+        context.client.abort_group(body.rid)
     else:
         raise InvalidRequest("Give a rid, or abort_all.", param="rid")
     return json_response({"success": True})
 
 
-async def metrics(front: ServingContext, request: web.Request) -> web.Response:
-    states = await _states(front)
-    body = front.metrics.render(merge_states(states) if states else None)
+async def metrics(context: ServingContext, request: web.Request) -> web.Response:
+    states = await _states(context)
+    body = context.telemetry.metrics.render(merge_states(states) if states else None)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

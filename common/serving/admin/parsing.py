@@ -1,4 +1,4 @@
-"""``/parse_function_call`` and ``/separate_reasoning``: answers from elsewhere, read as our own are"""
+"""``/parse_function_call`` and ``/separate_reasoning``: other servers' answers, parsed like this server's."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _parse = BodyDecoder(_ParseRequest)
 _separate = BodyDecoder(_SeparateRequest)
 
 
-async def parse_function_call(front: ServingContext, request: web.Request) -> web.Response:
+async def parse_function_call(context: ServingContext, request: web.Request) -> web.Response:
     body = _parse.decode(await request.read())
     check_tools(body.tools)
-    formats = front.chat_formats
-    tools = _known("tool_call_parser", body.tool_call_parser, FORMATS) or formats.tools
+    formats = context.model.chat_formats
+    tools = _format_named("tool_call_parser", body.tool_call_parser, FORMATS) or formats.tools
     if tools is None:
         raise InvalidRequest("tool_call_parser is missing, and this server has none of its own.",
                              param="tool_call_parser")
@@ -66,9 +66,10 @@ async def parse_function_call(front: ServingContext, request: web.Request) -> we
     return json_response(_ParseAnswer(_content(parts), calls))
 
 
-async def separate_reasoning(front: ServingContext, request: web.Request) -> web.Response:
+async def separate_reasoning(context: ServingContext, request: web.Request) -> web.Response:
     body = _separate.decode(await request.read())
-    reasoning = _known("reasoning_parser", body.reasoning_parser, REASONING) or front.chat_formats.reasoning
+    formats = context.model.chat_formats
+    reasoning = _format_named("reasoning_parser", body.reasoning_parser, REASONING) or formats.reasoning
     if reasoning is None:
         raise InvalidRequest("reasoning_parser is missing, and this server has none of its own.",
                              param="reasoning_parser")
@@ -77,7 +78,7 @@ async def separate_reasoning(front: ServingContext, request: web.Request) -> web
     return json_response(_SeparateAnswer(thoughts, _content(parts)))
 
 
-def _known(param: str, name: str | None, formats: dict):
+def _format_named(param: str, name: str | None, formats: dict):
     if name is not None and name not in formats:
         raise InvalidRequest(f"{param} must be one of {', '.join(sorted(formats))}, got {name[:80]!r}.", param=param)
     return formats.get(name)

@@ -1,4 +1,4 @@
-"""``/v1/batches``"""
+"""``/v1/batches``: create, list, read and cancel; and the storage that runs them."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from .schema import decode_create
 _RUNNER: web.AppKey[BatchRunner] = web.AppKey("batches", BatchRunner)
 _ENDPOINTS: web.AppKey[frozenset[str]] = web.AppKey("batch_endpoints", frozenset)
 ENDPOINTS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"))
-"""Whose requests a batch may hold, where the server has them."""
+"""Endpoints whose requests a batch may hold, where the server has them."""
 
 
-async def create(front: ServingContext, request: web.Request) -> web.Response:
-    """Answer the requests of an uploaded file, in the background."""
+async def create(context: ServingContext, request: web.Request) -> web.Response:
+    """Creates a batch that answers the requests of an uploaded file in the background."""
     storage = storage_of(request)
     body = decode_create(await request.read(), request.app[_ENDPOINTS])
     batch = await storage.batches.create(body)
-    request.app[_RUNNER].look()
+    request.app[_RUNNER].wake()
     return json_response(batch)
 
 
-async def batches(front: ServingContext, request: web.Request) -> web.Response:
+async def batches(context: ServingContext, request: web.Request) -> web.Response:
     """A page of the batches, newest first."""
     storage = storage_of(request)
     query = PageQuery.read(request.query, 20, 100)
     return json_response(Page.of(await storage.batches.page(query), query.limit))
 
 
-async def batch(front: ServingContext, request: web.Request) -> web.Response:
-    """Where a batch stands."""
+async def batch(context: ServingContext, request: web.Request) -> web.Response:
+    """The state of a batch."""
     return json_response(await storage_of(request).batches.get(request.match_info["batch_id"]))
 
 
-async def cancel(front: ServingContext, request: web.Request) -> web.Response:
-    """Stop a batch; what is answered stays."""
+async def cancel(context: ServingContext, request: web.Request) -> web.Response:
+    """Cancels a batch; answers so far stay."""
     return json_response(await storage_of(request).batches.cancel(request.match_info["batch_id"]))
 
 
-def keep_files(app: web.Application, front: ServingContext, folder: str, routes: Mapping[str, Route],
-               concurrency: int) -> None:
-    """Give the application a storage in ``folder`` and run its batches while it runs. Raises ConfigError."""
+def add_storage(app: web.Application, context: ServingContext, folder: str, routes: Mapping[str, Route],
+                concurrency: int) -> None:
+    """Opens a storage in ``folder`` for the application and runs its batches while it runs. Raises ConfigError."""
     storage = Storage(folder)
     app[STORAGE] = storage
     app[_ENDPOINTS] = frozenset(routes)
-    app[_RUNNER] = runner = BatchRunner(front, storage, routes, concurrency)
+    app[_RUNNER] = runner = BatchRunner(context, storage, routes, concurrency)
 
     async def run(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(runner.run(), name="batches")

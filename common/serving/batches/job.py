@@ -1,4 +1,4 @@
-"""One batch: every line goes through the route that serves its endpoint, beside other requests and behind them."""
+"""One batch: every line goes through the handler of its endpoint, with a lower share of the engine than requests."""
 
 from __future__ import annotations
 
@@ -39,44 +39,44 @@ Route = Callable[[ServingContext, web.Request], Awaitable[web.StreamResponse]]
 
 _RETRY_SECONDS = 0.5
 _READ_LINES = 256
-_LATER = frozenset((429, 503))  # the server is full, or it ends: the line is not at fault
-_GIVEN_UP = {
+_RETRIED_STATUSES = frozenset((429, 503))  # the server is full, or stops: the line is not at fault
+_UNANSWERED_ERRORS = {
     "expired": LineError("batch_expired", "The batch expired before this request was answered."),
     "cancelled": LineError("batch_cancelled", "The batch was cancelled before this request was answered."),
 }
 
 
 class BatchSlots:
-    """How many lines may run: ``most``, less one for every other request that is open, and always one.
+    """Limits the lines that run at once: ``limit``, less one for every other open request, and always one.
 
-    So batches use what others leave, and are slowed down by them without ever standing still.
+    Batches use the capacity that requests leave; they are slowed down by them, and never stop.
     """
 
-    def __init__(self, front: ServingContext, most: int):
-        self._front = front
-        self._most = most
-        self._taken = 0
-        self._left = asyncio.Event()
+    def __init__(self, context: ServingContext, limit: int):
+        self._context = context
+        self._limit = limit
+        self._num_running = 0
+        self._released = asyncio.Event()
 
-    async def take(self) -> None:
-        """Wait for a place, and until the server takes requests."""
-        while not self._front.is_ready or self._taken >= max(1, self._most - self._num_others):
-            self._left.clear()
-            with contextlib.suppress(asyncio.TimeoutError):  # the end of another request is not told
-                await asyncio.wait_for(self._left.wait(), 0.05)
-        self._taken += 1
+    async def acquire(self) -> None:
+        """Waits for a slot, and until the server takes requests."""
+        while not self._context.status.is_ready or self._num_running >= max(1, self._limit - self._num_others):
+            self._released.clear()
+            with contextlib.suppress(asyncio.TimeoutError):  # the end of other requests sets no event
+                await asyncio.wait_for(self._released.wait(), 0.05)
+        self._num_running += 1
 
     @property
     def _num_others(self) -> int:
-        return max(0, self._front.client.num_open - self._taken)
+        return max(0, self._context.client.num_open - self._num_running)
 
-    def leave(self) -> None:
-        self._taken -= 1
-        self._left.set()
+    def release(self) -> None:
+        self._num_running -= 1
+        self._released.set()
 
 
 class _Line:
-    """What routes look at of an HTTP request, where a line of a file stands for one."""
+    """A line of an input file in the place of an HTTP request, with the members that handlers read."""
 
     def __init__(self, body: bytes):
         self.headers: Mapping[str, str] = {}
@@ -95,35 +95,35 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BatchJob:
-    """Takes one claimed batch to its end. Cancelling the job leaves the batch as it is, to be claimed again."""
+    """Runs one claimed batch to its end. Cancelling the job leaves the batch as it is, to be claimed again."""
 
-    def __init__(self, front: ServingContext, storage: Storage, claimed: Claimed, routes: Mapping[str, Route],
-                 places: BatchSlots):
-        self._front = front
+    def __init__(self, context: ServingContext, storage: Storage, claimed: Claimed, routes: Mapping[str, Route],
+                 slots: BatchSlots):
+        self._context = context
         self._storage = storage
         self._batches = storage.batches
         self._batch = claimed.batch
         self._outcome = claimed.outcome
         self._keep_seconds = claimed.keep_seconds
-        self._done = claimed.done
+        self._answered_lines = claimed.done
         self._route = routes[claimed.batch.endpoint]
-        self._places = places
+        self._slots = slots
         self._path = storage.files.path(claimed.batch.input_file_id)
 
     async def run(self) -> None:
-        """Raises LeaseLost where it is not this server's any more, or was cancelled by a client."""
+        """Raises LeaseLost where another server claimed the batch, or a client cancelled it."""
         batch = self._batch
         if batch.status == "validating" and not await self._validate():
             return
         if batch.status in ("validating", "in_progress"):
             self._outcome = "completed" if await self._answer_in_time() else "expired"
             if self._outcome == "expired":
-                await self._give_up("expired")
+                await self._record_unanswered("expired")
             await self._batches.finalize(batch.id, self._outcome)
         elif batch.status == "cancelling":
             self._outcome = "cancelled"
-            if batch.in_progress_at is not None:  # else its lines were not examined
-                await self._give_up("cancelled")
+            if batch.in_progress_at is not None:  # else its lines were not validated
+                await self._record_unanswered("cancelled")
         assert self._outcome is not None
         output, errors = await self._write(True), await self._write(False)
         await self._batches.end(batch.id, self._outcome, output, errors)
@@ -132,7 +132,7 @@ class BatchJob:
     # ------------------------------------------------------------------ the input file
 
     async def _validate(self) -> bool:
-        total, errors = await asyncio.to_thread(_examine, self._path, self._batch.endpoint)
+        total, errors = await asyncio.to_thread(_validate_file, self._path, self._batch.endpoint)
         if errors:
             await self._batches.refuse(self._batch.id, errors)
         else:
@@ -145,15 +145,15 @@ class BatchJob:
             lines = _numbered(file)
             while chunk := await asyncio.to_thread(lambda: list(islice(lines, _READ_LINES))):
                 for number, text in chunk:
-                    if number not in self._done:
+                    if number not in self._answered_lines:
                         line = decode_line(text, number, self._batch.endpoint)
-                        assert isinstance(line, InputLine), "the file was examined before"
+                        assert isinstance(line, InputLine), "the file was validated before"
                         yield number, line
 
     # ------------------------------------------------------------------ answers
 
     async def _answer_in_time(self) -> bool:
-        """Answer all lines; False where the batch expires before that."""
+        """Answers all lines; False where the batch expires before that."""
         answering = asyncio.create_task(self._answer_all())
         try:
             await asyncio.wait({answering}, timeout=max(0.0, self._batch.expires_at - self._storage.now()))
@@ -167,9 +167,9 @@ class BatchJob:
         running: set[asyncio.Task[None]] = set()
         try:
             async for number, line in self._unanswered():
-                await self._places.take()
+                await self._slots.acquire()
                 task = asyncio.create_task(self._answer(number, line))
-                task.add_done_callback(lambda _: self._places.leave())
+                task.add_done_callback(lambda _: self._slots.release())
                 running.add(task)
                 for ended in [task for task in running if task.done()]:
                     running.discard(ended)
@@ -182,25 +182,25 @@ class BatchJob:
             await _end(*running)
 
     async def _answer(self, number: int, line: InputLine) -> None:
-        status, body = await self._ask(line)
-        while status in _LATER:
+        status, body = await self._call_route(line)
+        while status in _RETRIED_STATUSES:
             await asyncio.sleep(_RETRY_SECONDS)
-            status, body = await self._ask(line)
+            status, body = await self._call_route(line)
         response = LineResponse(status, uuid.uuid4().hex, msgspec.Raw(body))
         await self._record(number, line, response, None)
 
-    async def _ask(self, line: InputLine) -> tuple[int, bytes]:
+    async def _call_route(self, line: InputLine) -> tuple[int, bytes]:
         try:
             body = bytes(line.body)
-            limit = self._front.config.http.max_payload_size
+            limit = self._context.config.http.max_payload_size
             if len(body) > limit:
                 raise TooLarge(f"The request body is larger than --max-payload-size ({limit} bytes).")
             if _streams(body):
                 raise InvalidRequest("stream is not possible in a batch; leave it out.", param="stream")
-            schedule = self._front.config.schedule
+            schedule = self._context.config.schedule
             if schedule.enable_priority_scheduling:
                 body = _with_priority(body, schedule.lowest_priority)
-            answer = await self._route(self._front, cast(web.Request, _Line(body)))
+            answer = await self._route(self._context, cast(web.Request, _Line(body)))
             assert isinstance(answer, web.Response) and isinstance(answer.body, bytes)
             return answer.status, answer.body
         except ServingError as error:
@@ -209,10 +209,10 @@ class BatchJob:
             log.exception("%s: line %r failed", self._batch.id, line.custom_id)
             return 500, encode(ServingError("The server failed to handle the request; its log says why.").to_openai())
 
-    async def _give_up(self, outcome: Status) -> None:
-        self._done = await self._batches.answered(self._batch.id)
+    async def _record_unanswered(self, outcome: Status) -> None:
+        self._answered_lines = await self._batches.answered(self._batch.id)
         async for number, line in self._unanswered():
-            await self._record(number, line, None, _GIVEN_UP[outcome])
+            await self._record(number, line, None, _UNANSWERED_ERRORS[outcome])
 
     async def _record(self, number: int, line: InputLine, response: LineResponse | None,
                       error: LineError | None) -> None:
@@ -239,22 +239,22 @@ def _numbered(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
             yield number, text
 
 
-def _examine(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:
-    """How many requests a file holds, and the first of what is wrong with it."""
+def _validate_file(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:
+    """The number of requests in a file, and its first errors."""
     errors: list[BatchError] = []
     seen: set[str] = set()
     total = 0
     with path.open("rb") as file:
         for number, text in _numbered(file):
             total += 1
-            found = decode_line(text, number, endpoint)
-            if isinstance(found, InputLine) and found.custom_id in seen:
-                found = BatchError("duplicate_custom_id", f"custom_id {found.custom_id[:80]!r} is not unique.", number,
-                                   "custom_id")
-            if isinstance(found, InputLine):
-                seen.add(found.custom_id)
+            line = decode_line(text, number, endpoint)
+            if isinstance(line, InputLine) and line.custom_id in seen:
+                line = BatchError("duplicate_custom_id", f"custom_id {line.custom_id[:80]!r} is not unique.", number,
+                                  "custom_id")
+            if isinstance(line, InputLine):
+                seen.add(line.custom_id)
             else:
-                errors.append(found)
+                errors.append(line)
             if total > MAX_LINES or len(errors) >= MAX_ERRORS:
                 break
     if not total:
@@ -268,15 +268,15 @@ def _streams(body: bytes) -> bool:
     try:
         return bool(_peek.decode(body).stream)
     except UNREADABLE:
-        return False  # the route says what is wrong
+        return False  # the handler raises the error
 
 
 def _with_priority(body: bytes, priority: int) -> bytes:
-    """The body with this priority, whatever it names: a batch can wait."""
+    """The body with this priority instead of its own: a batch can wait."""
     try:
         fields = _fields.decode(body)
     except UNREADABLE:
-        return body  # the route says what is wrong
+        return body  # the handler raises the error
     return encode(fields | {"priority": msgspec.Raw(str(priority).encode())})
 
 

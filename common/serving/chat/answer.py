@@ -1,8 +1,7 @@
-"""Telling a chat's answers in the structs of ``/v1/chat/completions``, whole or in chunks."""
+"""A chat's answers in the structs of ``/v1/chat/completions``, in full or as chunks."""
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -10,9 +9,10 @@ from hashlib import blake2b
 from msgspec import UNSET
 
 from ...parsers.answer_parts import Arguments, CallBegun, Part, Reader, Thought, joined
-from ...parsers.reading import Reading, count_thought_tokens
+from ...parsers.reading import Reading, count_reasoning_tokens
 from ..context import ServingContext
 from ..generation import Choice
+from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import chat_logprobs
 from ..protocol.logprobs import joined as logprobs_of
 from ..protocol.requests import ChatRequest
@@ -34,18 +34,18 @@ from ..protocol.responses import (
 from ..protocol.usage import usage_of
 
 
-class _Telling:
-    """What is told of one choice: its reader, the calls it has made, and token ids that wait for the next chunk."""
+class _ChoiceStream:
+    """The state of one choice's stream: its reader, the calls so far, and token ids that wait for the next chunk."""
 
     def __init__(self, reader: Reader, name: str):
-        """``name``: the answer's and the choice's."""
+        """``name`` is the answer's id and the choice's index."""
         self.reader = reader
         self.num_calls = 0
         self.token_ids: list[int] = []
         self._name = name
 
     def catch_up(self, text: str) -> list[ChatDelta]:
-        """Read what another server has told; returns it."""
+        """Reads the text that another server sent; returns its deltas."""
         return [self.delta(part) for part in joined(self.reader.push(text))]
 
     def delta(self, part: Part) -> ChatDelta:
@@ -61,100 +61,102 @@ class _Telling:
         return ChatDelta(content=part)
 
     def _call_id(self) -> str:
-        """The same on every server that tells this answer."""
+        """The same on every server that sends a part of this answer."""
         name = f"{self._name}/{self.num_calls}"
         return f"call_{blake2b(name.encode(), digest_size=12).hexdigest()}"
 
 
 class ChatAnswer:
-    """Tells one chat, see ``run.Answer``."""
+    """Formats one chat, see ``run.Answer``."""
 
-    def __init__(self, front: ServingContext, body: ChatRequest, reading: Reading, *, with_ids: bool,
+    def __init__(self, context: ServingContext, body: ChatRequest, reading: Reading, *, with_ids: bool,
                  name: str | None = None):
-        """``name``: its id, where another than that of its chunks is told."""
-        begun = body.continuation
-        self.told_before: list[ChatDelta] = []
-        """What another server has told of the only choice."""
-        self._front = front
-        self._id = name or (begun and begun.id) or f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = (begun and begun.created) or int(time.time())
+        """``name``: the answer's id, where the API does not send the chunks' own."""
+        self.continued_deltas: list[ChatDelta] = []
+        """The deltas that another server sent of the only choice."""
+        self._header = ResponseHeader.of(body, "chatcmpl-", context.model.name)
+        if name is not None:
+            self._header = self._header._replace(id=name)
         self._with_ids = with_ids
-        self._model = body.model or front.config.model_name
         self._body = body
         self._reading = reading
-        self._tokenizer = front.serving_tokenizer()
-        self._piece = self._tokenizer.piece
-        self._tellings: list[_Telling] = []
+        self._reports_cached = context.config.answers.enable_cache_report
+        self._tokenizer = context.status.serving_tokenizer()
+        self._token_bytes = self._tokenizer.piece
+        self._streams: list[_ChoiceStream] = []
 
-    # ------------------------------------------------------------------ whole
+    # ------------------------------------------------------------------ full
 
-    def whole(self, choices: Sequence[Choice]) -> ChatCompletion:
+    def full(self, choices: Sequence[Choice]) -> ChatCompletion:
         readers = [self._reading.reader() for _ in choices]
-        told = [self._choice(choice, reader) for choice, reader in zip(choices, readers)]
-        return ChatCompletion(self._id, self._created, self._model, told, self._usage(choices, readers))
+        formatted = [self._choice(choice, reader) for choice, reader in zip(choices, readers)]
+        return ChatCompletion(*self._header, formatted, self._usage(choices, readers))
 
     def _choice(self, choice: Choice, reader: Reader) -> ChatChoice:
-        assert choice.ended is not None
+        assert choice.finish is not None
         message = message_of([*reader.push(choice.text), *reader.finish()])
         logprobs = choice.visible(choice.logprobs)
-        return ChatChoice(choice.index, message, None if logprobs is None else chat_logprobs(logprobs, self._piece),
-                          _reason(choice, bool(message.tool_calls)), choice.ended.matched)
+        return ChatChoice(choice.index, message,
+                          None if logprobs is None else chat_logprobs(logprobs, self._token_bytes),
+                          _finish_reason(choice, bool(message.tool_calls)), choice.finish.matched)
 
     # ------------------------------------------------------------------ chunks
 
-    def begin(self, choices: Sequence[Choice]) -> None:
-        self._tellings = [_Telling(self._reading.reader(), f"{self._id}/{choice.index}") for choice in choices]
-        for choice, telling in zip(choices, self._tellings):
-            self.told_before += telling.catch_up(choice.text)
+    def start(self, choices: Sequence[Choice]) -> None:
+        answer_id = self._header.id
+        self._streams = [_ChoiceStream(self._reading.reader(), f"{answer_id}/{choice.index}") for choice in choices]
+        for choice, stream in zip(choices, self._streams):
+            self.continued_deltas += stream.catch_up(choice.text)
 
-    def gained(self, choice: Choice) -> list[ChatChunk]:
-        telling = self._tellings[choice.index]
+    def delta(self, choice: Choice) -> list[ChatChunk]:
+        stream = self._streams[choice.index]
         first = not choice.started
         delta = choice.take_delta()
         events = [ChatChunkChoice(choice.index, ChatDelta(role="assistant", content=""))] if first else []
-        found = choice.visible(logprobs_of(delta.logprobs))
-        logprobs = chat_logprobs(found, self._piece) if found is not None and found.token_ids else None
-        parts = telling.reader.push(delta.text)
-        for part in joined([*parts, *telling.reader.finish()] if choice.ended else parts):
-            events.append(ChatChunkChoice(choice.index, telling.delta(part), logprobs))
+        new_logprobs = choice.visible(logprobs_of(delta.logprobs))
+        logprobs = (chat_logprobs(new_logprobs, self._token_bytes)
+                    if new_logprobs is not None and new_logprobs.token_ids else None)
+        parts = stream.reader.push(delta.text)
+        for part in joined([*parts, *stream.reader.finish()] if choice.finish else parts):
+            events.append(ChatChunkChoice(choice.index, stream.delta(part), logprobs))
             logprobs = None
-        if logprobs is not None:  # tokens whose text is held back
+        if logprobs is not None:  # tokens whose text is buffered
             events.append(ChatChunkChoice(choice.index, ChatDelta(content=""), logprobs))
-        if choice.ended is not None:
-            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _reason(choice, telling.num_calls > 0),
-                                          matched_stop=choice.ended.matched))
+        if choice.finish is not None:
+            events.append(ChatChunkChoice(choice.index, ChatDelta(), None, _finish_reason(choice, stream.num_calls > 0),
+                                          matched_stop=choice.finish.matched))
         if self._with_ids:
-            telling.token_ids += delta.token_ids
+            stream.token_ids += delta.token_ids
             if events:
-                events[-1].token_ids, telling.token_ids = telling.token_ids, []
-        usage = self._usage([choice], [telling.reader]) if self._body.wants_usage_always else None
-        return [ChatChunk(self._id, self._created, self._model, [said], usage) for said in events]
+                events[-1].token_ids, stream.token_ids = stream.token_ids, []
+        usage = self._usage([choice], [stream.reader]) if self._body.wants_usage_always else None
+        answer_id, created, model = self._header
+        return [ChatChunk(answer_id, created, model, [event], usage) for event in events]
 
-    def end(self, choices: Sequence[Choice]) -> list[ChatChunk]:
+    def finish(self, choices: Sequence[Choice]) -> list[ChatChunk]:
         if not self._body.wants_usage:
             return []
-        usage = self._usage(choices, [telling.reader for telling in self._tellings])
-        return [ChatChunk(self._id, self._created, self._model, [], usage)]
+        return [ChatChunk(*self._header, [], self._usage(choices, [stream.reader for stream in self._streams]))]
 
     def _usage(self, choices: Sequence[Choice], readers: Sequence[Reader]) -> Usage:
-        usage = usage_of(self._front, choices, self._body.num_choices)
+        usage = usage_of(choices, self._body.num_choices, report_cached=self._reports_cached)
         if self._reading.reasoning is not None:
-            usage.reasoning_tokens = sum(self._thought_tokens(choice, reader)
+            usage.reasoning_tokens = sum(self._reasoning_tokens(choice, reader)
                                          for choice, reader in zip(choices, readers))
             usage.completion_tokens_details = CompletionTokensDetails(usage.reasoning_tokens)
         return usage
 
-    def _thought_tokens(self, choice: Choice, reader: Reader) -> int:
-        spans = reader.thought_spans
+    def _reasoning_tokens(self, choice: Choice, reader: Reader) -> int:
+        spans = reader.reasoning_spans
         if not spans:
             return 0
         hidden = self._tokenizer.special_ids if choice.request.sampling.skip_special_tokens else frozenset()
-        pieces = (b"" if token in hidden else self._piece(token) for token in choice.token_ids)
-        return count_thought_tokens(spans, choice.text, pieces)
+        token_bytes = (b"" if token in hidden else self._token_bytes(token) for token in choice.token_ids)
+        return count_reasoning_tokens(spans, choice.text, token_bytes)
 
 
 def message_of(parts: list[Part]) -> ChatMessage:
-    """The message that the parts of a whole answer make."""
+    """The message that consists of the parts of a complete answer."""
     calls: list[ToolCallOut] = []
     content = thought = ""
     for part in joined(parts):
@@ -175,6 +177,6 @@ def _call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _reason(choice: Choice, called: bool) -> FinishReason:
-    assert choice.ended is not None
-    return "tool_calls" if called and choice.ended.reason == "stop" else choice.ended.reason  # type: ignore[return-value]
+def _finish_reason(choice: Choice, called: bool) -> FinishReason:
+    assert choice.finish is not None
+    return "tool_calls" if called and choice.finish.reason == "stop" else choice.finish.reason  # type: ignore[return-value]

@@ -26,12 +26,12 @@ class Block:
     kind: Kind
     call_id: str = ""
     name: str = ""
-    pieces: list[str] = field(default_factory=list)
+    deltas: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(self.deltas)
 
 
 class Opened(NamedTuple):
@@ -119,6 +119,6 @@ class Blocks:
     def _grow(self, piece: str, logprobs: list[TokenLogprob]) -> Grown:
         block = self._open
         assert block is not None
-        block.pieces.append(piece)
+        block.deltas.append(piece)
         block.logprobs += logprobs
         return Grown(block, piece, logprobs)

@@ -10,6 +10,6 @@ from ..run import respond
 from .run import plan_chat
 
 
-async def chat_completions(front: ServingContext, request: web.Request) -> web.StreamResponse:
+async def chat_completions(context: ServingContext, request: web.Request) -> web.StreamResponse:
     """OpenAI's chat completions."""
-    return await respond(front, request, decode_chat, plan_chat)
+    return await respond(context, request, decode_chat, plan_chat)

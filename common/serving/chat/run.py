@@ -1,6 +1,6 @@
-"""A chat request, planned and told in the structs of ``/v1/chat/completions``.
+"""A chat request, planned and answered in the structs of ``/v1/chat/completions``.
 
-Routes that speak of chats in other words make a ``ChatRequest``, plan a run of it, and translate what it tells.
+Handlers of other APIs for chats translate their request into a ``ChatRequest``, plan it, and adapt the chunks.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from collections.abc import Sequence
 import msgspec
 
 from ...api.messages import Generate
-from ..context import ServingContext, plan
+from ..context import ServingContext
 from ..native.schema import LogprobOptions
-from ..protocol.continuation import continue_after
-from ..protocol.prompts import Prompts
+from ..protocol.prompts import Prompts, output_limit
 from ..protocol.requests import ChatRequest, sampling_params
 from ..protocol.responses import ChatChunk, ChatCompletion, ChatDelta
 from ..run import Run
 from ..structured.fields import grammar_field
 from .answer import ChatAnswer
-from .formats import AnswerForm, answer_form
+from .formats import answer_form
 from .prompt import chat_prompt
 from .tool_choice import tool_choice
 
@@ -27,48 +26,44 @@ from .tool_choice import tool_choice
 class ChatRun(Run[ChatCompletion, ChatChunk]):
     """A planned chat."""
 
-    def __init__(self, front: ServingContext, requests: list[Generate], answer: ChatAnswer, *, arrived: float,
+    def __init__(self, context: ServingContext, requests: list[Generate], answer: ChatAnswer, *, arrived: float,
                  continued: Sequence[int]):
-        super().__init__(front, requests, answer, arrived=arrived, continued=continued)
+        super().__init__(context, requests, answer, arrived=arrived, continued=continued)
         self._chat = answer
 
     @property
-    def told_before(self) -> list[ChatDelta]:
-        """What another server has told of an answer that goes on here; known from the first chunk on."""
-        return self._chat.told_before
+    def continued_deltas(self) -> list[ChatDelta]:
+        """The deltas that another server sent of an answer that is continued here; known from the first chunk on."""
+        return self._chat.continued_deltas
 
 
-async def plan_chat(front: ServingContext, body: ChatRequest, *, arrived: float, with_ids: bool = False,
+async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: float, with_ids: bool = False,
                     name: str | None = None) -> ChatRun:
-    """``arrived``: when the HTTP request came, on the monotonic clock; ``with_ids``: chunks tell their token ids;
-    ``name``: the answer's id, where another than its chunks' is told.
+    """``arrived``: the HTTP request's arrival, on the monotonic clock; ``with_ids``: chunks hold their token ids;
+    ``name``: the answer's id, where the API does not send the chunks' own.
 
     Raises InvalidRequest, NotFound for another model, and WorkerUnavailable.
     """
-    front.check_model(body.model)
+    model, planner = context.model, context.planner
+    model.check_name(body.model)
     choice = tool_choice(body)
-    prompt = chat_prompt(front.serving_tokenizer(), body, choice)
+    tokenizer = context.status.serving_tokenizer()
+    prompt = chat_prompt(tokenizer, body, choice)
     asked = grammar_field(body, body.response_format)
-    form = answer_form(front.chat_formats, body, choice, prompt, asked and asked.spec)
-    requests = await _plan(front, body, prompt, form)
-    continued = continue_after(body.continuation, requests, front.model.vocab_size)
-    await front.prepare_grammars(requests, asked.param if asked else "tools")
-    answer = ChatAnswer(front, body, form.reading, with_ids=with_ids, name=name)
-    return ChatRun(front, requests, answer, arrived=arrived, continued=continued)
-
-
-async def _plan(front: ServingContext, body: ChatRequest, prompt: str, form: AnswerForm) -> list[Generate]:
-    ids = await front.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    room = front.room_for_output(ids[0], body.requested_tokens, name)
-    params = sampling_params(body, body.requested_tokens, room, vocab_size=front.model.vocab_size, tokens_name=name)
-    tokenizer = front.serving_tokenizer()
-    strings, tokens = tokenizer.chat_stops(front.model.vocab_size)
-    params = msgspec.structs.replace(params, grammar=form.grammar, stop=(*params.stop, *strings),
-                                     stop_token_ids=(*params.stop_token_ids, *tokens))
+    form = answer_form(model.chat_formats, body, choice, prompt, asked and asked.spec)
+    ids = await planner.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = output_limit(len(ids[0]), body.requested_tokens, planner.token_limit, tokens_name=limit_name)
+    params = sampling_params(body, body.requested_tokens, limit, vocab_size=model.spec.vocab_size,
+                             grammar=form.grammar, tokens_name=limit_name)
+    stops, stop_ids = tokenizer.chat_stops(model.spec.vocab_size)
+    if stops or stop_ids:
+        params = msgspec.structs.replace(params, stop=(*params.stop, *stops),
+                                         stop_token_ids=(*params.stop_token_ids, *stop_ids))
     if tokenizer.any_special(form.reading.markers):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    n = body.num_choices
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)
-    points = front.meeting_points(body, 1, n)
-    return front.placed(body, plan(ids, [params], n, body.rid, points, [logprobs], body.priority))
+    requests, continued = await planner.plan(body, ids, [params], body.num_choices, logprobs,
+                                             asked.param if asked else "tools")
+    answer = ChatAnswer(context, body, form.reading, with_ids=with_ids, name=name)
+    return ChatRun(context, requests, answer, arrived=arrived, continued=continued)

@@ -10,27 +10,28 @@ from ..protocol.prompts import Prompts
 
 
 class Echo:
-    """Prompts as their choices tell them, once each: the text that the client sent, or what its tokens stand for."""
+    """Echoes each choice's prompt once: the text that the client sent, or the text of its tokens."""
 
     def __init__(self, prompts: Prompts, choices_each: int, tokenizer: Tokenizer):
         """``choices_each``: choices of one prompt, which follow each other."""
         self._prompts = prompts
         self._choices_each = choices_each
         self._tokenizer = tokenizer
-        self._told: set[int] = set()
+        self._echoed: set[int] = set()
 
-    def begin(self, choices: Sequence[Choice]) -> None:
-        """A choice that goes on behind another server's output was told there."""
-        self._told = {choice.index for choice in choices if choice.num_output_tokens}
+    def start(self, choices: Sequence[Choice]) -> None:
+        """Notes choices that continue another server's output: their prompts were echoed there."""
+        self._echoed = {choice.index for choice in choices if choice.num_output_tokens}
 
     def take(self, choice: Choice) -> str | None:
-        """The prompt's text, None where it was told before."""
-        if choice.index in self._told:
+        """The prompt's text the first time, then None."""
+        if choice.index in self._echoed:
             return None
-        self._told.add(choice.index)
+        self._echoed.add(choice.index)
         return self.text(choice)
 
     def text(self, choice: Choice) -> str:
+        """The text of the choice's prompt."""
         prompt = choice.index // self._choices_each
         if self._prompts.texts is not None:
             return self._prompts.texts[prompt]

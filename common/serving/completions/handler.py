@@ -1,127 +1,115 @@
-"""``/v1/completions``"""
+"""``/v1/completions``: text completions."""
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Sequence
 
 from aiohttp import web
 
-from ...api.messages import Generate, Logprobs
-from ..context import ServingContext, plan
+from ...api.messages import Logprobs
+from ..context import ServingContext
 from ..generation import Choice
 from ..native.schema import LogprobOptions
-from ..protocol.continuation import continue_after
+from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import completion_logprobs, joined
-from ..protocol.prompts import Prompts, parse_prompts
-from ..protocol.requests import CompletionRequest, decode_completion, grammar_param, sampling_params
+from ..protocol.prompts import output_limit, parse_prompts
+from ..protocol.requests import CompletionRequest, decode_completion, sampling_params
 from ..protocol.responses import Completion, CompletionChoice, Usage
 from ..protocol.usage import usage_of
 from ..run import Run, respond
+from ..structured.fields import grammar_field
 from .best_of import best
 from .echo import Echo
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-async def completions(front: ServingContext, request: web.Request) -> web.StreamResponse:
+async def completions(context: ServingContext, request: web.Request) -> web.StreamResponse:
     """OpenAI's text completions."""
-    return await respond(front, request, decode_completion, plan_completion)
+    return await respond(context, request, decode_completion, plan_completion)
 
 
-async def plan_completion(front: ServingContext, body: CompletionRequest, *, arrived: float,
+async def plan_completion(context: ServingContext, body: CompletionRequest, *, arrived: float,
                           with_ids: bool = False) -> Run[Completion, Completion]:
     """See ``plan_chat``."""
-    front.check_model(body.model)
+    model, planner = context.model, context.planner
+    model.check_name(body.model)
     prompts = parse_prompts(body.prompt, "prompt")
-    requests = await _plan(front, body, prompts)
-    continued = continue_after(body.continuation, requests, front.model.vocab_size)
-    await front.prepare_grammars(requests, grammar_param(body))
-    echo = Echo(prompts, body.num_made, front.serving_tokenizer()) if body.echo else None
-    answer = _Answer(front, body, echo, with_ids=with_ids)
-    return Run(front, requests, answer, arrived=arrived, continued=continued)
-
-
-async def _plan(front: ServingContext, body: CompletionRequest, prompts: Prompts) -> list[Generate]:
-    ids = await front.prompt_ids(prompts, "prompt")
+    ids = await planner.prompt_ids(prompts, "prompt")
+    asked = grammar_field(body, body.response_format)
     samplings = []
     for prompt in ids:
-        room = front.room_for_output(prompt, body.max_tokens, "max_tokens")
-        default = min(DEFAULT_TOKENS, room)
-        samplings.append(sampling_params(body, body.max_tokens, default, vocab_size=front.model.vocab_size))
-    made = body.num_made
-    points = front.meeting_points(body, len(ids), made)
-    ranked = made > body.num_choices
+        limit = output_limit(len(prompt), body.max_tokens, planner.token_limit, tokens_name="max_tokens")
+        samplings.append(sampling_params(body, body.max_tokens, min(DEFAULT_TOKENS, limit),
+                                         vocab_size=model.spec.vocab_size, grammar=asked and asked.spec))
+    ranked = body.num_made > body.num_choices
     start = 0 if body.echo and body.logprobs is not None else -1
     logprobs = LogprobOptions(body.logprobs is not None or ranked, start, body.logprobs or 0)
-    return front.placed(body, plan(ids, samplings, made, body.rid, points, [logprobs] * len(ids), body.priority))
+    requests, continued = await planner.plan(body, ids, samplings, body.num_made, logprobs,
+                                             asked.param if asked else "tools")
+    echo = Echo(prompts, body.num_made, context.status.serving_tokenizer()) if body.echo else None
+    answer = _Answer(context, body, echo, with_ids=with_ids)
+    return Run(context, requests, answer, arrived=arrived, continued=continued)
 
 
 class _Answer:
-    """Tells one text completion, see ``run.Answer``."""
+    """Formats one text completion, see ``run.Answer``."""
 
-    def __init__(self, front: ServingContext, body: CompletionRequest, echo: Echo | None, *, with_ids: bool):
-        begun = body.continuation
-        self._front = front
-        self._id = (begun and begun.id) or f"cmpl-{uuid.uuid4().hex}"
-        self._created = (begun and begun.created) or int(time.time())
+    def __init__(self, context: ServingContext, body: CompletionRequest, echo: Echo | None, *, with_ids: bool):
+        self._header = ResponseHeader.of(body, "cmpl-", context.model.name)
+        self._reports_cached = context.config.answers.enable_cache_report
         self._with_ids = with_ids
-        self._model = body.model or front.config.model_name
         self._body = body
         self._echo = echo
-        self._piece = front.serving_tokenizer().piece
-        self._offsets: list[int] = []  # of each choice's next token's text, for logprobs
-        self._waiting: list[list[int]] = []  # ids of tokens whose text is held back
+        self._token_bytes = context.status.serving_tokenizer().piece
+        self._text_offsets: list[int] = []  # of each choice's next token, for logprobs
+        self._pending_ids: list[list[int]] = []  # ids of each choice's tokens whose text is buffered
 
-    def whole(self, choices: Sequence[Choice]) -> Completion:
+    def full(self, choices: Sequence[Choice]) -> Completion:
         usage = self._usage(choices)
-        echoed = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
-        told = best(choices, self._body.num_made, self._body.num_choices)
-        return self._completion([self._choice(choice, echoed.get(choice.rid), choice.text, choice.logprobs, 0)
-                                 for choice in told], usage)
+        prompts = {choice.rid: self._echo.text(choice) for choice in choices} if self._echo else {}
+        chosen = best(choices, self._body.num_made, self._body.num_choices)
+        return Completion(*self._header, [self._choice(choice, prompts.get(choice.rid), choice.text, choice.logprobs, 0)
+                                          for choice in chosen], usage)
 
-    def begin(self, choices: Sequence[Choice]) -> None:
-        self._offsets = [0] * len(choices)
-        self._waiting = [[] for _ in choices]
+    def start(self, choices: Sequence[Choice]) -> None:
+        self._text_offsets = [0] * len(choices)
+        self._pending_ids = [[] for _ in choices]
         if self._echo is not None:
-            self._echo.begin(choices)
+            self._echo.start(choices)
 
-    def gained(self, choice: Choice) -> list[Completion]:
+    def delta(self, choice: Choice) -> list[Completion]:
         delta = choice.take_delta()
-        echoed = None if self._echo is None else self._echo.take(choice)
-        said = self._choice(choice, echoed, delta.text, joined(delta.logprobs), self._offsets[choice.index])
-        if said.logprobs is not None:
-            self._offsets[choice.index] += sum(map(len, said.logprobs.tokens))
-        waiting = self._waiting[choice.index]
-        waiting += delta.token_ids
-        if not said.text and said.logprobs is None and choice.ended is None:
+        prompt = None if self._echo is None else self._echo.take(choice)
+        formatted = self._choice(choice, prompt, delta.text, joined(delta.logprobs), self._text_offsets[choice.index])
+        if formatted.logprobs is not None:
+            self._text_offsets[choice.index] += sum(map(len, formatted.logprobs.tokens))
+        pending = self._pending_ids[choice.index]
+        pending += delta.token_ids
+        if not formatted.text and formatted.logprobs is None and choice.finish is None:
             return []
         if self._with_ids:
-            said.token_ids = waiting
-        self._waiting[choice.index] = []
+            formatted.token_ids = pending
+        self._pending_ids[choice.index] = []
         usage = self._usage([choice]) if self._body.wants_usage_always else None
-        return [self._completion([said], usage)]
+        return [Completion(*self._header, [formatted], usage)]
 
-    def end(self, choices: Sequence[Choice]) -> list[Completion]:
-        return [self._completion([], self._usage(choices))] if self._body.wants_usage else []
+    def finish(self, choices: Sequence[Choice]) -> list[Completion]:
+        return [Completion(*self._header, [], self._usage(choices))] if self._body.wants_usage else []
 
     def _usage(self, choices: Sequence[Choice]) -> Usage:
-        return usage_of(self._front, choices, self._body.num_made)
+        return usage_of(choices, self._body.num_made, report_cached=self._reports_cached)
 
-    def _choice(self, choice: Choice, echoed: str | None, text: str, logprobs: Logprobs | None,
+    def _choice(self, choice: Choice, prompt: str | None, text: str, logprobs: Logprobs | None,
                 offset: int) -> CompletionChoice:
-        """``text`` and ``logprobs`` of output; ``echoed`` is the prompt's text, where it is told now."""
-        reason = None if choice.ended is None else choice.ended.reason
-        found = choice.visible(logprobs)
-        if echoed is not None:
-            text = echoed + text
-            found = joined([part for part in (choice.prompt_logprobs, found) if part is not None])
-        if self._body.logprobs is None or (found is not None and not found.token_ids):
-            found = None
-        shown = None if found is None else completion_logprobs(found, self._piece, offset)
-        matched = None if choice.ended is None else choice.ended.matched
-        return CompletionChoice(choice.index, text, shown, reason, matched)  # type: ignore[arg-type]
-
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        return Completion(self._id, self._created, self._model, choices, usage)
+        """``text`` and ``logprobs`` of output; ``prompt`` is the prompt's text, where it is echoed now."""
+        reason = None if choice.finish is None else choice.finish.reason
+        visible = choice.visible(logprobs)
+        if prompt is not None:
+            text = prompt + text
+            visible = joined([part for part in (choice.prompt_logprobs, visible) if part is not None])
+        if self._body.logprobs is None or (visible is not None and not visible.token_ids):
+            visible = None
+        formatted = None if visible is None else completion_logprobs(visible, self._token_bytes, offset)
+        matched = None if choice.finish is None else choice.finish.matched
+        return CompletionChoice(choice.index, text, formatted, reason, matched)  # type: ignore[arg-type]

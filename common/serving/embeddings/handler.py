@@ -1,4 +1,4 @@
-"""Routes that answer with vectors and scores instead of text."""
+"""Embeddings, classification, reranking and scoring: handlers that answer with vectors or scores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 from aiohttp import web
 
 from ...api.errors import InvalidRequest
-from ...api.messages import Bootstrap, Generate
+from ...api.messages import Generate
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...tokenizer.tokenizer import Tokenizer
-from ..context import ServingContext, plan
+from ..context import ServingContext, engine_requests
 from ..generation import Choice, refuse_aborted
 from ..native.schema import LogprobOptions
+from ..protocol.bootstrap import Placement
 from ..protocol.prompts import Prompts, parse_prompts, too_long
 from ..web import json_response
 from .schema import (
@@ -34,8 +35,8 @@ from .schema import (
     decode_encode,
     decode_rerank,
     decode_score,
-    shortened,
-    written,
+    encoded,
+    truncated,
 )
 
 _NO_LOGPROBS = LogprobOptions()
@@ -44,80 +45,81 @@ _RERANK_SYSTEM = ('Judge whether the Document meets the requirements based on th
 _RERANK_INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-async def embeddings(front: ServingContext, request: web.Request) -> web.Response:
-    """``/v1/embeddings``: vectors of length 1."""
-    with front.counting_refusals():
-        front.serving_tokenizer()
+async def embeddings(context: ServingContext, request: web.Request) -> web.Response:
+    """``/v1/embeddings``: normalized vectors."""
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
         body = decode_embedding(await request.read())
-        front.check_model(body.model)
+        context.model.check_name(body.model)
         prompts = parse_prompts(body.input, "input")
-    choices = await _pooled(front, prompts, "input", body.rid, body.priority)
-    data = [Embedding(choice.index, written(shortened(vector_of(choice), body.dimensions), body.encoding_format))
+    choices = await _pooled(context, prompts, "input", body.rid, body.priority)
+    data = [Embedding(choice.index, encoded(truncated(vector_of(choice), body.dimensions), body.encoding_format))
             for choice in choices]
-    return json_response(EmbeddingAnswer(data, body.model or front.config.model_name, _usage(choices)))
+    return json_response(EmbeddingAnswer(data, body.model or context.model.name, _usage(choices)))
 
 
-async def encode(front: ServingContext, request: web.Request) -> web.Response:
-    """``/encode``: SGLang's form of the same; of a classifier, its labels' scores."""
-    with front.counting_refusals():
-        front.serving_tokenizer()
+async def encode(context: ServingContext, request: web.Request) -> web.Response:
+    """``/encode``: SGLang's form of embeddings; a classifier answers with its labels' scores."""
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
         body = decode_encode(await request.read())
         prompts = body.prompts()
-    choices = await _pooled(front, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
+    choices = await _pooled(context, prompts, "text" if prompts.texts is not None else "input_ids", body.rid,
                             body.priority)
-    labels = front.model.head == "labels"
-    answers = [EncodeAnswer((vector_of(choice) if labels else shortened(vector_of(choice), None)).tolist(),
+    labels = context.model.spec.head == "labels"
+    answers = [EncodeAnswer((vector_of(choice) if labels else truncated(vector_of(choice), None)).tolist(),
                             _meta_info(choice)) for choice in choices]
     return json_response(answers if prompts.batched else answers[0])
 
 
-async def classify(front: ServingContext, request: web.Request) -> web.Response:
+async def classify(context: ServingContext, request: web.Request) -> web.Response:
     """``/classify``: ``/encode`` of a classifier."""
-    if front.model.head != "labels":
-        raise InvalidRequest(f"{front.model.architecture} is no classifier; serve a ...ForSequenceClassification "
+    if context.model.spec.head != "labels":
+        architecture = context.model.spec.architecture
+        raise InvalidRequest(f"{architecture} is no classifier; serve a ...ForSequenceClassification "
                              "checkpoint with --is-embedding.")
-    return await encode(front, request)
+    return await encode(context, request)
 
 
-async def rerank(front: ServingContext, request: web.Request) -> web.Response:
-    """``/v1/rerank``: documents, best first.
+async def rerank(context: ServingContext, request: web.Request) -> web.Response:
+    """``/v1/rerank``: documents, the most relevant first.
 
-    A classifier scores query and document together; an embedding model compares their vectors; a model that
-    generates is asked yes or no, in the words that Qwen3-Reranker was trained on.
+    A classifier scores query and document together; an embedding model compares their vectors; a generating model is
+    prompted for yes or no, with the prompt that Qwen3-Reranker was trained on.
     """
-    with front.counting_refusals():
-        front.serving_tokenizer()
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
         body = decode_rerank(await request.read())
-        front.check_model(body.model)
+        context.model.check_name(body.model)
         if not body.documents:
             raise InvalidRequest("documents is empty; send at least one.", param="documents")
-        front.check_count(len(body.documents), "documents")
-    if not front.config.model.is_embedding:
-        scored = await _asked(front, body)
-    elif front.model.head == "labels":
-        scored = await _scored_pairs(front, body)
+        context.planner.check_count(len(body.documents), "documents")
+    if not context.config.model.is_embedding:
+        scored = await _score_by_yes_no(context, body)
+    elif context.model.spec.head == "labels":
+        scored = await _score_by_classifier(context, body)
     else:
-        scored = await _compared(front, body)
+        scored = await _score_by_similarity(context, body)
     ranked = [RankedDocument(score, index, _meta_info(choice), body.documents[index] if body.return_documents else None)
               for index, (score, choice) in enumerate(scored)]
-    ranked.sort(key=lambda found: -found.score)
+    ranked.sort(key=lambda document: -document.score)
     return json_response(ranked[:body.top_n])
 
 
-async def score(front: ServingContext, request: web.Request) -> web.Response:
-    """``/v1/score``: how probable each label is as the next token."""
-    with front.counting_refusals():
-        front.serving_tokenizer()
+async def score(context: ServingContext, request: web.Request) -> web.Response:
+    """``/v1/score``: the probability of each label as the next token."""
+    with context.telemetry.counting_refusals():
+        context.status.check_serving()
         body = decode_score(await request.read())
-        front.check_model(body.model)
-        front.check_generates()
+        context.model.check_name(body.model)
+        context.model.check_generates()
         if not body.label_token_ids:
             raise InvalidRequest("label_token_ids is empty; send at least one.", param="label_token_ids")
-        check_ids(body.label_token_ids, front.model.vocab_size, "label_token_ids")
-        prompts = await _score_prompts(front, body)
-    choices = await _labelled(front, prompts, body.label_token_ids)
+        check_ids(body.label_token_ids, context.model.spec.vocab_size, "label_token_ids")
+        prompts = await _score_prompts(context, body)
+    choices = await _label_logprobs(context, prompts, body.label_token_ids)
     scores = [_probabilities(choice, body.apply_softmax) for choice in choices]
-    return json_response(ScoreAnswer(scores, body.model or front.config.model_name, _usage(choices)))
+    return json_response(ScoreAnswer(scores, body.model or context.model.name, _usage(choices)))
 
 
 # ---------------------------------------------------------------------- vectors
@@ -128,32 +130,32 @@ def vector_of(choice: Choice) -> np.ndarray:
     return np.frombuffer(choice.embedding, np.float32)
 
 
-async def _pooled(front: ServingContext, prompts: Prompts, param: str, rid: str | list[str] | None = None,
+async def _pooled(context: ServingContext, prompts: Prompts, param: str, rid: str | list[str] | None = None,
                   priority: int | None = None) -> list[Choice]:
-    """The prompts' choices, each with its vector; raises InvalidRequest on a server that generates."""
-    with front.counting_refusals():
-        if not front.config.model.is_embedding:
+    """The finished choices of the prompts, each with its vector; raises InvalidRequest on a server that generates."""
+    with context.telemetry.counting_refusals():
+        if not context.config.model.is_embedding:
             raise InvalidRequest("This server generates text; vectors come from one that was started with "
                                  "--is-embedding.")
-        ids = await front.prompt_ids(prompts, param)
-        requests = _requests(front, ids, SamplingParams(max_new_tokens=0), rid, priority, param)
+        ids = await context.planner.prompt_ids(prompts, param)
+        requests = _requests(context, ids, SamplingParams(max_new_tokens=0), rid, priority, param)
         for one in requests:
-            one.pooling = front.pooling
-    return await _complete(front, requests)
+            one.pooling = context.model.pooling
+    return await _complete(context, requests)
 
 
-async def _compared(front: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
-    query, *documents = await _pooled(front, Prompts(texts=[body.query, *body.documents]), "documents")
-    target = shortened(vector_of(query), None)
-    return [(float(target @ shortened(vector_of(choice), None)), choice) for choice in documents]
+async def _score_by_similarity(context: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
+    query, *documents = await _pooled(context, Prompts(texts=[body.query, *body.documents]), "documents")
+    target = truncated(vector_of(query), None)
+    return [(float(target @ truncated(vector_of(choice), None)), choice) for choice in documents]
 
 
-async def _scored_pairs(front: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
-    """The first label's score, of one label as a probability."""
-    tokenizer = front.serving_tokenizer()
+async def _score_by_classifier(context: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
+    """The first label's score; that of a single label as a probability."""
+    tokenizer = context.status.serving_tokenizer()
     pairs = await asyncio.to_thread(lambda: [tokenizer.encode_pair(body.query, one) for one in body.documents])
-    choices = await _pooled(front, Prompts(ids=pairs), "documents")
-    single = front.model.num_labels == 1
+    choices = await _pooled(context, Prompts(ids=pairs), "documents")
+    single = context.model.spec.num_labels == 1
     scores = [float(vector_of(choice)[0]) for choice in choices]
     return list(zip([1 / (1 + math.exp(-score)) if single else score for score in scores], choices))
 
@@ -161,13 +163,13 @@ async def _scored_pairs(front: ServingContext, body: RerankRequest) -> list[tupl
 # ---------------------------------------------------------------------- probabilities of next tokens
 
 
-async def _asked(front: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
-    """P(yes) against P(no) as the answer's first token."""
-    tokenizer = front.serving_tokenizer()
+async def _score_by_yes_no(context: ServingContext, body: RerankRequest) -> list[tuple[float, Choice]]:
+    """P(yes) / (P(yes) + P(no)) as the answer's first token."""
+    tokenizer = context.status.serving_tokenizer()
     labels = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")]
     texts = await asyncio.to_thread(lambda: [_question(tokenizer, body, document) for document in body.documents])
-    ids = await front.prompt_ids(Prompts(texts=texts), "documents", add_special_tokens=False)
-    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _labelled(front, ids, labels)]
+    ids = await context.planner.prompt_ids(Prompts(texts=texts), "documents", add_special_tokens=False)
+    return [(_probabilities(choice, softmax=True)[0], choice) for choice in await _label_logprobs(context, ids, labels)]
 
 
 def _question(tokenizer: Tokenizer, body: RerankRequest, document: str) -> str:
@@ -179,52 +181,52 @@ def _question(tokenizer: Tokenizer, body: RerankRequest, document: str) -> str:
     ], tools=None, continue_final_message=False, options={"enable_thinking": False})
 
 
-async def _score_prompts(front: ServingContext, body: ScoreRequest) -> list[list[int]]:
+async def _score_prompts(context: ServingContext, body: ScoreRequest) -> list[list[int]]:
     items = [body.items] if isinstance(body.items, str) else body.items
     if not items:
         raise InvalidRequest("items is empty; send at least one.", param="items")
-    front.check_count(len(items), "items")
+    context.planner.check_count(len(items), "items")
     texts = isinstance(body.query, str)
     if any(isinstance(item, str) != texts for item in items):
         raise InvalidRequest("query and items must all be texts or all be token ids.", param="items")
     joined: list[Any] = [item + body.query if body.item_first else body.query + item  # type: ignore[operator]
                          for item in items]
     prompts = Prompts(texts=joined, batched=True) if texts else parse_prompts(joined, "items")
-    return await front.prompt_ids(prompts, "items")
+    return await context.planner.prompt_ids(prompts, "items")
 
 
-async def _labelled(front: ServingContext, ids: list[list[int]], labels: list[int]) -> list[Choice]:
-    """One token behind each prompt, with the logprobs of ``labels``."""
-    with front.counting_refusals():
-        requests = _requests(front, ids, SamplingParams(max_new_tokens=1, ignore_eos=True), None, None, "items",
+async def _label_logprobs(context: ServingContext, ids: list[list[int]], labels: list[int]) -> list[Choice]:
+    """Generates one token for each prompt, with the logprobs of ``labels``."""
+    with context.telemetry.counting_refusals():
+        requests = _requests(context, ids, SamplingParams(max_new_tokens=1, ignore_eos=True), None, None, "items",
                              LogprobOptions(True, token_ids=tuple(labels)))
-    return await _complete(front, requests)
+    return await _complete(context, requests)
 
 
 def _probabilities(choice: Choice, softmax: bool) -> list[float]:
     assert choice.logprobs is not None
-    found = [math.exp(value) for _, value in choice.logprobs.of_ids[0]]
-    total = sum(found)
-    return [value / total for value in found] if softmax and total else found
+    values = [math.exp(value) for _, value in choice.logprobs.of_ids[0]]
+    total = sum(values)
+    return [value / total for value in values] if softmax and total else values
 
 
-# ---------------------------------------------------------------------- both
+# ---------------------------------------------------------------------- requests
 
 
-def _requests(front: ServingContext, ids: list[list[int]], sampling: SamplingParams, rid: str | list[str] | None,
+def _requests(context: ServingContext, ids: list[list[int]], sampling: SamplingParams, rid: str | list[str] | None,
               priority: int | None, param: str, logprobs: LogprobOptions = _NO_LOGPROBS) -> list[Generate]:
     """Raises InvalidRequest for a prompt that is too long."""
     for prompt in ids:
-        if len(prompt) + sampling.max_new_tokens > front.token_limit:
-            raise too_long(f"A prompt in {param}", len(prompt), front.token_limit, param=param)
-    points: list[Bootstrap | None] = [None] * len(ids)
-    return plan(ids, [sampling] * len(ids), 1, rid, points, [logprobs] * len(ids), priority)
+        if len(prompt) + sampling.max_new_tokens > context.planner.token_limit:
+            raise too_long(f"A prompt in {param}", len(prompt), context.planner.token_limit, param=param)
+    places = [Placement(None, None)] * len(ids)
+    return engine_requests(ids, [sampling] * len(ids), 1, rid, places, [logprobs] * len(ids), priority)
 
 
-async def _complete(front: ServingContext, requests: list[Generate]) -> list[Choice]:
-    with front.generation(requests, time.monotonic()) as generation:
+async def _complete(context: ServingContext, requests: list[Generate]) -> list[Choice]:
+    with context.generation(requests, time.monotonic()) as generation:
         choices = await generation.complete()
-    refuse_aborted(choice.ended.reason for choice in choices if choice.ended)
+    refuse_aborted(choice.finish.reason for choice in choices if choice.finish)
     return choices
 
 

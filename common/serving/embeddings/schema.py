@@ -54,7 +54,7 @@ class RerankRequest(msgspec.Struct, kw_only=True):
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
-    """The probability of each of ``label_token_ids`` behind ``query`` and each item."""
+    """Asks for the probability of each of ``label_token_ids`` after ``query`` and each item."""
 
     query: str | list[Int32]
     items: str | list[str | list[Int32]]
@@ -107,10 +107,10 @@ decode_rerank = BodyDecoder(RerankRequest, EMBEDDING).decode
 decode_score = BodyDecoder(ScoreRequest, EMBEDDING).decode
 
 
-def shortened(vector: Vector, dimensions: int | None) -> Vector:
-    """The first ``dimensions`` of a vector, at length 1 (Matryoshka embeddings, Kusupati et al., 2022).
+def truncated(vector: Vector, dimensions: int | None) -> Vector:
+    """The first ``dimensions`` of a vector, normalized (Matryoshka embeddings, Kusupati et al., 2022).
 
-    Raises InvalidRequest for more than there are.
+    Raises InvalidRequest for more than the vector has.
     """
     if dimensions is not None:
         if not 1 <= dimensions <= len(vector):
@@ -120,8 +120,8 @@ def shortened(vector: Vector, dimensions: int | None) -> Vector:
     return vector / max(float(np.linalg.norm(vector)), 1e-12)
 
 
-def written(vector: Vector, encoding_format: str | None) -> list[float] | str:
-    """As JSON holds it: numbers, or base64 of little-endian float32."""
+def encoded(vector: Vector, encoding_format: str | None) -> list[float] | str:
+    """A vector for JSON: numbers, or base64 of little-endian float32."""
     if encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.tolist()

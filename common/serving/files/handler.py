@@ -1,4 +1,4 @@
-"""``/v1/files``"""
+"""``/v1/files``: upload, list, read and delete."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..web import json_response
 from .schema import PURPOSES, FileDeleted, Page, PageQuery, expiry_seconds
 
 STORAGE: web.AppKey[Storage] = web.AppKey("storage", Storage)
-_CHUNK = 2**20
-_TORN = (ValueError, AssertionError, http.HttpProcessingError)  # aiohttp's, for a form that is torn or malformed
-_LONGEST_FIELD = 1024
+_CHUNK_BYTES = 2**20
+_MALFORMED = (ValueError, AssertionError, http.HttpProcessingError)  # aiohttp's, for a truncated or malformed form
+_MAX_FIELD_BYTES = 1024
 _FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))
 
 
 def storage_of(request: web.Request) -> Storage:
-    """Raises NotFound where the server keeps nothing."""
+    """The server's storage; raises NotFound where it has none."""
     storage = request.app.get(STORAGE)
     if storage is None:
-        raise NotFound("This server keeps no files; start it with --file-storage-path.", code="no_file_storage")
+        raise NotFound("This server stores no files; start it with --file-storage-path.", code="no_file_storage")
     return storage
 
 
-async def upload(front: ServingContext, request: web.Request) -> web.Response:
-    """Keep a file: a form with the fields ``purpose`` and ``file``."""
+async def upload(context: ServingContext, request: web.Request) -> web.Response:
+    """Stores a file: a form with the fields ``purpose`` and ``file``."""
     store = storage_of(request).files
     if request.content_type != "multipart/form-data" or "boundary" not in request.headers.get("Content-Type", ""):
         raise InvalidRequest("Send the file as multipart/form-data, with the fields purpose and file.")
@@ -58,14 +58,14 @@ async def upload(front: ServingContext, request: web.Request) -> web.Response:
     except BaseException as error:
         if received is not None:
             store.discard(received[0])
-        if isinstance(error, _TORN):
+        if isinstance(error, _MALFORMED):
             raise InvalidRequest("The form is not valid multipart/form-data.") from None
         raise
     return json_response(entry)
 
 
 async def _chunks(part: BodyPartReader) -> AsyncIterator[bytes]:
-    while chunk := await part.read_chunk(_CHUNK):
+    while chunk := await part.read_chunk(_CHUNK_BYTES):
         yield bytes(chunk)
 
 
@@ -74,32 +74,32 @@ async def _text(part: BodyPartReader) -> str:
     text = b""
     async for chunk in _chunks(part):
         text += chunk
-        if len(text) > _LONGEST_FIELD:
-            raise InvalidRequest(f"{part.name} is longer than {_LONGEST_FIELD} bytes.", param=part.name)
+        if len(text) > _MAX_FIELD_BYTES:
+            raise InvalidRequest(f"{part.name} is longer than {_MAX_FIELD_BYTES} bytes.", param=part.name)
     return text.decode("utf-8", "replace")
 
 
-async def files(front: ServingContext, request: web.Request) -> web.Response:
-    """A page of the files that are kept, newest first unless ``order`` is asc."""
+async def files(context: ServingContext, request: web.Request) -> web.Response:
+    """A page of the stored files, newest first unless ``order`` is asc."""
     store = storage_of(request).files
     query = PageQuery.read(request.query, 10_000, 10_000)
     return json_response(Page.of(await store.page(query), query.limit))
 
 
-async def file(front: ServingContext, request: web.Request) -> web.Response:
-    """One file."""
+async def file(context: ServingContext, request: web.Request) -> web.Response:
+    """One file's entry."""
     return json_response(await storage_of(request).files.get(request.match_info["file_id"]))
 
 
-async def content(front: ServingContext, request: web.Request) -> web.StreamResponse:
-    """A file as it was uploaded."""
+async def content(context: ServingContext, request: web.Request) -> web.StreamResponse:
+    """A file's content as it was uploaded."""
     store = storage_of(request).files
     entry = await store.get(request.match_info["file_id"])
     return web.FileResponse(store.path(entry.id), headers={"Content-Type": "application/octet-stream"})
 
 
-async def delete(front: ServingContext, request: web.Request) -> web.Response:
-    """Forget a file; 409 while a batch reads it."""
+async def delete(context: ServingContext, request: web.Request) -> web.Response:
+    """Deletes a file; 409 while a batch reads it."""
     file_id = request.match_info["file_id"]
     await storage_of(request).files.delete(file_id)
     return json_response(FileDeleted(file_id))

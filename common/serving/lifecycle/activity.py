@@ -1,4 +1,4 @@
-"""The line that tells every few seconds what a server does, while it does something."""
+"""A log line of the engine's load and throughput every few seconds, while the server has work."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ...obs.metrics import TokenTotals
 from ..context import ServingContext
 from ..web import failures
 
-log = logging.getLogger("baton.front")
+log = logging.getLogger("baton.server")
 
 
 class Activity:
-    """Tells what the engine holds, and tokens since the line before; a server without work is silent."""
+    """Logs the engine's requests and cache, and tokens since the last line; an idle server logs nothing."""
 
-    def __init__(self, front: ServingContext, interval: float):
+    def __init__(self, context: ServingContext, interval: float):
         """``interval``: seconds between two lines, above 0."""
-        self._front = front
+        self._context = context
         self._interval = interval
         self._last = self._totals()
 
     async def run(self) -> None:
-        """Until it is cancelled. The engine is asked once an interval, whatever it serves."""
+        """Runs until it is cancelled. The engine's state is read once an interval, also while it is idle."""
         began = time.monotonic()
         while True:
             await asyncio.sleep(self._interval)
             try:
-                state = merge_states(await self._front.client.states())
+                state = merge_states(await self._context.client.states())
             except WorkerUnavailable:
                 continue
             now = time.monotonic()
@@ -41,10 +41,10 @@ class Activity:
             began = now
 
     def _totals(self) -> tuple[TokenTotals, int]:
-        return self._front.metrics.tokens, failures.count
+        return self._context.telemetry.metrics.tokens, failures.count
 
     def _fields(self, state: State, seconds: float) -> dict[str, Any] | None:
-        """None where nothing runs and nothing happened."""
+        """The line's fields; None where nothing runs and nothing happened."""
         (before, failed_before), (now, failed) = self._last, self._totals()
         self._last = now, failed
         if self._last == (before, failed_before) and not state.num_running + state.num_waiting + state.num_transferring:

@@ -1,4 +1,4 @@
-"""The keys that open a server."""
+"""API keys: a client's and an administrator's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...api.errors import Unauthorized
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """Keys as requests show them; None where none is asked for. An administrator's opens everything."""
+    """Keys as requests send them; None where none is required. An administrator's key opens everything."""
 
     client: bytes | None
     admin: bytes | None
 
     @classmethod
     def of(cls, client: str | None, admin: str | None) -> ApiKeys:
-        """Without a key of an administrator, that of clients opens everything."""
+        """Without an administrator's key, that of clients opens everything."""
         first, second = (f"Bearer {key}".encode() if key else None for key in (client, admin))
         return cls(first, second or first)
 
     def check(self, request: web.Request, *, admin: bool) -> None:
-        """Raises Unauthorized when the request's key does not open what it asks for."""
+        """Raises Unauthorized where the request's key does not open its route."""
         if (self.admin if admin else self.client) is None:
             return
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""Requests that are on their way in, and the time that they may take for it."""
+"""Timeouts for receiving the heads and bodies of requests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from aiohttp import web
 from ...api.errors import ServingError
 
 BODY_BYTES_PER_SECOND = 16 * 1024
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class SlowRequest(ServingError):
-    """The client stopped in the middle of its request, or sends it too slowly."""
+    """A client stopped in the middle of its request, or sends it too slowly."""
 
     status = 408
     type = "invalid_request_error"
@@ -24,62 +24,64 @@ class SlowRequest(ServingError):
 
 
 class SlowBody(web.RequestPayloadError):
-    """What a handler meets that reads on."""
+    """Raised in a handler that reads a body that is overdue."""
 
 
 class Arrivals:
-    """Ends connections whose first request has no head after ``header_seconds``, and gives up bodies after
-    ``body_seconds`` and one more for each BODY_BYTES_PER_SECOND that have come. 0: no limit.
+    """Closes connections whose first request has no head after ``header_seconds``, and fails bodies after
+    ``body_seconds`` and one second more for each BODY_BYTES_PER_SECOND received. 0: no limit.
 
-    A later head is waited for as long as an idle connection is kept, which aiohttp sees to.
+    Later heads are bounded by aiohttp's keep-alive timeout.
     """
 
     def __init__(self, header_seconds: float, body_seconds: float):
         self._header_seconds = header_seconds
         self._body_seconds = body_seconds
-        self._waiting: dict[Any, float] = {}  # until when, by connection; in that order
+        self._deadlines: dict[Any, float] = {}  # by connection, the earliest first
 
-    def connecting(self, make: Callable[[], web.RequestHandler]) -> web.RequestHandler:
-        """A protocol for a new connection."""
+    def connect(self, make: Callable[[], web.RequestHandler]) -> web.RequestHandler:
+        """Makes the protocol of a new connection, and starts its timeout."""
         handler = make()
         if self._header_seconds:
-            self._waiting[handler] = asyncio.get_running_loop().time() + self._header_seconds
+            self._deadlines[handler] = asyncio.get_running_loop().time() + self._header_seconds
         return handler
 
-    def headed(self, request: web.Request) -> None:
-        """A request's head is here."""
-        if self._waiting:
-            self._waiting.pop(request.protocol, None)
+    def on_head(self, request: web.Request) -> None:
+        """Called with a request whose head has arrived; starts the timeout of its body."""
+        if self._deadlines:
+            self._deadlines.pop(request.protocol, None)
         if self._body_seconds and not request.content.is_eof():
-            _Body(request, self._body_seconds)
+            _BodyTimeout(request, self._body_seconds)
 
     async def watch(self) -> None:
-        """End what is overdue, until cancelled."""
+        """Closes overdue connections, until cancelled."""
         while True:
-            await asyncio.sleep(min(_LOOK_SECONDS, self._header_seconds / 4 or _LOOK_SECONDS))
+            await asyncio.sleep(min(_CHECK_SECONDS, self._header_seconds / 4 or _CHECK_SECONDS))
             now = asyncio.get_running_loop().time()
-            while self._waiting and (first := next(iter(self._waiting.items())))[1] <= now:
+            while self._deadlines and (first := next(iter(self._deadlines.items())))[1] <= now:
                 handler = first[0]
-                del self._waiting[handler]
+                del self._deadlines[handler]
                 if handler.transport is not None:
                     handler.transport.write(_TOO_SLOW)
                     handler.force_close()
 
 
-class _Body:
+class _BodyTimeout:
+    """Fails the body of one request when it is overdue."""
+
     def __init__(self, request: web.Request, seconds: float):
         self._loop = asyncio.get_running_loop()
         self._content = request.content
-        self._until = self._loop.time() + seconds
-        self._timer = self._loop.call_at(self._until, self._look)
+        self._deadline = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._deadline, self._check)
         self._content.on_eof(self._cancel)
 
     def _cancel(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
-        until = self._until + self._content.total_bytes / BODY_BYTES_PER_SECOND
-        if self._loop.time() < until:
-            self._timer = self._loop.call_at(until, self._look)
+    def _check(self) -> None:
+        deadline = self._deadline + self._content.total_bytes / BODY_BYTES_PER_SECOND
+        if self._loop.time() < deadline:
+            self._timer = self._loop.call_at(deadline, self._check)
         else:
             self._content.set_exception(SlowBody())

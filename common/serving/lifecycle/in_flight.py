@@ -1,4 +1,4 @@
-"""The HTTP requests that are being answered, and how they end where the server ends before them."""
+"""The HTTP requests that are being answered, and their end where the server stops before them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from aiohttp import web
 from ...api.errors import WorkerUnavailable
 from ...engine_client.client import EngineClient
 
-_LAST_WORDS_SECONDS = 0.5  # in which a request that was cut is to be told so
+_FINAL_ERROR_SECONDS = 0.5  # in which the error of a request that was cut must be sent
 
 
 class InFlight:
-    """``begin`` and ``end`` surround each request, in its task. ``cut``: the server has given up those that remain."""
+    """The open HTTP requests of a server.
+
+    ``begin`` and ``end`` surround each request, in its task. ``cut``: the server has given up those that remain.
+    """
 
     def __init__(self) -> None:
         self.cut = False
@@ -31,14 +34,14 @@ class InFlight:
 
     @property
     def num_received(self) -> int:
-        """Requests whose bodies have come: those that a server that stops still answers."""
+        """Requests whose bodies have arrived, which a stopping server still answers."""
         return sum(request.content.is_eof() for request in self._requests.values())
 
     async def give_up(self, client: EngineClient) -> int:
-        """End all requests with an error, and give the errors a moment to leave; returns how many there were.
+        """Ends all requests with an error, and gives the errors a moment to be sent; returns the number of requests.
 
-        What waits for the engine is failed there, so that each API tells of it in its own words, in a stream too. What
-        waits for anything else is cancelled; ``app`` makes an answer of that.
+        A request that waits for the engine fails there, so that its handler formats the error, in a stream too. One
+        that waits for anything else is cancelled; ``app`` answers it.
         """
         count = len(self)
         self.cut = True
@@ -52,7 +55,7 @@ class InFlight:
     async def _empty(self) -> None:
         if self._requests:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait(self._requests, timeout=_LAST_WORDS_SECONDS)
+                await asyncio.wait(self._requests, timeout=_FINAL_ERROR_SECONDS)
 
 
 def shut_down() -> WorkerUnavailable:

@@ -1,4 +1,4 @@
-"""How late a front's event loop is."""
+"""The lag of the API server's event loop."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 
 
-async def note_lateness(observe: Callable[[float], None], period: float = 0.1) -> None:
-    """Until it is cancelled, tells every ``period`` seconds how many seconds later than it wanted the loop came to it:
-    the tokens of all streams wait as long. What the loop's timers are late by themselves is a millisecond."""
+async def observe_loop_lag(observe: Callable[[float], None], period: float = 0.1) -> None:
+    """Calls ``observe`` every ``period`` seconds with the seconds by which the event loop ran it late, until cancelled.
+
+    The tokens of all streams wait as long. The loop's timers alone add up to a millisecond.
+    """
     due = time.monotonic() + period
     while True:
         await asyncio.sleep(max(0.0, due - time.monotonic()))

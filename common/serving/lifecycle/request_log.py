@@ -1,4 +1,4 @@
-"""What is told of requests beside their answers: log lines, and a dump of the last ones when the engine dies."""
+"""The request log: lines for each request, and a crash dump of the last requests when the engine dies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...api.messages import Generate
 
 log = logging.getLogger("baton.requests")
 
-KEPT_SECONDS = 300.0
-KEPT_REQUESTS = 1000
-_SHOWN = 2048  # characters of a text, and token ids of a prompt, that level 2 shows
+DUMPED_SECONDS = 300.0
+MAX_DUMPED_REQUESTS = 1000
+_MAX_LOGGED_CHARS = 2048  # of a text, and as many token ids of a prompt, at level 2
 
 
 @dataclass
 class _Entry:
-    """A request as it came, and how it ended; None while it runs."""
+    """A request as it arrived, and its outcome; None while it runs."""
 
     arrived: float
     request: Generate
@@ -34,9 +34,10 @@ class _Entry:
 
 
 class RequestLog:
-    """One server's. ``level`` None logs nothing; 0 counts, 1 also sampling parameters, 2 also the beginnings of prompt
-    and answer, 3 all of them. With ``dump_folder``, the requests that run, and those of the last five minutes, are
-    kept for ``dump``.
+    """The request log of one server.
+
+    ``level`` None logs nothing; 0 counts, 1 also sampling parameters, 2 also the beginnings of prompt and answer, 3 all
+    of them. With ``dump_folder``, the running requests and those of the last five minutes are retained for ``dump``.
     """
 
     def __init__(self, level: int | None, dump_folder: Path | None):
@@ -46,38 +47,38 @@ class RequestLog:
         self._level = level
         self._dump_folder = dump_folder
         self._entries: dict[str, _Entry] = {}
-        self._ended: deque[tuple[float, _Entry]] = deque(maxlen=KEPT_REQUESTS)
+        self._ended: deque[tuple[float, _Entry]] = deque(maxlen=MAX_DUMPED_REQUESTS)
 
     @property
     def active(self) -> bool:
         return self._level is not None or self._dump_folder is not None
 
-    def began(self, requests: Sequence[Generate]) -> None:
+    def start(self, requests: Sequence[Generate]) -> None:
         for request in requests:
             if self._level is not None:
-                log.info("%s", _line("begin", request.rid, self._of_request(request)))
+                log.info("%s", _line("begin", request.rid, self._fields(request)))
             if self._dump_folder is not None:
                 self._entries[request.rid] = _Entry(time.time(), request)
 
-    def ended(self, rid: str, outcome: str, *, num_output_tokens: int, seconds: float, text: str) -> None:
-        """``outcome``: a finish reason, an error's code, or ``disconnected``; ``seconds`` since the request came."""
+    def end(self, rid: str, outcome: str, *, num_output_tokens: int, seconds: float, text: str) -> None:
+        """``outcome``: a finish reason, an error's code, or ``disconnected``; ``seconds`` since the request arrived."""
         if self._level is not None:
-            told: dict[str, Any] = {"outcome": outcome, "output_tokens": num_output_tokens}
-            told["seconds"] = round(seconds, 4)
+            fields: dict[str, Any] = {"outcome": outcome, "output_tokens": num_output_tokens}
+            fields["seconds"] = round(seconds, 4)
             if self._level >= 2:
-                told["text"] = text if self._level > 2 else text[:_SHOWN]
-            log.info("%s", _line("end", rid, told))
+                fields["text"] = text if self._level > 2 else text[:_MAX_LOGGED_CHARS]
+            log.info("%s", _line("end", rid, fields))
         entry = self._entries.pop(rid, None)
         if entry is not None:
             entry.outcome, entry.num_output_tokens = outcome, num_output_tokens
             self._ended.append((time.time(), entry))
 
     def dump(self, reason: str) -> Path | None:
-        """Write what is kept as JSON lines, why first; returns the file, None where nothing is kept."""
+        """Writes the retained requests as JSON lines, ``reason`` first; returns the file, None without a folder."""
         if self._dump_folder is None:
             return None
         target = self._dump_folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-        oldest = time.time() - KEPT_SECONDS
+        oldest = time.time() - DUMPED_SECONDS
         entries = [entry for when, entry in self._ended if when >= oldest] + list(self._entries.values())
         try:
             self._dump_folder.mkdir(parents=True, exist_ok=True)
@@ -91,26 +92,26 @@ class RequestLog:
         log.error("the last %d requests are in %s", len(entries), target)
         return target
 
-    def _of_request(self, request: Generate) -> dict[str, Any]:
-        told: dict[str, Any] = {"prompt_tokens": len(request.input_ids)}
+    def _fields(self, request: Generate) -> dict[str, Any]:
+        fields: dict[str, Any] = {"prompt_tokens": len(request.input_ids)}
         if self._level and self._level >= 1:
-            told["sampling"] = request.sampling
+            fields["sampling"] = request.sampling
         if self._level and self._level >= 2:
-            told["input_ids"] = request.input_ids if self._level > 2 else request.input_ids[:_SHOWN]
-        return told
+            fields["input_ids"] = request.input_ids if self._level > 2 else request.input_ids[:_MAX_LOGGED_CHARS]
+        return fields
 
 
 def _check_folder(folder: Path) -> None:
-    """Make it where it is missing; raises ConfigError."""
+    """Creates a missing folder; raises ConfigError where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"Cannot keep crash dumps in {folder}: {error.strerror}; give another "
+        raise ConfigError(f"Cannot write crash dumps to {folder}: {error.strerror}; give another "
                           "--crash-dump-folder.") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"Cannot write to {folder}; give another --crash-dump-folder.")
 
 
-def _line(event: str, rid: str, told: dict[str, Any]) -> str:
-    """One JSON object: prompts hold what they like, and a log line must stay one line."""
-    return msgspec.json.encode({"event": event, "rid": rid, **told}).decode()
+def _line(event: str, rid: str, fields: dict[str, Any]) -> str:
+    """One JSON object: prompts hold any characters, and a log line must stay one line."""
+    return msgspec.json.encode({"event": event, "rid": rid, **fields}).decode()

@@ -1,6 +1,6 @@
 """Spans of the requests that a server answers, with the stages that its engine reports.
 
-A router hands its span's ``traceparent`` to both halves of a pair, so that router, prefill, transfer and decode
+A router sends its span's ``traceparent`` to both servers of a pair, so that router, prefill, transfer and decode
 are one trace. A stage's times are of the engine's monotonic clock, which is this process's too: both are on one host.
 """
 
@@ -15,11 +15,11 @@ from ...api.messages import Generate, LatencySpan, SpanName
 from ...obs.tracing import Tracing
 
 TRACEPARENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
-"""The header of the HTTP request that is being handled."""
+"""Holds the ``traceparent`` header of the HTTP request that is being handled."""
 
 
 class Traces:
-    """One server's: a span ``<mode>.request`` for each generation, with a child for each of its stages."""
+    """The spans of one server: ``<mode>.request`` for each generation, with a child for each of its stages."""
 
     def __init__(self, tracing: Tracing, mode: str):
         self._tracing = tracing
@@ -27,7 +27,7 @@ class Traces:
         self._name = f"{'server' if mode == 'null' else mode}.request"
         self._spans: dict[str, Any] = {}
 
-    def began(self, requests: Sequence[Generate], arrived: float) -> None:
+    def start(self, requests: Sequence[Generate], arrived: float) -> None:
         """``arrived`` on the monotonic clock, in seconds; asks the engine for the requests' stages."""
         context = self._tracing.context_of(TRACEPARENT.get())
         for request in requests:
@@ -38,8 +38,8 @@ class Traces:
             self._spans[request.rid] = self._tracing.tracer.start_span(
                 self._name, context, self._tracing.server_kind, attributes, start_time=_epoch_ns(arrived))
 
-    def ended(self, rid: str, outcome: str, *, arrived: float, num_output_tokens: int,
-              stages: Sequence[LatencySpan]) -> None:
+    def end(self, rid: str, outcome: str, *, arrived: float, num_output_tokens: int,
+            stages: Sequence[LatencySpan]) -> None:
         """``outcome``: a finish reason, an error's code, or ``disconnected``."""
         span = self._spans.pop(rid, None)
         if span is None:

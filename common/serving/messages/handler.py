@@ -1,9 +1,6 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: a chat told as Anthropic's messages"""
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: a chat as Anthropic's messages."""
 
 from __future__ import annotations
-
-import time
-import uuid
 
 import msgspec
 from aiohttp import web
@@ -11,16 +8,14 @@ from aiohttp import web
 from ...api.unreadable import UNREADABLE
 from ..chat.blocks import Block, Blocks, Change, Closed, Grown, Opened
 from ..chat.prompt import chat_prompt
-from ..chat.run import ChatRun, plan_chat
+from ..chat.tool_choice import tool_choice
 from ..context import ServingContext
-from ..lifecycle.prompt_pages import note_pages
-from ..protocol.continuation import HEADER
+from ..protocol.continuation import ResponseHeader
 from ..protocol.prompts import Prompts
-from ..protocol.requests import check_chat
-from ..protocol.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, Usage, encode
-from ..sse import shown, stream_events
-from ..stream_adapter import retold, retold_whole
-from ..web import json_bytes, json_response
+from ..protocol.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
+from ..sse import client_error
+from ..stream_adapter import ChatApi, respond_adapted
+from ..web import json_response
 from .answer import (
     AnswerBlock,
     AnswerMessage,
@@ -38,71 +33,60 @@ from .request import MessagesRequest, as_chat, decode_count, decode_messages
 PATH = "/v1/messages"
 
 
-async def messages(front: ServingContext, request: web.Request) -> web.StreamResponse:
+async def messages(context: ServingContext, request: web.Request) -> web.StreamResponse:
     """A chat in Anthropic's form."""
-    arrived = time.monotonic()
-    with front.counting_refusals():
-        front.serving_tokenizer()  # a server that is starting reads no bodies
-        body = decode_messages(await request.read())
-        begun, with_ids = body.continuation, HEADER in request.headers
-        name = (begun and begun.id) or f"msg_{uuid.uuid4().hex}"
-        run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived, with_ids=with_ids, name=name)
-        note_pages(front, request, run.requests)
-    answer = _Answer(front, body, name, len(run.requests[0].input_ids))
-    if body.stream:
-        return await stream_events(request, retold(run, answer, resumed=begun is not None, with_ids=with_ids))
-    return json_bytes(encode(await answer.whole(run)))
+    return await respond_adapted(context, request, _API)
 
 
-async def count_tokens(front: ServingContext, request: web.Request) -> web.Response:
-    """How many tokens the prompt of such a chat has."""
-    tokenizer = front.serving_tokenizer()
+async def count_tokens(context: ServingContext, request: web.Request) -> web.Response:
+    """The number of tokens in the prompt of such a chat."""
+    tokenizer = context.status.serving_tokenizer()
     chat = as_chat(decode_count(await request.read()))
-    front.check_model(chat.model)
-    prompt = chat_prompt(tokenizer, chat)
-    ids = await front.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
+    context.model.check_name(chat.model)
+    prompt = chat_prompt(tokenizer, chat, tool_choice(chat))
+    ids = await context.planner.prompt_ids(Prompts(texts=[prompt]), "messages", add_special_tokens=False)
     return json_response(TokenCount(len(ids[0])))
 
 
 class _Answer:
-    def __init__(self, front: ServingContext, body: MessagesRequest, name: str, num_prompt_tokens: int):
-        self._blocks = Blocks()
-        self._message = AnswerMessage(name, body.model or front.config.model_name, [],
-                                      MessageUsage(num_prompt_tokens, 0))
+    """Formats a chat's answer as a message, or as the events of its content blocks."""
 
-    async def whole(self, run: ChatRun) -> AnswerMessage:
-        choice, answer = await retold_whole(run)
+    def __init__(self, body: MessagesRequest, header: ResponseHeader, num_prompt_tokens: int):
+        self._blocks = Blocks()
+        self._message = AnswerMessage(header.id, header.model, [], MessageUsage(num_prompt_tokens, 0))
+
+    def full(self, choice: ChatChoice, completion: ChatCompletion) -> AnswerMessage:
         self._message.content = [_block(block, block.text) for block in Blocks.of(choice.message, []).blocks]
-        self._stop(choice)
-        self._count(answer.usage)
+        self._set_stop_reason(choice)
+        self._set_usage(completion.usage)
         return self._message
 
-    def begin(self) -> list[bytes]:
+    def start(self) -> list[bytes]:
         return [event("message_start", message=self._message), event("ping")]
 
-    def resume(self, told: list[ChatDelta]) -> None:
-        for delta in told:
+    def resume(self, continued: list[ChatDelta]) -> None:
+        for delta in continued:
             self._blocks.take(delta, [])
 
-    def fail(self, error: Exception) -> bytes:
-        return event("error", error=error_body(shown(error)).error)
-
-    def say(self, chunk: ChatChunk) -> list[bytes]:
-        self._count(chunk.usage)
-        said: list[bytes] = []
+    def delta(self, chunk: ChatChunk) -> list[bytes]:
+        self._set_usage(chunk.usage)
+        events: list[bytes] = []
         for choice in chunk.choices:
-            self._stop(choice)
-            said += [_tell(change) for change in self._blocks.take(choice.delta, [])]
-        return said
+            self._set_stop_reason(choice)
+            events += [_event(change) for change in self._blocks.take(choice.delta, [])]
+        return events
 
-    def end(self) -> list[bytes]:
+    def finish(self) -> list[bytes]:
         message = self._message
-        return [*[_tell(change) for change in self._blocks.end()],
+        return [*[_event(change) for change in self._blocks.end()],
                 event("message_delta", usage=message.usage,
                       delta={"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}),
                 event("message_stop")]
 
-    def _stop(self, choice: ChatChoice | ChatChunkChoice) -> None:
+    def fail(self, error: Exception) -> bytes:
+        return event("error", error=error_body(client_error(error)).error)
+
+    def _set_stop_reason(self, choice: ChatChoice | ChatChunkChoice) -> None:
         if choice.finish_reason is None:
             return
         reasons: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -110,13 +94,13 @@ class _Answer:
         if choice.finish_reason == "stop" and isinstance(choice.matched_stop, str):
             self._message.stop_reason, self._message.stop_sequence = "stop_sequence", choice.matched_stop
 
-    def _count(self, usage: Usage | None) -> None:
+    def _set_usage(self, usage: Usage | None) -> None:
         if usage is not None:
             cached = usage.cached_tokens
             self._message.usage = MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _tell(change: Change) -> bytes:
+def _event(change: Change) -> bytes:
     block = change.block
     match change:
         case Opened():
@@ -139,9 +123,12 @@ def _block(block: Block, text: str) -> AnswerBlock:
 
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, object]:
-    """The call's arguments as they are; a model that wrote no JSON object is told as having given none."""
+    """The call's arguments as they are; empty where the model wrote no JSON object."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except UNREADABLE:
         return {}
     return msgspec.Raw(arguments.encode())
+
+
+_API = ChatApi(decode_messages, as_chat, _Answer, "msg_")

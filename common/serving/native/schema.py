@@ -1,4 +1,4 @@
-"""SGLang's native ``/generate``: its request, its answer."""
+"""SGLang's native ``/generate``: request and answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..structured.fields import grammar_field
 from .extras import Embeddings, custom_processor
 
 MAX_LISTED_IDS = 1024
-MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 15 MB of the 64 that a prefill server's result may have
+MAX_LISTED_LOGPROBS = 1_000_000  # of a prompt: 15 MB of the 64 MB that a prefill server's result may have
 
 
 class NativeSampling(msgspec.Struct, kw_only=True):
@@ -49,13 +49,13 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-    custom_params: dict[str, Any] | None = None  # what custom_logit_processor is given
+    custom_params: dict[str, Any] | None = None  # parameters of custom_logit_processor
     # refused (see refused.SAMPLING)
     beam_width: Any = None
     stream_interval: Any = None
 
     def params(self, default_tokens: int, vocab_size: int) -> SamplingParams:
-        """Validated; ``default_tokens`` is the output's length where none is requested."""
+        """Validated sampling parameters; ``default_tokens`` is the output's length where none is requested."""
         for name in SAMPLING:
             refuse(SAMPLING, name, getattr(self, name))
         field = grammar_field(self)
@@ -71,8 +71,8 @@ class NativeSampling(msgspec.Struct, kw_only=True):
 
 
 class SessionParams(msgspec.Struct):
-    """``rid``: the request to go on from, None begins anew. ``offset``: how many of its tokens stay, -1 for all.
-    ``replace``: what went on from it before (without ``rid``: all there is) is forgotten.
+    """``rid``: the request to continue, None begins anew. ``offset``: the number of its tokens that stay, -1 for all.
+    ``replace``: requests that continued it before (without ``rid``: all requests) are dropped.
     ``drop_previous_output``: only its prompt stays."""
 
     id: str
@@ -101,7 +101,7 @@ class GenerateRequest(BootstrapFields, kw_only=True):
     custom_logit_processor: str | list[str | None] | None = None
 
     def prompts(self) -> Prompts:
-        """Of a request without ``input_embeds``."""
+        """The prompts of a request without ``input_embeds``."""
         if self.text is not None:
             return parse_prompts(self.text, "text")
         return parse_prompts(self.input_ids or [], "input_ids")
@@ -115,7 +115,7 @@ class GenerateRequest(BootstrapFields, kw_only=True):
         named: list[str | None] = per_prompt("custom_logit_processor", self.custom_logit_processor, len(samplings))
         return [custom_processor(name, sampling.custom_params) for name, sampling in zip(named, samplings)]
 
-    def tells_hidden_states(self, num_prompts: int) -> list[bool]:
+    def returns_hidden_states(self, num_prompts: int) -> list[bool]:
         return per_prompt("return_hidden_states", self.return_hidden_states or False, num_prompts)
 
 
@@ -135,9 +135,9 @@ def decode_generate(body: bytes) -> GenerateRequest:
 
 
 class LogprobOptions(msgspec.Struct, frozen=True):
-    """What one prompt's answer shall say about log-probabilities."""
+    """The log-probabilities that one prompt's answer reports."""
 
-    wanted: bool = False
+    enabled: bool = False
     start: int = -1
     num_top: int = 0
     token_ids: tuple[int, ...] = ()
@@ -146,7 +146,7 @@ class LogprobOptions(msgspec.Struct, frozen=True):
 def logprob_options(request: GenerateRequest, prompt_lengths: list[int], vocab_size: int) -> list[LogprobOptions]:
     """One entry per prompt; raises InvalidRequest for values out of range."""
     count = len(prompt_lengths)
-    wanted = per_prompt("return_logprob", request.return_logprob or False, count)
+    enabled = per_prompt("return_logprob", request.return_logprob or False, count)
     start_len = -1 if request.logprob_start_len is None else request.logprob_start_len
     starts = per_prompt("logprob_start_len", start_len, count)
     tops = per_prompt("top_logprobs_num", request.top_logprobs_num or 0, count)
@@ -160,7 +160,7 @@ def logprob_options(request: GenerateRequest, prompt_lengths: list[int], vocab_s
             raise InvalidRequest(
                 f"token_ids_logprob asks for {len(ids)} logprobs at each of {length - start} prompt tokens, more than "
                 f"{MAX_LISTED_LOGPROBS} together; raise logprob_start_len.", param="token_ids_logprob")
-    return [LogprobOptions(*options) for options in zip(wanted, starts, tops, listed)]
+    return [LogprobOptions(*options) for options in zip(enabled, starts, tops, listed)]
 
 
 def _listed_ids(given: list[int | list[int] | None], count: int, vocab_size: int) -> list[tuple[int, ...]]:
@@ -180,7 +180,7 @@ def _listed_ids(given: list[int | list[int] | None], count: int, vocab_size: int
 
 
 class GenerateAnswer(msgspec.Struct, omit_defaults=True):
-    """``index`` tells the answers of a batch apart where they are streamed."""
+    """``index`` identifies an answer of a batch in a stream."""
 
     text: str
     output_ids: list[int]

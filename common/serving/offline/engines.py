@@ -1,4 +1,4 @@
-"""An engine, or a prefill and a decode engine, inside a caller's process, asked by calls instead of HTTP."""
+"""An engine, or a prefill and a decode engine, in a caller's process, used by calls instead of HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..run import Planner, Run
 
 @dataclass(frozen=True)
 class EngineProcesses:
-    """One engine of a cluster: its configuration, what its ranks run, and what runs beside it."""
+    """One engine of a cluster: its configuration, the main function of its ranks, and its services."""
 
     config: ServerConfig
     rank_target: RankTarget
@@ -36,14 +36,14 @@ class EngineProcesses:
 class Cluster:
     """A unified engine, or a pair, on the running event loop. Use as an asynchronous context manager.
 
-    The last part answers. With a prefill engine before it, every request goes to both, as a router sends it: they meet
-    in a random bootstrap room.
+    The last engine answers. With a prefill engine before it, every request goes to both, as a router sends it, with a
+    random bootstrap room.
     """
 
     def __init__(self, parts: Sequence[EngineProcesses]):
         assert [part.config.mode for part in parts] in (["null"], ["prefill", "decode"])
         self._parts = parts
-        self._hosts = [EngineHost(part.config, part.rank_target, spare_torch=False)
+        self._hosts = [EngineHost(part.config, part.rank_target, without_torch=False)
                        for part in parts]
         self._stack = contextlib.AsyncExitStack()
 
@@ -62,39 +62,39 @@ class Cluster:
         await self._stack.aclose()
 
     @property
-    def front(self) -> ServingContext:
-        """Of the engine that answers."""
-        return self._hosts[-1].front
+    def context(self) -> ServingContext:
+        """The context of the engine that answers."""
+        return self._hosts[-1].context
 
     @property
-    def fronts(self) -> list[ServingContext]:
-        return [host.front for host in self._hosts]
+    def contexts(self) -> list[ServingContext]:
+        return [host.context for host in self._hosts]
 
     # ------------------------------------------------------------------ requests
 
     async def generate(self, body: Mapping[str, Any]) -> Any:
         """The answer to a body of ``/generate``, as plain data; raises ServingError."""
-        return msgspec.to_builtins(await self._whole(_generate(body), plan_generate))
+        return msgspec.to_builtins(await self._full(_generate(body), plan_generate))
 
     async def chat(self, body: Mapping[str, Any]) -> Any:
         """The answer to a body of ``/v1/chat/completions``, as plain data; raises ServingError."""
-        return msgspec.to_builtins(await self._whole(_chat(body), plan_chat))
+        return msgspec.to_builtins(await self._full(_chat(body), plan_chat))
 
     def stream_generate(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """Its events, each with all of a choice's answer so far."""
+        """The stream's events, each with a choice's complete answer so far."""
         return self._chunks(_generate(body), plan_generate)
 
     def stream_chat(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         return self._chunks(_chat(body), plan_chat)
 
-    async def _whole(self, body: Any, plan: Planner) -> Any:
+    async def _full(self, body: Any, plan: Planner) -> Any:
         async with self._prefilled(body, plan):
-            run: Run = await plan(self.front, body, arrived=time.monotonic(), with_ids=False)
-            return await run.whole()
+            run: Run = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
+            return await run.full()
 
     async def _chunks(self, body: Any, plan: Planner) -> AsyncGenerator[Any, None]:
         async with self._prefilled(body, plan):
-            run: Run = await plan(self.front, body, arrived=time.monotonic(), with_ids=False)
+            run: Run = await plan(self.context, body, arrived=time.monotonic(), with_ids=False)
             async with contextlib.aclosing(run.chunks()) as chunks:
                 async for ready in chunks:
                     for chunk in ready:
@@ -102,20 +102,20 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def _prefilled(self, body: Any, plan: Planner) -> AsyncGenerator[None, None]:
-        """Runs the prefill engine's half, where there is one, until it ends or the block is left."""
+        """Runs the request on the prefill engine, where there is one, until it ends or the block is left."""
         if len(self._hosts) == 1:
             yield
             return
         args = self._parts[0].config
         body.bootstrap_host, body.bootstrap_room = args.http.host, secrets.randbits(62)
         body.bootstrap_port = args.disaggregation.disaggregation_bootstrap_port
-        run: Run = await plan(self.fronts[0], body, arrived=time.monotonic(), with_ids=False)
-        half = asyncio.create_task(run.whole())
+        run: Run = await plan(self.contexts[0], body, arrived=time.monotonic(), with_ids=False)
+        prefill = asyncio.create_task(run.full())
         try:
             yield
         finally:
-            half.cancel()
-            await asyncio.gather(half, return_exceptions=True)  # its errors have reached the decode engine
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)  # its errors have reached the decode engine
 
 
 async def _until_ready(host: EngineHost) -> None:
@@ -126,8 +126,8 @@ async def _until_ready(host: EngineHost) -> None:
         ready.cancel()
     if host.ended.done():
         raise ConfigError(host.ended.result() or "The engine was stopped.")
-    if host.front.dead is not None:
-        raise WorkerUnavailable(host.front.dead)
+    if host.context.status.dead is not None:
+        raise WorkerUnavailable(host.context.status.dead)
 
 
 def _generate(body: Mapping[str, Any]) -> GenerateRequest:

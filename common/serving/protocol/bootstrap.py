@@ -1,34 +1,65 @@
-"""Bootstrap fields of a request: where its prefill half and its decode half meet."""
+"""Bootstrap fields of a request: the room in which its prefill server and its decode server find each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from ...api.errors import InvalidRequest
 from ...api.messages import Bootstrap
 from ...api.wire import Int32, Int64
-from .per_prompt import T, per_prompt
+from .per_prompt import per_choice, rooms_per_choice
 
 
 class BootstrapFields(msgspec.Struct, kw_only=True):
-    """What a router adds to a request; lists hold one entry per prompt of a batch, or one per choice (sgl-router sends
-    that for a chat with ``n``)."""
+    """The fields that a router adds to a request; lists hold one entry per prompt of a batch, or one per choice
+    (sgl-router sends that for a chat with ``n``)."""
 
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: Int32 | list[Int32 | None] | None = None
     bootstrap_room: Int64 | list[Int64] | None = None
-    # of an attempt before, which the prefill server may reuse
+    # the room of the attempt before, whose prompt the prefill server may have retained
     bootstrap_previous_room: Int64 | list[Int64] | None = None
     data_parallel_rank: Int32 | None = None
-    routed_dp_rank: Int32 | None = None  # SGLang's newer name of the same
+    routed_dp_rank: Int32 | None = None  # SGLang's newer name of data_parallel_rank
     disagg_prefill_dp_rank: Int32 | None = None
 
 
-def chosen_rank(fields: BootstrapFields, dp_size: int) -> int | None:
-    """The data-parallel rank of this server that the request names, if it names one; raises InvalidRequest for one that
-    is not there."""
+class Placement(NamedTuple):
+    """Where one choice is computed: its bootstrap room, None where this server computes the prompt itself, and the
+    data-parallel rank, None where the engine's client chooses it."""
+
+    bootstrap: Bootstrap | None
+    dp_rank: int | None
+
+
+def placements(fields: BootstrapFields, num_prompts: int, n: int, *, mode: str, default_port: int,
+               dp_size: int) -> list[Placement]:
+    """One entry per choice, ``n`` for each prompt. Raises InvalidRequest.
+
+    A unified server ignores bootstrap fields, a prefill server needs them, and a decode server computes the prompt
+    itself where there are none. A request of a prefill server that names no data-parallel rank gets the one that its
+    room leads to: decode servers look there.
+    """
+    rooms: list[Bootstrap | None] = [None] * (num_prompts * n)
+    if mode != "null":
+        rooms = bootstraps(fields, num_prompts, n, default_port)
+    if mode == "prefill" and rooms[0] is None:
+        raise InvalidRequest("A prefill server needs bootstrap_host, bootstrap_port and bootstrap_room; send "
+                             "requests to the router.", param="bootstrap_room")
+    rank = requested_dp_rank(fields, dp_size)
+    if dp_size == 1:
+        return [Placement(room, None) for room in rooms]
+    if rank is None and mode == "prefill":
+        return [Placement(room, None if room is None else room.room % dp_size) for room in rooms]
+    return [Placement(room, rank) for room in rooms]
+
+
+def requested_dp_rank(fields: BootstrapFields, dp_size: int) -> int | None:
+    """The data-parallel rank of this server that the request names, None where it names none; raises InvalidRequest for
+    a rank that this server does not have."""
     named = [name for name in ("data_parallel_rank", "routed_dp_rank") if getattr(fields, name) is not None]
     for name in named:
         rank = getattr(fields, name)
@@ -44,45 +75,29 @@ def bootstraps(fields: BootstrapFields, num_prompts: int, n: int, default_port: 
     Choices of one prompt take consecutive rooms, as do the prompts of a batch that was given a single room. Raises
     InvalidRequest for fields that are incomplete, out of range, or do not match the number of prompts.
     """
+    total = num_prompts * n
     if fields.bootstrap_host is None and fields.bootstrap_room is None:
         if fields.bootstrap_port is not None:
             raise InvalidRequest("bootstrap_port needs bootstrap_host and bootstrap_room.", param="bootstrap_port")
-        return [None] * (num_prompts * n)
+        return [None] * total
     if fields.bootstrap_host is None or fields.bootstrap_room is None:
         missing = "bootstrap_host" if fields.bootstrap_host is None else "bootstrap_room"
         raise InvalidRequest(f"{missing} is missing: bootstrap_host and bootstrap_room go together.", param=missing)
-    hosts = _each_choice("bootstrap_host", fields.bootstrap_host, num_prompts, n)
-    ports = _each_choice("bootstrap_port", fields.bootstrap_port, num_prompts, n)
-    rooms = _rooms("bootstrap_room", fields.bootstrap_room, num_prompts, n)
+    hosts = per_choice("bootstrap_host", fields.bootstrap_host, num_prompts, n)
+    ports = per_choice("bootstrap_port", fields.bootstrap_port, num_prompts, n)
+    rooms = rooms_per_choice("bootstrap_room", fields.bootstrap_room, num_prompts, n)
     before = fields.bootstrap_previous_room
     previous: Sequence[int | None] = (
-        [None] * (num_prompts * n) if before is None else _rooms("bootstrap_previous_room", before, num_prompts, n))
+        [None] * total if before is None else rooms_per_choice("bootstrap_previous_room", before, num_prompts, n))
     rank = fields.disagg_prefill_dp_rank
     if rank is not None and rank < 0:
         raise InvalidRequest(f"disagg_prefill_dp_rank must be 0 or more, got {rank}.", param="disagg_prefill_dp_rank")
-    return [_checked(host, default_port if port is None else port, room, was, rank)
-            for host, port, room, was in zip(hosts, ports, rooms, previous)]
-
-
-def _each_choice(name: str, given: T | list[T], num_prompts: int, n: int) -> list[T]:
-    """A value for each choice, of one for all, one for each prompt, or one for each choice."""
-    if isinstance(given, list) and len(given) == num_prompts * n:
-        return given
-    return [value for value in per_prompt(name, given, num_prompts) for _ in range(n)]
-
-
-def _rooms(name: str, given: int | list[int], num_prompts: int, n: int) -> list[int]:
-    """The room of each choice."""
-    if isinstance(given, int):
-        return [given + i for i in range(num_prompts * n)]
-    if len(given) == num_prompts * n:
-        return given
-    firsts: list[int] = per_prompt(name, given, num_prompts)
-    return [first + i for first in firsts for i in range(n)]
+    return [_checked(host, default_port if port is None else port, room, last_room, rank)
+            for host, port, room, last_room in zip(hosts, ports, rooms, previous)]
 
 
 def bootstrap_point(host: str, port: int) -> tuple[str, int]:
-    """The address of a bootstrap server; raises InvalidRequest for what can be none."""
+    """The address of a bootstrap server; raises InvalidRequest for a host or port that cannot be one."""
     if not host or len(host) > 255 or any(char.isspace() for char in host):
         raise InvalidRequest(f"bootstrap_host must be a host name or address, got {host[:80]!r}.",
                              param="bootstrap_host")

@@ -10,7 +10,10 @@ is the same, too.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -30,6 +33,28 @@ class Continuation(msgspec.Struct):
     id: str | None = None
     created: Int64 | None = None
     sequence_number: Int64 | None = None
+
+
+class _NamesModel(Protocol):
+    """The fields of a request body that a ResponseHeader is made of."""
+
+    model: str | None
+    continuation: Continuation | None
+
+
+class ResponseHeader(NamedTuple):
+    """The fields that all chunks of an answer share; a continued answer keeps those of its beginning."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def of(cls, body: _NamesModel, id_prefix: str, served_model: str) -> ResponseHeader:
+        """``served_model`` is named where the request names none."""
+        begun = body.continuation
+        answer_id = (begun and begun.id) or f"{id_prefix}{uuid.uuid4().hex}"
+        return cls(answer_id, (begun and begun.created) or int(time.time()), body.model or served_model)
 
 
 def continue_after(given: Continuation | None, requests: list[Generate], vocab_size: int) -> Sequence[int]:

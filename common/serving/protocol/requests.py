@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from ...api.errors import InvalidRequest
+from ...api.grammar import GrammarSpec
 from ...api.sampling import SamplingParams
 from ...api.wire import Float32, Int32, Int64
 from ...tokenizer.stop_regex import stop_expression
-from ..structured.fields import grammar_field
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
@@ -236,28 +236,24 @@ def biases(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(key): value for key, value in given.items()}
 
 
-def grammar_param(request: CommonFields) -> str:
-    """The parameter that states the answer's grammar, if there is one: tools, where none of the grammar fields does."""
-    field = grammar_field(request, request.response_format)
-    return "tools" if field is None else field.param
-
-
 def sampling_params(request: CommonFields, requested_tokens: int | None, default_tokens: int, *, vocab_size: int,
-                    tokens_name: str = "max_tokens") -> SamplingParams:
-    """Sampling parameters, validated; ``default_tokens`` is the output's length where none is requested."""
+                    grammar: GrammarSpec | None = None, tokens_name: str = "max_tokens") -> SamplingParams:
+    """Sampling parameters, validated; ``default_tokens`` is the output's length where none is requested.
+
+    ``grammar`` is the one that the answer obeys, see ``grammar_field``. Raises InvalidRequest.
+    """
     max_new_tokens = default_tokens if requested_tokens is None else requested_tokens
     if max_new_tokens < 0:
         raise InvalidRequest(f"{tokens_name} must be 0 or more, got {max_new_tokens}.", param=tokens_name)
     if request.min_tokens is not None and not 0 <= request.min_tokens <= max_new_tokens:
         raise InvalidRequest(f"min_tokens must be between 0 and {tokens_name} ({max_new_tokens}), "
                              f"got {request.min_tokens}.", param="min_tokens")
-    field = grammar_field(request, request.response_format)
+    stop_regex, logit_bias = stop_expressions(request.stop_regex), biases(request.logit_bias)
     return validated_params(
-        vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids,
-        stop_regex=stop_expressions(request.stop_regex), grammar=field and field.spec,
-        min_new_tokens=request.min_tokens, temperature=request.temperature, top_p=request.top_p, min_p=request.min_p,
-        frequency_penalty=request.frequency_penalty, presence_penalty=request.presence_penalty,
-        repetition_penalty=request.repetition_penalty, logit_bias=biases(request.logit_bias),
+        vocab_size, max_new_tokens, request.stop, request.top_k, request.stop_token_ids, stop_regex=stop_regex,
+        grammar=grammar, min_new_tokens=request.min_tokens, temperature=request.temperature, top_p=request.top_p,
+        min_p=request.min_p, frequency_penalty=request.frequency_penalty, presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty, logit_bias=logit_bias,
         seed=request.seed, ignore_eos=request.ignore_eos, skip_special_tokens=request.skip_special_tokens,
         no_stop_trim=request.no_stop_trim)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..context import ServingContext
 from ..generation import Choice
 from .responses import Usage
 
 
-def usage_of(front: ServingContext, choices: Sequence[Choice], n: int) -> Usage:
-    """A prompt counts once, however many of its ``n`` choices were made from it; its cached tokens are the first's."""
-    firsts, told = choices[::n], front.config.answers.enable_cache_report
+def usage_of(choices: Sequence[Choice], n: int, *, report_cached: bool) -> Usage:
+    """A prompt counts once for its ``n`` choices, with the cached tokens of the first; see --enable-cache-report."""
+    firsts = choices[::n]
     return Usage.of(
         prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
-        cached_tokens=sum(choice.num_cached_tokens for choice in firsts) if told else None,
+        cached_tokens=sum(choice.num_cached_tokens for choice in firsts) if report_cached else None,
         completion_tokens=sum(choice.num_output_tokens for choice in choices))

@@ -1,25 +1,20 @@
-"""``/v1/responses``: a chat told as items"""
+"""``/v1/responses``: a chat as items."""
 
 from __future__ import annotations
 
 import time
-import uuid
 from hashlib import blake2b
 
 from aiohttp import web
 from msgspec import UNSET
 
-from ...api.errors import InvalidRequest, NotFound, ServingError
+from ...api.errors import NotFound, ServingError
 from ..chat.blocks import Block, Blocks, Change, Closed, Grown, Opened
-from ..chat.run import ChatRun, plan_chat
 from ..context import ServingContext
-from ..lifecycle.prompt_pages import note_pages
-from ..protocol.continuation import HEADER
-from ..protocol.requests import check_chat
-from ..protocol.responses import ChatChunk, ChatDelta, FinishReason, Usage, encode
-from ..sse import shown, stream_events
-from ..stream_adapter import retold, retold_whole
-from ..web import json_bytes
+from ..protocol.continuation import ResponseHeader
+from ..protocol.responses import ChatChoice, ChatChunk, ChatCompletion, ChatDelta, FinishReason, Usage
+from ..sse import client_error
+from ..stream_adapter import ChatApi, respond_adapted
 from .objects import (
     Events,
     IncompleteDetails,
@@ -35,92 +30,77 @@ from .objects import (
     ResponseObject,
     ResponseUsage,
 )
-from .request import ResponseRequest, as_chat, decode_response, in_own_words
+from .request import ResponseRequest, as_chat, decode_response, translate_error
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
-async def responses(front: ServingContext, request: web.Request) -> web.StreamResponse:
-    """A chat told as items."""
-    arrived = time.monotonic()
-    with front.counting_refusals():
-        front.serving_tokenizer()  # a server that is starting reads no bodies
-        body = decode_response(await request.read())
-        begun, with_ids = body.continuation, HEADER in request.headers
-        name = (begun and begun.id) or f"resp_{uuid.uuid4().hex}"
-        try:
-            run = await plan_chat(front, check_chat(as_chat(body)), arrived=arrived, with_ids=with_ids, name=name)
-        except InvalidRequest as error:
-            raise in_own_words(error) from None
-        note_pages(front, request, run.requests)
-    answer = _Answer(front, body, name)
-    if body.stream:
-        return await stream_events(request, retold(run, answer, resumed=begun is not None, with_ids=with_ids))
-    return json_bytes(encode(await answer.whole(run)))
+async def responses(context: ServingContext, request: web.Request) -> web.StreamResponse:
+    """A chat as items."""
+    return await respond_adapted(context, request, _API)
 
 
-async def stored(front: ServingContext, request: web.Request) -> web.Response:
+async def stored(context: ServingContext, request: web.Request) -> web.Response:
     """404: no response is stored."""
     raise NotFound("This server stores no responses.", param="response_id", code="response_not_found")
 
 
 class _Answer:
-    def __init__(self, front: ServingContext, body: ResponseRequest, name: str):
+    """Formats a chat's answer as a response object, or as the events of its output items."""
+
+    def __init__(self, body: ResponseRequest, header: ResponseHeader, num_prompt_tokens: int):
         begun = body.continuation
         self._body = body
-        self._id = name
-        self._created = (begun and begun.created) or int(time.time())
-        self._model = body.model or front.config.model_name
+        self._id, self._created, self._model = header
         self._blocks = Blocks()
         self._closed: set[Block] = set()
-        told = begun.sequence_number if begun is not None else None
-        self._events = Events(0 if told is None else told + 1)
+        last_number = begun.sequence_number if begun is not None else None
+        self._events = Events(0 if last_number is None else last_number + 1)
         self._reason: FinishReason | None = None
         self._usage: Usage | None = None
 
-    async def whole(self, run: ChatRun) -> ResponseObject:
-        choice, answer = await retold_whole(run)
+    def full(self, choice: ChatChoice, completion: ChatCompletion) -> ResponseObject:
         self._blocks = Blocks.of(choice.message, choice.logprobs.content if choice.logprobs else [])
         self._closed = set(self._blocks.blocks)
-        self._reason, self._usage = choice.finish_reason, answer.usage
+        self._reason, self._usage = choice.finish_reason, completion.usage
         return self._object(self._end_status)
 
     # ------------------------------------------------------------------ events
 
-    def begin(self) -> list[bytes]:
+    def start(self) -> list[bytes]:
         response = self._object("in_progress")
         return [self._events.make("response.created", response=response),
                 self._events.make("response.in_progress", response=response)]
 
-    def resume(self, told: list[ChatDelta]) -> None:
-        for delta in told:
+    def resume(self, continued: list[ChatDelta]) -> None:
+        for delta in continued:
             for change in self._blocks.take(delta, []):
                 if isinstance(change, Closed):
                     self._closed.add(change.block)
 
-    def fail(self, error: Exception) -> bytes:
-        return self._events.make("response.failed", response=self._object("failed", shown(error)))
-
-    def say(self, chunk: ChatChunk) -> list[bytes]:
+    def delta(self, chunk: ChatChunk) -> list[bytes]:
         self._usage = chunk.usage or self._usage
-        said: list[bytes] = []
+        events: list[bytes] = []
         for choice in chunk.choices:
             self._reason = choice.finish_reason or self._reason
             logprobs = choice.logprobs.content if choice.logprobs else []
             for change in self._blocks.take(choice.delta, logprobs):
-                said += self._tell(change)
-        return said
+                events += self._changed(change)
+        return events
 
-    def end(self) -> list[bytes]:
-        said = [event for change in self._blocks.end() for event in self._tell(change)]
+    def finish(self) -> list[bytes]:
+        events = [event for change in self._blocks.end() for event in self._changed(change)]
         status = self._end_status
-        return [*said, self._events.make(f"response.{status}", response=self._object(status))]
+        return [*events, self._events.make(f"response.{status}", response=self._object(status))]
 
-    def _tell(self, change: Change) -> list[bytes]:
+    def fail(self, error: Exception) -> bytes:
+        return self._events.make("response.failed", response=self._object("failed", client_error(error)))
+
+    def _changed(self, change: Change) -> list[bytes]:
         block = change.block
         at = {"output_index": block.index, "item_id": self._item_id(block)}
         if block.kind == "call":
-            return self._tell_call(change, at)
+            return self._call_changed(change, at)
         is_text = block.kind == "text"
         kind = "response.output_text" if is_text else "response.reasoning_text"
         at["content_index"] = 0
@@ -128,10 +108,10 @@ class _Answer:
         match change:
             case Opened():
                 part = OutputText("") if is_text else ReasoningText("")
-                return [make("response.output_item.added", output_index=block.index, item=self._opened(block)),
+                return [make("response.output_item.added", output_index=block.index, item=self._added_item(block)),
                         make("response.content_part.added", part=part, **at)]
-            case Grown(_, piece, logprobs):
-                return [make(f"{kind}.delta", delta=piece, **at, **({"logprobs": logprobs} if is_text else {}))]
+            case Grown(_, text, logprobs):
+                return [make(f"{kind}.delta", delta=text, **at, **({"logprobs": logprobs} if is_text else {}))]
             case Closed():
                 self._closed.add(block)
                 return [make(f"{kind}.done", text=block.text, **at,
@@ -139,13 +119,13 @@ class _Answer:
                         make("response.content_part.done", part=_part(block), **at),
                         make("response.output_item.done", output_index=block.index, item=self._item(block))]
 
-    def _tell_call(self, change: Change, at: dict[str, object]) -> list[bytes]:
+    def _call_changed(self, change: Change, at: dict[str, object]) -> list[bytes]:
         block, make = change.block, self._events.make
         match change:
             case Opened():
-                return [make("response.output_item.added", output_index=block.index, item=self._opened(block))]
-            case Grown(_, piece, _):
-                return [make("response.function_call_arguments.delta", delta=piece, **at)]
+                return [make("response.output_item.added", output_index=block.index, item=self._added_item(block))]
+            case Grown(_, text, _):
+                return [make("response.function_call_arguments.delta", delta=text, **at)]
             case Closed():
                 self._closed.add(block)
                 return [make("response.function_call_arguments.done", name=block.name, arguments=block.text, **at),
@@ -178,11 +158,11 @@ class _Answer:
         return answer
 
     def _item_id(self, block: Block) -> str:
-        """The same on every server that tells this answer."""
+        """The same on every server that sends a part of this answer."""
         name = f"{self._id}/{block.index}"
         return f"{_PREFIXES[block.kind]}_{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
-    def _opened(self, block: Block) -> OutputItem:
+    def _added_item(self, block: Block) -> OutputItem:
         item_id = self._item_id(block)
         if block.kind == "call":
             return OutputCall(item_id, block.call_id, block.name, "", "in_progress")
@@ -196,9 +176,9 @@ class _Answer:
         if block.kind == "call":
             return OutputCall(item_id, block.call_id, block.name, block.text, status)
         if block.kind == "reasoning":
-            return OutputReasoning(item_id, [ReasoningText(block.text)] if block.pieces else [], status)
-        said = [OutputText(block.text, block.logprobs)] if closed or block.pieces else []
-        return OutputMessage(item_id, said, status)
+            return OutputReasoning(item_id, [ReasoningText(block.text)] if block.deltas else [], status)
+        parts = [OutputText(block.text, block.logprobs)] if closed or block.deltas else []
+        return OutputMessage(item_id, parts, status)
 
 
 def _part(block: Block) -> OutputText | ReasoningText:
@@ -213,3 +193,6 @@ def _usage(usage: Usage | None) -> ResponseUsage | None:
     cached = InputTokensDetails(usage.cached_tokens) if usage.prompt_tokens_details else UNSET
     return ResponseUsage(usage.prompt_tokens, usage.completion_tokens, OutputTokensDetails(reasoning),
                          usage.total_tokens, usage.prompt_tokens, usage.completion_tokens, cached)
+
+
+_API = ChatApi(decode_response, as_chat, _Answer, "resp_", translate_error)

@@ -151,8 +151,8 @@ def as_chat(request: ResponseRequest) -> ChatRequest:
         **{name: getattr(request, name) for name in _SAME})
 
 
-def in_own_words(error: InvalidRequest) -> InvalidRequest:
-    """An error about the chat's fields, told in those of this API."""
+def translate_error(error: InvalidRequest) -> InvalidRequest:
+    """An error about the chat's fields, in the names of this API's."""
     message, param = error.message, error.param
     for theirs, ours in _NAMES.items():
         message = message.replace(theirs, ours)

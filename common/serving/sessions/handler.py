@@ -1,4 +1,4 @@
-"""``/open_session`` and ``/close_session``"""
+"""``/open_session`` and ``/close_session``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Close(msgspec.Struct):
 _open, _close = BodyDecoder(_Open), BodyDecoder(_Close)
 
 
-async def open_session(front: ServingContext, request: web.Request) -> web.Response:
-    """Answers with the session's id, a JSON string."""
-    front.serving_tokenizer()
+async def open_session(context: ServingContext, request: web.Request) -> web.Response:
+    """Opens a session; the answer is its id, a JSON string."""
+    context.status.check_serving()
     body = _open.decode(await request.read())
-    return json_response(front.sessions.open(body.capacity_of_str_len, body.session_id or None))
+    return json_response(context.sessions.open(body.capacity_of_str_len, body.session_id or None))
 
 
-async def close_session(front: ServingContext, request: web.Request) -> web.Response:
-    """404 for a session that is not open."""
-    front.sessions.close(_close.decode(await request.read()).session_id)
+async def close_session(context: ServingContext, request: web.Request) -> web.Response:
+    """Closes a session; 404 for one that is not open."""
+    context.sessions.close(_close.decode(await request.read()).session_id)
     return json_response({"success": True})

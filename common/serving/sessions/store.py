@@ -1,7 +1,7 @@
-"""Sessions: a client sends what is new, the server remembers what came before.
+"""Sessions: a client sends only new input, and the server prepends the stored conversation.
 
 A session is a tree of requests. Each begins with the tokens of the one that its ``rid`` names: prompt and output. The
-prefix cache makes that cheap, but it is not what remembers: a session outlives its pages. (SGLang's sessions; the wire
+prefix cache makes that cheap, but does not store the session: it outlives its pages. (SGLang's sessions; the wire
 fields are theirs.)
 """
 
@@ -20,7 +20,7 @@ MAX_SESSIONS = 10_000
 
 @dataclass
 class _Node:
-    """A request that has ended."""
+    """A finished request."""
 
     prompt: list[int]
     output: list[int]
@@ -29,7 +29,7 @@ class _Node:
 
 @dataclass
 class _Session:
-    capacity: int  # tokens that it may remember
+    capacity: int  # tokens that it may store
     nodes: dict[str, _Node] = field(default_factory=dict)
     used: float = field(default_factory=time.monotonic)
 
@@ -37,8 +37,8 @@ class _Session:
     def num_tokens(self) -> int:
         return sum(len(node.prompt) + len(node.output) for node in self.nodes.values())
 
-    def forget(self, rid: str) -> None:
-        """With all that went on from it."""
+    def drop(self, rid: str) -> None:
+        """Removes a request and all that continue it."""
         waiting = [rid]
         while waiting:
             node = self.nodes.pop(waiting.pop(), None)
@@ -53,8 +53,8 @@ class SessionTurn:
     parent: str | None
     prompt: list[int]
 
-    def ended(self, rid: str, output: list[int]) -> None:
-        """Remember the request; raises nothing, the answer is on its way."""
+    def store(self, rid: str, output: list[int]) -> None:
+        """Stores the request; raises nothing, for the answer is already being sent."""
         session = self.session
         session.used = time.monotonic()
         if session.num_tokens + len(self.prompt) + len(output) <= session.capacity:
@@ -64,7 +64,7 @@ class SessionTurn:
 
 
 class Sessions:
-    """One server's. A session that is not used for an hour is forgotten."""
+    """The sessions of one server. A session that is not used for an hour is dropped."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
@@ -73,12 +73,12 @@ class Sessions:
         return len(self._sessions)
 
     def open(self, capacity: int, name: str | None) -> str:
-        """Its id; raises Conflict for one in use, InvalidRequest, Overloaded."""
+        """Opens a session and returns its id; raises Conflict for an id in use, InvalidRequest, Overloaded."""
         if capacity < 1:
             raise InvalidRequest(f"capacity_of_str_len must be 1 or more, not {capacity}.", param="capacity_of_str_len")
         if name is not None and name in self._sessions:
             raise Conflict(f"Session {name!r} is open; choose another id.", param="session_id")
-        self._forget_idle()
+        self._drop_idle()
         if len(self._sessions) >= MAX_SESSIONS:
             raise Overloaded(f"{MAX_SESSIONS} sessions are open; close some.")
         name = name or uuid.uuid4().hex
@@ -91,9 +91,9 @@ class Sessions:
         del self._sessions[name]
 
     def turn(self, params: SessionParams, new: list[int], bos: int | None) -> SessionTurn:
-        """The prompt that ``new`` tokens make with what the session remembers; raises NotFound, InvalidRequest.
+        """The request whose prompt is the stored conversation and then ``new``; raises NotFound, InvalidRequest.
 
-        ``bos`` is the tokenizer's first token: it is dropped from tokens that go behind others.
+        ``bos`` is the tokenizer's first token: it is dropped from tokens that follow others.
         """
         session = self._get(params.id)
         session.used = time.monotonic()
@@ -103,11 +103,11 @@ class Sessions:
             return SessionTurn(session, None, new)
         node = session.nodes.get(params.rid)
         if node is None:
-            raise InvalidRequest(f"The session has no ended request {params.rid!r} to go on from.",
+            raise InvalidRequest(f"The session has no finished request {params.rid!r} to continue.",
                                  param="session_params.rid")
         if params.replace:
             for child in node.children:
-                session.forget(child)
+                session.drop(child)
             node.children.clear()
         before = node.prompt if params.drop_previous_output else node.prompt + node.output
         if params.offset is not None and params.offset != -1:
@@ -125,7 +125,7 @@ class Sessions:
             raise NotFound(f"There is no open session {name!r}; call /open_session.", param="session_params.id")
         return session
 
-    def _forget_idle(self) -> None:
+    def _drop_idle(self) -> None:
         oldest = time.monotonic() - IDLE_SECONDS
         for name in [name for name, session in self._sessions.items() if session.used < oldest]:
             del self._sessions[name]

@@ -49,13 +49,13 @@ class Ending:
 class NumberAnswer:
     """An Answer of numbers."""
 
-    def begin(self, choices):
+    def start(self, choices):
         """There is nothing to announce."""
 
-    def gained(self, choice):
+    def delta(self, choice):
         return [choice]
 
-    def end(self, choices):
+    def finish(self, choices):
         return []
 
 

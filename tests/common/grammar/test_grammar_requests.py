@@ -12,7 +12,7 @@ import pytest
 from baton.common.api.errors import InvalidRequest
 from baton.common.api.grammar import GrammarSpec
 from baton.common.serving.native.schema import NativeSampling
-from baton.common.serving.protocol.requests import decode_chat, decode_completion, sampling_params
+from baton.common.serving.protocol.requests import decode_chat, decode_completion
 from baton.common.serving.structured.fields import grammar_field
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
@@ -25,10 +25,10 @@ OLD_TAG = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": S
 
 def grammar(**fields: Any) -> GrammarSpec | None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
-    chat = sampling_params(decode_chat(body), 9, 9, vocab_size=50).grammar
-    text = json.dumps({"prompt": "x", **fields}).encode()
-    assert chat == sampling_params(decode_completion(text), 9, 9, vocab_size=50).grammar
-    return chat
+    chat, text = decode_chat(body), decode_completion(json.dumps({"prompt": "x", **fields}).encode())
+    field = grammar_field(chat, chat.response_format)
+    assert field == grammar_field(text, text.response_format)
+    return field and field.spec
 
 
 @pytest.mark.parametrize("fields", [

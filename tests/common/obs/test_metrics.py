@@ -38,7 +38,7 @@ def test_other_counters_are_metrics_of_their_own():
 def test_what_sglang_knows_is_told_under_its_name_too():
     metrics = ServerMetrics("m", "null")
     metrics.ttft.observe(0.3)
-    metrics.ended("stop")
+    metrics.count_outcome("stop")
     state = State(seq=0, total_pages=4, free_pages=2, held_pages=1, cached_pages=1, page_size=16, num_running=2,
                   num_waiting=3, num_transferring=0, gauges={"token_usage": 0.25},
                   counters={"prompt_tokens": 8.0, "cached_tokens": 2.0, "generation_tokens": 10.0})

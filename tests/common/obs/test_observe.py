@@ -48,10 +48,10 @@ def test_a_hanging_process_shows_its_stacks_and_ends():
     (3, {"prompt_tokens", "sampling", "input_ids"}, {"text"}),
 ])
 def test_levels_of_the_request_log(caplog, level, begins, ends):
-    journal = RequestLog(level, None)
+    request_log = RequestLog(level, None)
     with caplog.at_level(logging.INFO, "baton.requests"):
-        journal.began([REQUEST])
-        journal.ended("a", "stop", num_output_tokens=3, seconds=0.5, text="x" * 5000)
+        request_log.start([REQUEST])
+        request_log.end("a", "stop", num_output_tokens=3, seconds=0.5, text="x" * 5000)
     begin, end = (json.loads(record.getMessage()) for record in caplog.records)
     assert begin.keys() == {"event", "rid"} | begins
     assert end.keys() == {"event", "rid", "outcome", "output_tokens", "seconds"} | ends
@@ -60,10 +60,10 @@ def test_levels_of_the_request_log(caplog, level, begins, ends):
 
 
 def test_a_dump_holds_what_ran_and_what_ended(tmp_path):
-    journal = RequestLog(None, tmp_path / "new")
-    journal.began([REQUEST, msgspec.structs.replace(REQUEST, rid="b")])
-    journal.ended("a", "length", num_output_tokens=7, seconds=1.0, text="")
-    first, *entries = map(json.loads, journal.dump("It died.").read_text().splitlines())
+    request_log = RequestLog(None, tmp_path / "new")
+    request_log.start([REQUEST, msgspec.structs.replace(REQUEST, rid="b")])
+    request_log.end("a", "length", num_output_tokens=7, seconds=1.0, text="")
+    first, *entries = map(json.loads, request_log.dump("It died.").read_text().splitlines())
     assert first["reason"] == "It died."
     assert [(e["request"]["rid"], e["outcome"], e["num_output_tokens"]) for e in entries] == [
         ("a", "length", 7), ("b", None, 0)]

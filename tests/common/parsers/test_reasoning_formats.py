@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.common.parsers.answer_parts import Part, Thought, joined
-from baton.common.parsers.reading import Reading, count_thought_tokens
+from baton.common.parsers.reading import Reading, count_reasoning_tokens
 from baton.common.parsers.reasoning import REASONING, begins_inside
 from baton.common.parsers.tools import FORMATS
 from baton.tests.helpers.reading_cases import SCHEMAS, call, of_pieces
@@ -91,14 +91,14 @@ def test_what_is_out_depends_on_the_text_alone(case: Case, stream: bool) -> None
         assert joined(told) == joined(other.push(case.text[: at + 1])), at
         rest = [*other.push(case.text[at + 1:]), *other.finish()]
         assert joined([*told, *rest]) == case.parts
-        assert other.thought_spans == case_spans(case, stream)
+        assert other.reasoning_spans == case_spans(case, stream)
 
 
 def case_spans(case: Case, stream: bool) -> list[tuple[int, int]]:
     reader = case.reading(stream=stream).reader()
     reader.push(case.text)
     reader.finish()
-    return reader.thought_spans
+    return reader.reasoning_spans
 
 
 @settings(max_examples=100, deadline=None)
@@ -135,8 +135,8 @@ def test_tokens_of_reasoning_are_counted() -> None:
     text = b"".join(pieces).decode()
     reader = CASES[0].reading().reader()
     reader.push(text)
-    assert count_thought_tokens(reader.thought_spans, text, pieces) == 6
+    assert count_reasoning_tokens(reader.reasoning_spans, text, pieces) == 6
     reader = Reading(FORMATS["gpt-oss"], SCHEMAS, reasoning=REASONING["gpt-oss"]).reader()
     reader.push(HARMONY)
-    assert count_thought_tokens(reader.thought_spans, HARMONY, [char.encode() for char in HARMONY]) == HARMONY.index(
-        "<|end|>")
+    tokens = [char.encode() for char in HARMONY]
+    assert count_reasoning_tokens(reader.reasoning_spans, HARMONY, tokens) == HARMONY.index("<|end|>")

@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS
 
 
 def formats_of(tools: str, reasoning: str | None = None, template: str | None = None) -> ChatFormats:
-    return ChatFormats.chosen(ChatArgs(tools, reasoning), template)
+    return ChatFormats.select(ChatArgs(tools, reasoning), template)
 
 
 def request(**fields: Any):

@@ -14,6 +14,7 @@ from baton.common.parsers.reading import Reading
 from baton.common.parsers.tools import FORMATS, detect
 from baton.common.serving.chat.messages import template_messages
 from baton.common.serving.chat.prompt import chat_prompt
+from baton.common.serving.chat.tool_choice import tool_choice
 from baton.common.serving.protocol.requests import decode_chat
 from baton.common.tokenizer.templates import load_template, shipped
 from baton.common.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -35,7 +36,8 @@ def tokenizer(checkpoint: os.PathLike[str]) -> Tokenizer:
 
 
 def prompt(tokenizer: Tokenizer, messages: list[dict[str, Any]] = CHAT, **fields: Any) -> str:
-    return chat_prompt(tokenizer, decode_chat(json.dumps({"messages": messages, **fields}).encode()))
+    request = decode_chat(json.dumps({"messages": messages, **fields}).encode())
+    return chat_prompt(tokenizer, request, tool_choice(request))
 
 
 def test_all_are_known_here() -> None:

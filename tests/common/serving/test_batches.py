@@ -271,15 +271,16 @@ async def test_lines_have_the_lowest_priority(tmp_path: Path, schedule: Schedule
         assert body["messages"][0]["content"].startswith("hello")
         return web.Response(body=b"{}")
 
-    front = SimpleNamespace(is_ready=True, client=SimpleNamespace(num_open=0),
-                            config=SimpleNamespace(schedule=schedule, http=SimpleNamespace(max_payload_size=1 << 20)))
+    http = SimpleNamespace(max_payload_size=1 << 20)
+    context: Any = SimpleNamespace(status=SimpleNamespace(is_ready=True), client=SimpleNamespace(num_open=0),
+                                   config=SimpleNamespace(schedule=schedule, http=http))
     store: Any = Storage(str(tmp_path))
     try:
         text = "\n".join(json.dumps(text) for text in (line(1, priority=5), line(2)))
         file_id, size = store.files.write([text.encode()])
         await store.files.add(file_id, "in.jsonl", "batch", size, None)
         batch = await store.batches.create(CreateBatch(input_file_id=file_id, endpoint=URL))
-        await BatchJob(front, store, await store.batches.claim(), {URL: answer}, BatchSlots(front, 1)).run()
+        await BatchJob(context, store, await store.batches.claim(), {URL: answer}, BatchSlots(context, 1)).run()
         assert (await store.batches.get(batch.id)).status == "completed" and seen == named
     finally:
         store.close()

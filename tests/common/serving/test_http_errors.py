@@ -169,7 +169,7 @@ async def test_info_and_metrics(http: aiohttp.ClientSession) -> None:
         text = await answer.text()
     assert 'outcome="invalid_request"}' in text and 'outcome="stop"}' in text
     values = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
-    for name in ("num_requests_running", "token_usage", "kv_pages_free", "front_lateness_seconds_count"):
+    for name in ("num_requests_running", "token_usage", "kv_pages_free", "event_loop_lag_seconds_count"):
         assert f"baton:{name}" in values
     for name in ("prompt_tokens_total", "generation_tokens_total", "cached_tokens_total", "num_requests_total",
                  "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",

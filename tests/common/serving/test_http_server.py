@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from baton.common.serving.sse import stream_events
-from baton.common.serving.web import our_fault
+from baton.common.serving.web import is_server_fault
 from baton.tests.helpers.fake_engine import Seed
 from baton.tests.helpers.serving import Server, assert_gone, generate, wait_running
 
@@ -188,7 +188,7 @@ async def test_a_client_that_leaves_at_the_end_of_a_stream_is_no_failure(caplog:
 
     app = web.Application()
     app.router.add_get("/", stream)
-    logging.getLogger("aiohttp.server").addFilter(our_fault)
+    logging.getLogger("aiohttp.server").addFilter(is_server_fault)
     async with TestServer(app) as server, aiohttp.ClientSession() as http:
         with pytest.raises(aiohttp.ClientError):
             await (await http.get(server.make_url("/"))).read()

@@ -1,16 +1,16 @@
-"""How late a front's event loop is."""
+"""The lag of the API server's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from baton.common.serving.lifecycle.loop_lag import note_lateness
+from baton.common.serving.lifecycle.loop_lag import observe_loop_lag
 
 
-async def test_a_loop_that_was_held_up_is_late_by_that() -> None:
+async def test_a_blocked_loop_lags_by_that() -> None:
     seen: list[float] = []
-    task = asyncio.create_task(note_lateness(seen.append, 0.01))
+    task = asyncio.create_task(observe_loop_lag(seen.append, 0.01))
 
     async def one_more() -> None:
         count = len(seen)

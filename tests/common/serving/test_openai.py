@@ -11,7 +11,7 @@ from baton.common.api.messages import encode as encode_message
 from baton.common.api.wire import Int32
 from baton.common.serving.chat.messages import template_messages, template_options
 from baton.common.serving.native.schema import decode_generate, logprob_options
-from baton.common.serving.protocol.bootstrap import BootstrapFields, bootstraps, chosen_rank
+from baton.common.serving.protocol.bootstrap import BootstrapFields, bootstraps, requested_dp_rank
 from baton.common.serving.protocol.decoding import BodyDecoder
 from baton.common.serving.protocol.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.serving.protocol.prompts import output_limit, parse_prompts
@@ -195,11 +195,12 @@ def test_bad_bootstrap_fields(fields: dict[str, object], param: str) -> None:
 
 @pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank"])
 def test_a_data_parallel_rank_must_be_there(name: str) -> None:
-    assert chosen_rank(BootstrapFields(), 1) is None
-    assert chosen_rank(BootstrapFields(**{name: 0}), 1) == 0 and chosen_rank(BootstrapFields(**{name: 3}), 4) == 3
+    assert requested_dp_rank(BootstrapFields(), 1) is None
+    assert requested_dp_rank(BootstrapFields(**{name: 0}), 1) == 0
+    assert requested_dp_rank(BootstrapFields(**{name: 3}), 4) == 3
     for rank, size, valid in ((1, 1, "0"), (-1, 1, "0"), (4, 4, "between 0 and 3")):
         with pytest.raises(InvalidRequest, match=f"^{name} must be {valid}, got {rank}: this server has") as error:
-            chosen_rank(BootstrapFields(**{name: rank}), size)
+            requested_dp_rank(BootstrapFields(**{name: rank}), size)
         assert error.value.param == name
 
 

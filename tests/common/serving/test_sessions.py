@@ -17,7 +17,7 @@ def sessions():
     assert sessions.open(100, "s") == "s"
     first = sessions.turn(SessionParams("s"), [1, 2, 3], bos=1)
     assert first.prompt == [1, 2, 3]
-    first.ended("a", [7, 8])
+    first.store("a", [7, 8])
     return sessions
 
 
@@ -31,11 +31,11 @@ def test_a_turn_goes_on_from_a_request(sessions, params, expected):
 
 
 def test_branches_and_replacement(sessions):
-    sessions.turn(SessionParams("s", "a"), [4], None).ended("b", [9])
-    sessions.turn(SessionParams("s", "a"), [5], None).ended("c", [9])
-    sessions.turn(SessionParams("s", "b"), [6], None).ended("d", [9])
+    sessions.turn(SessionParams("s", "a"), [4], None).store("b", [9])
+    sessions.turn(SessionParams("s", "a"), [5], None).store("c", [9])
+    sessions.turn(SessionParams("s", "b"), [6], None).store("d", [9])
     assert sessions.turn(SessionParams("s", "d"), [0], None).prompt == [1, 2, 3, 7, 8, 4, 9, 6, 9, 0]
-    sessions.turn(SessionParams("s", "a", replace=True), [4], None).ended("e", [9])
+    sessions.turn(SessionParams("s", "a", replace=True), [4], None).store("e", [9])
     for gone in "bcd":
         with pytest.raises(InvalidRequest, match=repr(gone)):
             sessions.turn(SessionParams("s", gone), [4], None)
@@ -47,9 +47,9 @@ def test_branches_and_replacement(sessions):
 
 def test_a_long_conversation_is_replaced(sessions):
     sessions.open(10**9, "long")
-    sessions.turn(SessionParams("long"), [1], None).ended("0", [1])
+    sessions.turn(SessionParams("long"), [1], None).store("0", [1])
     for turn in range(2000):
-        sessions.turn(SessionParams("long", str(turn), offset=1), [1], None).ended(str(turn + 1), [1])
+        sessions.turn(SessionParams("long", str(turn), offset=1), [1], None).store(str(turn + 1), [1])
     sessions.turn(SessionParams("long", "0", replace=True), [4], None)
     with pytest.raises(InvalidRequest, match="'2000'"):
         sessions.turn(SessionParams("long", "2000"), [4], None)
@@ -71,7 +71,7 @@ def test_mistakes_are_sentences(sessions):
 
 
 def test_a_full_session_remembers_no_more(sessions):
-    sessions.turn(SessionParams("s", "a"), list(range(100)), None).ended("b", [9])
+    sessions.turn(SessionParams("s", "a"), list(range(100)), None).store("b", [9])
     with pytest.raises(InvalidRequest):
         sessions.turn(SessionParams("s", "b"), [4], None)
 
