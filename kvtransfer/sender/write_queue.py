@@ -21,7 +21,7 @@ class WriteQueue:
     """
 
     def __init__(self, info: RankInfo):
-        self._layout = info.layout
+        self._info = info  # the sender's
         self._writes: deque[Write] = deque()
         self._in_flight = 0
         self._counted_until = 0.0  # the time in flight was reported up to here
@@ -37,7 +37,7 @@ class WriteQueue:
         ``src_page_ids [n]`` are the prompt's pages from ``first`` on.
         """
         plan = destination.session.plan
-        subpage_tokens = self._layout.page_size // plan.src_subpages
+        subpage_tokens = self._info.layout.page_size // plan.src_subpages
         num_subpages = -(-transfer.num_prompt_tokens // subpage_tokens)
         start, first_missing = first * plan.src_subpages, destination.first_page * plan.dst_subpages
         skip = max(0, first_missing - start)

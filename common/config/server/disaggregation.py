@@ -30,8 +30,8 @@ class DisaggregationArgs:
         "compute, after the whole chunk, or after the whole prompt, to measure what overlap is worth"))
     peer_timeout: float = flag(3.0, help="seconds of silence after which a prefill or decode peer counts as dead")
     kv_retain_seconds: float = flag(5.0, help=(
-        "seconds that a prefill server retains a computed prompt whose first token decode has not acknowledged, so that "
-        "another attempt needs no forward pass (0: not at all); other requests may take its memory sooner"))
+        "seconds that a prefill server retains a computed prompt whose first token decode has not acknowledged, so "
+        "that another attempt needs no forward pass (0: not at all); other requests may take its memory sooner"))
     kv_checksum: Literal["auto", "sampled", "full", "off"] = flag("auto", help=(
         "how much of each page that arrives a decode server compares with what prefill sent; auto is sampled for "
         "pages in host memory and off on GPUs"))
