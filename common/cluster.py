@@ -193,4 +193,5 @@ def ask(url: str, model: str, question: str, timeout: float = 120.0, key: str | 
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+        result: str = json.load(answer)["choices"][0]["message"]["content"]
+        return result

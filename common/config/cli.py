@@ -102,7 +102,8 @@ class _Flag:
         elif default is not None and default is not False and default not in ((), ""):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
             text += f" (default: {shown})"
-        return text.replace("%", "%%")
+        escaped: str = text.replace("%", "%%")
+        return escaped
 
     def convert(self, value: Any) -> Any:
         """Converts a parsed or YAML value to the field's type; raises ConfigError where it does not fit."""

@@ -76,7 +76,7 @@ def _watch(name: str, revision: str | None, patterns: Sequence[str], on_progress
 def _expected_sizes(name: str, revision: str | None, patterns: Sequence[str]) -> tuple[dict[str, int], Path]:
     """Returns each blob's size in bytes by its name, and the folder of blobs in the hub's cache."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # exported lazily
 
     info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=30)
     files: dict[str, Any] = {file.rfilename: file for file in info.siblings or []}

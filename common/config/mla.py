@@ -59,4 +59,5 @@ def _magnitude(scaling: Mapping[str, Any] | None) -> float:
     all of their values, while the rotary table can scale only those that it rotates."""
     if not scaling or not scaling.get("mscale_all_dim") or scaling["factor"] <= 1:
         return 1.0
-    return 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1.0
+    result: float = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1.0
+    return result

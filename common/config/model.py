@@ -230,7 +230,7 @@ def _num_labels(config: dict[str, Any]) -> int:
 
 def _check_supported(config: dict[str, Any]) -> str:
     named = config.get("architectures") or ["none"]
-    found = next((name for name in named if name in ARCHITECTURES), None)
+    found: str | None = next((name for name in named if name in ARCHITECTURES), None)
     if found is None:
         raise ConfigError(f"Architecture {named[0]} is not supported: use a checkpoint of "
                           f"{', '.join(name for name in ARCHITECTURES if name.endswith('ForCausalLM'))}.")

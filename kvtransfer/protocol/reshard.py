@@ -75,10 +75,13 @@ class ReshardPlan:
 def expand_blocks(subpages: np.ndarray, blocks: int, offsets: np.ndarray, per_page: int = 1) -> np.ndarray:
     """``[n * m]``: ids of blocks ``offsets [m]`` in each of ``subpages [n]``; a page has ``blocks`` blocks and
     ``per_page`` sub-pages."""
+    ids: np.ndarray
     if per_page == 1:
-        return (subpages[:, None] * blocks + offsets).reshape(-1)
-    pages, subpage = np.divmod(subpages[:, None], per_page)
-    return (pages * blocks + offsets * per_page + subpage).reshape(-1)
+        ids = subpages[:, None] * blocks + offsets
+    else:
+        pages, subpage = np.divmod(subpages[:, None], per_page)
+        ids = pages * blocks + offsets * per_page + subpage
+    return ids.reshape(-1)
 
 
 def split_pages(page_ids: np.ndarray, per_page: int) -> np.ndarray:

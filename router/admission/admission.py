@@ -297,7 +297,7 @@ class AdmissionControl(Protocol):
 class Admission:
     """Admission by ``rules`` over the numbers of ``state``, on the caller's clock.
 
-    ``on_release`` is called at the end of each request that ran, in place of ``release``.
+    ``on_release`` is called at the end of each request that ran, instead of ``release``.
     """
 
     def __init__(self, rules: AdmissionRules, now: Callable[[], float], *, state: AdmissionState | None = None,

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 
+from ..net.request import Group
 from ..policies import Policy
 from ..policies.base import Apply, Publish
-from ..workers.models import Group
 from .ring_buffer import RingWriter
 from .shared_stats import COUNTERS, SharedCount, SharedStats
 

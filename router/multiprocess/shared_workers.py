@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 from ..config.circuit import CircuitRules
 from ..config.endpoint import Endpoint
+from ..net.request import Group
 from ..workers.compatibility import Pairs
-from ..workers.models import Group, Models
+from ..workers.models import Models
 from ..workers.registry import Registry, Role, Worker
 from .messages import ProbeChanged, RequestFailed, RequestServed, WorkerUpdate
 from .ring_buffer import RingReader, words

@@ -1,4 +1,4 @@
-"""The router's metrics, under documented names, at the price of a dictionary update a request.
+"""The router's metrics, under documented names, at the cost of a dictionary update a request.
 
 prometheus-client's own counters take a lock and walk their buckets in Python (about 5 us for a
 request's share). Here the hot path counts into plain dictionaries, and a collector turns them into
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -45,11 +45,11 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound, as Prometheus writes them."""
-        seen, found = 0, []
+        seen, buckets = 0, []
         for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts):
             seen += count
-            found.append((bound, float(seen)))
-        return found
+            buckets.append((bound, float(seen)))
+        return buckets
 
 
 class AdmissionCounts(Protocol):
@@ -64,7 +64,7 @@ class AdmissionCounts(Protocol):
 
 
 class Metrics:
-    """What has been counted since the start; written by the event loop's thread only."""
+    """Counters since the start; written by the event loop's thread only."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -130,11 +130,12 @@ class Metrics:
         yield cached
         yield healthy
         yield circuit
-        entry = self.admission
-        yield _gauge("running_requests", "Requests that were let in and have not ended.", entry.running if entry else 0)
-        yield _gauge("queued_requests", "Requests that wait to be let in.", entry.queued if entry else 0)
+        admission = self.admission
+        yield _gauge("running_requests", "Requests that were let in and have not ended.",
+                     admission.running if admission else 0)
+        yield _gauge("queued_requests", "Requests that wait to be let in.", admission.queued if admission else 0)
         yield _counter("refused_requests", "Requests not let in.", ("reason",),
-                       entry.refused if entry else dict.fromkeys(REFUSALS, 0))
+                       admission.refused if admission else dict.fromkeys(REFUSALS, 0))
         yield _counter("worker_failures", "Attempts that their worker failed.", ("worker",),
                        self.worker_failures)
         yield _counter("circuits_opened", "Circuits opened by requests that failed in a row.", ("worker",),
@@ -161,7 +162,7 @@ class _Families(Collector):
         return self._metrics.families()
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], counts: dict) -> Metric:
+def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, float]) -> Metric:
     family = CounterMetricFamily(f"baton_router_{name}", text, labels=labels)
     for key, count in counts.items():
         values = key if isinstance(key, tuple) else (key,)

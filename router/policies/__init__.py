@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 
 from ..config.policy import PolicyArgs
-from ..workers.models import Group
+from ..net.request import Group
 from ..workers.registry import Role
 from .base import Decision, Policy, Subject
 from .bucket import Bucket

@@ -11,9 +11,10 @@ import msgspec
 from ...common.api.errors import Conflict, NotFound
 from ..config.circuit import CircuitRules
 from ..config.endpoint import Endpoint
+from ..net.request import Group
 from .circuit import Circuit
 from .compatibility import Misfit, Pairs
-from .models import Group, Models
+from .models import Models
 
 Role = Literal["regular", "prefill", "decode"]
 State = Literal["starting", "healthy", "unhealthy"]
