@@ -8,7 +8,8 @@ import weakref
 import pytest
 
 from baton.common.api.errors import Overloaded
-from baton.router.admission.admission import Admission, Permit, QueueTimeout, TokenBucket, TtftEstimate
+from baton.router.admission.admission import Admission, Permit, QueueTimeout
+from baton.router.admission.limits import TokenBucket, TtftEstimate
 from baton.router.config.admission import AdmissionRules
 
 
