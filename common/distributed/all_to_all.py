@@ -10,8 +10,8 @@ import torch
 
 from ...kernels._triton import AVAILABLE
 from ...kernels.arguments import Float8Rows
-from ...kernels.comm.all_to_all import peer_combine, peer_dispatch, peer_parts
-from ...kernels.comm.dispatch_buffers import GROUP, Areas, PeerAreas
+from ...kernels.comm.all_to_all import all_to_all_combine, all_to_all_dispatch, reduce_combined
+from ...kernels.comm.dispatch_buffers import GROUP, DispatchLayout, DispatchMemory
 from .dispatch_buffers import DispatchBuffers
 from .tp import TPGroup
 
@@ -43,7 +43,7 @@ class AllToAllExchange:
         try:
             if not AVAILABLE or self._group.device_group is None:
                 raise RuntimeError("it takes triton and NCCL")
-            areas = Areas(self._group.size, rows, width, choices, float8, dtype)
+            areas = DispatchLayout(self._group.size, rows, width, choices, float8, dtype)
             shared = DispatchBuffers(self._group.rank, self._group.device_group, self._group.device, areas)
         except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
             failure = f"{type(error).__name__}: {error}"
@@ -58,7 +58,7 @@ class AllToAllExchange:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._shared is None else self._shared.peers.areas.nbytes
+        return 0 if self._shared is None else self._shared.peers.layout.nbytes
 
     @property
     def connected(self) -> bool:
@@ -75,7 +75,7 @@ class AllToAllExchange:
 
     def fits(self, rows: int) -> bool:
         """Returns whether a step of at most ``rows`` rows of each rank can take this path."""
-        return self._shared is not None and 0 < rows <= self._shared.peers.areas.rows
+        return self._shared is not None and 0 < rows <= self._shared.peers.layout.rows
 
     def dispatch_combine(self, x: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, num_local: int,
                          products: Products, addend: torch.Tensor | None = None) -> DeferredCombine:
@@ -84,9 +84,9 @@ class AllToAllExchange:
         assert self._shared is not None
         peers, max_rows = self._shared.peers, self._max_rows
         physical_ids = physical_ids.contiguous()
-        peer_dispatch(x.contiguous(), physical_ids, weights.contiguous(), max_rows, num_local, peers)
+        all_to_all_dispatch(x.contiguous(), physical_ids, weights.contiguous(), max_rows, num_local, peers)
         y, positions = products(peers.tokens(max_rows), peers.choices(max_rows)[0])
-        peer_combine(y, positions, max_rows, num_local, peers)
+        all_to_all_combine(y, positions, max_rows, num_local, peers)
         return DeferredCombine(physical_ids, num_local, peers, addend)
 
 
@@ -97,12 +97,12 @@ class DeferredCombine:
 
     physical_ids: torch.Tensor
     num_local: int
-    peers: PeerAreas
+    peers: DispatchMemory
     addend: torch.Tensor | None = None
 
     def reduce(self) -> torch.Tensor:
         """Returns the sum ``[T, hidden]``."""
-        return peer_parts(self.physical_ids, self.num_local, self.peers, self.addend)[0]
+        return reduce_combined(self.physical_ids, self.num_local, self.peers, self.addend)[0]
 
     def select(self, index: torch.Tensor) -> torch.Tensor:
         return self.reduce()[index]
@@ -111,18 +111,18 @@ class DeferredCombine:
 
     def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(norm(sum + residual) * weight, sum + residual)``."""
-        total, y = peer_parts(self.physical_ids, self.num_local, self.peers, self.addend, residual, weight, eps)
+        total, y = reduce_combined(self.physical_ids, self.num_local, self.peers, self.addend, residual, weight, eps)
         assert y is not None
         return y, total
 
 
-def _self_test(peers: PeerAreas) -> str | None:
+def _self_test(peers: DispatchMemory) -> str | None:
     """Exchanges a few rows twice, with experts that return the row itself; returns what is wrong, or None. A
     collective.
 
     A rank that waits in vain gives up, so that this ends whatever is wrong.
     """
-    areas, device = peers.areas, peers.own.device
+    areas, device = peers.layout, peers.own.device
     try:
         rows = min(3, areas.rows)
         x = torch.randn(rows, areas.width, device=device).to(areas.dtype)
@@ -130,13 +130,13 @@ def _self_test(peers: PeerAreas) -> str | None:
         weights = torch.ones(rows, areas.choices, device=device)
         back = torch.arange(areas.ranks * rows * areas.choices, dtype=torch.int32, device=device)
         for positions in (None, back):  # which are two kernels
-            peer_dispatch(x, physical_ids, weights, rows, 1, peers, patience=_SELF_TEST_MAX_POLLS)
+            all_to_all_dispatch(x, physical_ids, weights, rows, 1, peers, max_polls=_SELF_TEST_MAX_POLLS)
             received = peers.tokens(rows)
             if isinstance(received, Float8Rows):
                 received = received.values.float() * received.scale.repeat_interleave(GROUP, 1)[:, :areas.width]
             y = received.to(areas.dtype).repeat_interleave(areas.choices, 0)
-            peer_combine(y, positions, rows, 1, peers, patience=_SELF_TEST_MAX_POLLS)
-            total = peer_parts(physical_ids, 1, peers)[0].float() / areas.choices
+            all_to_all_combine(y, positions, rows, 1, peers, max_polls=_SELF_TEST_MAX_POLLS)
+            total = reduce_combined(physical_ids, 1, peers)[0].float() / areas.choices
             if not torch.allclose(total, x.float(), atol=0.1, rtol=0.1):
                 return "rows came back wrong"
     except Exception as error:  # whatever a compiler does on an unknown machine

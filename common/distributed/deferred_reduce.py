@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.gemm.dense_matmul import dense_matmul, normed_product
+from ...kernels.gemm.dense_matmul import dense_matmul, matmul_rmsnorm
 from .all_to_all import DeferredCombine
 from .tp import TPGroup
 
@@ -82,7 +82,7 @@ class DeferredProduct:
 
     def add_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(norm(sum + residual) * weight, sum + residual)``; overwrites ``residual``."""
-        return normed_product(residual, self.x, self.weight, weight, eps)
+        return matmul_rmsnorm(residual, self.x, self.weight, weight, eps)
 
 
 Summed = torch.Tensor | DeferredSum | DeferredRows | DeferredProduct | DeferredCombine

@@ -50,13 +50,14 @@ class PeerAllReduce:
     """Symmetric-memory communicator of a group. Every rank makes the same calls in the same order, on its current
     stream. See SmallAllReduce."""
 
-    def __init__(self, rank: int, buffers: Buffers, slots: int = kernel.SLOTS):
+    def __init__(self, rank: int, buffers: Buffers, slots: int = kernel.MIN_SLOTS):
         """``slots``: rows of each rank that one kernel can gather; the buffers have as many values as they take."""
         self._size = len(buffers.of_ranks)
         self._buffers = buffers
-        self._max_bytes = (min(_MAX_MESSAGE_BYTES_TWO_RANKS, 2 * slots * kernel.SLOT) if self._size == 2
+        self._max_bytes = (min(_MAX_MESSAGE_BYTES_TWO_RANKS, 2 * slots * kernel.SLOT_VALUES) if self._size == 2
                            else MAX_MESSAGE_BYTES)
-        self.shared = kernel.Peers(rank, buffers.of_ranks, torch.zeros(slots, dtype=torch.int32, device=buffers.device))
+        self.shared = kernel.PeerBuffers(rank, buffers.of_ranks,
+                                         torch.zeros(slots, dtype=torch.int32, device=buffers.device))
 
     def can_all_reduce(self, tensor: torch.Tensor) -> bool:
         """Decides by what is equal on all ranks, so that they decide alike."""
@@ -66,19 +67,19 @@ class PeerAllReduce:
         return (tensor.is_cuda and tensor.dtype in _DTYPES and 0 < sent_bytes <= self._max_bytes
                 and tensor.is_contiguous())
 
-    def all_reduce(self, tensor: torch.Tensor, max_polls: int = kernel.FOREVER) -> None:
+    def all_reduce(self, tensor: torch.Tensor, max_polls: int = kernel.POLL_FOREVER) -> None:
         """Sums ``tensor`` over the ranks, in place."""
-        kernel.peer_sum(tensor, self.shared, two_shots=self._takes_two_shots(tensor), patience=max_polls)
+        kernel.all_reduce(tensor, self.shared, two_shots=self._takes_two_shots(tensor), max_polls=max_polls)
 
     def can_all_reduce_norm(self, rows: torch.Tensor) -> bool:
         count, width = rows.shape
-        return self.can_all_reduce(rows) and kernel.rows_a_program(count, width, self.shared.slots) is not None
+        return self.can_all_reduce(rows) and kernel.rows_per_program(count, width, self.shared.slots) is not None
 
     def all_reduce_norm(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                        max_polls: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+                        max_polls: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(norm(sum + residual) * weight, sum + residual)`` of ``rows`` [T, hidden]."""
-        return kernel.peer_sum_norm(rows, residual, weight, eps, self.shared, two_shots=self._takes_two_shots(rows),
-                                    patience=max_polls)
+        return kernel.all_reduce_rmsnorm(rows, residual, weight, eps, self.shared,
+                                         two_shots=self._takes_two_shots(rows), max_polls=max_polls)
 
     def warm_up(self, width: int, dtype: torch.dtype) -> None:
         """Compiles ``all_reduce_norm`` for rows of ``width`` values, so that no request waits for it; all ranks call
@@ -95,35 +96,35 @@ class PeerAllReduce:
     def can_reduce_scatter(self, rows: torch.Tensor) -> bool:
         return self._fits(rows, rows.nbytes // self._size * (self._size - 1))
 
-    def reduce_scatter(self, rows: torch.Tensor, max_polls: int = kernel.FOREVER) -> torch.Tensor:
+    def reduce_scatter(self, rows: torch.Tensor, max_polls: int = kernel.POLL_FOREVER) -> torch.Tensor:
         """Returns this rank's part of the sum of ``rows`` [ranks * n, ...]."""
-        return kernel.peer_scatter(rows, self.shared, patience=max_polls)
+        return kernel.reduce_scatter(rows, self.shared, max_polls=max_polls)
 
     def can_all_gather(self, rows: torch.Tensor) -> bool:
         return self._fits(rows, rows.nbytes * (self._size - 1))
 
-    def all_gather(self, rows: torch.Tensor, max_polls: int = kernel.FOREVER) -> torch.Tensor:
+    def all_gather(self, rows: torch.Tensor, max_polls: int = kernel.POLL_FOREVER) -> torch.Tensor:
         """Gathers the ranks' ``rows`` [n, ...] to ``[ranks * n, ...]``."""
-        return kernel.peer_gather(rows, self.shared, patience=max_polls)
+        return kernel.all_gather(rows, self.shared, max_polls=max_polls)
 
     def can_norm_gather(self, rows: torch.Tensor) -> bool:
-        fits = gather_scatter_norm.rows_fit
+        fits = gather_scatter_norm.fits_slots
         return rows.is_cuda and rows.dtype in _DTYPES and fits(len(rows), rows.shape[1], self.shared)
 
     def norm_gather(self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                    max_polls: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+                    max_polls: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the norms of all ranks' ``rows + residual`` [ranks * n, hidden], and this rank's sum."""
-        return gather_scatter_norm.peer_norm_gather(rows.contiguous(), residual, weight, eps, self.shared,
-                                                    patience=max_polls)
+        return gather_scatter_norm.rmsnorm_all_gather(rows.contiguous(), residual, weight, eps, self.shared,
+                                                    max_polls=max_polls)
 
     def reduce_scatter_norm(self, rows: torch.Tensor, addend: torch.Tensor | None, residual: torch.Tensor,
                             weight: torch.Tensor, eps: float,
-                            max_polls: int = kernel.FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
+                            max_polls: int = kernel.POLL_FOREVER) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``(norm(own + residual) * weight, own + residual)``, where ``own`` is this rank's part of the sum of
         ``rows + addend`` [ranks * n, hidden]."""
         addend = None if addend is None else addend.contiguous()
-        return gather_scatter_norm.peer_scatter_norm(rows.contiguous(), addend, residual, weight, eps, self.shared,
-                                                     patience=max_polls)
+        return gather_scatter_norm.reduce_scatter_rmsnorm(rows.contiguous(), addend, residual, weight, eps, self.shared,
+                                                     max_polls=max_polls)
 
     def _takes_two_shots(self, tensor: torch.Tensor) -> bool:
         """Two ranks send as much in one shot; the two-shot kernel takes powers of two only."""
@@ -177,7 +178,7 @@ def _warm_up_rows(width: int, slots: int) -> list[int]:
     """Returns the fewest rows at which a program takes one row, two rows, and so on."""
     fewest: dict[int, int] = {}
     rows = 1
-    while (each := kernel.rows_a_program(rows, width, slots)) is not None:
+    while (each := kernel.rows_per_program(rows, width, slots)) is not None:
         fewest.setdefault(each, rows)
         rows *= 2
     return sorted(fewest.values())
@@ -206,10 +207,10 @@ def connect_all(parallel: Parallel, rows: int = 0) -> None:
 
 def slots_for(ranks: int, rows: int = 0) -> int:
     """Returns the slots of a group's buffers; ``rows`` as in ``connect_all``."""
-    return max(_SLOTS_TWO_RANKS if ranks == 2 else kernel.SLOTS, min(rows, MAX_GATHER_ROWS))
+    return max(_SLOTS_TWO_RANKS if ranks == 2 else kernel.MIN_SLOTS, min(rows, MAX_GATHER_ROWS))
 
 
-def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerAllReduce | None:
+def connect(group: TPGroup, slots: int = kernel.MIN_SLOTS) -> PeerAllReduce | None:
     """Allocates shared buffers, a collective of the group; returns None where its GPUs cannot have them, or the
     self-test fails.
 
@@ -221,7 +222,7 @@ def connect(group: TPGroup, slots: int = kernel.SLOTS) -> PeerAllReduce | None:
         if not AVAILABLE:
             raise RuntimeError("triton is not installed")
         values = kernel.buffer_values(group.size, slots)
-        buffers = SymmetricBuffers(values, group.device_group, group.device, torch.int16, kernel.EMPTY)
+        buffers = SymmetricBuffers(values, group.device_group, group.device, torch.int16, kernel.EMPTY_BITS)
         comm = PeerAllReduce(group.rank, buffers, slots)
     except Exception as error:  # the API is young, and what it raises depends on drivers and container rights
         failure = f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
 from ..distributed.deferred_reduce import Summed
 from ..distributed.parallel import Parallel
@@ -67,7 +67,7 @@ class CausalLM:
         return self.pp.size == 1 and all(layer.mlp.has_partial and not layer.mlp.dispatches_tokens
                                          for layer in self.layers)
 
-    def forward(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
+    def forward(self, batch: ForwardBatch, attention: AttentionPlanner, after_layer: Callable[[int], None],
                 microbatches: Sequence[MicroBatch] = (), piecewise: PiecewiseStep | None = None) -> torch.Tensor:
         """Returns logits ``[R, vocab]`` of ``batch.logits_rows`` in the engine's type; a pipeline stage before the last
         returns none. See ``hidden_states``."""
@@ -83,7 +83,7 @@ class CausalLM:
             return self.logits_exchange.apply_columns(self.lm_head.local_logits, hidden)[:, :self.lm_head.vocab_size]
         return self.logits_exchange.apply(self.lm_head.logits, hidden)
 
-    def hidden_states(self, batch: ForwardBatch, attention: Planned, after_layer: Callable[[int], None],
+    def hidden_states(self, batch: ForwardBatch, attention: AttentionPlanner, after_layer: Callable[[int], None],
                       microbatches: Sequence[MicroBatch] = (), piecewise: PiecewiseStep | None = None) -> torch.Tensor:
         """Returns hidden states ``[R, hidden]`` of ``batch.logits_rows`` after the final norm.
 
@@ -147,7 +147,7 @@ class CausalLM:
             x, residual = self.layers[index - 1].post_attention(rows, residual)
         return self.layers[index].pre_attention(x, residual)
 
-    def _forward_piecewise(self, x: torch.Tensor, piecewise: PiecewiseStep, attention: Planned,
+    def _forward_piecewise(self, x: torch.Tensor, piecewise: PiecewiseStep, attention: AttentionPlanner,
                            after_layer: Callable[[int], None],
                            trimmed: ForwardBatch | None) -> tuple[Summed, torch.Tensor]:
         """Computes all layers; the graphs end before the attention of the last one."""

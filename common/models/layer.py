@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ...kernels.arguments import Float8Format, HeadNorms
-from ..attention.base import AttentionBackend, Planned
+from ..attention.base import AttentionBackend, AttentionPlanner
 from ..config.model import ModelSpec
 from ..distributed.deferred_reduce import Summed
 from ..distributed.parallel import Parallel
@@ -156,7 +156,7 @@ class DecoderLayer:
         self.mlp_over_dp = mlp_over_dp(self.mlp, parallel.token_exchange)
         self.mlp_input_format = unquantized if parallel.token_exchange.spans_dp else self.mlp.activation_format
 
-    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: Planned, cos_sin: torch.Tensor,
+    def __call__(self, x: Summed, residual: torch.Tensor | None, attention: AttentionPlanner, cos_sin: torch.Tensor,
                  trimmed: ForwardBatch | None = None) -> tuple[Summed, torch.Tensor]:
         """Computes the layer. Every sum over ranks is fused with the norm that follows, the last one with that of the
         next layer. As the last layer, with the batch as ``trimmed``, it stores all keys and values and then computes

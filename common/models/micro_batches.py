@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..distributed.token_exchange import TokenExchange
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ class MicroBatch(NamedTuple):
 
     start: int
     stop: int
-    attention: Planned
+    attention: AttentionPlanner
     token_exchange: TokenExchange
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from ...kernels.gemm.dense_matmul import dense_matmul
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
 from ..distributed.parallel import Parallel
 from ..layers.norm import RMSNorm
@@ -37,7 +37,7 @@ class MTPDraftLayer:
                                   LatentSelfAttention)
         self.norm = RMSNorm(f"{name}.shared_head.norm", spec.hidden_size, spec.rms_norm_eps, allocate)
 
-    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, attention: Planned,
+    def __call__(self, hidden: torch.Tensor, embeds: torch.Tensor, attention: AttentionPlanner,
                  cos_sin: torch.Tensor) -> torch.Tensor:
         """Takes ``hidden`` [T, hidden] of positions and ``embeds`` [T, hidden], the embeddings of the tokens after
         them; returns ``[T, hidden]``. ``attention`` has planned a batch at these positions."""

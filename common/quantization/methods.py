@@ -9,7 +9,7 @@ import torch
 
 from ...kernels.arguments import Float8Format, Float8Rows
 from ...kernels.float8.fp8_matmul import GROUP
-from ...kernels.gemm.dense_matmul import adds_products, compile_tiles, dense_matmul
+from ...kernels.gemm.dense_matmul import compile_tiles, dense_matmul, fuses_residual
 from ...kernels.rowwise.silu_and_mul import silu_and_mul
 from ..api.errors import ConfigError
 from ..config.quantization import QuantizationScheme
@@ -60,7 +60,7 @@ class Unquantized:
 
     def prefers_residual(self, x: torch.Tensor) -> bool:
         """Returns whether a GEMM that adds to the residual is faster, see kernels/gemm/dense_matmul.py."""
-        return adds_products(x, self.weight)
+        return fuses_residual(x, self.weight)
 
     def compile_gated(self) -> None:
         """Compiles ``forward_gated``, so that no request waits for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ import torch
 from ..api.commands import MemoryKind
 from ..api.errors import ConfigError
 from ..api.identity import ModelIdentity
-from ..attention.base import Planned
+from ..attention.base import AttentionPlanner
 from ..config.model import ModelSpec
 from ..config.server import ServerConfig
 from ..distributed.capture import may_capture
@@ -54,7 +54,7 @@ class ModelRunner:
     and a last one, the scratch page, for the padding of decode batches.
     """
 
-    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: Planned,
+    def __init__(self, config: ServerConfig, weights: ModelWeights, pool: KVPool, attention: AttentionPlanner,
                  device: torch.device, parallel: Parallel | None = None):
         self._parallel = parallel or Parallel()
         self.dp_sync = DPSync(self._parallel)
@@ -139,13 +139,18 @@ class ModelRunner:
         embeds, groups = self._config.model.is_embedding, self._parallel.dp_size
         compute = self.hidden_states if embeds else self.forward
         prefill_rows = min(_WARM_UP_PREFILL_ROWS, self.spec.context_length)
-        steps = [(1, False), (prefill_rows, False)] + ([] if embeds else [(1, True)])
-        for done, (rows, is_decode) in enumerate(steps, 1):
+
+        def step(rows: int, is_decode: bool = False) -> None:
             self._begin_step(DPStepInfo([rows] * groups, [1] * groups, all_decode=is_decode))
             row = Row([0] * rows, 0, np.zeros(self.layout.pages_for(rows), np.int32))
-            batch = build_forward_batch([row], self.layout.page_size, self.device, is_decode)
-            compute(batch)
+            compute(build_forward_batch([row], self.layout.page_size, self.device, is_decode))
             torch.cuda.synchronize(self.device)
+
+        steps: list[Callable[[], None]] = [lambda: self._attention.warm_up(lambda: step(1)), lambda: step(prefill_rows)]
+        if not embeds:
+            steps.append(lambda: step(1, is_decode=True))
+        for done, run in enumerate(steps, 1):
+            run()
             progress("warming up kernels", done / len(steps))
 
     def _capture(self, progress: Progress) -> None:
@@ -226,7 +231,7 @@ class ModelRunner:
             self._begin_step(info.padded_to_graph(self._decode_graphs.size_for) if self._decode_graphs else info)
         return info is not None
 
-    def _enable_two_batch_overlap(self, attention: Planned) -> None:
+    def _enable_two_batch_overlap(self, attention: AttentionPlanner) -> None:
         """Computes prefill steps in two micro-batches from now on, the second with ``attention``. Raises
         ConfigError."""
         self._two_batch_overlap = TwoBatchOverlap.from_config(self._config, self._parallel, self._model,

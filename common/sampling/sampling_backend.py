@@ -20,7 +20,7 @@ import torch
 
 from ...kernels._triton import AVAILABLE, INTERPRETED
 from ...kernels.sampling import sample as kernel
-from ...kernels.sampling.argmax import greatest
+from ...kernels.sampling.argmax import argmax
 from ..api.errors import ConfigError
 from ..api.sampling import SamplingParams
 from ..forward.host_copies import upload, upload_joined
@@ -160,11 +160,11 @@ class FusedSampling:
             self._last_params, self._table = params, _Table(params, logits.shape[1])
         table = self._table
         if not table.random_rows:
-            return greatest(logits)[1]
+            return argmax(logits)[1]
         filled = table.filled([row.position for row in rows], self._generator)
         on_device = upload_joined([filled.ravel()], torch.int64, self._device).view(filled.shape)
-        peaks, tokens = greatest(logits)
-        sampled = kernel.draw(logits, peaks, on_device, table.truncates)
+        peaks, tokens = argmax(logits)
+        sampled = kernel.sample(logits, peaks, on_device, table.truncates)
         if len(table.random_rows) == len(rows):
             return sampled
         tokens[on_device[0]] = sampled

@@ -158,10 +158,11 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     assert "for which the host waits in every layer: rows came back wrong." in caplog.text
     monkeypatch.setattr(all_to_all, "_self_test", lambda peers: None)
     sending = parallel()
-    assert sending.token_exchange.all_to_all.can_dispatch and may_capture(sending)
-    assert sending.token_exchange.all_to_all.nbytes == all_to_all.Areas(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
-    sending.token_exchange.all_to_all.begin_step([9, 1])
-    assert not sending.token_exchange.all_to_all.can_dispatch, "there is no room for as many"
+    exchange = sending.token_exchange.all_to_all
+    assert exchange.can_dispatch and may_capture(sending)
+    assert exchange.nbytes == all_to_all.DispatchLayout(2, 8, 64, 2).nbytes > 2 * 2 * 8 * 64 * 2
+    exchange.begin_step([9, 1])
+    assert not exchange.can_dispatch, "there is no room for as many"
 
 
 def test_sums_on_a_cpu_have_no_peers():
