@@ -152,7 +152,7 @@ def test_tokens_go_by_collectives_where_memory_cannot_be_shared(monkeypatch, cap
     assert not (exchange.connected or exchange.can_dispatch or may_capture(alone))
     assert "for which the host waits in every layer: RuntimeError: no peers here." in caplog.text
     monkeypatch.setattr(all_to_all, "DispatchBuffers", lambda rank, group, device, areas: SimpleNamespace(
-        peers=SimpleNamespace(areas=areas)))
+        peers=SimpleNamespace(layout=areas)))
     monkeypatch.setattr(all_to_all, "_self_test", lambda peers: "rows came back wrong")
     assert not parallel().token_exchange.all_to_all.connected
     assert "for which the host waits in every layer: rows came back wrong." in caplog.text

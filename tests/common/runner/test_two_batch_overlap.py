@@ -94,7 +94,7 @@ def test_which_steps_are_split():
 
 def test_what_does_not_go_together(tmp_path):
     with pytest.raises(ConfigError, match="needs --enable-dp-attention"):
-        DataParallelArgs(enable_two_batch_overlap=True)
+        dataclasses.replace(server_config(tmp_path), data_parallel=DataParallelArgs(enable_two_batch_overlap=True))
     with pytest.raises(ConfigError, match="must be 4 or more"):
         DataParallelArgs(two_batch_min_tokens=3)
     config = server_config(tmp_path, tp=2)
