@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import TypeVar
 
-from .answer_parts import Part
+from .output_parser import OutputDelta
 
 T = TypeVar("T")
 Step = Generator[None, None, T]
@@ -28,7 +28,7 @@ class Cursor:
         self.text = ""
         self.pos = 0
         self.ended = False
-        self.parts: list[Part] = []
+        self.parts: list[OutputDelta] = []
         self._start = 0  # of the text that is not settled
         self._offset = 0  # characters before ``text``
         self._space = ""  # emitted as content where the markup that follows it turns out to be none
@@ -52,7 +52,7 @@ class Cursor:
     def unread(self) -> str:
         return self.text[self.pos:]
 
-    def emit(self, part: Part) -> None:
+    def emit(self, part: OutputDelta) -> None:
         self.parts.append(part)
 
     def drop(self) -> None:
@@ -197,7 +197,7 @@ def _begun(text: str, markers: tuple[str, ...], start: int) -> int:
     return 0
 
 
-class ScriptReader:
+class ScriptParser:
     """A ``Reader`` that runs a script; text that the script leaves unread is content."""
 
     def __init__(self, script: Script):
@@ -205,7 +205,7 @@ class ScriptReader:
         self._steps = script(self._cursor)
         self._running = True
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputDelta]:
         cursor = self._cursor
         cursor.text += text
         if self._running:
@@ -219,7 +219,7 @@ class ScriptReader:
         parts, cursor.parts = cursor.parts, []
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputDelta]:
         self._cursor.ended = True
         return self.push("")
 
@@ -228,13 +228,13 @@ class ScriptReader:
         return []
 
 
-class Plain:
+class PlainParser:
     """A ``Reader`` that takes all text as content."""
 
     reasoning_spans: list[tuple[int, int]] = []
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputDelta]:
         return [text] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputDelta]:
         return []

@@ -23,10 +23,10 @@ from ..engine_client.worker_node import run_node
 from ..obs.logging import setup_logging
 from ..obs.tracing import Tracing, exporter_for
 from .app import make_app
+from .context.traces import Traces
 from .host import EngineHost, Service
-from .lifecycle.activity import Activity
-from .lifecycle.loop_lag import observe_loop_lag
-from .lifecycle.traces import Traces
+from .loop_lag import observe_loop_lag
+from .stats_logger import StatsLogger
 
 log = logging.getLogger("baton.server")
 
@@ -120,7 +120,7 @@ class _Server:
     async def _log_stats(self) -> None:
         await self._host.ready.wait()
         if interval := self._host.config.logs.log_interval:
-            await Activity(self._host.context, interval).run()
+            await StatsLogger(self._host.context, interval).run()
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> asyncio.Server:
         context = self._host.context

@@ -25,7 +25,7 @@ from ...api.commands import (
 )
 from ...api.errors import Conflict, InvalidRequest
 from ...api.wire import Int32
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
 from ..web import json_response
 

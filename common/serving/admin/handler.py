@@ -16,8 +16,8 @@ from ...engine_client.dp_states import merge_states
 from ...obs.about_page import POLICY, about
 from ...obs.metrics import CONTENT_TYPE
 from ...version import __version__
-from ..context import ServingContext
-from ..generation import Generation
+from ..context.generation import Generation
+from ..context.serving_context import ServingContext
 from ..protocol.bootstrap import bootstrap_point
 from ..protocol.decoding import BodyDecoder
 from ..web import error_response, json_response

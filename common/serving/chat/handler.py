@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ..context import ServingContext
-from ..protocol.requests import decode_chat
-from ..run import respond
+from ..context.serving_context import ServingContext
+from ..protocol.sampling import decode_chat
+from ..respond import respond
 from .run import plan_chat
 
 

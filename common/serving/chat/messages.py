@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...api.errors import InvalidRequest
-from ..protocol.refused_fields import MESSAGE, refuse
-from ..protocol.requests import ChatRequest, ContentPart, Message, MessageToolCall, Reasoning, Tool
+from ..protocol.sampling import ChatRequest, ContentPart, Message, MessageToolCall, Reasoning, Tool
+from ..protocol.unsupported_fields import MESSAGE, refuse
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """``function`` is the older name of ``tool``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...api.errors import InvalidRequest
 from ...tokenizer.tokenizer import Tokenizer
-from ..protocol.requests import ChatRequest
+from ..protocol.sampling import ChatRequest
 from .messages import template_messages, template_options, template_tools
 from .tool_choice import ToolChoice
 

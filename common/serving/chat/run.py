@@ -10,23 +10,23 @@ from collections.abc import Sequence
 import msgspec
 
 from ...api.messages import Generate
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..native.schema import LogprobOptions
+from ..protocol.grammar_fields import grammar_field
 from ..protocol.prompts import Prompts, output_limit
-from ..protocol.requests import ChatRequest, sampling_params
 from ..protocol.responses import ChatChunk, ChatCompletion, ChatDelta
-from ..run import Run
-from ..structured.fields import grammar_field
-from .answer import ChatAnswer
-from .formats import answer_form
+from ..protocol.sampling import ChatRequest, sampling_params
+from ..respond import PlannedResponse
+from .answer_form import answer_form
+from .formatter import ChatFormatter
 from .prompt import chat_prompt
 from .tool_choice import tool_choice
 
 
-class ChatRun(Run[ChatCompletion, ChatChunk]):
+class PlannedChat(PlannedResponse[ChatCompletion, ChatChunk]):
     """A planned chat."""
 
-    def __init__(self, context: ServingContext, requests: list[Generate], answer: ChatAnswer, *, arrived: float,
+    def __init__(self, context: ServingContext, requests: list[Generate], answer: ChatFormatter, *, arrived: float,
                  continued: Sequence[int]):
         super().__init__(context, requests, answer, arrived=arrived, continued=continued)
         self._chat = answer
@@ -38,7 +38,7 @@ class ChatRun(Run[ChatCompletion, ChatChunk]):
 
 
 async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: float, with_ids: bool = False,
-                    name: str | None = None) -> ChatRun:
+                    name: str | None = None) -> PlannedChat:
     """``arrived``: the HTTP request's arrival, on the monotonic clock; ``with_ids``: chunks hold their token ids;
     ``name``: the answer's id, where the API does not send the chunks' own.
 
@@ -65,5 +65,5 @@ async def plan_chat(context: ServingContext, body: ChatRequest, *, arrived: floa
     logprobs = LogprobOptions(bool(body.logprobs), -1, body.top_logprobs or 0)
     requests, continued = await planner.plan(body, ids, [params], body.num_choices, logprobs,
                                              asked.param if asked else "tools")
-    answer = ChatAnswer(context, body, form.reading, with_ids=with_ids, name=name)
-    return ChatRun(context, requests, answer, arrived=arrived, continued=continued)
+    answer = ChatFormatter(context, body, form.reading, with_ids=with_ids, name=name)
+    return PlannedChat(context, requests, answer, arrived=arrived, continued=continued)

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from ...api.messages import Logprobs
-from ..context import ServingContext
-from ..generation import Choice
+from ..context.generation import Choice
+from ..context.serving_context import ServingContext
 from ..native.schema import LogprobOptions
 from ..protocol.continuation import ResponseHeader
+from ..protocol.grammar_fields import grammar_field
 from ..protocol.logprobs import completion_logprobs, joined
 from ..protocol.prompts import output_limit, parse_prompts
-from ..protocol.requests import CompletionRequest, decode_completion, sampling_params
 from ..protocol.responses import Completion, CompletionChoice, Usage
+from ..protocol.sampling import CompletionRequest, decode_completion, sampling_params
 from ..protocol.usage import usage_of
-from ..run import Run, respond
-from ..structured.fields import grammar_field
+from ..respond import PlannedResponse, respond
 from .best_of import best
 from .echo import Echo
 
@@ -30,7 +30,7 @@ async def completions(context: ServingContext, request: web.Request) -> web.Stre
 
 
 async def plan_completion(context: ServingContext, body: CompletionRequest, *, arrived: float,
-                          with_ids: bool = False) -> Run[Completion, Completion]:
+                          with_ids: bool = False) -> PlannedResponse[Completion, Completion]:
     """See ``plan_chat``."""
     model, planner = context.model, context.planner
     model.check_name(body.model)
@@ -49,7 +49,7 @@ async def plan_completion(context: ServingContext, body: CompletionRequest, *, a
                                              asked.param if asked else "tools")
     echo = Echo(prompts, body.num_made, context.status.serving_tokenizer()) if body.echo else None
     answer = _Answer(context, body, echo, with_ids=with_ids)
-    return Run(context, requests, answer, arrived=arrived, continued=continued)
+    return PlannedResponse(context, requests, answer, arrived=arrived, continued=continued)
 
 
 class _Answer:

@@ -16,8 +16,8 @@ from ...api.messages import Generate
 from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...tokenizer.tokenizer import Tokenizer
-from ..context import ServingContext, engine_requests
-from ..generation import Choice, refuse_aborted
+from ..context.generation import Choice, refuse_aborted
+from ..context.serving_context import ServingContext, engine_requests
 from ..native.schema import LogprobOptions
 from ..protocol.bootstrap import Placement
 from ..protocol.prompts import Prompts, parse_prompts, too_long

@@ -6,17 +6,17 @@ import msgspec
 from aiohttp import web
 
 from ...api.unreadable import UNREADABLE
-from ..chat.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from ..chat.blocks import AnswerBlocks, BlockDelta, BlockEvent, BlockStart, BlockStop, ContentBlock
 from ..chat.prompt import chat_prompt
+from ..chat.stream_adapter import ChatApi, respond_adapted
 from ..chat.tool_choice import tool_choice
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..protocol.continuation import ResponseHeader
 from ..protocol.prompts import Prompts
 from ..protocol.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, Usage
 from ..sse import client_error
-from ..stream_adapter import ChatApi, respond_adapted
 from ..web import json_response
-from .answer import (
+from .schema import (
     AnswerBlock,
     AnswerMessage,
     MessageUsage,
@@ -28,7 +28,7 @@ from .answer import (
     error_body,
     event,
 )
-from .request import MessagesRequest, as_chat, decode_count, decode_messages
+from .to_chat import MessagesRequest, as_chat, decode_count, decode_messages
 
 PATH = "/v1/messages"
 
@@ -52,11 +52,11 @@ class _Answer:
     """Formats a chat's answer as a message, or as the events of its content blocks."""
 
     def __init__(self, body: MessagesRequest, header: ResponseHeader, num_prompt_tokens: int):
-        self._blocks = Blocks()
+        self._blocks = AnswerBlocks()
         self._message = AnswerMessage(header.id, header.model, [], MessageUsage(num_prompt_tokens, 0))
 
     def full(self, choice: ChatChoice, completion: ChatCompletion) -> AnswerMessage:
-        self._message.content = [_block(block, block.text) for block in Blocks.of(choice.message, []).blocks]
+        self._message.content = [_block(block, block.text) for block in AnswerBlocks.of(choice.message, []).blocks]
         self._set_stop_reason(choice)
         self._set_usage(completion.usage)
         return self._message
@@ -100,21 +100,21 @@ class _Answer:
             self._message.usage = MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _event(change: Change) -> bytes:
+def _event(change: BlockEvent) -> bytes:
     block = change.block
     match change:
-        case Opened():
+        case BlockStart():
             return event("content_block_start", index=block.index, content_block=_block(block, ""))
-        case Grown(_, piece, _):
+        case BlockDelta(_, piece, _):
             delta = {"text": {"type": "text_delta", "text": piece},
                      "reasoning": {"type": "thinking_delta", "thinking": piece},
                      "call": {"type": "input_json_delta", "partial_json": piece}}[block.kind]
             return event("content_block_delta", index=block.index, delta=delta)
-        case Closed():
+        case BlockStop():
             return event("content_block_stop", index=block.index)
 
 
-def _block(block: Block, text: str) -> AnswerBlock:
+def _block(block: ContentBlock, text: str) -> AnswerBlock:
     if block.kind == "text":
         return TextBlock(text)
     if block.kind == "reasoning":

@@ -9,17 +9,17 @@ from aiohttp import web
 
 from ...api.errors import InvalidRequest
 from ...api.messages import Generate, Logprobs
-from ..context import ServingContext, engine_requests
-from ..generation import Choice
+from ..context.generation import Choice
+from ..context.serving_context import ServingContext, engine_requests
+from ..context.sessions import SessionTurn
 from ..protocol.logprobs import Piece, native_lists, native_logprobs
 from ..protocol.prompts import output_limit
-from ..run import Run, respond
-from ..sessions.store import SessionTurn
+from ..respond import PlannedResponse, respond
 from .extras import check_hidden_bytes, embedded_prompts, state_lists
 from .schema import GenerateAnswer, GenerateRequest, NativeSampling, decode_generate, logprob_options
 
 DEFAULT_TOKENS = 128  # SGLang's
-NativeRun = Run[Any, GenerateAnswer]
+NativeRun = PlannedResponse[Any, GenerateAnswer]
 
 
 async def generate(context: ServingContext, request: web.Request) -> web.StreamResponse:

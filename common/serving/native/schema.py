@@ -14,11 +14,11 @@ from ...api.wire import Float32, Int32, Int64
 from ..protocol.bootstrap import BootstrapFields
 from ..protocol.continuation import Continuation
 from ..protocol.decoding import BodyDecoder
+from ..protocol.grammar_fields import grammar_field
 from ..protocol.per_prompt import check_count, per_prompt
 from ..protocol.prompts import Prompts, parse_prompts
-from ..protocol.refused_fields import GENERATE, SAMPLING, refuse
-from ..protocol.requests import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
-from ..structured.fields import grammar_field
+from ..protocol.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, biases, check_range, stop_expressions, validated_params
+from ..protocol.unsupported_fields import GENERATE, SAMPLING, refuse
 from .extras import Embeddings, custom_processor
 
 MAX_LISTED_IDS = 1024
@@ -50,7 +50,7 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     custom_params: dict[str, Any] | None = None  # parameters of custom_logit_processor
-    # refused (see refused.SAMPLING)
+    # refused (see unsupported_fields.SAMPLING)
     beam_width: Any = None
     stream_interval: Any = None
 

@@ -9,7 +9,7 @@ import msgspec
 
 from ...api.errors import InvalidRequest
 from ...api.wire import unbounded_fields
-from .refused_fields import RefusedFields, Table
+from .unsupported_fields import Table, UnsupportedFields
 
 T = TypeVar("T")
 _AT = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -23,7 +23,7 @@ class BodyDecoder(Generic[T]):
         """Raises TypeError for a type with a number that has no bounds, which common/api/wire.py gives."""
         if unbounded := unbounded_fields(kind):
             raise TypeError(f"Give these numbers bounds: {', '.join(unbounded)}.")
-        self._refused = RefusedFields(refused) if refused else None
+        self._refused = UnsupportedFields(refused) if refused else None
         self._decoder = msgspec.json.Decoder(kind if self._refused is None else self._refused.added_to(kind))
 
     def decode(self, body: bytes) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..generation import Choice
+from ..context.generation import Choice
 from .responses import Usage
 
 

@@ -9,13 +9,13 @@ from aiohttp import web
 from msgspec import UNSET
 
 from ...api.errors import NotFound, ServingError
-from ..chat.blocks import Block, Blocks, Change, Closed, Grown, Opened
-from ..context import ServingContext
+from ..chat.blocks import AnswerBlocks, BlockDelta, BlockEvent, BlockStart, BlockStop, ContentBlock
+from ..chat.stream_adapter import ChatApi, respond_adapted
+from ..context.serving_context import ServingContext
 from ..protocol.continuation import ResponseHeader
 from ..protocol.responses import ChatChoice, ChatChunk, ChatCompletion, ChatDelta, FinishReason, Usage
 from ..sse import client_error
-from ..stream_adapter import ChatApi, respond_adapted
-from .objects import (
+from .schema import (
     Events,
     IncompleteDetails,
     InputTokensDetails,
@@ -30,7 +30,7 @@ from .objects import (
     ResponseObject,
     ResponseUsage,
 )
-from .request import ResponseRequest, as_chat, decode_response, translate_error
+from .to_chat import ResponseRequest, as_chat, decode_response, translate_error
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
@@ -52,15 +52,15 @@ class _Answer:
         begun = body.continuation
         self._body = body
         self._id, self._created, self._model = header
-        self._blocks = Blocks()
-        self._closed: set[Block] = set()
+        self._blocks = AnswerBlocks()
+        self._closed: set[ContentBlock] = set()
         last_number = begun.sequence_number if begun is not None else None
         self._events = Events(0 if last_number is None else last_number + 1)
         self._reason: FinishReason | None = None
         self._usage: Usage | None = None
 
     def full(self, choice: ChatChoice, completion: ChatCompletion) -> ResponseObject:
-        self._blocks = Blocks.of(choice.message, choice.logprobs.content if choice.logprobs else [])
+        self._blocks = AnswerBlocks.of(choice.message, choice.logprobs.content if choice.logprobs else [])
         self._closed = set(self._blocks.blocks)
         self._reason, self._usage = choice.finish_reason, completion.usage
         return self._object(self._end_status)
@@ -75,7 +75,7 @@ class _Answer:
     def resume(self, continued: list[ChatDelta]) -> None:
         for delta in continued:
             for change in self._blocks.take(delta, []):
-                if isinstance(change, Closed):
+                if isinstance(change, BlockStop):
                     self._closed.add(change.block)
 
     def delta(self, chunk: ChatChunk) -> list[bytes]:
@@ -96,7 +96,7 @@ class _Answer:
     def fail(self, error: Exception) -> bytes:
         return self._events.make("response.failed", response=self._object("failed", client_error(error)))
 
-    def _changed(self, change: Change) -> list[bytes]:
+    def _changed(self, change: BlockEvent) -> list[bytes]:
         block = change.block
         at = {"output_index": block.index, "item_id": self._item_id(block)}
         if block.kind == "call":
@@ -106,27 +106,27 @@ class _Answer:
         at["content_index"] = 0
         make = self._events.make
         match change:
-            case Opened():
+            case BlockStart():
                 part = OutputText("") if is_text else ReasoningText("")
                 return [make("response.output_item.added", output_index=block.index, item=self._added_item(block)),
                         make("response.content_part.added", part=part, **at)]
-            case Grown(_, text, logprobs):
+            case BlockDelta(_, text, logprobs):
                 return [make(f"{kind}.delta", delta=text, **at, **({"logprobs": logprobs} if is_text else {}))]
-            case Closed():
+            case BlockStop():
                 self._closed.add(block)
                 return [make(f"{kind}.done", text=block.text, **at,
                              **({"logprobs": block.logprobs} if is_text else {})),
                         make("response.content_part.done", part=_part(block), **at),
                         make("response.output_item.done", output_index=block.index, item=self._item(block))]
 
-    def _call_changed(self, change: Change, at: dict[str, object]) -> list[bytes]:
+    def _call_changed(self, change: BlockEvent, at: dict[str, object]) -> list[bytes]:
         block, make = change.block, self._events.make
         match change:
-            case Opened():
+            case BlockStart():
                 return [make("response.output_item.added", output_index=block.index, item=self._added_item(block))]
-            case Grown(_, text, _):
+            case BlockDelta(_, text, _):
                 return [make("response.function_call_arguments.delta", delta=text, **at)]
-            case Closed():
+            case BlockStop():
                 self._closed.add(block)
                 return [make("response.function_call_arguments.done", name=block.name, arguments=block.text, **at),
                         make("response.output_item.done", output_index=block.index, item=self._item(block))]
@@ -157,18 +157,18 @@ class _Answer:
             answer.error = ResponseError(code, error.message)
         return answer
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: ContentBlock) -> str:
         """The same on every server that sends a part of this answer."""
         name = f"{self._id}/{block.index}"
         return f"{_PREFIXES[block.kind]}_{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
-    def _added_item(self, block: Block) -> OutputItem:
+    def _added_item(self, block: ContentBlock) -> OutputItem:
         item_id = self._item_id(block)
         if block.kind == "call":
             return OutputCall(item_id, block.call_id, block.name, "", "in_progress")
         return (OutputMessage if block.kind == "text" else OutputReasoning)(item_id, [], "in_progress")
 
-    def _item(self, block: Block) -> OutputItem:
+    def _item(self, block: ContentBlock) -> OutputItem:
         closed = block in self._closed
         cut = self._reason == "length" and block is self._blocks.blocks[-1]
         status = "incomplete" if closed and cut else "completed" if closed else "in_progress"
@@ -181,7 +181,7 @@ class _Answer:
         return OutputMessage(item_id, parts, status)
 
 
-def _part(block: Block) -> OutputText | ReasoningText:
+def _part(block: ContentBlock) -> OutputText | ReasoningText:
     return OutputText(block.text, block.logprobs) if block.kind == "text" else ReasoningText(block.text)
 
 

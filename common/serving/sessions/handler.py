@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from ...api.wire import Int64
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
 from ..web import json_response
 

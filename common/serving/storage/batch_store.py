@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import msgspec
 
 from ...api.errors import InvalidRequest, NotFound
-from ..batches.schema import Batch, BatchError, BatchErrors, CreateBatch, RequestCounts, Status
-from ..files.schema import FileObject, PageQuery
+from .batch_schema import Batch, BatchError, BatchErrors, CreateBatch, RequestCounts, Status
 from .database import Database
+from .file_schema import FileObject, PageQuery
 from .file_store import insert, seq_of
 
 SCHEMA = """

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 from ...api.errors import Conflict, InvalidRequest, NotFound, TooLarge
-from ..files.schema import MAX_FILE_BYTES, FileObject, PageQuery
 from .database import Database
+from .file_schema import MAX_FILE_BYTES, FileObject, PageQuery
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (

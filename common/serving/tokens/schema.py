@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from ...api.errors import InvalidRequest
 from ...api.wire import Int32
 from ..protocol.decoding import BodyDecoder
-from ..protocol.requests import ChatRequest, Message, Tool
+from ..protocol.sampling import ChatRequest, Message, Tool
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

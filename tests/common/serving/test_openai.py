@@ -15,8 +15,8 @@ from baton.common.serving.protocol.bootstrap import BootstrapFields, bootstraps,
 from baton.common.serving.protocol.decoding import BodyDecoder
 from baton.common.serving.protocol.logprobs import chat_logprobs, completion_logprobs, native_lists, native_logprobs
 from baton.common.serving.protocol.prompts import output_limit, parse_prompts
-from baton.common.serving.protocol.requests import decode_chat, decode_completion, sampling_params
 from baton.common.serving.protocol.responses import encode
+from baton.common.serving.protocol.sampling import decode_chat, decode_completion, sampling_params
 
 USER = {"role": "user", "content": "hi"}
 

@@ -13,7 +13,7 @@ from ...engine_client.client import EngineClient
 _FINAL_ERROR_SECONDS = 0.5  # in which the error of a request that was cut must be sent
 
 
-class InFlight:
+class InFlightRequests:
     """The open HTTP requests of a server.
 
     ``begin`` and ``end`` surround each request, in its task. ``cut``: the server has given up those that remain.

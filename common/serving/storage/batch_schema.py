@@ -10,8 +10,8 @@ import msgspec
 from ...api.errors import InvalidRequest
 from ...api.unreadable import UNREADABLE
 from ...api.wire import Int32
-from ..files.schema import expiry_seconds
 from ..protocol.decoding import BodyDecoder
+from .file_schema import expiry_seconds
 
 MAX_LINES = 50_000  # OpenAI's
 MAX_ERRORS = 100  # of an input file that are told

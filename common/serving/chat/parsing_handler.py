@@ -6,15 +6,15 @@ import msgspec
 from aiohttp import web
 
 from ...api.errors import InvalidRequest
-from ...parsers.answer_parts import Arguments, CallBegun, Part, Thought, joined
-from ...parsers.reading import Reading
+from ...parsers.output_format import OutputFormat
+from ...parsers.output_parser import OutputDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallStart, joined
 from ...parsers.reasoning import REASONING, begins_inside
 from ...parsers.tools import FORMATS
-from ..chat.tool_choice import ToolChoice, check_tools
-from ..context import ServingContext
+from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
-from ..protocol.requests import Tool
+from ..protocol.sampling import Tool
 from ..web import json_response
+from .tool_choice import ToolChoice, check_tools
 
 
 class _ParseRequest(msgspec.Struct):
@@ -56,12 +56,12 @@ async def parse_function_call(context: ServingContext, request: web.Request) -> 
     if tools is None:
         raise InvalidRequest("tool_call_parser is missing, and this server has none of its own.",
                              param="tool_call_parser")
-    parts = _read(Reading(tools, ToolChoice(tuple(body.tools)).schemas), body.text)
+    parts = _read(OutputFormat(tools, ToolChoice(tuple(body.tools)).schemas), body.text)
     calls: list[_Call] = []
     for part in parts:
-        if isinstance(part, CallBegun):
+        if isinstance(part, ToolCallStart):
             calls.append(_Call(len(calls), part.name))
-        elif isinstance(part, Arguments):
+        elif isinstance(part, ToolArgumentsDelta):
             calls[-1].parameters += part.text
     return json_response(_ParseAnswer(_content(parts), calls))
 
@@ -73,8 +73,8 @@ async def separate_reasoning(context: ServingContext, request: web.Request) -> w
     if reasoning is None:
         raise InvalidRequest("reasoning_parser is missing, and this server has none of its own.",
                              param="reasoning_parser")
-    parts = _read(Reading(reasoning=reasoning, inside=begins_inside(reasoning, "")), body.text)
-    thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+    parts = _read(OutputFormat(reasoning=reasoning, inside=begins_inside(reasoning, "")), body.text)
+    thoughts = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
     return json_response(_SeparateAnswer(thoughts, _content(parts)))
 
 
@@ -84,10 +84,10 @@ def _format_named(param: str, name: str | None, formats: dict):
     return formats.get(name)
 
 
-def _read(reading: Reading, text: str) -> list[Part]:
+def _read(reading: OutputFormat, text: str) -> list[OutputDelta]:
     reader = reading.reader()
     return joined([*reader.push(text), *reader.finish()])
 
 
-def _content(parts: list[Part]) -> str:
+def _content(parts: list[OutputDelta]) -> str:
     return "".join(part for part in parts if isinstance(part, str))

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..answer_parts import Arguments, CallBegun
 from ..cursor import Cursor
+from ..output_parser import ToolArgumentsDelta, ToolCallStart
 
 log = logging.getLogger("baton.server")
 
@@ -15,7 +15,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """The offered tools: the JSON schema of the arguments, by tool name."""
 
 
-class Calls:
+class CallEmitter:
     """Emits calls of tools that the request offers; like SGLang, it drops calls of any other name."""
 
     def __init__(self, cursor: Cursor, schemas: Schemas, limit: int | None = None):
@@ -39,11 +39,11 @@ class Calls:
             log.info("the model called %.80r, which the request does not offer", name)
         elif not self._muted:
             self._num_emitted += 1
-            self._cursor.emit(CallBegun(name))
+            self._cursor.emit(ToolCallStart(name))
 
     def arguments(self, text: str) -> None:
         if text and not self._muted:
-            self._cursor.emit(Arguments(text))
+            self._cursor.emit(ToolArgumentsDelta(text))
 
     def schema(self, key: str) -> Mapping[str, Any] | None:
         """The schema of one of the call's arguments, None where it is not declared."""

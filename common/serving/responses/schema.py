@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..protocol.responses import TokenLogprob, encode
-from .request import FunctionTool, ReasoningOptions, TextFormat, TextOptions
+from .to_chat import FunctionTool, ReasoningOptions, TextFormat, TextOptions
 
 
 class OutputText(msgspec.Struct):

@@ -13,29 +13,29 @@ from typing import Protocol
 
 import msgspec
 
-from ..api.errors import EngineDead, InvalidRequest, NotFound, ServingError, WorkerUnavailable
-from ..api.messages import Generate, Loading, Pooling, Ready
-from ..api.sampling import SamplingParams
-from ..api.token_ids import check_ids
-from ..config.checkpoint import pooling_of
-from ..config.model import ModelSpec
-from ..config.server import ServerConfig
-from ..engine_client.client import EngineClient
-from ..grammar.service import GrammarService
-from ..obs.metrics import ServerMetrics
-from ..tokenizer.tokenizer import Tokenizer
-from .chat.formats import ChatFormats
+from ...api.errors import EngineDead, InvalidRequest, NotFound, ServingError, WorkerUnavailable
+from ...api.messages import Generate, Loading, Pooling, Ready
+from ...api.sampling import SamplingParams
+from ...api.token_ids import check_ids
+from ...config.checkpoint import pooling_of
+from ...config.model import ModelSpec
+from ...config.server import ServerConfig
+from ...engine_client.client import EngineClient
+from ...grammar.service import GrammarService
+from ...obs.metrics import ServerMetrics
+from ...tokenizer.tokenizer import Tokenizer
+from ..chat.answer_form import ChatFormats
+from ..native.schema import LogprobOptions
+from ..protocol.bootstrap import BootstrapFields, Placement, placements
+from ..protocol.continuation import Continuation, continue_after
+from ..protocol.prompts import Prompts
+from .api_keys import ApiKeys
+from .client_timeouts import ClientTimeouts
 from .generation import Generation
-from .lifecycle.api_keys import ApiKeys
-from .lifecycle.arrivals import Arrivals
-from .lifecycle.in_flight import InFlight
-from .lifecycle.request_log import RequestLog
-from .lifecycle.traces import Traces
-from .native.schema import LogprobOptions
-from .protocol.bootstrap import BootstrapFields, Placement, placements
-from .protocol.continuation import Continuation, continue_after
-from .protocol.prompts import Prompts
-from .sessions.store import Sessions
+from .in_flight import InFlightRequests
+from .request_log import RequestLog
+from .sessions import Sessions
+from .traces import Traces
 
 CLIENT: ContextVar[Callable[[], str]] = ContextVar("client", default=str)
 """Names the client of the current request: the hash of its API key, or the address that it came from."""
@@ -243,8 +243,8 @@ class ServingContext:
         self.telemetry = Telemetry(config)
         self.planner = RequestPlanner(config, self.model, self.status, client)
         self.keys = ApiKeys.of(config.http.api_key, config.http.admin_api_key)
-        self.in_flight = InFlight()
-        self.arrivals = Arrivals(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
+        self.in_flight = InFlightRequests()
+        self.arrivals = ClientTimeouts(config.http.client_header_timeout_secs, config.http.client_body_timeout_secs)
         self.sessions = Sessions()
 
     def generation(self, requests: Sequence[Generate], arrived: float, continued: Sequence[int] = ()) -> Generation:

@@ -27,7 +27,7 @@ class SlowBody(web.RequestPayloadError):
     """Raised in a handler that reads a body that is overdue."""
 
 
-class Arrivals:
+class ClientTimeouts:
     """Closes connections whose first request has no head after ``header_seconds``, and fails bodies after
     ``body_seconds`` and one second more for each BODY_BYTES_PER_SECOND received. 0: no limit.
 

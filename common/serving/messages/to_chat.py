@@ -11,7 +11,7 @@ from ...api.wire import Float32, Int32
 from ..protocol.bootstrap import BootstrapFields
 from ..protocol.continuation import Continuation
 from ..protocol.decoding import BodyDecoder
-from ..protocol.requests import (
+from ..protocol.sampling import (
     ChatRequest,
     Function,
     FunctionCall,

@@ -9,22 +9,23 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from ...version import __version__
-from ..batches import schema as batches
-from ..embeddings import schema as embeddings
-from ..files import schema as files
-from ..messages import answer as anthropic_answer
-from ..messages import request as anthropic_request
-from ..native import schema as native
-from ..protocol import requests
-from ..protocol import responses as answers
-from ..protocol.responses import encode
-from ..responses import objects
-from ..responses import request as response_request
-from ..sessions import handler as session_routes
-from ..tokens import schema as tokenizing
-from . import control, parsing
-from . import handler as admin_routes
+from ..version import __version__
+from .admin import control
+from .admin import handler as admin_routes
+from .chat import parsing_handler
+from .embeddings import schema as embeddings
+from .messages import schema as anthropic_answer
+from .messages import to_chat as anthropic_request
+from .native import schema as native
+from .protocol import responses as answers
+from .protocol import sampling
+from .protocol.responses import encode
+from .responses import schema as objects
+from .responses import to_chat as response_request
+from .sessions import handler as session_routes
+from .storage import batch_schema as batches
+from .storage import file_schema as files
+from .tokens import schema as tokenizing
 
 Route = tuple[str, str, Callable[..., Awaitable[web.StreamResponse]]]
 """Method, path as aiohttp writes it, handler."""
@@ -58,8 +59,8 @@ class _Shape(NamedTuple):
 
 _PAGE = ("limit", "after", "order")
 _SHAPES: dict[str, _Shape] = {
-    "POST /v1/chat/completions": _Shape(requests.ChatRequest, answers.ChatCompletion, answers.ChatChunk),
-    "POST /v1/completions": _Shape(requests.CompletionRequest, answers.Completion, answers.Completion),
+    "POST /v1/chat/completions": _Shape(sampling.ChatRequest, answers.ChatCompletion, answers.ChatChunk),
+    "POST /v1/completions": _Shape(sampling.CompletionRequest, answers.Completion, answers.Completion),
     "POST /v1/responses": _Shape(response_request.ResponseRequest, objects.ResponseObject, dict[str, Any]),
     "POST /v1/messages": _Shape(anthropic_request.MessagesRequest, anthropic_answer.AnswerMessage, dict[str, Any]),
     "POST /v1/messages/count_tokens": _Shape(anthropic_request.Conversation, anthropic_answer.TokenCount),
@@ -83,8 +84,8 @@ _SHAPES: dict[str, _Shape] = {
     "GET /v1/batches": _Shape(response=files.Page[batches.Batch], query=_PAGE),
     "GET /v1/batches/{batch_id}": _Shape(response=batches.Batch),
     "POST /v1/batches/{batch_id}/cancel": _Shape(response=batches.Batch),
-    "POST /parse_function_call": _Shape(parsing._ParseRequest, parsing._ParseAnswer),
-    "POST /separate_reasoning": _Shape(parsing._SeparateRequest, parsing._SeparateAnswer),
+    "POST /parse_function_call": _Shape(parsing_handler._ParseRequest, parsing_handler._ParseAnswer),
+    "POST /separate_reasoning": _Shape(parsing_handler._SeparateRequest, parsing_handler._SeparateAnswer),
     "POST /open_session": _Shape(session_routes._Open, str),
     "POST /close_session": _Shape(session_routes._Close),
     "POST /abort_request": _Shape(admin_routes.AbortRequest),

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from ...api.kv_events import PROMPT_PAGES_HEADER, encode_pages
-from ...api.messages import Generate
-from ..context import ServingContext
+from ..api.kv_events import PROMPT_PAGES_HEADER, encode_pages
+from ..api.messages import Generate
+from .context.serving_context import ServingContext
 
 
 def record_prompt_pages(context: ServingContext, request: web.Request, requests: Sequence[Generate]) -> None:

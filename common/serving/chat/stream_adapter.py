@@ -11,16 +11,16 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from aiohttp import web
 
-from ..api.errors import InvalidRequest
-from .chat.run import ChatRun, plan_chat
-from .context import ServingContext
-from .generation import refuse_aborted
-from .lifecycle.prompt_pages import record_prompt_pages
-from .protocol.continuation import HEADER, Continuation, ResponseHeader
-from .protocol.requests import ChatRequest, check_chat
-from .protocol.responses import ChatChoice, ChatChunk, ChatCompletion, ChatDelta, encode
-from .sse import client_error, stream_events
-from .web import json_bytes, log_failure
+from ...api.errors import InvalidRequest
+from ..context.generation import refuse_aborted
+from ..context.serving_context import ServingContext
+from ..prompt_pages import record_prompt_pages
+from ..protocol.continuation import HEADER, Continuation, ResponseHeader
+from ..protocol.responses import ChatChoice, ChatChunk, ChatCompletion, ChatDelta, encode
+from ..protocol.sampling import ChatRequest, check_chat
+from ..sse import client_error, stream_events
+from ..web import json_bytes, log_failure
+from .run import PlannedChat, plan_chat
 
 
 class StreamAdapter(Protocol):
@@ -89,8 +89,8 @@ async def respond_adapted(context: ServingContext, request: web.Request, api: Ch
     return json_bytes(encode(adapter.full(completion.choices[0], completion)))
 
 
-async def _events(run: ChatRun, adapter: StreamAdapter, *, resumed: bool, with_ids: bool) -> AsyncGenerator[bytes,
-                                                                                                            None]:
+async def _events(run: PlannedChat, adapter: StreamAdapter, *, resumed: bool, with_ids: bool) -> AsyncGenerator[bytes,
+                                                                                                                None]:
     """The stream begins with the first chunk: an error before it has an HTTP status of its own.
 
     ``resumed``: another server sent the beginning. ``with_ids``: token ids, and the error that ends a stream, are sent

@@ -5,34 +5,34 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 
-class Thought(NamedTuple):
+class ReasoningDelta(NamedTuple):
     """A delta of the reasoning that precedes (or interrupts) the content."""
 
     text: str
 
 
-class CallBegun(NamedTuple):
+class ToolCallStart(NamedTuple):
     """The beginning of a tool call; its arguments follow as deltas."""
 
     name: str
 
 
-class Arguments(NamedTuple):
+class ToolArgumentsDelta(NamedTuple):
     """A delta of the latest call's arguments, which together are JSON as far as the model wrote JSON."""
 
     text: str
 
 
-Part = str | Thought | CallBegun | Arguments
+OutputDelta = str | ReasoningDelta | ToolCallStart | ToolArgumentsDelta
 """A delta of an answer; plain strings are content."""
 
 
-class Reader(Protocol):
+class OutputParser(Protocol):
     """Parses an answer's text incrementally. The joined output does not depend on how the text was split."""
 
-    def push(self, text: str) -> list[Part]: ...
+    def push(self, text: str) -> list[OutputDelta]: ...
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputDelta]:
         """The buffered rest, at the end of the text."""
 
     @property
@@ -40,11 +40,11 @@ class Reader(Protocol):
         """The spans of reasoning and its markup in the text, in characters."""
 
 
-def joined(parts: list[Part]) -> list[Part]:
+def joined(parts: list[OutputDelta]) -> list[OutputDelta]:
     """The parts with neighbours of one kind joined, and without empty ones."""
-    merged: list[Part] = []
+    merged: list[OutputDelta] = []
     for part in parts:
-        if isinstance(part, CallBegun):
+        if isinstance(part, ToolCallStart):
             merged.append(part)
         elif not (part if isinstance(part, str) else part.text):
             continue

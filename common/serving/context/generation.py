@@ -8,20 +8,20 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ..api.errors import AbortRequested, ServingError
-from ..api.messages import Generate, LatencySpan, Logprobs, Output
-from ..engine_client.client import EngineClient
-from ..engine_client.output_stream import OutputStream
-from ..obs.metrics import ServerMetrics
-from ..tokenizer.text_stream import TextStream
-from ..tokenizer.tokenizer import Tokenizer
-from .lifecycle.request_log import RequestLog
-from .lifecycle.traces import Traces
-from .protocol.logprobs import joined
+from ...api.errors import AbortRequested, ServingError
+from ...api.messages import Generate, LatencySpan, Logprobs, Output
+from ...engine_client.client import EngineClient
+from ...engine_client.output_stream import OutputStream
+from ...obs.metrics import ServerMetrics
+from ...tokenizer.text_stream import TextStream
+from ...tokenizer.tokenizer import Tokenizer
+from ..protocol.logprobs import joined
+from .request_log import RequestLog
+from .traces import Traces
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChoiceFinish:
     """The reason why a choice ended; ``matched`` is the stop token or stop string."""
 
     reason: str
@@ -45,7 +45,7 @@ class Choice:
         self.rid = request.rid
         self.request = request
         self.arrived = arrived
-        self.finish: Ended | None = None
+        self.finish: ChoiceFinish | None = None
         self.latency = 0.0
         self._num_continued = 0
         self.num_prompt_tokens = len(request.input_ids)
@@ -130,9 +130,9 @@ class Choice:
             if output.logprobs is not None:
                 part.logprobs.append(output.logprobs)
         if self._text_stream.matched is not None:
-            self._finish(Ended("stop", self._text_stream.matched))
+            self._finish(ChoiceFinish("stop", self._text_stream.matched))
         elif output.finish is not None:
-            self._finish(Ended(output.finish.reason, output.finish.matched))
+            self._finish(ChoiceFinish(output.finish.reason, output.finish.matched))
 
     def _measure(self, output: Output) -> None:
         if output.embedding is not None:
@@ -152,7 +152,7 @@ class Choice:
         self._metrics.generation_tokens.inc(len(output.token_ids))
         self._last = now
 
-    def _finish(self, finish: Ended) -> None:
+    def _finish(self, finish: ChoiceFinish) -> None:
         self.finish = finish
         self.latency = time.monotonic() - self.arrived
         self._metrics.e2e.observe(self.latency)

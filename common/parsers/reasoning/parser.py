@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..answer_parts import Part, Reader, Thought
 from ..cursor import Cursor, Step
+from ..output_parser import OutputDelta, OutputParser, ReasoningDelta
 from .format import ReasoningFormat
 
 
@@ -24,10 +24,10 @@ def continues_inside(reasoning: ReasoningFormat, begun: str) -> bool:
     return begun.rfind(reasoning.opener) > begun.rfind(reasoning.closer)
 
 
-class ThinkReader:
-    """A ``Reader`` of reasoning, which passes the text that follows to another one."""
+class ReasoningParser:
+    """A ``OutputParser`` of reasoning, which passes the text that follows to another one."""
 
-    def __init__(self, reasoning: ReasoningFormat, rest: Reader, *, inside: bool, separate: bool = True,
+    def __init__(self, reasoning: ReasoningFormat, rest: OutputParser, *, inside: bool, separate: bool = True,
                  stream: bool = True):
         """``inside``: see ``begins_inside``. Without ``separate`` reasoning is content, its markup too; without
         ``stream`` it is emitted at once when it ends."""
@@ -46,7 +46,7 @@ class ThinkReader:
     def reasoning_spans(self) -> list[tuple[int, int]]:
         return [(0, self._end)] if self._end else []
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[OutputDelta]:
         if not self._thinking:
             return self._rest.push(text)
         cursor = self._cursor
@@ -58,18 +58,18 @@ class ThinkReader:
             return [*self._take_thought(), *self._rest.push(cursor.read + cursor.unread)]
         return self._take_thought() if self._stream else []
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[OutputDelta]:
         if self._thinking:
             self._cursor.ended = True
             return [*self.push(""), *self._rest.finish()]
         return self._rest.finish()
 
-    def _take_thought(self) -> list[Part]:
+    def _take_thought(self) -> list[OutputDelta]:
         """The reasoning that became certain."""
         text, self._thought = "".join(self._thought), []
         if not text:
             return []
-        return [Thought(text) if self._separate else text]
+        return [ReasoningDelta(text) if self._separate else text]
 
     def _read(self, cursor: Cursor) -> Step[None]:
         """Reads the reasoning, and leaves the text that follows it in the cursor."""

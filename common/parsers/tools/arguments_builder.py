@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .calls import Calls
+from .call_emitter import CallEmitter
 from .values import quoted
 
 
-class Members:
+class ArgumentsBuilder:
     """Emits ``{"key": value, ...}`` while the keys and values arrive."""
 
-    def __init__(self, calls: Calls):
+    def __init__(self, calls: CallEmitter):
         self._calls = calls
         self._opened = False
 

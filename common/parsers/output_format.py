@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .answer_parts import Reader, Thought
-from .cursor import Plain, ScriptReader
+from .cursor import PlainParser, ScriptParser
 from .harmony import MARKERS, Harmony
-from .reasoning import ReasoningFormat, ThinkReader
-from .tools import Calls, Schemas, ToolFormat
+from .output_parser import OutputParser, ReasoningDelta
+from .reasoning import ReasoningFormat, ReasoningParser
+from .tools import CallEmitter, Schemas, ToolFormat
 
 
 @dataclass(frozen=True)
-class Reading:
+class OutputFormat:
     """The formats to parse in one answer. ``schemas`` is empty where the request offers no tool.
 
     ``inside``: the prompt has opened the reasoning. ``max_calls``: further calls are dropped.
@@ -41,30 +41,30 @@ class Reading:
     def _parses_calls(self) -> bool:
         return self.tools is not None and bool(self.schemas)
 
-    def reader(self) -> Reader:
+    def reader(self) -> OutputParser:
         """A new parser for one choice."""
         if self.reasoning is not None and self.reasoning.harmony:
             return _HarmonyReader(self)
         rest = self._call_reader()
         if self.reasoning is None:
             return rest
-        return ThinkReader(self.reasoning, rest, inside=self.inside, separate=self.separate, stream=self.stream)
+        return ReasoningParser(self.reasoning, rest, inside=self.inside, separate=self.separate, stream=self.stream)
 
-    def _call_reader(self) -> Reader:
+    def _call_reader(self) -> OutputParser:
         if self.tools is None or not self.schemas:
-            return Plain()
+            return PlainParser()
         script, schemas = self.tools.script, self.schemas
-        return ScriptReader(lambda cursor: script(cursor, Calls(cursor, schemas, self.max_calls)))
+        return ScriptParser(lambda cursor: script(cursor, CallEmitter(cursor, schemas, self.max_calls)))
 
 
-class _HarmonyReader(ScriptReader):
+class _HarmonyReader(ScriptParser):
     """The parser of harmony, which holds both reasoning and calls."""
 
-    def __init__(self, reading: Reading):
-        self._harmony = Harmony(with_calls=reading._parses_calls, as_part=Thought if reading.separate else str,
+    def __init__(self, reading: OutputFormat):
+        self._harmony = Harmony(with_calls=reading._parses_calls, as_part=ReasoningDelta if reading.separate else str,
                                 stream=reading.stream)
         schemas, limit = reading.schemas or {}, reading.max_calls
-        super().__init__(lambda cursor: self._harmony.read(cursor, Calls(cursor, schemas, limit)))
+        super().__init__(lambda cursor: self._harmony.read(cursor, CallEmitter(cursor, schemas, limit)))
 
     @property
     def reasoning_spans(self) -> list[tuple[int, int]]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from ...api.errors import InvalidRequest
 from ...api.grammar import GrammarSpec
 from ...config.server import ChatArgs
-from ...parsers.reading import Reading
+from ...parsers.output_format import OutputFormat
 from ...parsers.reasoning import REASONING, ReasoningFormat, begins_after, begins_inside, continues_inside
 from ...parsers.reasoning.grammar import answer_head, reasoning_before
 from ...parsers.structural_tags import Node, either, node_of, sequence, spec
 from ...parsers.tools import FORMATS, JSON_ARRAY, ToolFormat, detect
 from ...parsers.tools.grammars import allow_calls, relax, require_calls
-from ..protocol.requests import ChatRequest
+from ..protocol.sampling import ChatRequest
 from .messages import text_of
 from .tool_choice import ToolChoice
 
@@ -36,7 +36,7 @@ class ChatFormats:
 class AnswerForm:
     """The parsing of one request's answers, and the grammar that they obey."""
 
-    reading: Reading
+    reading: OutputFormat
     grammar: GrammarSpec | None
 
 
@@ -50,8 +50,8 @@ def answer_form(formats: ChatFormats, body: ChatRequest, choice: ToolChoice, pro
     if choice.required and (tools is None or tools.layout is None):
         tools = JSON_ARRAY
     inside, closed = _reasoning_state(reasoning, body, prompt)
-    reading = Reading(tools, choice.schemas, choice.max_calls, reasoning, inside,
-                      separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
+    reading = OutputFormat(tools, choice.schemas, choice.max_calls, reasoning, inside,
+                           separate=body.separate_reasoning is not False, stream=body.stream_reasoning is not False)
     answer = _answer(reading, choice, asked)
     if answer is None:
         return AnswerForm(reading, asked)
@@ -69,7 +69,7 @@ def _reasoning_state(reasoning: ReasoningFormat | None, body: ChatRequest, promp
     return inside, not inside
 
 
-def _answer(reading: Reading, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:
+def _answer(reading: OutputFormat, choice: ToolChoice, asked: GrammarSpec | None) -> Node | None:
     """The grammar that follows an answer's reasoning, None where only ``asked``, or nothing, constrains the answer."""
     layout = reading.tools.layout if reading.tools is not None else None
     single = choice.max_calls == 1

@@ -17,7 +17,7 @@ from ...tokenizer.stop_regex import stop_expression
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
 from .decoding import BodyDecoder
-from .refused_fields import CHAT, COMPLETION
+from .unsupported_fields import CHAT, COMPLETION
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -105,7 +105,7 @@ class Message(msgspec.Struct):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # refused (see refused.MESSAGE)
+    # refused (see unsupported_fields.MESSAGE)
     function_call: Any = None
     tools: Any = None
     audio: Any = None

@@ -7,17 +7,17 @@ import logging
 import time
 from typing import Any
 
-from ...api.errors import WorkerUnavailable
-from ...api.messages import State
-from ...engine_client.dp_states import merge_states
-from ...obs.metrics import TokenTotals
-from ..context import ServingContext
-from ..web import failures
+from ..api.errors import WorkerUnavailable
+from ..api.messages import State
+from ..engine_client.dp_states import merge_states
+from ..obs.metrics import TokenTotals
+from .context.serving_context import ServingContext
+from .web import failures
 
 log = logging.getLogger("baton.server")
 
 
-class Activity:
+class StatsLogger:
     """Logs the engine's requests and cache, and tokens since the last line; an idle server logs nothing."""
 
     def __init__(self, context: ServingContext, interval: float):

@@ -8,14 +8,20 @@ from hashlib import blake2b
 
 from msgspec import UNSET
 
-from ...parsers.answer_parts import Arguments, CallBegun, Part, Reader, Thought, joined
-from ...parsers.reading import Reading, count_reasoning_tokens
-from ..context import ServingContext
-from ..generation import Choice
+from ...parsers.output_format import OutputFormat, count_reasoning_tokens
+from ...parsers.output_parser import (
+    OutputDelta,
+    OutputParser,
+    ReasoningDelta,
+    ToolArgumentsDelta,
+    ToolCallStart,
+    joined,
+)
+from ..context.generation import Choice
+from ..context.serving_context import ServingContext
 from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import chat_logprobs
 from ..protocol.logprobs import joined as logprobs_of
-from ..protocol.requests import ChatRequest
 from ..protocol.responses import (
     CalledFunction,
     CalledFunctionDelta,
@@ -31,13 +37,14 @@ from ..protocol.responses import (
     ToolCallOut,
     Usage,
 )
+from ..protocol.sampling import ChatRequest
 from ..protocol.usage import usage_of
 
 
 class _ChoiceStream:
     """The state of one choice's stream: its reader, the calls so far, and token ids that wait for the next chunk."""
 
-    def __init__(self, reader: Reader, name: str):
+    def __init__(self, reader: OutputParser, name: str):
         """``name`` is the answer's id and the choice's index."""
         self.reader = reader
         self.num_calls = 0
@@ -48,15 +55,15 @@ class _ChoiceStream:
         """Reads the text that another server sent; returns its deltas."""
         return [self.delta(part) for part in joined(self.reader.push(text))]
 
-    def delta(self, part: Part) -> ChatDelta:
+    def delta(self, part: OutputDelta) -> ChatDelta:
         match part:
-            case Thought(text):
+            case ReasoningDelta(text):
                 return ChatDelta(reasoning_content=text)
-            case CallBegun(name):
+            case ToolCallStart(name):
                 self.num_calls += 1
                 call = ToolCallDelta(self.num_calls - 1, CalledFunctionDelta("", name), self._call_id(), "function")
                 return ChatDelta(tool_calls=[call])
-            case Arguments(text):
+            case ToolArgumentsDelta(text):
                 return ChatDelta(tool_calls=[ToolCallDelta(self.num_calls - 1, CalledFunctionDelta(text))])
         return ChatDelta(content=part)
 
@@ -66,10 +73,10 @@ class _ChoiceStream:
         return f"call_{blake2b(name.encode(), digest_size=12).hexdigest()}"
 
 
-class ChatAnswer:
+class ChatFormatter:
     """Formats one chat, see ``run.Answer``."""
 
-    def __init__(self, context: ServingContext, body: ChatRequest, reading: Reading, *, with_ids: bool,
+    def __init__(self, context: ServingContext, body: ChatRequest, reading: OutputFormat, *, with_ids: bool,
                  name: str | None = None):
         """``name``: the answer's id, where the API does not send the chunks' own."""
         self.continued_deltas: list[ChatDelta] = []
@@ -92,7 +99,7 @@ class ChatAnswer:
         formatted = [self._choice(choice, reader) for choice, reader in zip(choices, readers)]
         return ChatCompletion(*self._header, formatted, self._usage(choices, readers))
 
-    def _choice(self, choice: Choice, reader: Reader) -> ChatChoice:
+    def _choice(self, choice: Choice, reader: OutputParser) -> ChatChoice:
         assert choice.finish is not None
         message = message_of([*reader.push(choice.text), *reader.finish()])
         logprobs = choice.visible(choice.logprobs)
@@ -138,7 +145,7 @@ class ChatAnswer:
             return []
         return [ChatChunk(*self._header, [], self._usage(choices, [stream.reader for stream in self._streams]))]
 
-    def _usage(self, choices: Sequence[Choice], readers: Sequence[Reader]) -> Usage:
+    def _usage(self, choices: Sequence[Choice], readers: Sequence[OutputParser]) -> Usage:
         usage = usage_of(choices, self._body.num_choices, report_cached=self._reports_cached)
         if self._reading.reasoning is not None:
             usage.reasoning_tokens = sum(self._reasoning_tokens(choice, reader)
@@ -146,7 +153,7 @@ class ChatAnswer:
             usage.completion_tokens_details = CompletionTokensDetails(usage.reasoning_tokens)
         return usage
 
-    def _reasoning_tokens(self, choice: Choice, reader: Reader) -> int:
+    def _reasoning_tokens(self, choice: Choice, reader: OutputParser) -> int:
         spans = reader.reasoning_spans
         if not spans:
             return 0
@@ -155,17 +162,17 @@ class ChatAnswer:
         return count_reasoning_tokens(spans, choice.text, token_bytes)
 
 
-def message_of(parts: list[Part]) -> ChatMessage:
+def message_of(parts: list[OutputDelta]) -> ChatMessage:
     """The message that consists of the parts of a complete answer."""
     calls: list[ToolCallOut] = []
     content = thought = ""
     for part in joined(parts):
         match part:
-            case Thought(text):
+            case ReasoningDelta(text):
                 thought += text
-            case CallBegun(name):
+            case ToolCallStart(name):
                 calls.append(ToolCallOut(_call_id(), CalledFunction(name, "")))
-            case Arguments(text):
+            case ToolArgumentsDelta(text):
                 calls[-1].function.arguments += text
             case _:
                 content += part

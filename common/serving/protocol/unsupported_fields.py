@@ -118,7 +118,7 @@ NO_EFFECT: Mapping[str, str] = {
 """Fields that are taken and do nothing, and why that is no loss."""
 
 
-class RefusedFields:
+class UnsupportedFields:
     """The fields of one table, decoded together with those of a request type: a second pass over a body of 8 MB would
     take 4 ms."""
 

@@ -15,8 +15,7 @@ from ...api.wire import Float32, Int32, Int64
 from ..protocol.bootstrap import BootstrapFields
 from ..protocol.continuation import Continuation
 from ..protocol.decoding import BodyDecoder
-from ..protocol.refused_fields import RESPONSE
-from ..protocol.requests import (
+from ..protocol.sampling import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
     Function,
@@ -27,6 +26,7 @@ from ..protocol.requests import (
     Tool,
     check_range,
 )
+from ..protocol.unsupported_fields import RESPONSE
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 

@@ -12,9 +12,9 @@ import msgspec
 from aiohttp import web
 
 from ..api.messages import Generate
-from .context import ServingContext
-from .generation import Choice
-from .lifecycle.prompt_pages import record_prompt_pages
+from .context.generation import Choice
+from .context.serving_context import ServingContext
+from .prompt_pages import record_prompt_pages
 from .protocol.continuation import HEADER
 from .protocol.responses import DONE, encode, event
 from .sse import stream_events
@@ -32,7 +32,7 @@ Whole = TypeVar("Whole", covariant=True)
 Chunk = TypeVar("Chunk", bound=msgspec.Struct, covariant=True)
 
 
-class Answer(Protocol[Whole, Chunk]):
+class ResponseFormatter(Protocol[Whole, Chunk]):
     """Formats one generation in an API's structs, either in full or as chunks."""
 
     def full(self, choices: Sequence[Choice]) -> Whole:
@@ -48,10 +48,10 @@ class Answer(Protocol[Whole, Chunk]):
         """The chunks that follow those of all choices."""
 
 
-class Run(Generic[Whole, Chunk]):
+class PlannedResponse(Generic[Whole, Chunk]):
     """A planned request: ask it for either ``full`` or ``chunks``, once."""
 
-    def __init__(self, context: ServingContext, requests: list[Generate], answer: Answer[Whole, Chunk], *,
+    def __init__(self, context: ServingContext, requests: list[Generate], answer: ResponseFormatter[Whole, Chunk], *,
                  arrived: float,
                  continued: Sequence[int] = ()):
         """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
@@ -90,15 +90,15 @@ class Run(Generic[Whole, Chunk]):
             await asyncio.sleep(0)  # streams that end in one step send their last tokens before any of them is closed
 
 
-class Planner(Protocol[Planned]):
+class PlanRequest(Protocol[Planned]):
     """Checks a request body and plans it; raises ServingError."""
 
     def __call__(self, context: ServingContext, body: Planned, *, arrived: float,
-                 with_ids: bool) -> Awaitable[Run[Any, Any]]: ...
+                 with_ids: bool) -> Awaitable[PlannedResponse[Any, Any]]: ...
 
 
 async def respond(context: ServingContext, request: web.Request, decode: Callable[[bytes], Body],
-                  plan: Planner[Body]) -> web.StreamResponse:
+                  plan: PlanRequest[Body]) -> web.StreamResponse:
     """Serves a route whose answers are sent as they are: JSON, or server-sent events that end with ``[DONE]``."""
     arrived = time.monotonic()
     with context.telemetry.counting_refusals():
@@ -111,7 +111,7 @@ async def respond(context: ServingContext, request: web.Request, decode: Callabl
     return json_bytes(encode(await run.full()))
 
 
-async def _events(run: Run[Any, Any]) -> AsyncGenerator[bytes, None]:
+async def _events(run: PlannedResponse[Any, Any]) -> AsyncGenerator[bytes, None]:
     async with aclosing(run.chunks()) as chunks:
         async for ready in chunks:
             yield b"".join(map(event, ready)) + (b"" if run.live else DONE)

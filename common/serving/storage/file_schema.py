@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from ...api.errors import InvalidRequest
-from ..protocol.requests import check_range
+from ..protocol.sampling import check_range
 
 T = TypeVar("T")
 
