@@ -10,22 +10,19 @@ import msgspec
 from aiohttp import web
 
 from ..version import __version__
-from .admin import control
-from .admin import handler as admin_routes
-from .chat import parsing_handler
+from .admin import schema as admin
+from .chat import parsing_schema as parsing
+from .chat import schema as chat
+from .completions import schema as completions
 from .embeddings import schema as embeddings
-from .messages import schema as anthropic_answer
-from .messages import to_chat as anthropic_request
+from .messages import schema as messages
 from .native import schema as native
-from .protocol import responses as answers
-from .protocol import sampling
-from .protocol.responses import encode
-from .responses import schema as objects
-from .responses import to_chat as response_request
-from .sessions import handler as session_routes
+from .protocol.encoding import encode
+from .responses import schema as responses
+from .sessions import schema as sessions
 from .storage import batch_schema as batches
 from .storage import file_schema as files
-from .tokens import schema as tokenizing
+from .tokens import schema as tokens
 
 Route = tuple[str, str, Callable[..., Awaitable[web.StreamResponse]]]
 """Method, path as aiohttp writes it, handler."""
@@ -59,11 +56,11 @@ class _Shape(NamedTuple):
 
 _PAGE = ("limit", "after", "order")
 _SHAPES: dict[str, _Shape] = {
-    "POST /v1/chat/completions": _Shape(sampling.ChatRequest, answers.ChatCompletion, answers.ChatChunk),
-    "POST /v1/completions": _Shape(sampling.CompletionRequest, answers.Completion, answers.Completion),
-    "POST /v1/responses": _Shape(response_request.ResponseRequest, objects.ResponseObject, dict[str, Any]),
-    "POST /v1/messages": _Shape(anthropic_request.MessagesRequest, anthropic_answer.AnswerMessage, dict[str, Any]),
-    "POST /v1/messages/count_tokens": _Shape(anthropic_request.Conversation, anthropic_answer.TokenCount),
+    "POST /v1/chat/completions": _Shape(chat.ChatRequest, chat.ChatCompletion, chat.ChatChunk),
+    "POST /v1/completions": _Shape(completions.CompletionRequest, completions.Completion, completions.Completion),
+    "POST /v1/responses": _Shape(responses.ResponseRequest, responses.ResponseObject, dict[str, Any]),
+    "POST /v1/messages": _Shape(messages.MessagesRequest, messages.AnswerMessage, dict[str, Any]),
+    "POST /v1/messages/count_tokens": _Shape(messages.Conversation, messages.TokenCount),
     "POST /generate": _Shape(native.GenerateRequest, native.GenerateAnswer | list[native.GenerateAnswer],
                              native.GenerateAnswer),
     "POST /v1/embeddings": _Shape(embeddings.EmbeddingRequest, embeddings.EmbeddingAnswer),
@@ -73,9 +70,9 @@ _SHAPES: dict[str, _Shape] = {
                     _Shape(embeddings.RerankRequest, list[embeddings.RankedDocument])),
     **dict.fromkeys(("POST /v1/score", "POST /score"), _Shape(embeddings.ScoreRequest, embeddings.ScoreAnswer)),
     **dict.fromkeys(("POST /v1/tokenize", "POST /tokenize"),
-                    _Shape(tokenizing.TokenizeRequest, tokenizing.TokenizeAnswer)),
+                    _Shape(tokens.TokenizeRequest, tokens.TokenizeAnswer)),
     **dict.fromkeys(("POST /v1/detokenize", "POST /detokenize"),
-                    _Shape(tokenizing.DetokenizeRequest, tokenizing.DetokenizeAnswer)),
+                    _Shape(tokens.DetokenizeRequest, tokens.DetokenizeAnswer)),
     "POST /v1/files": _Shape(response=files.FileObject),
     "GET /v1/files": _Shape(response=files.Page[files.FileObject], query=(*_PAGE, "purpose")),
     "GET /v1/files/{file_id}": _Shape(response=files.FileObject),
@@ -84,25 +81,29 @@ _SHAPES: dict[str, _Shape] = {
     "GET /v1/batches": _Shape(response=files.Page[batches.Batch], query=_PAGE),
     "GET /v1/batches/{batch_id}": _Shape(response=batches.Batch),
     "POST /v1/batches/{batch_id}/cancel": _Shape(response=batches.Batch),
-    "POST /parse_function_call": _Shape(parsing_handler._ParseRequest, parsing_handler._ParseAnswer),
-    "POST /separate_reasoning": _Shape(parsing_handler._SeparateRequest, parsing_handler._SeparateAnswer),
-    "POST /open_session": _Shape(session_routes._Open, str),
-    "POST /close_session": _Shape(session_routes._Close),
-    "POST /abort_request": _Shape(admin_routes.AbortRequest),
-    "POST /connect_prefill": _Shape(admin_routes.PrefillAddress),
-    "POST /update_weights_from_disk": _Shape(control._Update),
-    "POST /release_memory_occupation": _Shape(control._Memory, optional=True),
-    "POST /resume_memory_occupation": _Shape(control._Memory, optional=True),
-    "POST /pause_generation": _Shape(control._Pause, optional=True),
-    "POST /start_profile": _Shape(control._Profile, optional=True),
-    "POST /set_internal_state": _Shape(control._InternalState),
-    "POST /dump_expert_distribution_record": _Shape(control._Dump, optional=True),
+    "POST /parse_function_call": _Shape(parsing.ParseRequest, parsing.ParseAnswer),
+    "POST /separate_reasoning": _Shape(parsing.SeparateRequest, parsing.SeparateAnswer),
+    "POST /open_session": _Shape(sessions.OpenSessionRequest, str),
+    "POST /close_session": _Shape(sessions.CloseSessionRequest),
+    "POST /abort_request": _Shape(admin.AbortRequest),
+    "POST /connect_prefill": _Shape(admin.PrefillAddress),
+    "POST /update_weights_from_disk": _Shape(admin.UpdateWeightsRequest),
+    "POST /release_memory_occupation": _Shape(admin.MemoryRequest, optional=True),
+    "POST /resume_memory_occupation": _Shape(admin.MemoryRequest, optional=True),
+    "POST /pause_generation": _Shape(admin.PauseRequest, optional=True),
+    "POST /start_profile": _Shape(admin.ProfileRequest, optional=True),
+    "POST /set_internal_state": _Shape(admin.InternalStateRequest),
+    "POST /dump_expert_distribution_record": _Shape(admin.DumpRequest, optional=True),
 }
 _QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1}, "order": {"enum": ["asc", "desc"]}}
+
+
 _FORM = {"type": "object", "required": ["purpose", "file"], "properties": {
     "purpose": {"enum": list(files.PURPOSES)}, "file": {"type": "string", "format": "binary"},
     "expires_after[anchor]": {"enum": ["created_at"]}, "expires_after[seconds]": {"type": "integer"}}}
+
+
 _REF = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
@@ -111,7 +112,7 @@ def api_document(routes: Iterable[Route], open_paths: Iterable[str]) -> bytes:
     """The OpenAPI 3.1 document as JSON; ``open_paths`` need no key."""
     routes = list(routes)
     kinds = {kind: None for shape in _SHAPES.values() for kind in (shape.request, shape.response, shape.chunk) if kind}
-    kinds |= dict.fromkeys((ErrorBody, anthropic_answer.MessagesError))
+    kinds |= dict.fromkeys((ErrorBody, messages.MessagesError))
     kind_schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
     schemas = dict(zip(kinds, kind_schemas))
     paths: dict[str, dict[str, Any]] = {}
@@ -129,7 +130,7 @@ def api_document(routes: Iterable[Route], open_paths: Iterable[str]) -> bytes:
 def _operation(method: str, path: str, handler: Callable[..., Any], schemas: dict[Any, Any],
                is_open: bool) -> dict[str, Any]:
     shape = _SHAPES.get(f"{method} {_template(path)}", _Shape())
-    error = anthropic_answer.MessagesError if path.startswith("/v1/messages") else ErrorBody
+    error = messages.MessagesError if path.startswith("/v1/messages") else ErrorBody
     content = {"application/json": {"schema": schemas[shape.response] if shape.response else {}}}
     if shape.chunk is not None:
         content["text/event-stream"] = {"schema": schemas[shape.chunk]}
@@ -177,5 +178,5 @@ def _renamed(value: Any) -> Any:
 
 
 def _clean(name: str) -> str:
-    """A schema name that OpenAPI allows: ``_Update`` is private to its module, not to readers of the document."""
+    """A schema name that OpenAPI allows."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("_")

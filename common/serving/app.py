@@ -23,14 +23,15 @@ from .completions import handler as completion_routes
 from .context.api_keys import ApiKeys
 from .context.client_timeouts import SlowBody, SlowRequest
 from .context.in_flight import shut_down
-from .context.serving_context import CLIENT, ServingContext
+from .context.request_planner import CLIENT
+from .context.serving_context import ServingContext
 from .context.traces import TRACEPARENT
 from .embeddings import handler as embedding_routes
 from .files import handler as file_routes
 from .messages import handler as message_routes
 from .messages.schema import error_body
 from .native import handler as native_routes
-from .prompt_pages import add_prompt_pages
+from .respond import add_prompt_pages
 from .responses import handler as response_routes
 from .sessions import handler as session_routes
 from .tokens import handler as tokenize_routes

@@ -26,7 +26,7 @@ from ..engine_client.multi_node import NodeServer
 from ..engine_client.rank_processes import RankProcesses, RankTarget, rank_specs
 from ..runner.preflight import preflight
 from ..tokenizer.tokenizer import Tokenizer, load_tokenizer
-from .chat.answer_form import ChatFormats
+from .context.served_model import ChatFormats
 from .context.serving_context import ServingContext
 
 log = logging.getLogger("baton.server")

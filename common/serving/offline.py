@@ -15,12 +15,12 @@ import msgspec
 from ..api.errors import ConfigError, WorkerUnavailable
 from ..config.server import ServerConfig
 from ..engine_client.rank_processes import RankTarget
-from .chat.run import plan_chat
+from .chat.handler import plan_chat
+from .chat.schema import ChatRequest, decode_chat
 from .context.serving_context import ServingContext
 from .host import EngineHost, Service
 from .native.handler import plan_generate
 from .native.schema import GenerateRequest, decode_generate
-from .protocol.sampling import ChatRequest, decode_chat
 from .respond import PlannedResponse, PlanRequest
 
 

@@ -11,12 +11,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from aiohttp import web
 
+from ..api.kv_events import PROMPT_PAGES_HEADER, encode_pages
 from ..api.messages import Generate
 from .context.generation import Choice
 from .context.serving_context import ServingContext
-from .prompt_pages import record_prompt_pages
 from .protocol.continuation import HEADER
-from .protocol.responses import DONE, encode, event
+from .protocol.encoding import DONE, encode, event
 from .sse import stream_events
 from .web import json_bytes
 
@@ -51,13 +51,12 @@ class ResponseFormatter(Protocol[Whole, Chunk]):
 class PlannedResponse(Generic[Whole, Chunk]):
     """A planned request: ask it for either ``full`` or ``chunks``, once."""
 
-    def __init__(self, context: ServingContext, requests: list[Generate], answer: ResponseFormatter[Whole, Chunk], *,
-                 arrived: float,
-                 continued: Sequence[int] = ()):
+    def __init__(self, context: ServingContext, requests: list[Generate], formatter: ResponseFormatter[Whole, Chunk],
+                 *, arrived: float, continued: Sequence[int] = ()):
         """``arrived``: the HTTP request's arrival, on the monotonic clock in seconds. ``continued``: output of the only
         request that another server answered."""
         self.requests = requests
-        self._answer = answer
+        self._formatter = formatter
         self._interval = context.config.http.stream_interval
         self._generation = context.generation(requests, arrived, continued)
 
@@ -69,7 +68,7 @@ class PlannedResponse(Generic[Whole, Chunk]):
     async def full(self) -> Whole:
         """The complete answer; raises the ServingError of a choice that fails."""
         with self._generation as generation:
-            return self._answer.full(await generation.complete())
+            return self._formatter.full(await generation.complete())
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they come, those that are ready together in one list; raises the ServingError of a choice.
@@ -78,15 +77,15 @@ class PlannedResponse(Generic[Whole, Chunk]):
         breaks has sent either all of its end or nothing. Close the generator to abort what has not ended.
         """
         with self._generation as generation:
-            self._answer.start(generation.choices)
+            self._formatter.start(generation.choices)
             ready: list[Chunk] = []
             async for updated in generation.deltas(self._interval):
                 for choice in updated:
-                    ready += self._answer.delta(choice)
+                    ready += self._formatter.delta(choice)
                 if ready and generation.live:
                     yield ready
                     ready = []
-            yield ready + [*self._answer.finish(generation.choices)]
+            yield ready + [*self._formatter.finish(generation.choices)]
             await asyncio.sleep(0)  # streams that end in one step send their last tokens before any of them is closed
 
 
@@ -115,3 +114,21 @@ async def _events(run: PlannedResponse[Any, Any]) -> AsyncGenerator[bytes, None]
     async with aclosing(run.chunks()) as chunks:
         async for ready in chunks:
             yield b"".join(map(event, ready)) + (b"" if run.live else DONE)
+
+
+# A router that follows the server's KV events knows which pages are cached. It cannot compute the page hashes of a text
+# or a chat: that takes this server's template and tokenizer. So it requests them once for each new text.
+
+
+def record_prompt_pages(context: ServingContext, request: web.Request, requests: Sequence[Generate]) -> None:
+    """Stores the first prompt's page hashes for the response's head, where the request asks for them."""
+    if PROMPT_PAGES_HEADER in request.headers:
+        first = requests[0]
+        ids = first.input_ids if first.input_embeds is None else []  # pages of embeddings are never cached
+        request[PROMPT_PAGES_HEADER] = encode_pages(ids, context.config.cache.page_size)
+
+
+async def add_prompt_pages(request: web.Request, response: web.StreamResponse) -> None:
+    """Adds the stored page hashes to a response's head; a signal handler of ``on_response_prepare``."""
+    if (pages := request.get(PROMPT_PAGES_HEADER)) is not None:
+        response.headers[PROMPT_PAGES_HEADER] = pages

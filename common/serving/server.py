@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import uvloop
 from aiohttp import web
@@ -25,7 +26,6 @@ from ..obs.tracing import Tracing, exporter_for
 from .app import make_app
 from .context.traces import Traces
 from .host import EngineHost, Service
-from .loop_lag import observe_loop_lag
 from .stats_logger import StatsLogger
 
 log = logging.getLogger("baton.server")
@@ -160,3 +160,16 @@ class _Server:
         while ((context.client.num_open or context.in_flight.num_received)
                and not self._second_signal.is_set() and context.status.dead is None):
             await asyncio.sleep(0.02)
+
+
+async def observe_loop_lag(observe: Callable[[float], None], period: float = 0.1) -> None:
+    """Calls ``observe`` every ``period`` seconds with the seconds by which the event loop ran it late, until cancelled.
+
+    The tokens of all streams wait as long. The loop's timers alone add up to a millisecond.
+    """
+    due = time.monotonic() + period
+    while True:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        now = time.monotonic()
+        observe(max(0.0, now - due))
+        due = now + period

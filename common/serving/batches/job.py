@@ -17,7 +17,7 @@ from aiohttp import web
 from ...api.errors import InvalidRequest, ServingError, TooLarge
 from ...api.unreadable import UNREADABLE
 from ..context.serving_context import ServingContext
-from ..protocol.responses import encode
+from ..protocol.encoding import encode
 from ..storage.batch_schema import (
     MAX_ERRORS,
     MAX_LINES,

@@ -6,30 +6,16 @@ from dataclasses import dataclass
 
 from ...api.errors import InvalidRequest
 from ...api.grammar import GrammarSpec
-from ...config.server import ChatArgs
 from ...parsers.output_format import OutputFormat
-from ...parsers.reasoning import REASONING, ReasoningFormat, begins_after, begins_inside, continues_inside
+from ...parsers.reasoning import ReasoningFormat, begins_after, begins_inside, continues_inside
 from ...parsers.reasoning.grammar import answer_head, reasoning_before
 from ...parsers.structural_tags import Node, either, node_of, sequence, spec
-from ...parsers.tools import FORMATS, JSON_ARRAY, ToolFormat, detect
+from ...parsers.tools import JSON_ARRAY
 from ...parsers.tools.grammars import allow_calls, relax, require_calls
-from ..protocol.sampling import ChatRequest
-from .messages import text_of
+from ..context.served_model import ChatFormats
+from .prompt import text_of
+from .schema import ChatRequest
 from .tool_choice import ToolChoice
-
-
-@dataclass(frozen=True)
-class ChatFormats:
-    """The formats of tool calls and of reasoning; None where answers are not parsed."""
-
-    tools: ToolFormat | None
-    reasoning: ReasoningFormat | None
-
-    @classmethod
-    def select(cls, args: ChatArgs, template: str | None) -> ChatFormats:
-        """``template`` is the source of the chat template, which selects the format for 'auto'."""
-        tools = detect(template or "") if args.tool_call_parser == "auto" else args.tool_call_parser
-        return cls(FORMATS.get(tools or ""), REASONING.get(args.reasoning_parser or ""))
 
 
 @dataclass(frozen=True)

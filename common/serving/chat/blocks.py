@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 from msgspec import UnsetType
 
-from ..protocol.responses import ChatDelta, ChatMessage, TokenLogprob
+from ..protocol.logprobs import TokenLogprob
+from .schema import ChatDelta, ChatMessage
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -17,12 +17,13 @@ from ...parsers.output_parser import (
     ToolCallStart,
     joined,
 )
-from ..context.generation import Choice
+from ..context.generation import Choice, usage_of
 from ..context.serving_context import ServingContext
 from ..protocol.continuation import ResponseHeader
 from ..protocol.logprobs import chat_logprobs
 from ..protocol.logprobs import joined as logprobs_of
-from ..protocol.responses import (
+from ..protocol.usage import CompletionTokensDetails, FinishReason, Usage
+from .schema import (
     CalledFunction,
     CalledFunctionDelta,
     ChatChoice,
@@ -31,14 +32,10 @@ from ..protocol.responses import (
     ChatCompletion,
     ChatDelta,
     ChatMessage,
-    CompletionTokensDetails,
-    FinishReason,
+    ChatRequest,
     ToolCallDelta,
     ToolCallOut,
-    Usage,
 )
-from ..protocol.sampling import ChatRequest
-from ..protocol.usage import usage_of
 
 
 class _ChoiceStream:
@@ -74,7 +71,7 @@ class _ChoiceStream:
 
 
 class ChatFormatter:
-    """Formats one chat, see ``run.Answer``."""
+    """Formats one chat, see ``respond.ResponseFormatter``."""
 
     def __init__(self, context: ServingContext, body: ChatRequest, reading: OutputFormat, *, with_ids: bool,
                  name: str | None = None):
@@ -136,12 +133,12 @@ class ChatFormatter:
             stream.token_ids += delta.token_ids
             if events:
                 events[-1].token_ids, stream.token_ids = stream.token_ids, []
-        usage = self._usage([choice], [stream.reader]) if self._body.wants_usage_always else None
+        usage = self._usage([choice], [stream.reader]) if self._body.reports_usage_always else None
         answer_id, created, model = self._header
         return [ChatChunk(answer_id, created, model, [event], usage) for event in events]
 
     def finish(self, choices: Sequence[Choice]) -> list[ChatChunk]:
-        if not self._body.wants_usage:
+        if not self._body.reports_usage:
             return []
         return [ChatChunk(*self._header, [], self._usage(choices, [stream.reader for stream in self._streams]))]
 

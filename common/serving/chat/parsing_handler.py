@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from ...api.errors import InvalidRequest
@@ -12,40 +11,12 @@ from ...parsers.reasoning import REASONING, begins_inside
 from ...parsers.tools import FORMATS
 from ..context.serving_context import ServingContext
 from ..protocol.decoding import BodyDecoder
-from ..protocol.sampling import Tool
 from ..web import json_response
+from .parsing_schema import ParseAnswer, ParsedCall, ParseRequest, SeparateAnswer, SeparateRequest
 from .tool_choice import ToolChoice, check_tools
 
-
-class _ParseRequest(msgspec.Struct):
-    text: str
-    tools: list[Tool]
-    tool_call_parser: str | None = None
-
-
-class _SeparateRequest(msgspec.Struct):
-    text: str
-    reasoning_parser: str | None = None
-
-
-class _Call(msgspec.Struct):
-    tool_index: int
-    name: str
-    parameters: str = ""
-
-
-class _ParseAnswer(msgspec.Struct):
-    normal_text: str
-    calls: list[_Call]
-
-
-class _SeparateAnswer(msgspec.Struct):
-    reasoning_text: str
-    text: str
-
-
-_parse = BodyDecoder(_ParseRequest)
-_separate = BodyDecoder(_SeparateRequest)
+_parse = BodyDecoder(ParseRequest)
+_separate = BodyDecoder(SeparateRequest)
 
 
 async def parse_function_call(context: ServingContext, request: web.Request) -> web.Response:
@@ -57,13 +28,13 @@ async def parse_function_call(context: ServingContext, request: web.Request) -> 
         raise InvalidRequest("tool_call_parser is missing, and this server has none of its own.",
                              param="tool_call_parser")
     parts = _read(OutputFormat(tools, ToolChoice(tuple(body.tools)).schemas), body.text)
-    calls: list[_Call] = []
+    calls: list[ParsedCall] = []
     for part in parts:
         if isinstance(part, ToolCallStart):
-            calls.append(_Call(len(calls), part.name))
+            calls.append(ParsedCall(len(calls), part.name))
         elif isinstance(part, ToolArgumentsDelta):
             calls[-1].parameters += part.text
-    return json_response(_ParseAnswer(_content(parts), calls))
+    return json_response(ParseAnswer(_content(parts), calls))
 
 
 async def separate_reasoning(context: ServingContext, request: web.Request) -> web.Response:
@@ -75,7 +46,7 @@ async def separate_reasoning(context: ServingContext, request: web.Request) -> w
                              param="reasoning_parser")
     parts = _read(OutputFormat(reasoning=reasoning, inside=begins_inside(reasoning, "")), body.text)
     thoughts = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
-    return json_response(_SeparateAnswer(thoughts, _content(parts)))
+    return json_response(SeparateAnswer(thoughts, _content(parts)))
 
 
 def _format_named(param: str, name: str | None, formats: dict):

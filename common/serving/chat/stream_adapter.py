@@ -14,13 +14,13 @@ from aiohttp import web
 from ...api.errors import InvalidRequest
 from ..context.generation import refuse_aborted
 from ..context.serving_context import ServingContext
-from ..prompt_pages import record_prompt_pages
 from ..protocol.continuation import HEADER, Continuation, ResponseHeader
-from ..protocol.responses import ChatChoice, ChatChunk, ChatCompletion, ChatDelta, encode
-from ..protocol.sampling import ChatRequest, check_chat
+from ..protocol.encoding import encode
+from ..respond import record_prompt_pages
 from ..sse import client_error, stream_events
 from ..web import json_bytes, log_failure
-from .run import PlannedChat, plan_chat
+from .handler import PlannedChat, plan_chat
+from .schema import ChatChoice, ChatChunk, ChatCompletion, ChatDelta, ChatRequest, check_chat
 
 
 class StreamAdapter(Protocol):
@@ -94,7 +94,7 @@ async def _events(run: PlannedChat, adapter: StreamAdapter, *, resumed: bool, wi
     """The stream begins with the first chunk: an error before it has an HTTP status of its own.
 
     ``resumed``: another server sent the beginning. ``with_ids``: token ids, and the error that ends a stream, are sent
-    to a router in comments (see ``openai/continuation.py``).
+    to a router in comments (see ``protocol/continuation.py``).
     """
     started = False
     try:

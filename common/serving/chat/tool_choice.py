@@ -9,7 +9,7 @@ from typing import Any
 
 from ...api.errors import InvalidRequest
 from ...parsers.schema_rules import check_enforceable
-from ..protocol.sampling import ChatRequest, Tool
+from .schema import ChatRequest, Tool
 
 _NAME = re.compile(r"[\w.\-]{1,256}")
 

@@ -16,6 +16,7 @@ from ...obs.metrics import ServerMetrics
 from ...tokenizer.text_stream import TextStream
 from ...tokenizer.tokenizer import Tokenizer
 from ..protocol.logprobs import joined
+from ..protocol.usage import Usage
 from .request_log import RequestLog
 from .traces import Traces
 
@@ -261,3 +262,12 @@ def _outcome(error: BaseException | None) -> str:
     if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit, ConnectionError)):
         return "disconnected"
     return ServingError.code
+
+
+def usage_of(choices: Sequence[Choice], n: int, *, report_cached: bool) -> Usage:
+    """A prompt counts once for its ``n`` choices, with the cached tokens of the first; see --enable-cache-report."""
+    firsts = choices[::n]
+    return Usage.of(
+        prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
+        cached_tokens=sum(choice.num_cached_tokens for choice in firsts) if report_cached else None,
+        completion_tokens=sum(choice.num_output_tokens for choice in choices))

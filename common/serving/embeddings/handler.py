@@ -17,9 +17,10 @@ from ...api.sampling import SamplingParams
 from ...api.token_ids import check_ids
 from ...tokenizer.tokenizer import Tokenizer
 from ..context.generation import Choice, refuse_aborted
-from ..context.serving_context import ServingContext, engine_requests
-from ..native.schema import LogprobOptions
+from ..context.request_planner import engine_requests
+from ..context.serving_context import ServingContext
 from ..protocol.bootstrap import Placement
+from ..protocol.logprobs import LogprobOptions
 from ..protocol.prompts import Prompts, parse_prompts, too_long
 from ..web import json_response
 from .schema import (
@@ -42,6 +43,8 @@ from .schema import (
 _NO_LOGPROBS = LogprobOptions()
 _RERANK_SYSTEM = ('Judge whether the Document meets the requirements based on the Query and the Instruct provided. '
                   'Note that the answer can only be "yes" or "no".')
+
+
 _RERANK_INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
 
 

@@ -4,116 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from ...api.errors import InvalidRequest
-from ...api.wire import Float32, Int32
+from ..chat.schema import ChatRequest, Function, FunctionCall, Message, MessageToolCall, Tool
 from ..protocol.bootstrap import BootstrapFields
-from ..protocol.continuation import Continuation
-from ..protocol.decoding import BodyDecoder
-from ..protocol.sampling import (
-    ChatRequest,
-    Function,
-    FunctionCall,
-    Message,
-    MessageToolCall,
-    StreamOptions,
-    Tool,
-)
+from ..protocol.sampling import StreamOptions
+from .schema import ContentBlock, Conversation, MessagesRequest
 
-
-class ContentBlock(msgspec.Struct):
-    """A block of a message, by ``type``: text, thinking, tool_use or tool_result; images and documents are refused."""
-
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[ContentBlock] | None = None
-    is_error: bool | None = None
-
-
-class InputMessage(msgspec.Struct):
-    role: str
-    content: str | list[ContentBlock]
-
-
-class ToolDefinition(msgspec.Struct):
-    name: str
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolChoice(msgspec.Struct):
-    type: str
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(msgspec.Struct):
-    type: str
-    budget_tokens: Int32 | None = None
-
-
-class OutputFormat(msgspec.Struct):
-    type: str
-    schema: dict[str, Any] | None = None
-
-
-class OutputConfig(msgspec.Struct):
-    effort: str | None = None
-    format: OutputFormat | None = None
-
-
-class Conversation(BootstrapFields, kw_only=True):
-    """What sending a message and counting its tokens share."""
-
-    messages: list[InputMessage]
-    model: str | None = None
-    system: str | list[ContentBlock] | None = None
-    tools: list[ToolDefinition] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class MessagesRequest(Conversation, kw_only=True):
-    max_tokens: Int32
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Float32 | None = None
-    top_p: Float32 | None = None
-    top_k: Int32 | None = None
-    metadata: dict[str, Any] | None = None
-    # SGLang's
-    rid: str | None = None
-    priority: Int32 | None = None
-    # ours
-    continuation: Continuation | None = None
-
-
-_messages = BodyDecoder(MessagesRequest)
-_count = BodyDecoder(Conversation)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-def decode_messages(body: bytes) -> MessagesRequest:
-    """Raises InvalidRequest."""
-    request = _messages.decode(body)
-    if request.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens must be 1 or more, got {request.max_tokens}.", param="max_tokens")
-    return request
-
-
-def decode_count(body: bytes) -> Conversation:
-    """Raises InvalidRequest."""
-    return _count.decode(body)
 
 
 def as_chat(request: Conversation) -> ChatRequest:

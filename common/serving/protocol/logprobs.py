@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from ...api.messages import Logprobs
-from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 Piece = Callable[[int], bytes]
 """The bytes that a token stands for."""
@@ -74,3 +75,37 @@ def joined(parts: list[Logprobs]) -> Logprobs | None:
 
 def _text(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class LogprobOptions(msgspec.Struct, frozen=True):
+    """The log-probabilities that one prompt's answer reports."""
+
+    enabled: bool = False
+    start: int = -1
+    num_top: int = 0
+    token_ids: tuple[int, ...] = ()

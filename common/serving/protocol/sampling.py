@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat and text completions, with the extra fields of SGLang.
+"""The fields that chat and text completions share, with the extra fields of SGLang, and their sampling parameters.
 
 Every field may be null, which means its default: clients send nulls.
 """
@@ -16,25 +16,22 @@ from ...api.wire import Float32, Int32, Int64
 from ...tokenizer.stop_regex import stop_expression
 from .bootstrap import BootstrapFields
 from .continuation import Continuation
-from .decoding import BodyDecoder
-from .unsupported_fields import CHAT, COMPLETION
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-MAX_COMPLETION_LOGPROBS = 5
 MAX_STOPS = 64
 MAX_STOP_EXPRESSIONS = 8
 
 
 class StreamOptions(msgspec.Struct):
-    """``continuous_usage_stats``: every chunk tells its choice's tokens so far."""
+    """``continuous_usage_stats``: every chunk reports its choice's usage so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class CommonFields(BootstrapFields, kw_only=True):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -62,7 +59,7 @@ class CommonFields(BootstrapFields, kw_only=True):
     priority: Int32 | None = None
     # Baton's
     continuation: Continuation | None = None
-    # grammars: one at most (see structured.py)
+    # grammars: one at most (see grammar_fields.py)
     response_format: dict[str, Any] | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -74,127 +71,15 @@ class CommonFields(BootstrapFields, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
-    def wants_usage(self) -> bool:
+    def reports_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def wants_usage_always(self) -> bool:
+    def reports_usage_always(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
-class FunctionCall(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class MessageToolCall(msgspec.Struct):
-    function: FunctionCall
-    id: str | None = None
-    type: str = "function"
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[str | ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    # refused (see unsupported_fields.MESSAGE)
-    function_call: Any = None
-    tools: Any = None
-    audio: Any = None
-
-
-class Function(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct):
-    function: Function
-    type: str = "function"
-
-
-class Reasoning(msgspec.Struct):
-    """OpenRouter's and SGLang's form of ``reasoning_effort``."""
-
-    effort: str | None = None
-    enabled: bool | None = None
-
-
-class ChatRequest(CommonFields, kw_only=True):
-    messages: list[Message]
-    max_completion_tokens: Int32 | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int32 | None = None
-    tools: list[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    reasoning: Reasoning | None = None
-    # SGLang's and vLLM's
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    separate_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
-
-    @property
-    def requested_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class CompletionRequest(CommonFields, kw_only=True):
-    prompt: str | list[str | Int32 | list[Int32]]
-    logprobs: Int32 | None = None
-    best_of: Int32 | None = None
-    echo: bool | None = None
-
-    @property
-    def num_made(self) -> int:
-        """Choices that are made of each prompt; ``num_choices`` of them are told."""
-        return self.num_choices if self.best_of is None else self.best_of
-
-
-_chat = BodyDecoder(ChatRequest, CHAT)
-_completion = BodyDecoder(CompletionRequest, COMPLETION)
-
-
-def decode_chat(body: bytes) -> ChatRequest:
-    """Raises InvalidRequest."""
-    return check_chat(_chat.decode(body))
-
-
-def check_chat(request: ChatRequest) -> ChatRequest:
-    """The same request, whose values agree with each other. Raises InvalidRequest."""
-    _check_common(request)
-    if request.top_logprobs and not request.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    check_range("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
-    return request
-
-
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Raises InvalidRequest."""
-    request = _completion.decode(body)
-    _check_common(request)
-    check_range("logprobs", request.logprobs, 0, MAX_COMPLETION_LOGPROBS)
-    check_range("best_of", request.best_of, request.num_choices, MAX_CHOICES)
-    if request.stream and request.num_made > request.num_choices:
-        raise InvalidRequest("best_of cannot be streamed: the best choice is known at the end; leave out either.",
-                             param="best_of")
-    return request
-
-
-def _check_common(request: CommonFields) -> None:
+def check_common_fields(request: CommonFields) -> None:
     check_range("n", request.n, 1, MAX_CHOICES)
     check_range("priority", request.priority, -(2**31), 2**31)
     if request.stream_options is not None and not request.stream:
@@ -208,16 +93,16 @@ def check_range(name: str, value: int | None, low: int, high: int) -> None:
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Raises InvalidRequest for more than the server matches."""
+    """Stop strings as a tuple; raises InvalidRequest for more than the server matches."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
         raise InvalidRequest(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are supported.", param="stop")
     return stops
 
 
-def stop_expressions(given: str | list[str] | None) -> tuple[str, ...]:
-    """Raises InvalidRequest for expressions that cannot be followed, or too many."""
-    patterns = (given,) if isinstance(given, str) else tuple(given or ())
+def stop_expressions(expressions: str | list[str] | None) -> tuple[str, ...]:
+    """Stop expressions as a tuple; raises InvalidRequest for unusable expressions, or too many."""
+    patterns = (expressions,) if isinstance(expressions, str) else tuple(expressions or ())
     if len(patterns) > MAX_STOP_EXPRESSIONS:
         raise InvalidRequest(f"stop_regex holds {len(patterns)} expressions; at most {MAX_STOP_EXPRESSIONS} are "
                              "supported.", param="stop_regex")
@@ -226,14 +111,14 @@ def stop_expressions(given: str | list[str] | None) -> tuple[str, ...]:
     return patterns
 
 
-def biases(given: dict[str, float] | None) -> dict[int, float] | None:
+def biases(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
     """OpenAI's ``logit_bias``, whose keys are token ids as strings. Raises InvalidRequest."""
-    if given is None:
+    if logit_bias is None:
         return None
-    wrong = next((key for key in given if not (key.isascii() and key.isdigit() and len(key) < 20)), None)
+    wrong = next((key for key in logit_bias if not (key.isascii() and key.isdigit() and len(key) < 20)), None)
     if wrong is not None:
         raise InvalidRequest(f"logit_bias must have token ids as its keys, got {wrong[:80]!r}.", param="logit_bias")
-    return {int(key): value for key, value in given.items()}
+    return {int(key): value for key, value in logit_bias.items()}
 
 
 def sampling_params(request: CommonFields, requested_tokens: int | None, default_tokens: int, *, vocab_size: int,
@@ -260,12 +145,12 @@ def sampling_params(request: CommonFields, requested_tokens: int | None, default
 
 def validated_params(vocab_size: int, max_new_tokens: int, stop: str | list[str] | None, top_k: int | None,
                      stop_token_ids: list[int] | None, **others: Any) -> SamplingParams:
-    """Raises InvalidRequest; None leaves a parameter at its default. ``top_k`` 0 also means all tokens to some clients,
-    and more than all is all."""
-    given = {name: value for name, value in others.items() if value is not None}
+    """Sampling parameters; None leaves one at its default. Raises InvalidRequest. ``top_k`` 0, or more than the
+    vocabulary has, means all tokens."""
+    fields = {name: value for name, value in others.items() if value is not None}
     if top_k is not None:
-        given["top_k"] = -1 if top_k == 0 else min(top_k, vocab_size)
+        fields["top_k"] = -1 if top_k == 0 else min(top_k, vocab_size)
     params = SamplingParams(max_new_tokens=max_new_tokens, stop=stop_strings(stop),
-                            stop_token_ids=tuple(stop_token_ids or ()), **given)
+                            stop_token_ids=tuple(stop_token_ids or ()), **fields)
     params.validate(vocab_size)
     return params

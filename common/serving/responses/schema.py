@@ -7,8 +7,117 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..protocol.responses import TokenLogprob, encode
-from .to_chat import FunctionTool, ReasoningOptions, TextFormat, TextOptions
+from ...api.wire import Float32, Int32, Int64
+from ..protocol.bootstrap import BootstrapFields
+from ..protocol.continuation import Continuation
+from ..protocol.decoding import BodyDecoder
+from ..protocol.encoding import encode
+from ..protocol.logprobs import TokenLogprob
+from ..protocol.sampling import MAX_TOP_LOGPROBS, check_range
+from ..protocol.unsupported_fields import RESPONSE
+
+
+class InputPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct):
+    """A message, a function call or its output, or reasoning, by ``type``; without one it is a message."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+
+
+class FunctionTool(msgspec.Struct):
+    """Tools of other types are refused."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseRequest(BootstrapFields, kw_only=True):
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Int32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_logprobs: Int32 | None = None
+    include: list[str] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    # SGLang's
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int32] | None = None
+    stop_regex: str | list[str] | None = None
+    seed: Int64 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    rid: str | None = None
+    priority: Int32 | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # ours
+    continuation: Continuation | None = None
+
+
+_decoder = BodyDecoder(ResponseRequest, RESPONSE)
+
+
+def decode_response(body: bytes) -> ResponseRequest:
+    """Raises InvalidRequest."""
+    request = _decoder.decode(body)
+    check_range("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    return request
+
+
+# ---------------------------------------------------------------- answer
 
 
 class OutputText(msgspec.Struct):

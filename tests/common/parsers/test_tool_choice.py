@@ -13,9 +13,10 @@ from baton.common.api.grammar import GrammarSpec
 from baton.common.config.server import ChatArgs
 from baton.common.parsers.output_parser import ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from baton.common.parsers.tools import FORMATS, JSON_ARRAY, detect
-from baton.common.serving.chat.answer_form import ChatFormats, answer_form
+from baton.common.serving.chat.answer_form import answer_form
+from baton.common.serving.chat.schema import decode_chat
 from baton.common.serving.chat.tool_choice import tool_choice
-from baton.common.serving.protocol.sampling import decode_chat
+from baton.common.serving.context.served_model import ChatFormats
 from baton.tests.helpers.reading_cases import of_pieces
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "word": {"enum": ["red", "blue"]}},

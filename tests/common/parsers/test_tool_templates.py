@@ -12,10 +12,9 @@ from baton.common.api.errors import ConfigError, InvalidRequest
 from baton.common.parsers.output_format import OutputFormat
 from baton.common.parsers.output_parser import ToolArgumentsDelta, ToolCallStart
 from baton.common.parsers.tools import FORMATS, detect
-from baton.common.serving.chat.messages import template_messages
-from baton.common.serving.chat.prompt import chat_prompt
+from baton.common.serving.chat.prompt import chat_prompt, template_messages
+from baton.common.serving.chat.schema import decode_chat
 from baton.common.serving.chat.tool_choice import tool_choice
-from baton.common.serving.protocol.sampling import decode_chat
 from baton.common.tokenizer.templates import load_template, shipped
 from baton.common.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from baton.tests.helpers.reading_cases import of_pieces

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from baton.common.serving.chat.blocks import AnswerBlocks, BlockDelta, BlockStart, BlockStop
-from baton.common.serving.protocol.responses import (
+from baton.common.serving.chat.schema import (
     CalledFunction,
     CalledFunctionDelta,
     ChatDelta,

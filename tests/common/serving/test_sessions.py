@@ -6,8 +6,7 @@ import aiohttp
 import pytest
 
 from baton.common.api.errors import Conflict, InvalidRequest, NotFound
-from baton.common.serving.context.sessions import Sessions
-from baton.common.serving.native.schema import SessionParams
+from baton.common.serving.context.sessions import SessionParams, Sessions
 from baton.tests.helpers.serving import generate
 
 
