@@ -14,18 +14,12 @@ from ..api.errors import InvalidRequest
 _UNENFORCED = frozenset((
     "uniqueItems", "contains", "minContains", "maxContains", "not", "if", "then", "else", "dependentRequired",
     "dependentSchemas", "dependencies", "contentEncoding", "contentMediaType", "contentSchema", "$dynamicRef"))
-
-
 _FORMATS = frozenset((
     "email", "date", "time", "date-time", "duration", "uri", "uri-reference", "uri-template", "uuid", "ipv4", "ipv6",
     "hostname", "json-pointer", "relative-json-pointer"))
-
-
 _ANNOTATIONS = frozenset((
     "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated",
     "readOnly", "writeOnly", "discriminator"))
-
-
 _OF_TYPES = {
     "number": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
     "string": frozenset(("minLength", "maxLength", "pattern", "format")),

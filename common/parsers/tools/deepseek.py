@@ -54,7 +54,5 @@ def _call(cursor: Cursor, calls: CallEmitter) -> Step[bool]:
 DEEPSEEK_V3 = ToolFormat(read, _MARKERS, (frozenset((BEGIN, SEP, FENCE + "json")),), Layout(
     lambda name: Tag(f"{BEGIN}function{SEP}{name}\n{FENCE}json\n", f"\n{FENCE}{END}"), ALL_BEGIN, "\n", ALL_END,
     ALL_BEGIN))
-
-
 DEEPSEEK_V31 = ToolFormat(read, _MARKERS, (frozenset((BEGIN, SEP)),), Layout(
     lambda name: Tag(f"{BEGIN}{name}{SEP}", END), ALL_BEGIN, "", ALL_END, ALL_BEGIN))

@@ -43,8 +43,6 @@ from .schema import (
 _NO_LOGPROBS = LogprobOptions()
 _RERANK_SYSTEM = ('Judge whether the Document meets the requirements based on the Query and the Instruct provided. '
                   'Note that the answer can only be "yes" or "no".')
-
-
 _RERANK_INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
 
 

@@ -77,8 +77,6 @@ RESPONSE: Table = {
 }
 _WITH_MEDIA = dict.fromkeys(("image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes",
                              "video_config", "image_max_dynamic_patch", "video_max_dynamic_patch"), _TEXT_ONLY)
-
-
 GENERATE: Table = {
     **_MEDIA, **_ROUTED, **_CACHE, **_WITH_MEDIA,
     "lora_path": _NO_LORA, "lora_id": _NO_LORA, "background": _PLAIN, "return_sampling_mask": _PLAIN,
@@ -91,8 +89,6 @@ GENERATE: Table = {
 }
 _OVERRIDES = dict.fromkeys(("embed_overrides", "embed_override_token_id", "positional_embed_overrides",
                             "query_embed_overrides", "item_embed_overrides"), _PLAIN)
-
-
 EMBEDDING: Table = {
     **_WITH_MEDIA, **_OVERRIDES, **_CACHE, "lora_path": _NO_LORA, "lora_id": _NO_LORA,
     "return_pooled_hidden_states": _PLAIN, "input_embeds": Refused("/generate takes them"),

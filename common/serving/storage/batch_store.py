@@ -39,12 +39,8 @@ CREATE TABLE IF NOT EXISTS answers (
 LEASE_SECONDS = 6.0
 _ENDS: dict[str, tuple[str, ...]] = {"completed": ("finalizing",), "expired": ("finalizing",),
                                      "failed": ("validating",), "cancelled": ("cancelling",)}
-
-
 _BEFORE: dict[str, tuple[str, ...]] = {**_ENDS, "in_progress": ("validating",), "finalizing": ("in_progress",),
                                        "cancelling": ("validating", "in_progress")}
-
-
 _encode = msgspec.json.Encoder().encode
 
 

@@ -16,11 +16,13 @@ import pytest
 
 import baton.common
 from baton.common.api.errors import InvalidRequest
-from baton.common.serving.embeddings import schema
+from baton.common.serving.chat import schema as chat
+from baton.common.serving.completions import schema as completions
+from baton.common.serving.embeddings import schema as embeddings
 from baton.common.serving.native import schema as native
-from baton.common.serving.protocol import sampling, unsupported_fields
+from baton.common.serving.protocol import unsupported_fields
 from baton.common.serving.protocol.unsupported_fields import NO_EFFECT, asks_nothing
-from baton.common.serving.responses import to_chat
+from baton.common.serving.responses import schema as responses
 
 _OPENAI = """model frequency_penalty logit_bias logprobs n presence_penalty seed stop stream stream_options temperature
 top_p user return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details
@@ -62,15 +64,15 @@ SCORE = """query items label_token_ids apply_softmax item_first model embed_over
 item_embed_overrides return_pooled_hidden_states"""
 RERANK = "query documents instruct top_n return_documents model"
 MODELS: dict[str, tuple[str, type[msgspec.Struct], unsupported_fields.Table]] = {
-    "chat": (CHAT, sampling.ChatRequest, unsupported_fields.CHAT),
-    "completion": (COMPLETION, sampling.CompletionRequest, unsupported_fields.COMPLETION),
-    "response": (RESPONSE, to_chat.ResponseRequest, unsupported_fields.RESPONSE),
+    "chat": (CHAT, chat.ChatRequest, unsupported_fields.CHAT),
+    "completion": (COMPLETION, completions.CompletionRequest, unsupported_fields.COMPLETION),
+    "response": (RESPONSE, responses.ResponseRequest, unsupported_fields.RESPONSE),
     "generate": (GENERATE, native.GenerateRequest, unsupported_fields.GENERATE),
     "sampling": (SAMPLING, native.NativeSampling, unsupported_fields.SAMPLING),
-    "encode": (ENCODE, schema.EncodeRequest, unsupported_fields.EMBEDDING),
-    "embedding": (EMBEDDING, schema.EmbeddingRequest, unsupported_fields.EMBEDDING),
-    "score": (SCORE, schema.ScoreRequest, unsupported_fields.EMBEDDING),
-    "rerank": (RERANK, schema.RerankRequest, unsupported_fields.EMBEDDING),
+    "encode": (ENCODE, embeddings.EncodeRequest, unsupported_fields.EMBEDDING),
+    "embedding": (EMBEDDING, embeddings.EmbeddingRequest, unsupported_fields.EMBEDDING),
+    "score": (SCORE, embeddings.ScoreRequest, unsupported_fields.EMBEDDING),
+    "rerank": (RERANK, embeddings.RerankRequest, unsupported_fields.EMBEDDING),
 }
 SOURCES = "\n".join(path.read_text() for folder in ("parsers", "serving")
                     for path in sorted((Path(baton.common.__file__).parent / folder).rglob("*.py"))
