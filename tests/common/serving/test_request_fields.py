@@ -78,11 +78,11 @@ SOURCES = "\n".join(path.read_text() for folder in ("parsers", "serving")
                     for path in sorted((Path(baton.common.__file__).parent / folder).rglob("*.py"))
                     if path.name != "unsupported_fields.py")
 DECODERS = {
-    "chat": (sampling.decode_chat, {"messages": []}), "completion": (sampling.decode_completion, {"prompt": "x"}),
-    "response": (to_chat.decode_response, {"input": "x"}), "generate": (native.decode_generate, {"text": "x"}),
-    "encode": (schema.decode_encode, {"text": "x"}), "embedding": (schema.decode_embedding, {"input": "x"}),
-    "score": (schema.decode_score, {"query": "x", "items": ["y"], "label_token_ids": [1]}),
-    "rerank": (schema.decode_rerank, {"query": "x", "documents": ["y"]}),
+    "chat": (chat.decode_chat, {"messages": []}), "completion": (completions.decode_completion, {"prompt": "x"}),
+    "response": (responses.decode_response, {"input": "x"}), "generate": (native.decode_generate, {"text": "x"}),
+    "encode": (embeddings.decode_encode, {"text": "x"}), "embedding": (embeddings.decode_embedding, {"input": "x"}),
+    "score": (embeddings.decode_score, {"query": "x", "items": ["y"], "label_token_ids": [1]}),
+    "rerank": (embeddings.decode_rerank, {"query": "x", "documents": ["y"]}),
 }
 
 
